@@ -1,4 +1,4 @@
-"""Hierarchical tree attention: the public function, its validation and its choice of backend.
+"""Define the public function of hierarchical tree attention, its validation and its choice of backend.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, D query/key and V value
 head size, r compression_rate.
@@ -26,21 +26,22 @@ def htree_attention(
     rope_base: float = 10000.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal softmax attention over the nodes of a tree: near what a query finds important tokens, elsewhere means.
+    """Compute causal softmax attention over nodes of a tree: over tokens that are important to a query, elsewhere over
+    means.
 
     Node p of layer l + 1 is the mean, for k and v, of nodes p*r .. min((p+1)*r, n_l) - 1 of layer l; layer 0 holds the
-    tokens, and layers are added while n_l > r * top_k. A query walks down: of the candidates in a layer the top_k most
-    important are replaced by their children, the others enter the softmax with their means; at layer 0 all enter. The
-    last candidate of a layer, which holds the query's own token, is always replaced. Candidate c of C stands at
-    position c and the query at C - 1, and RoPE turns both.
+    tokens, and layers are added while n_l > r * top_k. A query walks down: in each layer the top_k most important
+    candidates are replaced by their children, the others enter the softmax with their means; at layer 0 all enter. The
+    last candidate of a layer, which contains the query's own token, is always replaced. Candidate c of C has position c
+    and the query position C - 1, and RoPE rotates both.
 
     All query heads of a key/value head choose together: a candidate's importance is the sum over these heads of
     exp(score - max), with the max taken without the last candidate. Ties go to the smaller position. With
     r * top_k >= n the result is dense causal softmax attention with RoPE. No token after t changes output t.
 
     The tokens t of a sequence with the same t // selection_group form a group, which walks the tree once: the query
-    heads of its first token choose for all of them, and each token scores the candidates by its own query. At layer 0 a
-    token has, beside the candidates of the group's first token, the group's tokens up to itself.
+    heads of its first token choose for all of them, and each token scores the candidates with its own query. At layer 0
+    a token has, beside the candidates of the group's first token, the group's tokens up to itself.
 
     Args:
         q: [T, Hq, D], fp16, bf16 or fp32 (the reference also fp64), D even.
@@ -51,14 +52,14 @@ def htree_attention(
         compression_rate: r >= 2, children of a node.
         top_k: the number of nodes that are expanded in each layer above the tokens.
         selection_group: tokens that share the choices of the first of them; divides compression_rate.
-        scale: of the scores, by default D ** -0.5.
-        rope_base: RoPE turns channels i and i + D // 2 by position * rope_base ** (-2 i / D).
+        scale: factor of the scores, by default D ** -0.5.
+        rope_base: RoPE rotates channels i and i + D // 2 by position * rope_base ** (-2 i / D).
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
         [T, Hq, V], dtype of q. Gradients flow to q, k and v, to k and v also through the means; the choice has none.
-        The kernels' backward pass adds atomically, in another order each time, unless
-        `torch.use_deterministic_algorithms(True)` is on: then the same inputs give the same bits.
+        The kernels' backward pass adds atomically, in a varying order, unless
+            `torch.use_deterministic_algorithms(True)` is on: then the same inputs give the same bits.
 
     Examples:
         >>> seq_offsets = torch.tensor([0, 40, 100])  # two sequences, of 40 and 60 tokens
@@ -70,7 +71,7 @@ def htree_attention(
         True
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len, kv_heads="Hkv")
     if sizes["D"] % 2 or not sizes["D"]:
@@ -82,7 +83,7 @@ def htree_attention(
         raise ValueError(f"selection_group must divide compression_rate={compression_rate}, got {selection_group}")
     scale = check_scale(scale, sizes["D"], "scale")
     rope_base = check_number("rope_base", rope_base, above=0.0)
-    # Beyond N they change nothing but the size of tables.
+    # Values beyond N only change the size of tables.
     compression_rate, top_k = min(compression_rate, max(2, max_seq_len)), min(top_k, max_seq_len)
     selection_group = min(selection_group, compression_rate)
     if choose_backend(backend, q, "htree_attention") == "reference":

@@ -1,10 +1,10 @@
-"""Backward kernel of hierarchical tree attention: the walk again, with gradients in place of the softmax.
+"""Define the backward kernel of hierarchical tree attention: the same walk, with gradients instead of the softmax.
 
 Letters as in `forward.py`. With s_c the score in natural units, p_c = exp(s_c - lse) and o the output,
     dv_c = sum over heads p_c do,   ds_c = p_c (do.v_c - do.o),   dq = scale R^-1 sum_c ds_c R_c k_c,
     dk_c = scale R_c^-1 sum over heads ds_c R q
-where R and R_c are RoPE's rotations. A candidate's gradients are added to its node's in memory; what the nodes above
-the tokens have gathered goes down to their children afterwards (`pooling.py`).
+where R and R_c are RoPE's rotations. A candidate's gradients are added to its node's in memory; the gradients of nodes
+above the tokens are passed on to their children afterwards (`pooling.py`).
 """
 
 import triton
@@ -31,7 +31,7 @@ from hstu_sparse.tiles import load_rows, store_rows
 
 @triton.jit
 def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexpr, FIXED: tl.constexpr):
-    """Adds a tile to rows in memory: fp32, or with FIXED multiples of 1 / units[PLACE], in whatever order."""
+    """Add a tile to rows in memory, in any order: fp32, or with FIXED multiples of 1 / units[PLACE]."""
     pointers = base + row[:, None] * stride + column
     add_to(pointers, value, units + PLACE if FIXED else None, inside)
 
@@ -42,9 +42,9 @@ def add_gradients(
     words, above, C, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     RATE: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A layer's share of dq, and the gradients of its candidates that entered the softmax.
+    """Compute a layer's share of dq, and the gradients of its candidates that entered the softmax.
 
-    Where queries are turned by steps, or not at all, the sum for dq is turned with them, and back once, at the end.
+    If queries are rotated by steps, or not at all, the sum for dq is rotated with them, and back once, at the end.
     """
     f, e = tl.arange(0, BH)[None, :], tl.arange(0, BV)[None, :]
     # The last candidate above the tokens pools tokens after the query's.
@@ -53,13 +53,14 @@ def add_gradients(
     sum_low, sum_high = dq_low, dq_high
     if STEPPED or not SIBLINGS:
         sum_low, sum_high = tl.zeros_like(low), tl.zeros_like(high)
-    here = first_node(parents, 0, C, RATE, SIBLINGS)
+    node_start = first_node(parents, 0, C, RATE, SIBLINGS)
     for c0 in range(0, C, BN):
         behind = first_node(parents, c0 + BN, C, RATE, SIBLINGS)
         word = entering(words, above, c0 // (2 * BN) * (2 * BN), C, BN)
         c = c0 + tl.arange(0, BN)
-        node, k_low, k_high = load_keys(keys, parents, here, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
-        # Candidates are the rows of scores: as these and what comes of them lie, they are operands of dk and dv.
+        node, k_low, k_high = load_keys(keys, parents, node_start, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
+        # Candidates are the rows of scores: in this order, they and their gradients are operands of dk's and dv's
+        # products.
         tile_low, tile_high = tile_query(low, high, q_low, q_high, cos, sin, c0, C, BH, SIBLINGS, STEPPED)
         s = tl.dot(k_low, tl.trans(tile_low).to(k_low.dtype), input_precision=PRECISION)
         s = tl.dot(k_high, tl.trans(tile_high).to(k_low.dtype), s, input_precision=PRECISION)
@@ -91,7 +92,7 @@ def add_gradients(
         if STEPPED:
             sum_low, sum_high = turn(sum_low, sum_high, step_cos, -step_sin)
         low, high = next_query(low, high, step_cos, step_sin, STEPPED)
-        here = behind
+        node_start = behind
     if STEPPED:
         row_cos, row_sin = row_angle(cos, sin, (C + BN - 1) // BN * BN - (C - 1), BH)
         sum_low, sum_high = turn(sum_low, sum_high, row_cos, row_sin)
@@ -112,7 +113,7 @@ def htree_attend_bwd_kernel(
     SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr,
     LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
+    """Compute dq [T, Hq, D], and add to dk [H, rows, D] and dv [H, rows, V]; keys' gradients are rotated like the keys.
 
     units [2]: with FIXED the sums of dk and dv are integers, in multiples of 1 / units[0] and 1 / units[1].
     """
@@ -136,12 +137,12 @@ def htree_attend_bwd_kernel(
 
         dq_low = tl.zeros([BG, BH], tl.float32)
         dq_high = tl.zeros([BG, BH], tl.float32)
-        here = 0
+        current = 0
         layer, size, base, C = begin_walk(workspace, length, t, tokens, B, layers, TOP_K, LIST, RATE)
         while layer >= 0:
             first = g * rows + base + start // size + tl.where(layer > 0, b, 0)
             layer_keys = keys + first * (2 * BH)
-            parents, children = workspace + here * LIST, workspace + (1 - here) * LIST
+            parents, children = workspace + current * LIST, workspace + (1 - current) * LIST
             if (layer > 0) & (C <= TOP_K):
                 choose_all(parents, children, C, LIST, RATE)
             else:
@@ -157,7 +158,7 @@ def htree_attend_bwd_kernel(
                     layer > 0, C, HALF, BH, V, BV, BN, RATE, SIBLINGS, STEPPED, FIXED, PRECISION,
                 )  # fmt: skip
                 tl.debug_barrier()
-            here = 1 - here
+            current = 1 - current
             layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)
 
         target = dq + (token * H + g) * G * (2 * HALF)

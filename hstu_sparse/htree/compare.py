@@ -1,17 +1,17 @@
-"""Kernel against reference: all positions of large random data, or a trace of chosen positions layer by layer.
+"""Compare kernel and reference: all positions of large random data, or a trace of chosen positions layer by layer.
 
     python -m hstu_sparse.htree.compare --tokens 65536 --heads 64 --kv-heads 4
     python -m hstu_sparse.htree.compare --tokens 5000 --positions 0,15,16,4999
 
 Without --positions: absolute and relative error of the output, the worst positions, and how often kernel and reference
-choose different nodes, which they may where importances lie within rounding of each other. The error is taken twice:
-against the reference with its own choice, and with the kernel's, where only arithmetic is left. With --positions:
-candidates, scores, choice, running maximum, sum and output of every layer, and the first difference.
+choose different nodes, which is correct for importances that differ by rounding only. The error is computed twice:
+against the reference with its own choice, and with the kernel's choice, which leaves only arithmetic errors. With
+--positions: candidates, scores, choice, running maximum, sum and output of every layer, and the first difference.
 
 Without a GPU set TRITON_INTERPRET=1 and keep to some hundred tokens in fp32.
 
-Letters: P positions, Hq query heads, Hkv key/value heads, G query heads of each, V value head size, S top_k, M the most
-candidates of a layer.
+Letters: P positions, Hq query heads, Hkv key/value heads, G query heads of each, V value head size, S top_k, M the
+greatest number of candidates of a layer.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from hstu_sparse.testing import make_jagged, make_offsets
 
 @dataclass
 class KernelWalk:
-    """What the kernel did at P positions; scores, maxima and sums in natural units."""
+    """The kernel's walk at P positions; scores, maxima and sums in natural units."""
 
     out: Tensor  # [P, Hq, V]
     choices: list[Tensor]  # of the layers 1, 2, ...: [P, Hkv, S] int64 nodes, ascending, -1 last
-    scores: Tensor | None  # [P, Hkv, layers, G, M], NaN where the kernel needed none
+    scores: Tensor | None  # [P, Hkv, layers, G, M], NaN if the kernel computed none
     state: Tensor | None  # [P, Hkv, layers, G, V + 2]: output before its division, maximum, sum after each layer
 
 
@@ -39,7 +39,7 @@ def walk_kernel(
     q, k, v, seq_offsets, max_seq_len, *, compression_rate, top_k, scale, rope_base, positions, selection_group=1,
     trace=True,
 ):  # fmt: skip
-    """Runs the forward kernel at some tokens (`positions` [P], indices into T) and brings back what it did.
+    """Run the forward kernel at some tokens (`positions` [P], indices into T) and return its walk.
 
     With a selection_group above 1 all tokens run, and scores and state are None.
     """
@@ -77,7 +77,7 @@ def walk_kernel(
 
 
 def walk_groups(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base, positions) -> KernelWalk:
-    """`walk_kernel` for groups of tokens."""
+    """Do the work of `walk_kernel` for groups of tokens."""
     from hstu_sparse.htree import launch
     from hstu_sparse.htree.group_launch import launch_group_forward
 
@@ -92,19 +92,21 @@ def walk_groups(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, ro
 
 
 def states(tree: Tree, walk: list[Walk]) -> list[Tensor]:
-    """[P, Hkv, G, V + 2] output before its division, maximum and sum after each layer of the reference's walk."""
-    found, entered = [], []
+    """Return [P, Hkv, G, V + 2]: output before its division, maximum and sum after each layer of the reference's
+    walk.
+    """
+    after_layers, entered = [], []
     for layer in walk:
         entered.append(layer.scores.masked_fill(~layer.enters.unsqueeze(-2), -torch.inf))
         top = torch.cat(entered, -1).amax(-1, keepdim=True)
         parts = [(x - top.masked_fill(top == -torch.inf, 0.0)).exp() for x in entered]
         out = sum(weighted_values(tree, x, part) for x, part in zip(walk, parts))
-        found.append(torch.cat([out, top, sum(part.sum(-1, keepdim=True) for part in parts)], -1))
-    return found
+        after_layers.append(torch.cat([out, top, sum(part.sum(-1, keepdim=True) for part in parts)], -1))
+    return after_layers
 
 
 def kernel_candidates(choices: list[Tensor], walk: list[Walk], layer: int, place: int, head: int, t: int, rate: int):
-    """Nodes that the kernel had before it in a layer: what its choice above leads to, or the top layer's."""
+    """Return the kernel's candidates in a layer: the children of its choice above, or the top layer's nodes."""
     rightmost = t // rate**layer
     above = [w for w in walk if w.number == layer + 1 and bool(w.active[place])]
     if not above:
@@ -113,16 +115,16 @@ def kernel_candidates(choices: list[Tensor], walk: list[Walk], layer: int, place
     return [p * rate + i for p in parents for i in range(rate) if p * rate + i <= rightmost]
 
 
-def gap(importance: Tensor, nodes: list[int], one: set[int], other: set[int]) -> float:
-    """How far apart, relatively, the importances are of what one chose and the other did not, at their widest."""
-    values = {n: float(importance[nodes.index(n)]) for n in one ^ other if n in nodes}
+def gap(importance: Tensor, nodes: list[int], first: set[int], second: set[int]) -> float:
+    """Return the greatest relative difference of importance among nodes that only one of both chose."""
+    values = {n: float(importance[nodes.index(n)]) for n in first ^ second if n in nodes}
     if not values:
         return 0.0
     return (max(values.values()) - min(values.values())) / max(max(values.values()), 1e-30)
 
 
 def trace(kernel: KernelWalk, tree: Tree, walk: list[Walk], positions: list[int], tolerance: float) -> list[str]:
-    """Lines that hold the kernel's walk against the reference's, layer by layer, at one sequence's positions."""
+    """Return lines that compare the kernel's walk with the reference's, layer by layer, at one sequence's positions."""
     lines = []
     expected = states(tree, walk)
     for place, t in enumerate(positions):
@@ -146,11 +148,11 @@ def trace(kernel: KernelWalk, tree: Tree, walk: list[Walk], positions: list[int]
                 if number:
                     ours = {n for n in kernel.choices[number - 1][place, head].tolist() if n >= 0}
                     theirs = {n for n in layer.chosen[place, head].tolist() if n >= 0}
-                    apart = gap(layer.importance[place, head], nodes, ours, theirs)
+                    relative_gap = gap(layer.importance[place, head], nodes, ours, theirs)
                     text = f"{len(ours)} nodes"
                     if ours != theirs:
                         text += f", kernel alone {sorted(ours - theirs)}, reference alone {sorted(theirs - ours)}"
-                        text += f", importances {apart:.1e} apart"
+                        text += f", importances {relative_gap:.1e} apart"
                     checks["choice"] = (math.inf if ours != theirs else 0.0, text)
                 mine, right = kernel.state[place, head, number], state[place, head].to(kernel.state.dtype)
                 for name, part in (("maximum", slice(-2, -1)), ("sum", slice(-1, None)), ("output", slice(0, -2))):
@@ -171,7 +173,7 @@ def trace(kernel: KernelWalk, tree: Tree, walk: list[Walk], positions: list[int]
 
 
 def reference_walk(q, k, v, seq_offsets, max_seq_len, positions, options, choices=None):
-    """(tree, output, walk) of the reference in fp64 at the tokens `positions`."""
+    """Return (tree, output, walk) of the reference in fp64 at the tokens `positions`."""
     tree = Tree(k.double(), v.double(), seq_offsets, max_seq_len, options["compression_rate"], options["top_k"])
     out, walk = attend_queries(
         q[positions].double(), positions, tree, options["scale"], options["rope_base"], choices=choices
@@ -180,7 +182,7 @@ def reference_walk(q, k, v, seq_offsets, max_seq_len, positions, options, choice
 
 
 def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
-    """Lines: errors over all positions, the worst positions, differing choices."""
+    """Return lines: errors over all positions, the worst positions, differing choices."""
     tokens = q.shape[0]
     tree = Tree(k.double(), v.double(), seq_offsets, tokens, options["compression_rate"], options["top_k"])
     leaders = group_leaders(tree.offsets, tokens, options["selection_group"])
@@ -192,8 +194,8 @@ def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
         rows = torch.arange(begin, min(begin + chunk, tokens), device=q.device)
         kernel = walk_kernel(q, k, v, seq_offsets, tokens, **options, positions=rows, trace=False)
         for name, choices in (("own choice", None), ("kernel's choice", kernel.choices)):
-            given = (q[rows].double(), rows, tree, options["scale"], options["rope_base"])
-            exact, walk = attend_queries(*given, leaders=q[leaders[rows]].double(), choices=choices)
+            arguments = (q[rows].double(), rows, tree, options["scale"], options["rope_base"])
+            exact, walk = attend_queries(*arguments, leaders=q[leaders[rows]].double(), choices=choices)
             error = (kernel.out.double() - exact).abs()
             entry = sums[name]
             entry[0] = max(entry[0], error.max().item())
@@ -226,9 +228,9 @@ def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
 
 
 def misplaced(layer: Walk) -> Tensor:
-    """[P, Hkv] how much more important, relatively, the best node is that is not chosen than the least that is.
+    """Return [P, Hkv]: how much more important, relatively, the best node outside the choice is than the least in it.
 
-    `layer` of a walk with the kernel's choice; 0 where the choice is right. The last candidate does not count.
+    `layer` is from a walk with the kernel's choice; 0 if the choice is right. The last candidate does not count.
     """
     valid = layer.nodes >= 0
     last = valid & ~torch.nn.functional.pad(valid[..., 1:], (0, 1))
@@ -252,35 +254,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--positions", type=lambda x: [int(t) for t in x.split(",")], help="trace these")
-    given = parser.parse_args(arguments)
-    if given.positions is not None and given.selection_group > 1:
+    args = parser.parse_args(arguments)
+    if args.positions is not None and args.selection_group > 1:
         parser.error("--positions is about selection_group 1, where a kernel walks and attends at once")
 
-    dtype = getattr(torch, given.dtype)
-    shapes = ((given.heads, given.head_size), (given.kv_heads, given.head_size), (given.kv_heads, given.value_size))
+    dtype = getattr(torch, args.dtype)
+    shapes = ((args.heads, args.head_size), (args.kv_heads, args.head_size), (args.kv_heads, args.value_size))
     q, k, v = (
-        make_jagged((given.tokens,), shape, dtype=dtype, device=given.device, seed=3 * given.seed + i)
+        make_jagged((args.tokens,), shape, dtype=dtype, device=args.device, seed=3 * args.seed + i)
         for i, shape in enumerate(shapes)
     )
-    offsets = make_offsets((given.tokens,), device=given.device)
+    offsets = make_offsets((args.tokens,), device=args.device)
     options = dict(
-        compression_rate=given.compression_rate,
-        top_k=given.top_k,
-        selection_group=given.selection_group,
-        scale=given.head_size**-0.5,
-        rope_base=given.rope_base,
+        compression_rate=args.compression_rate,
+        top_k=args.top_k,
+        selection_group=args.selection_group,
+        scale=args.head_size**-0.5,
+        rope_base=args.rope_base,
     )
     with torch.no_grad():
-        if given.positions is None:
+        if args.positions is None:
             lines = compare_all(q, k, v, offsets, options)
         else:
-            wrong = [t for t in given.positions if not 0 <= t < given.tokens]
+            wrong = [t for t in args.positions if not 0 <= t < args.tokens]
             if wrong:
-                parser.error(f"positions must lie in 0 .. {given.tokens - 1}, got {wrong}")
-            rows = torch.tensor(given.positions, device=given.device)
-            kernel = walk_kernel(q, k, v, offsets, given.tokens, **options, positions=rows)
-            tree, _, walk = reference_walk(q, k, v, offsets, given.tokens, rows, options)
-            lines = trace(kernel, tree, walk, given.positions, 64 * torch.finfo(dtype).eps)
+                parser.error(f"positions must lie in 0 .. {args.tokens - 1}, got {wrong}")
+            rows = torch.tensor(args.positions, device=args.device)
+            kernel = walk_kernel(q, k, v, offsets, args.tokens, **options, positions=rows)
+            tree, _, walk = reference_walk(q, k, v, offsets, args.tokens, rows, options)
+            lines = trace(kernel, tree, walk, args.positions, 64 * torch.finfo(dtype).eps)
     print("\n".join(lines))
 
 

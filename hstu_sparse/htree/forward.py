@@ -1,11 +1,11 @@
-"""Forward kernel of hierarchical tree attention.
+"""Define the forward kernel of hierarchical tree attention.
 
 Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, D query/key and V value head
 size, r compression_rate (RATE), C a query's candidates in a layer; tile sizes as in `walk.py`.
 
-A program takes one token and one key/value head at a time: the query heads of that key/value head are the rows of its
-products. Tokens that are computed at the same time are neighbours, of the same head, so that the L2 cache holds what
-they read. As many programs as the GPU holds at once stay for the whole launch, so that only these need a workspace.
+A program processes one token and one key/value head at a time: the query heads of that key/value head are the rows of
+its products. Tokens that are processed at the same time are neighbours, of the same head, so that the L2 cache holds
+what they read. The launch has as many programs as the GPU runs at once, so that only these need a workspace.
 """
 
 import triton
@@ -29,7 +29,7 @@ from hstu_sparse.tiles import sequence_of, store_rows
 
 @triton.jit
 def find_sequence(offsets, token, B):
-    """(sequence, its first token, its length) of a token."""
+    """Return (sequence, its first token, its length) of a token."""
     low = sequence_of(offsets, token, B)
     start = tl.load(offsets + low).to(tl.int64)
     return low, start, (tl.load(offsets + low + 1) - start).to(tl.int32)
@@ -37,7 +37,7 @@ def find_sequence(offsets, token, B):
 
 @triton.jit
 def entering(words, above, c0, C, BN: tl.constexpr):
-    """A bit for each of the candidates c0 .. c0 + 2 BN - 1 (32) that enters the softmax."""
+    """Return a bit for each of the candidates c0 .. c0 + 2 BN - 1 (32), set if it enters the softmax."""
     inside = tl.where(C - c0 >= 32, -1, (1 << tl.minimum(C - c0, 31)) - 1)
     return ~tl.load(words + c0 // (2 * BN), mask=above & (c0 < C), other=0) & inside
 
@@ -48,7 +48,7 @@ def entering_scores(
     BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr,
     STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(nodes of a tile, scores [BG, BN] in base 2, -inf for what does not enter the softmax)."""
+    """Return (nodes of a tile, scores [BG, BN] in base 2, -inf for candidates that do not enter the softmax)."""
     low, high = tile_query(low, high, q_low, q_high, cos, sin, c0, C, BH, SIBLINGS, STEPPED)
     node, k_low, k_high = load_keys(keys, parents, first, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
     s = tl.dot(low.to(k_low.dtype), tl.trans(k_low), input_precision=PRECISION)
@@ -74,8 +74,9 @@ def accumulate(
     RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes a layer's candidates into the softmax, two tiles at a time: above the tokens those not in `words`."""
-    # The last candidate above the tokens pools tokens after the query's: not even times zero.
+    """Add a layer's candidates to the softmax, two tiles at a time: above the tokens those not in `words`."""
+    # The last candidate above the tokens pools tokens after the query's, which may be NaN: it is not even multiplied by
+    # 0.
     end = tl.where(above, C - 1, C)
     low, high = first_query(q_low, q_high, cos, sin, C, BH)
     here0, here1 = first_node(parents, 0, C, RATE, SIBLINGS), first_node(parents, BN, C, RATE, SIBLINGS)
@@ -95,7 +96,7 @@ def accumulate(
         )  # fmt: skip
         low, high = next_query(low, high, step_cos, step_sin, STEPPED)
         new_max = tl.maximum(running_max, tl.max(tl.maximum(s0, s1), 1))
-        # Until something has entered, the maximum is -inf, from which nothing may be subtracted.
+        # Until a candidate has entered, the maximum is -inf, and a difference from it would be NaN.
         reference = tl.where(new_max == -float("inf"), 0.0, new_max)
         p0, p1 = tl.exp2(s0 - reference[:, None]), tl.exp2(s1 - reference[:, None])
         rescale = tl.exp2(running_max - reference)
@@ -116,13 +117,13 @@ def htree_attend_fwd_kernel(
     SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr,
     LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
+    """Compute the output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
 
-    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers. The tokens are all, or those at `positions`, whose
-    rows `out` and `lse` then have. For the tests and the comparison tool the walk leaves traces, if wanted: choices
-    [count, H, layers, TOP_K] the chosen nodes of the layers 1, 2, ...; trace_scores [count, H, layers + 1, G,
-    CANDIDATES], in base 2, of the layers where anything enters the softmax; trace_state [count, H, layers + 1, G,
-    BV + 2] output, maximum and sum after each layer.
+    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers. The tokens are all, or those at `positions`, in whose
+    order `out` and `lse` then are. For the tests and the comparison tool the walk can be recorded: choices [count, H,
+    layers, TOP_K] the chosen nodes of the layers 1, 2, ...; trace_scores [count, H, layers + 1, G, CANDIDATES], in base
+    2, of the layers where any candidate enters the softmax; trace_state [count, H, layers + 1, G, BV + 2] output,
+    maximum and sum after each layer.
     """
     workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
     marks = workspace + 2 * LIST
@@ -142,12 +143,12 @@ def htree_attend_fwd_kernel(
         running_max = tl.full([BG], -float("inf"), tl.float32)
         running_sum = tl.zeros([BG], tl.float32)
         acc = tl.zeros([BG, BV], tl.float32)
-        here = 0  # which of the two lists holds this layer's parents
+        current = 0  # the list, of two, with this layer's parents
         layer, size, base, C = begin_walk(workspace, length, t, tokens, B, layers, TOP_K, LIST, RATE)
         while layer >= 0:
             first = g * rows + base + start // size + tl.where(layer > 0, b, 0)
             layer_keys = keys + first * (2 * BH)
-            parents, children = workspace + here * LIST, workspace + (1 - here) * LIST
+            parents, children = workspace + current * LIST, workspace + (1 - current) * LIST
             trace = (i * H + g) * (layers + 1) + layer
             if (layer > 0) & (C <= TOP_K):
                 choose_all(parents, children, C, LIST, RATE)
@@ -177,7 +178,7 @@ def htree_attend_fwd_kernel(
                 tl.store(state[:, None] + tl.arange(0, BV)[None, :], acc, mask=live[:, None])
                 tl.store(state + BV, running_max, mask=live)
                 tl.store(state + BV + 1, running_sum, mask=live)
-            here = 1 - here
+            current = 1 - current
             layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)
 
         store_rows(out + (i * H + g) * G * V, row, V, live, acc / running_sum[:, None], V, BV)

@@ -1,10 +1,10 @@
-"""Launches the kernels for groups of tokens, and registers them as torch.ops.hstu_sparse.htree_group_fwd and _bwd.
+"""Launch the kernels for groups of tokens; register them as torch.ops.hstu_sparse.htree_group_fwd and _bwd.
 
 Letters: T tokens of the batch, B sequences, Hq query heads, Hkv key/value heads, G query heads of each, R tokens of a
 group (selection_group), r compression_rate, M = r * top_k the most candidates a layer has, L layers above the tokens.
 
 Memory beyond inputs and outputs: as in `launch.py`, and the table of choices, 4 * top_k + M / 8 bytes for each group,
-key/value head and layer above the tokens, which is kept between the passes.
+key/value head and layer above the tokens, which is saved for the backward pass.
 """
 
 import math
@@ -47,19 +47,19 @@ def group_config(kernel: str, half: int, value: int, rows: int, item: int, arch:
     if kernel == "fwd":
         # Registers for three programs of 4 warps on a multiprocessor.
         return LaunchConfig(4, 2, 168, BM=BM, BN=32) if BM == 64 else LaunchConfig(1, 2, BM=BM, BN=32)
-    if BM == 64 and arch in (90, 100):  # elsewhere products take their operands from registers, which spill
+    if BM == 64 and arch in (90, 100):  # on other GPUs products read operands from registers, which spill
         return LaunchConfig(4, 1, BM=BM, BN=64)
     return LaunchConfig(2 if BM == 16 else 4, 2, BM=BM, BN=32)
 
 
 def table_sizes(q, k, seq_offsets, max_seq_len, rate, top_k, group) -> tuple[int, int]:
-    """(rows of the table of choices without the last, one for each slot, head and layer; words in a row)."""
+    """Return (rows of the table of choices without the last, one for each slot, head and layer; words in a row)."""
     slots = q.shape[0] // group + seq_offsets.shape[0] - 1
     return slots * k.shape[1] * depth(max_seq_len, rate, rate * top_k), most_candidates(rate * top_k) // 32
 
 
 class GroupProblem(Problem):
-    """What both directions derive from the shapes and options of one call."""
+    """The values that both directions derive from the shapes and options of a call."""
 
     def __init__(self, q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base):
         super().__init__(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
@@ -69,7 +69,7 @@ class GroupProblem(Problem):
         self.group_sizes = self.BH, self.BV, group * self.G, q.dtype.itemsize, architecture(q.device)
 
     def group_options(self, kernel: str) -> tuple[tuple[int, int], dict]:
-        """(grid, keywords) of one of the two kernels that attend."""
+        """Return (grid, keywords) of one of the two kernels that attend."""
         config, c = group_config(kernel, *self.group_sizes), self.constants
         parts = cdiv(self.R * self.G, config.BM)
         options = dict(
@@ -96,11 +96,11 @@ def make_choices(p: GroupProblem, q: Tensor, keys: Tensor) -> Tensor:
 
 
 def launch_group_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base):
-    """(output [T, Hq, V], lse [T, Hq] fp32 in base 2, the table of choices)."""
-    made = fake_group_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base)
+    """Return (output [T, Hq, V], lse [T, Hq] fp32 in base 2, the table of choices)."""
+    outputs = fake_group_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base)
     if q.shape[0] == 0:
-        return made
-    out, lse, *_ = made
+        return outputs
+    out, lse, *_ = outputs
     p = GroupProblem(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base)
     (q,), keys = as_rows(q, align=False), build_tree(p, k, True)
     table = make_choices(p, q, keys)
@@ -116,7 +116,7 @@ def launch_group_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, 
 def launch_group_backward(
     grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base, out, lse, table
 ):
-    """[dq, dk, dv]."""
+    """Return [dq, dk, dv]."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.shape[0] == 0:
         return [dq, dk, dv]
@@ -161,6 +161,6 @@ htree_group_operator = Operator(
 
 
 def htree_group_triton(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base):
-    """Arguments and result as `hstu_sparse.htree_attention`, group = selection_group > 1; on CUDA or interpreted."""
+    """Compute `hstu_sparse.htree_attention` with group = selection_group > 1, on CUDA or interpreted."""
     check_supported(q, k, v, rate, top_k)
     return htree_group_operator(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base)[0]

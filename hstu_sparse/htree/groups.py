@@ -1,19 +1,19 @@
-"""Kernels for groups of tokens that share their choices (selection_group > 1): the choice, and the forward pass.
+"""Define kernels for groups of tokens that share their choices (selection_group > 1): the choice, and the forward pass.
 
 Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, R tokens of a group, D query/key
 and V value head size, r compression_rate (RATE), C candidates of a group's first token in a layer.
 
-Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B. `htree_choose_fwd_kernel` walks the tree
-for the first token of each group and fills a table [choices + 1, TOP_K + WORDS] with a row for each (slot, head, layer
-above the tokens): the chosen nodes, ascending, -1 behind them, and a bit for each candidate, set if it was chosen. The
-nodes of the last row are 0, 1, ..., the parents of a top layer's candidates. The table is small, one row for R * G
-queries, so it is kept for the backward pass.
+Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B. `htree_choose_fwd_kernel` walks the tree for
+the first token of each group and fills a table [choices + 1, TOP_K + WORDS] with a row for each (slot, head, layer
+above the tokens): the chosen nodes, ascending and padded with -1, and a bit for each candidate, set if it was chosen.
+The nodes of the last row are 0, 1, ..., the parents of a top layer's candidates. The table is small, one row for R * G
+queries, so it is saved for the backward pass.
 
 The kernels that attend read it. A program has BM rows, the queries of R tokens times G heads or as many of them as fit
-a tile: row m is head m % G of the group's token m // G. All tokens of a group have the same candidates, except at layer
-0, where token i of the group has i more than the first. Tiles of BN candidates are gathered and turned by RoPE once for
-all rows. `pooling.py` has turned a key by its candidate's place c % TURN already, so c // TURN * TURN is left. The
-queries are turned to their positions once a layer.
+into a tile: row m is head m % G of the group's token m // G. All tokens of a group have the same candidates, except at
+layer 0, where token i of the group has i more than the first. Tiles of BN candidates are gathered and rotated by RoPE
+once for all rows. `pooling.py` has already rotated a key by its candidate's position c % TURN, so that
+c // TURN * TURN remains. The queries are rotated to their positions once a layer.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ def htree_choose_fwd_kernel(
     CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
     SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fills the table of choices, which holds -1 before: the words of a layer whose candidates are all chosen stay -1.
+    """Fill the table of choices, initially -1: the words of a layer whose candidates are all chosen stay -1.
 
     keys: as in `htree_attend_fwd_kernel`; workspace [programs, WORKSPACE]: as in `walk.py`.
     """
@@ -68,12 +68,12 @@ def htree_choose_fwd_kernel(
 
 
 class Group(NamedTuple):
-    """A program's group and rows.
+    """The group and the rows of a program.
 
     b, start, length  the sequence, its first token, its length
     t                 position of the group's first token
     i                 [BM] the rows' tokens, counted from that one
-    live              [BM] whether there are such rows
+    live              [BM] the mask of valid rows
     most              the greatest i of a live row
     token, head       [BM] the rows' tokens in the batch and their query heads
     """
@@ -91,7 +91,7 @@ class Group(NamedTuple):
 
 @triton.jit
 def find_group(offsets, slot, part, g, B, G: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """The rows part * BM .. of a slot's group; `most` is negative where there are none."""
+    """Return the rows part * BM .. of a slot's group; `most` is negative if there are none."""
     b, start, length, number = locate(offsets, slot, B, R)
     t = number * R
     row = part * BM + tl.arange(0, BM)
@@ -107,12 +107,12 @@ def find_group(offsets, slot, part, g, B, G: tl.constexpr, R: tl.constexpr, BM: 
 class Level(NamedTuple):
     """A layer of the tree and its candidates, for the rows of a group.
 
-    first    its first node of the group's sequence and head, in the buffer of all layers
+    first    the first node of the group's sequence and head, in the buffer of all layers
     parents  pointer to the nodes whose children are the candidates
-    words    pointer to the bits of those candidates that were chosen; read above the tokens only
+    words    pointer to the bits of those candidates that were chosen; only read above the tokens
     above    whether it is above the tokens
     limit    [BM] candidates that a row may see
-    end      the most of these
+    end      the greatest of these
     place    [BM] the rows' positions
     """
 
@@ -145,9 +145,9 @@ def find_level(
 def gather_keys(
     keys, cos, sin, level, c0, HEAD: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr
 ):
-    """(nodes, halves of the turned keys, which of them may enter the softmax) of the candidates from c0 on.
+    """Return (nodes, halves of the rotated keys, which of them may enter the softmax) of the candidates from c0 on.
 
-    HEAD: channels of a half, padded. Keys that there are not are zeros.
+    HEAD: channels of a half, padded. Missing keys are zeros.
     """
     f = tl.arange(0, HEAD)[None, :]
     c = c0 + tl.arange(0, BN)
@@ -166,7 +166,7 @@ def gather_keys(
 
 @triton.jit
 def place_angles(cos, sin, place, BH: tl.constexpr):
-    """[BM, BH] cos and sin of the rows' positions."""
+    """Return [BM, BH] cos and sin of the rows' positions."""
     at = place[:, None] * BH + tl.arange(0, BH)[None, :]
     return tl.load(cos + at), tl.load(sin + at)
 
@@ -175,7 +175,7 @@ def place_angles(cos, sin, place, BH: tl.constexpr):
 def turned_queries(
     q, group, place, cos, sin, stride_t, stride_h, scale, HALF: tl.constexpr, BH: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Both halves of the rows' channels, scaled and turned to `place`, and the angles' `place_angles`."""
+    """Return both halves of the rows' channels, scaled and rotated to `place`, and the angles of `place_angles`."""
     row_cos, row_sin = place_angles(cos, sin, place, BH)
     f = tl.arange(0, BH)[None, :]
     pointers = q + group.token[:, None] * stride_t + group.head[:, None] * stride_h + f
@@ -193,12 +193,12 @@ def htree_group_fwd_kernel(
     BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
     TOP_K: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for groups whose choices are made.
+    """Compute the output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for groups with their
+    choices.
 
-    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers; table: what the choice left. PARTS programs share a
-    group.
+    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers; table: the choices. PARTS programs share a group.
     """
-    # Late groups have the most candidates: they start first.
+    # Late groups have the most candidates, so they start first.
     slot, part = (slots - 1 - tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     g = tl.program_id(1).to(tl.int64)
     group = find_group(offsets, slot, part, g, B, G, R, BM)
@@ -225,7 +225,7 @@ def htree_group_fwd_kernel(
                 c = c0 + tl.arange(0, BN)
                 s = tl.where(enters[None, :] & (c[None, :] < level.limit[:, None]), s, -float("inf"))
                 new_max = tl.maximum(running_max, tl.max(s, 1))
-                # Until something has entered, the maximum is -inf, from which nothing may be subtracted.
+                # Until a candidate has entered, the maximum is -inf, and a difference from it would be NaN.
                 reference = tl.where(new_max == -float("inf"), 0.0, new_max)
                 p = tl.exp2(s - reference[:, None])
                 rescale = tl.exp2(running_max - reference)

@@ -1,4 +1,4 @@
-"""Backward kernel for groups of tokens that share their choices (selection_group > 1).
+"""Define the backward kernel for groups of tokens that share their choices (selection_group > 1).
 
 Letters and rows as in `groups.py`, mathematics as in `backward.py`. The choices come from the forward pass's table. A
 candidate's gradients are summed over all rows of a program before they are added in memory.
@@ -21,7 +21,7 @@ def htree_group_bwd_kernel(
     BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
     TOP_K: tl.constexpr, WORDS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
+    """Compute dq [T, Hq, D], and add to dk [H, rows, D] and dv [H, rows, V]; keys' gradients are rotated like the keys.
 
     units [2]: with FIXED the sums of dk and dv are integers, in multiples of 1 / units[0] and 1 / units[1].
     """
@@ -52,7 +52,7 @@ def htree_group_bwd_kernel(
             low, high, row_cos, row_sin = turned_queries(
                 q, group, level.place, cos, sin, q_stride_t, q_stride_h, q_scale, HALF, BH, keys.dtype.element_ty
             )
-            # dq is summed up as the turned queries lie, and turned back behind the layer.
+            # dq is summed in the order of the rotated queries, and rotated back after the layer.
             dq_low, dq_high = turn(dq_low, dq_high, row_cos, row_sin)
             for c0 in range(0, level.end, BN):
                 node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, TURN)
@@ -75,7 +75,7 @@ def htree_group_bwd_kernel(
                 dk_low, dk_high = turn(dk_low, dk_high, tl.load(cos + angle), -tl.load(sin + angle))
                 add_rows(dk, node, 2 * HALF, f, dk_low, enters[:, None] & (f < HALF), units, 0, FIXED)
                 add_rows(dk + HALF, node, 2 * HALF, f, dk_high, enters[:, None] & (f < HALF), units, 0, FIXED)
-            # Read again, for they would take many registers meanwhile.
+            # Loaded again, since they would occupy many registers in between.
             row_cos, row_sin = place_angles(cos, sin, level.place, BH)
             dq_low, dq_high = turn(dq_low, dq_high, row_cos, -row_sin)
         layer, size, base, C = step_down(layer, size, base, C, group.t, tokens, B, TOP_K, RATE)

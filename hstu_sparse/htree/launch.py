@@ -1,12 +1,12 @@
-"""Launches the kernels of hierarchical tree attention and registers them as torch.ops.hstu_sparse.htree_fwd and _bwd.
+"""Launch the kernels of hierarchical tree attention; register them as torch.ops.hstu_sparse.htree_fwd and _bwd.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G query heads of each,
 D query/key and V value head size, r compression_rate, M = r * top_k the most candidates a layer has.
 
-Memory beyond inputs and outputs. Forward: the tree, which holds k and v once more and 1 / (r - 1) of them in means, lse
+Memory beyond inputs and outputs. Forward: the tree, which holds a copy of k and v and 1 / (r - 1) of them in means, lse
 [T, Hq] fp32, and a workspace for the programs that run at once. Backward: the tree again, and gradients of all its
-nodes in fp32, or int64 in the deterministic mode. q, k, v, the output and lse are kept between the passes. The choices
-would take more memory than k and v, so the backward pass makes them again.
+nodes in fp32, or int64 in the deterministic mode. q, k, v, the output and lse are saved for the backward pass. The
+choices would take more memory than k and v, so the backward pass computes them again.
 """
 
 import functools
@@ -38,13 +38,14 @@ from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
 
-# Positions within a layer take the low bits of a key; what is left of an importance must tell candidates apart.
+# Positions within a layer occupy the low bits of a key; the remaining bits of an importance must distinguish
+# candidates.
 MAX_CANDIDATES = 65536
 MAX_GROUP = 64
 MAX_HEAD = 256
-# Candidates of a tile: two of them have a word of 32 bits.
+# Candidates of a tile: two tiles have a word of 32 bits.
 TILE = 16
-# For these dtypes a query is turned from tile to tile by a fixed step, whose rounding adds up to 2.5e-4 in 4,096 steps.
+# For these dtypes a query is rotated from tile to tile by a fixed step, whose error grows to 2.5e-4 in 4,096 steps.
 STEPPED = (torch.float16, torch.bfloat16)
 
 
@@ -58,39 +59,39 @@ def walk_config(kernel: str, half: int, value: int, group: int, item: int) -> La
         group: query heads of a key/value head, padded.
         item: bytes of an element.
     """
-    # Registers that a tile's operands and the query take, in units of what a warp has room for.
+    # Registers for a tile's operands and the query, in units of the capacity of a warp.
     load = max(half * 2, value) * group * item // (64 * 16 * 2)
     warps = min(8, max(1, load))
     registers, programs = None, max(1, 8 // warps)
     if load <= 1 and item == 2:
         # Triton 3.6 spills 200 bytes of "choose" with 128 registers.
         registers, programs = {"fwd": (128, 16), "choose": (168, 12), "bwd": (None, 8)}[kernel]
-    # Three stages: the next tiles are on their way while these are worked on. With one a barrier for shared memory
-    # stands between any two loads, and their latencies add up; but the largest heads have no room for more.
+    # With three stages the next tiles are loaded while these are processed. With one stage a barrier for shared memory
+    # separates any two loads, and their latencies add up; but the largest heads have no room for more.
     stages = 3 if load <= 1 else 2 if load <= 8 else 1
     return LaunchConfig(warps, stages, registers, programs=programs, BN=TILE)
 
 
 @functools.lru_cache(maxsize=64)
 def cached_tables(rows: int, head_size: int, padded: int, rope_base: float, device: torch.device) -> list[Tensor]:
-    """cos and sin [rows, padded] fp32. Padding turns nothing, so that zeros stay zeros."""
+    """Return cos and sin [rows, padded] fp32. Padding rotates by 0, so that zeros stay zeros."""
     half = padded - head_size // 2
     return [F.pad(x.float(), (0, half)) for x in rope_tables(rows, head_size, rope_base, device)]
 
 
 def tables(rows: int, head_size: int, padded: int, rope_base: float, device: torch.device) -> list[Tensor]:
-    # What is computed while a graph is captured has its values when the graph runs, not before.
+    # A tensor computed while a graph is captured gets its values when the graph runs, so it must not be cached.
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return (cached_tables.__wrapped__ if capturing else cached_tables)(rows, head_size, padded, rope_base, device)
 
 
 def most_candidates(most: int) -> int:
-    """Return how many candidates of a layer there is memory for: `most` as a power of two, at least four tiles."""
+    """Return the capacity for candidates of a layer: `most` rounded up to a power of two, at least four tiles."""
     return max(4 * TILE, next_power_of_2(most))
 
 
 class Problem:
-    """What both directions derive from the shapes and options of one call."""
+    """The values that both directions derive from the shapes and options of a call."""
 
     def __init__(self, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
         self.T, heads, self.D = q.shape
@@ -98,7 +99,7 @@ class Problem:
         self.G = heads // self.H
         self.B = seq_offsets.shape[0] - 1
         self.rate, self.top_k = rate, top_k
-        # What a child's key is turned by repeats after so many.
+        # The number of children after which the rotation of a child's key repeats.
         self.turn = TILE if rate % TILE == 0 else rate
         most = rate * top_k
         self.top = depth(max_seq_len, rate, most)
@@ -109,10 +110,10 @@ class Problem:
         group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
         candidates = most_candidates(most)
         self.padded_sizes = self.BH, self.BV, group, q.dtype.itemsize
-        # The last tiles of candidates may reach past the most that there are.
+        # The last tiles of candidates may reach past the greatest number of candidates.
         rows = most + 4 * TILE
         self.cos, self.sin = tables(rows, self.D, self.BH, rope_base, q.device)
-        # The importances add up to no more than G and its rounding.
+        # The importances add up to at most G and its rounding.
         limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
         self.constants = dict(
             H=self.H, G=self.G, BG=group, HALF=half, BH=self.BH, V=self.V, BV=self.BV, RATE=rate, TOP_K=top_k,
@@ -123,7 +124,7 @@ class Problem:
         )  # fmt: skip
 
     def options(self, kernel: str, items: int) -> tuple[tuple[int], Tensor, dict]:
-        """(grid, workspace, keywords) of a walking kernel for `items` pairs of a token and a key/value head."""
+        """Return (grid, workspace, keywords) of a walking kernel for `items` pairs of a token and a key/value head."""
         config = walk_config(kernel, *self.padded_sizes)
         programs = min(items, multiprocessors(self.device) * config.programs)
         candidates = self.constants["CANDIDATES"]
@@ -133,10 +134,10 @@ class Problem:
 
 
 def build_tree(problem: Problem, x: Tensor, keys: bool) -> Tensor:
-    """The tree [Hkv * rows, padded width] over tokens x [T, Hkv, width]: all layers, keys turned by RoPE."""
+    """Build the tree [Hkv * rows, padded width] over tokens x [T, Hkv, width]: all layers, keys rotated by RoPE."""
     p, (x,) = problem, as_rows(x, align=False)
     padded = p.BH if keys else p.BV
-    # The walk reads a tile to its end: spare rows behind the last.
+    # The walk reads whole tiles, so that spare rows follow the last one.
     nodes = x.new_empty(p.H * p.rows + 2 * TILE, 2 * padded if keys else padded)
     shared = dict(BH=padded, RATE=p.rate, TURN=p.turn, ROWS=max(1, 2048 // padded), ROTARY=keys)
     grid = (cdiv(p.T, shared["ROWS"]), p.H)
@@ -155,7 +156,7 @@ def build_tree(problem: Problem, x: Tensor, keys: bool) -> Tensor:
 
 
 def attend(problem, q, keys, values, positions=None, choices=None, trace_scores=None, trace_state=None):
-    """(output [count, Hq, V], lse [count, Hq] in base 2) of all tokens or those at `positions`."""
+    """Return (output [count, Hq, V], lse [count, Hq] in base 2) of all tokens or those at `positions`."""
     p = problem
     count = p.T if positions is None else positions.shape[0]
     out = q.new_empty(count, q.shape[1], p.V)
@@ -170,7 +171,7 @@ def attend(problem, q, keys, values, positions=None, choices=None, trace_scores=
 
 
 def launch_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
-    """(output [T, Hq, V], lse [T, Hq] fp32 in base 2)."""
+    """Return (output [T, Hq, V], lse [T, Hq] fp32 in base 2)."""
     if q.shape[0] == 0:
         return q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1], dtype=torch.float32)
     problem = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
@@ -179,10 +180,10 @@ def launch_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_b
 
 
 def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    """Return [2] powers of two, the fixed-point units of the sums of dk and dv: 1 / unit is the least step.
+    """Return [2] powers of two, the fixed-point units of the sums of dk and dv: 1 / unit is the resolution.
 
-    No element of dv exceeds the sum of all T * G weights, each at most 1, times the longest row of do. An element of
-    dk has do.v - do.o besides, at most twice the longest rows' product, and a row of q, which came in base 2.
+    No element of dv exceeds the sum of all T * G weights, each at most 1, times the longest row of do. An element of dk
+    also has the factor do.v - do.o, at most twice the longest rows' product, and a row of q, which is in base 2.
     """
     do_row, q_row, v_row = (
         torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax().double() for x in (do, q, v)
@@ -193,7 +194,7 @@ def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
 
 
 def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base, out, lse):
-    """[dq, dk, dv]."""
+    """Return [dq, dk, dv]."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.shape[0] == 0:
         return [dq, dk, dv]
@@ -216,7 +217,7 @@ def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale,
 
 
 def push_gradients(problem: Problem, sums: Tensor, target: Tensor, units: Tensor | None, keys: bool) -> None:
-    """Adds each node's share of its parent's gradient, layer by layer, and writes the tokens' to `target`."""
+    """Add each node's share of its parent's gradient, layer by layer, and write the tokens' gradients to `target`."""
     p, width = problem, sums.shape[2]
     padded = p.BH if keys else p.BV
     rows = max(1, 2048 // padded)
@@ -251,18 +252,18 @@ htree_operator = Operator(
 def check_supported(q: Tensor, k: Tensor, v: Tensor, rate: int, top_k: int) -> None:
     check_kernel("htree_attention", q, {"D": q.shape[2], "V": v.shape[2]}, most=MAX_HEAD)
     group = q.shape[1] // k.shape[1]
-    for what, value, most in (
+    for name, value, most in (
         ("compression_rate * top_k", rate * top_k, MAX_CANDIDATES),
         ("query heads of a key/value head", group, MAX_GROUP),
         ("T * key/value heads", q.shape[0] * k.shape[1], 2**31 - 1),
     ):
         if value > most:
             raise ValueError(
-                f"htree_attention: the kernels take {what} up to {most}, got {value}; use backend='reference'"
+                f"htree_attention: the kernels take {name} up to {most}, got {value}; use backend='reference'"
             )
 
 
 def htree_triton(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
-    """Arguments and result as `hstu_sparse.htree_attention`; on CUDA or interpreted."""
+    """Compute `hstu_sparse.htree_attention` on CUDA or interpreted."""
     check_supported(q, k, v, rate, top_k)
     return htree_operator(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)[0]

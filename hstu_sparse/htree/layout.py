@@ -1,10 +1,11 @@
-"""How many layers a tree has and where its nodes lie, from sizes alone: no look at the offsets, so no device sync.
+"""Compute a tree's number of layers and the places of its nodes from sizes alone, without a device sync for offsets.
 
-Letters: T tokens of the batch, B sequences, r compression_rate, M = r * top_k the most candidates a layer has.
+Letters: T tokens of the batch, B sequences, r compression_rate, M = r * top_k the greatest number of a layer's
+candidates.
 
-Layer 0 are the tokens as they lie. Layer l > 0 of sequence b has its nodes at the slots `offsets[b] // r^l + b` and
-after, of T // r^l + B in all: slots of different sequences never meet, some stay unused. One buffer holds the layers
-one behind the other.
+Layer 0 has the tokens in their order. Layer l > 0 of sequence b has its nodes from slot `offsets[b] // r^l + b` on, of
+T // r^l + B in all: slots of different sequences never overlap, some stay unused. One buffer holds the layers one
+after the other.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ class Layer(NamedTuple):
 
 
 def depth(length: int, rate: int, most: int) -> int:
-    """Layers above the tokens for a sequence of `length`: layers are added while the last has more than M nodes."""
+    """Return the layers above the tokens for a sequence of `length`: layers are added while the last exceeds M
+    nodes.
+    """
     layers = 0
     while length > most:
         length = -(-length // rate)
@@ -28,7 +31,7 @@ def depth(length: int, rate: int, most: int) -> int:
 
 
 def tree_layers(top: int, tokens: int, batch: int, rate: int) -> Iterator[Layer]:
-    """The layers from the tokens to `top`."""
+    """Yield the layers from the tokens to `top`."""
     base = 0
     for number in range(top + 1):
         slots = tokens // rate**number + batch if number else tokens

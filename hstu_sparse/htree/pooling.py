@@ -1,12 +1,12 @@
-"""Kernels of the tree itself: means of children upwards, gradients from parents to children downwards.
+"""Define the kernels of the tree itself: means of children upwards, gradients from parents to children downwards.
 
 Letters: T tokens of the batch, B sequences, H key/value heads, D query/key and V value head size, r compression_rate
-(RATE), i a node's place among its parent's children. Slots are numbered as `layout.py` says.
+(RATE), i a node's index among its parent's children. Slots are numbered as `layout.py` says.
 
-The walking kernels read keys that are already turned by RoPE to position i % TURN: candidate c is child i = c % r of
-parent c // r, so what is left to turn is the same for TURN neighbours (r of them, or a tile that divides r). Rows are
-padded with zeros: both halves of a key to BH channels, values to BV. HALF is D / 2; without ROTARY (values) it is V,
-and there is one half only.
+The walking kernels read keys that are already rotated by RoPE to position i % TURN: candidate c is child i = c % r of
+parent c // r, so that the remaining rotation is the same for TURN neighbours (r of them, or a tile that divides r).
+Rows are padded with zeros: both halves of a key to BH channels, values to BV. HALF is D / 2; without ROTARY (values) it
+is V, and there is one half only.
 """
 
 import triton
@@ -19,9 +19,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def locate_slots(offsets, slot, B, size, TOKENS: tl.constexpr):
-    """(sequence, its first token, its length, node) of each slot of a layer; the node may lie past the last.
+    """Return (sequence, its first token, its length, node) of each slot of a layer; the node may lie past the last.
 
-    size: tokens below a node. The tokens have no unused slots, and empty sequences are stepped over.
+    size: tokens below a node. The tokens have no unused slots, and empty sequences are skipped.
     """
     low = tl.zeros_like(slot)
     high = low + B - 1
@@ -54,7 +54,9 @@ def htree_turn_fwd_kernel(
     HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr,
     ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Layer 0 of the buffer nodes [H, total, BH or 2 BH]: ROWS tokens of one head, from x [T, H, HALF or 2 HALF]."""
+    """Compute layer 0 of the buffer nodes [H, total, BH or 2 BH]: ROWS tokens of one head, from x [T, H, HALF or 2
+    HALF].
+    """
     slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     f = tl.arange(0, BH)[None, :]
     inside = (slot < tokens)[:, None]
@@ -78,9 +80,10 @@ def htree_pool_fwd_kernel(
     BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS means of one head: a layer of nodes [H, total, BH or 2 BH] from the layer below, TOKENS if that is layer 0.
+    """Compute ROWS means of one head: a layer of nodes [H, total, BH or 2 BH] from the layer below, TOKENS if that is
+    0.
 
-    `size` tokens stand below a node of this layer; its slots begin at `base` and those of the layer below at `below`.
+    `size` tokens are below a node of this layer; its slots begin at `base` and those of the layer below at `below`.
     """
     slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     b, start, length, p = locate_slots(offsets, slot, B, size, False)
@@ -117,7 +120,7 @@ def htree_pool_fwd_kernel(
 
 @triton.jit
 def load_sum(pointers, inside, units, DONE: tl.constexpr, PLACE: tl.constexpr, FIXED: tl.constexpr):
-    """A gradient in fp32; with FIXED from 64 bits: a multiple of 1 / units[PLACE], or, DONE, the bits of fp32."""
+    """Load a gradient as fp32; with FIXED from 64 bits: a multiple of 1 / units[PLACE], or, DONE, the bits of fp32."""
     value = tl.load(pointers, mask=inside, other=0)
     if FIXED:
         if DONE:
@@ -133,10 +136,10 @@ def htree_push_bwd_kernel(
     HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr,
     ROTARY: tl.constexpr, PARENTS: tl.constexpr, TOKENS: tl.constexpr, PLACE: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS nodes of one head: their gradients turned back, and their share of their parents' added.
+    """Rotate the gradients of ROWS nodes of one head back, and add their share of their parents' gradients.
 
-    grads [H, total, HALF or 2 HALF] is replaced, and at the tokens the result goes to out [T, H, ..] instead. The
-    layer's slots begin at `base`, its parents' at `above`, and `size` tokens stand below one of its nodes.
+    grads [H, total, HALF or 2 HALF] is overwritten, and at the tokens the result goes to out [T, H, ..] instead. The
+    layer's slots begin at `base`, its parents' at `above`, and `size` tokens are below one of its nodes.
     """
     slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     b, start, length, p = locate_slots(offsets, slot, B, size, TOKENS)
@@ -145,27 +148,27 @@ def htree_push_bwd_kernel(
     f = tl.arange(0, BH)[None, :]
     inside = live[:, None] & (f < HALF)
     WIDTH: tl.constexpr = 2 * HALF if ROTARY else HALF
-    here = grads + (h * total + base + slot)[:, None] * WIDTH + f
-    low = load_sum(here, inside, units, False, PLACE, FIXED)
+    own_grads = grads + (h * total + base + slot)[:, None] * WIDTH + f
+    low = load_sum(own_grads, inside, units, False, PLACE, FIXED)
     high = tl.zeros_like(low)
     if ROTARY:
-        high = load_sum(here + HALF, inside, units, False, PLACE, FIXED)
+        high = load_sum(own_grads + HALF, inside, units, False, PLACE, FIXED)
         angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % TURN, BH)
         low, high = turn(low, high, angle_cos, -angle_sin)
     if PARENTS:
         parent = h * total + above + start // (size * RATE) + b + p // RATE
         family = tl.maximum(tl.minimum(count - p // RATE * RATE, RATE), 1)[:, None].to(tl.float32)
-        there = grads + parent[:, None] * WIDTH + f
-        low += load_sum(there, inside, units, True, PLACE, FIXED) / family
+        parent_grads = grads + parent[:, None] * WIDTH + f
+        low += load_sum(parent_grads, inside, units, True, PLACE, FIXED) / family
         if ROTARY:
-            high += load_sum(there + HALF, inside, units, True, PLACE, FIXED) / family
+            high += load_sum(parent_grads + HALF, inside, units, True, PLACE, FIXED) / family
     if TOKENS:
-        if ROTARY:  # queries came in base 2: their factor log2(e) goes again
+        if ROTARY:  # queries were in base 2: remove their factor log2(e)
             low, high = low * LN2, high * LN2
         target = out + (slot[:, None].to(tl.int64) * tl.num_programs(1) + h) * WIDTH + f
         low, high = low.to(out.dtype.element_ty), high.to(out.dtype.element_ty)
     else:
-        target = here
+        target = own_grads
         if FIXED:
             low = low.to(tl.int32, bitcast=True).to(tl.int64)
             high = high.to(tl.int32, bitcast=True).to(tl.int64)

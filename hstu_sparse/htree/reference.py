@@ -1,11 +1,11 @@
-"""Hierarchical tree attention in plain PyTorch: the specification.
+"""Compute hierarchical tree attention in plain PyTorch: the specification.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G = Hq / Hkv query
-heads of a key/value head, D query/key and V value head size, r compression_rate, S top_k, M = r * S the most candidates
-a layer has, C a query's candidates in a layer, W the most of them that any query of the batch may have.
+heads of a key/value head, D query/key and V value head size, r compression_rate, S top_k, M = r * S the greatest number
+of a layer's candidates, C a query's candidates in a layer, W the greatest C that any query of the batch may have.
 
-Layer 0 holds the tokens. A sequence of n tokens has ceil(n / r^l) nodes in layer l; sequence b has them at the slots
-`offsets[b] // r^l + b` and after, so that the sizes of all tensors follow from T, B and N alone (see `layout.py`).
+Layer 0 holds the tokens. A sequence of n tokens has ceil(n / r^l) nodes in layer l; sequence b has them from slot
+`offsets[b] // r^l + b` on, so that the sizes of all tensors follow from T, B and N alone (see `layout.py`).
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from hstu_sparse.htree.layout import depth, tree_layers
 from hstu_sparse.precision import working_dtype
 
-# Elements that queries gather and compute (see `queries_at_once`): they are worked off in chunks of as many as fit. On
-# a CPU few, for the cache.
+# Elements that queries gather and compute (see `queries_at_once`): they are processed in chunks that fit. On a CPU
+# chunks are small, for the cache.
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 27}
 
 
 @dataclass
 class Walk:
-    """What one layer was for some queries, for the comparison tool and the tests."""
+    """One layer of the walk of some queries, for the comparison tool and the tests."""
 
     number: int
     active: Tensor  # [queries] bool: the query's tree reaches this layer
@@ -50,13 +50,14 @@ def htree_attention_reference(
     selection_group: int = 1,
     choices: list[Tensor] | None = None,
 ) -> Tensor:
-    """Output [T, Hq, V] of `htree_attention`; differentiable in q, k and v. fp16 and bf16 are computed in fp32.
+    """Compute the output [T, Hq, V] of `htree_attention`; differentiable in q, k and v. fp16 and bf16 are computed in
+    fp32.
 
-    `choices` replaces the choice: chosen nodes [T, Hkv, S], ascending and -1 last, of the layers 1, 2, ... With it
-    two dtypes can be compared where a close choice would tell them apart.
+    `choices` replaces the choice: chosen nodes [T, Hkv, S], ascending and -1 last, of the layers 1, 2, ... With it two
+    dtypes can be compared even if rounding would decide a close choice.
     """
     tokens = q.shape[0]
-    if tokens == 0:  # nothing to compute, but still a function of every input
+    if tokens == 0:  # nothing to compute, but the result must depend on every input
         return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(0, q.shape[1], v.shape[2])
     tree = Tree(k, v, seq_offsets, max_seq_len, compression_rate, top_k)
     chunk = queries_at_once(tree, q.shape[1] // k.shape[1])
@@ -81,14 +82,16 @@ def htree_attention_reference(
 
 
 def group_leaders(offsets: Tensor, tokens: int, selection_group: int) -> Tensor:
-    """[T] the first token of each token's group: the tokens t of a sequence with the same t // selection_group."""
+    """Return [T], the first token of each token's group: the tokens t of a sequence with the same t //
+    selection_group.
+    """
     rows = torch.arange(tokens, device=offsets.device)
     start = offsets[torch.searchsorted(offsets, rows, right=True) - 1]
     return rows - (rows - start) % selection_group
 
 
 class Tree:
-    """The pooled keys and values of every layer, and where each sequence has its nodes."""
+    """The pooled keys and values of every layer, and the places of each sequence's nodes."""
 
     def __init__(self, k: Tensor, v: Tensor, seq_offsets: Tensor, max_seq_len: int, rate: int, top_k: int):
         wide = working_dtype(k.dtype)
@@ -102,7 +105,7 @@ class Tree:
         for layer, _, size, _ in list(tree_layers(self.depth, k.shape[0], len(self.lengths), rate))[1:]:
             above = self.first_slot(layer)
             sequence, node = self.locate(layer - 1)
-            # Unused slots feed a row that is cut off.
+            # Unused slots are added to a row that is cut off.
             parent = torch.where(node < self.nodes(layer - 1)[sequence], above[sequence] + node // rate, size)
             count = torch.bincount(parent, minlength=size + 1).clamp(min=1).to(wide)[:, None, None]
             for level in (self.keys, self.values):
@@ -110,23 +113,24 @@ class Tree:
                 level.append((sums / count)[:size])
 
     def first_slot(self, layer: int) -> Tensor:
-        """[B] slot of each sequence's node 0."""
+        """Return [B], the slot of each sequence's node 0."""
         return self.offsets[:-1] if layer == 0 else self.offsets[:-1] // self.rate**layer + self.batch
 
     def locate(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(sequence, node) of each slot: of the last sequence that begins at or before it."""
+        """Return (sequence, node) of each slot: of the last sequence that begins at or before it."""
         first, slot = self.first_slot(layer), torch.arange(self.keys[layer].shape[0], device=self.offsets.device)
         sequence = torch.searchsorted(first, slot, right=True) - 1
         return sequence, slot - first[sequence]
 
     def nodes(self, layer: int) -> Tensor:
-        """[B] number of nodes of each sequence."""
+        """Return [B], the number of nodes of each sequence."""
         return (self.lengths + self.rate**layer - 1) // self.rate**layer
 
 
 def queries_at_once(tree: Tree, group: int) -> int:
-    """A chunk of queries. In every layer each has, for all candidates, keys and values, scores and weights, and turned
-    queries for all parents; what autograd keeps of them is counted in."""
+    """Return the number of queries in a chunk. In every layer each query has, for all candidates, keys, values, scores
+    and weights, and rotated queries for all parents, including what autograd saves.
+    """
     kv_heads, head_size = tree.keys[0].shape[1:]
     scores = group * (8 + 3 * head_size // tree.rate)
     candidates = (tree.depth + 1) * kv_heads * min(tree.most, tree.max_seq_len)
@@ -135,7 +139,7 @@ def queries_at_once(tree: Tree, group: int) -> int:
 
 
 def rope_tables(most: int, head_size: int, rope_base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [most, D // 2] in fp64: position p turns pair i, channels i and i + D // 2, by p * base^(-2i / D)."""
+    """Return cos and sin [most, D // 2] in fp64: position p rotates channels i and i + D // 2 by p * base^(-2i / D)."""
     pair = torch.arange(head_size // 2, dtype=torch.float64, device=device)
     angle = torch.arange(most, dtype=torch.float64, device=device)[:, None] * rope_base ** (-2.0 * pair / head_size)
     return angle.cos(), angle.sin()
@@ -147,14 +151,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def importances(scores: Tensor, last: Tensor) -> Tensor:
-    """[..., W] fp32: sum over the heads of exp(score - max), the max without the last candidate. scores [..., G, W]."""
-    others = scores.masked_fill(last.unsqueeze(-2), -torch.inf)
-    top = others.amax((-2, -1), keepdim=True)
-    return (others - top.masked_fill(top == -torch.inf, 0.0)).exp().sum(-2).float()
+    """Return [..., W] fp32: sum over heads of exp(score - max), the max without the last candidate. scores [..., G,
+    W].
+    """
+    other_scores = scores.masked_fill(last.unsqueeze(-2), -torch.inf)
+    top = other_scores.amax((-2, -1), keepdim=True)
+    return (other_scores - top.masked_fill(top == -torch.inf, 0.0)).exp().sum(-2).float()
 
 
 def choose(importance: Tensor, valid: Tensor, last: Tensor, top_k: int, most: int) -> Tensor:
-    """[..., W] bool: the last candidate, and the greatest importances, up to top_k in all."""
+    """Return [..., W] bool: the last candidate, and the greatest importances, up to top_k in all."""
     low_bits = (1 << (most - 1).bit_length()) - 1
     position = torch.arange(importance.shape[-1], device=importance.device)
     key = importance.contiguous().view(torch.int32).long() & ~low_bits | (low_bits - position)
@@ -175,10 +181,10 @@ def attend_queries(
     leaders: Tensor | None = None,
     choices: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Walk]]:
-    """(output [queries, Hq, V], its walk from the top layer down) of the queries that stand at the tokens `rows`.
+    """Return (output [queries, Hq, V], its walk from the top layer down) of the queries of the tokens `rows`.
 
-    `leaders` [queries, Hq, D]: the queries that choose in their place, those of their groups' first tokens. A group's
-    tokens have the same candidates above layer 0, for its size divides `rate`.
+    `leaders` [queries, Hq, D]: the queries that choose instead, those of their groups' first tokens. A group's tokens
+    have the same candidates above layer 0, since its size divides `rate`.
     """
     queries, _, head_size = q.shape
     kv_heads, rate, top_k, most = tree.keys[0].shape[1], tree.rate, tree.top_k, tree.most
@@ -198,16 +204,16 @@ def attend_queries(
         width = min(most, -(-tree.max_seq_len // rate**layer))
         rightmost = position // rate**layer
         begins = (top == layer)[:, None]
-        # The top layer's candidates are the children of nodes 0, 1, ...: one rule for every layer.
+        # The top layer's candidates are the children of nodes 0, 1, ..., so that one rule holds for every layer.
         identity = torch.arange(-(-width // rate), device=device).expand(queries, kv_heads, -1)
-        whole = (rightmost // rate + 1)[:, None].expand(-1, kv_heads)
+        all_parents = (rightmost // rate + 1)[:, None].expand(-1, kv_heads)
         if parents is None:
-            parents, count = identity, whole
+            parents, count = identity, all_parents
         else:
             size = max(parents.shape[-1], identity.shape[-1])
             pad = [torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (identity, parents)]
             parents = torch.where(begins[..., None], *pad)
-            count = torch.where(begins, whole, count)
+            count = torch.where(begins, all_parents, count)
         active = top >= layer
         candidates = ((count - 1) * rate + (rightmost % rate + 1)[:, None]) * active[:, None]
         parents = parents[..., : identity.shape[-1]]
@@ -231,7 +237,7 @@ def attend_queries(
                     chosen = choose(importance, valid, last, top_k, most)
                 else:
                     chosen = valid & _contains(choices[layer - 1].long(), node)
-                # Ascending positions of the chosen candidates; `beyond` where there are fewer.
+                # Ascending positions of the chosen candidates, padded with `beyond`.
                 beyond = len(c)
                 order = torch.where(chosen, c, beyond).sort(-1).values[..., :top_k]
                 count = chosen.sum(-1)
@@ -250,18 +256,18 @@ def attend_queries(
 
 
 def gather(level: Tensor, slot: Tensor) -> Tensor:
-    """[queries, Hkv, W, ...] of a layer [slots, Hkv, ...] what each head has in its slots [queries, Hkv, W]."""
+    """Gather from a layer [slots, Hkv, ...] each head's slots [queries, Hkv, W]: [queries, Hkv, W, ...]."""
     heads = slot.shape[1]
     row = slot * heads + torch.arange(heads, device=slot.device)[:, None]
     return level.flatten(0, 1).index_select(0, row.flatten()).unflatten(0, slot.shape)
 
 
 def products(tree: Tree, layer: int, slot: Tensor, query: Tensor, last: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[queries, Hkv, G, W]: RoPE(q, last) . RoPE(k, c) for the candidates in the slots [queries, Hkv, W].
+    """Return [queries, Hkv, G, W]: RoPE(q, last) . RoPE(k, c) for the candidates in the slots [queries, Hkv, W].
 
-    It depends on last - c alone. Candidate c is child i = c % r of parent j = c // r: each key of the layer is turned
-    once, by i, and the query once for each parent, by last - j * r, which is less to turn than all candidates of all
-    queries.
+    It depends on last - c alone. Candidate c is child i = c % r of parent j = c // r: each key of the layer is rotated
+    once, by i, and the query once for each parent, by last - j * r, which needs fewer rotations than all candidates of
+    all queries.
     """
     rate = tree.rate
     place = tree.locate(layer)[1].clamp(min=0)[:, None] % rate
@@ -269,21 +275,21 @@ def products(tree: Tree, layer: int, slot: Tensor, query: Tensor, last: Tensor, 
     keys = gather(keys, slot).unflatten(2, (-1, rate))
     turn = (last[..., None] - rate * torch.arange(keys.shape[2], device=slot.device)).clamp(min=0)[:, :, None]
     turned = rotate(query.unsqueeze(3), cos[turn], sin[turn])
-    if query.shape[2] == 1:  # a sum of products: on a CPU a thousand small matrices take several times as long
+    if query.shape[2] == 1:  # a sum of products: many small matrix products take several times as long on a CPU
         return (turned.unsqueeze(4) * keys.unsqueeze(2)).sum(-1).flatten(3)
     return torch.einsum("qhgjd,qhjid->qhgji", turned, keys).flatten(3)
 
 
 def weighted_values(tree: Tree, layer: Walk, weight: Tensor) -> Tensor:
-    """[queries, Hkv, G, V]: sum of the values that enter in a layer. weight [queries, Hkv, G, W]."""
+    """Return [queries, Hkv, G, V], the weighted sum of a layer's values that enter. weight [queries, Hkv, G, W]."""
     value = gather(tree.values[layer.number], layer.slots).masked_fill(~layer.enters[..., None], 0.0)
     if weight.shape[2] == 1:
         return (weight.unsqueeze(-1) * value.unsqueeze(2)).sum(3)
     return torch.einsum("qhgc,qhcv->qhgv", weight, value)
 
 
-def _contains(given: Tensor, node: Tensor) -> Tensor:
-    """[..., W] bool: which nodes are among the given [..., S], ascending with -1 last."""
-    ordered = given.masked_fill(given < 0, torch.iinfo(torch.int64).max)
+def _contains(choices: Tensor, node: Tensor) -> Tensor:
+    """Return [..., W] bool: which nodes are among the choices [..., S], ascending with -1 last."""
+    ordered = choices.masked_fill(choices < 0, torch.iinfo(torch.int64).max)
     place = torch.searchsorted(ordered.contiguous(), node.contiguous()).clamp(max=ordered.shape[-1] - 1)
     return ordered.gather(-1, place) == node

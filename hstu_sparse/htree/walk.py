@@ -1,22 +1,23 @@
-"""Device functions of a query's walk down the tree: candidates, turned keys and queries, the choice.
+"""Define device functions of a query's walk down the tree: candidates, rotated keys and queries, the choice.
 
 Letters: T tokens of the batch, B sequences, G query heads of a key/value head, D query/key and V value head size, r
 compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of heads and candidates of a tile; HALF = D / 2
-channels, the first of RoPE's pairs, in a tile of BH. HELD sort keys are in registers at once, and SOME of the chosen.
+channels, the first of RoPE's pairs, in a tile of BH. HELD sort keys are in registers at once, and SOME chosen nodes.
 
-Candidate c is child c % r of parent c // r: all parents but the last have all their children. Where a tile holds
-SIBLINGS, children of one parent, its keys come turned to their positions in the tile (`pooling.py`), and what is left,
-the tile's c0 and the query's C - 1, is taken into the query: scores depend on the difference of positions. From tile
-to tile that is a step of BN, which 16-bit queries take in registers (STEPPED). Else keys come turned to c % r, and the
-tile of keys is turned on by the parent's c // r * r.
+Candidate c is child c % r of parent c // r: all parents except the last have all their children. If a tile holds
+SIBLINGS, children of one parent, its keys are already rotated to their positions in the tile (`pooling.py`), and the
+remaining rotation, by the tile's c0 and the query's C - 1, is applied to the query: scores depend on the difference of
+positions. From tile to tile that is a step of BN, which 16-bit queries take in registers (STEPPED). Otherwise keys are
+rotated to c % r, and the tile of keys is rotated further by the parent's c // r * r.
 
-Forward and backward pass make the same choice, bit by bit, for they call the same functions, and whatever a compiler
+Forward and backward pass make the same choice, bit by bit, since they call the same functions, and whatever a compiler
 could contract to a fused multiply-add is written as one.
 
 A program's workspace, in global memory, holds one after the other
     parents, children  [LIST] nodes: the parents of this layer's candidates, and those of the next layer's
     marks              [CANDIDATES] importances, which become sort keys
-    tops               [CANDIDATES / 32] the maxima that the importances refer to; later, counts of chosen candidates
+    tops               [CANDIDATES / 32] the maxima that the importances are relative to; later, counts of chosen
+                       candidates
     words              [CANDIDATES / 32] a bit for each of 32 candidates, set if it is chosen
 Scores are never stored.
 """
@@ -24,43 +25,43 @@ Scores are never stored.
 import triton
 import triton.language as tl
 
-# The bits of infinity, above every other importance: the last candidate's, which is chosen always.
+# The bits of infinity, above every other importance: the last candidate's importance, so that it is always chosen.
 INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
 def turn(low, high, cos, sin):
-    """Turns pairs of channels by an angle; with -sin back."""
+    """Rotate pairs of channels by an angle; with -sin rotate back."""
     return tl.fma(low, cos, -(high * sin)), tl.fma(high, cos, low * sin)
 
 
 @triton.jit
 def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.constexpr):
-    """Both halves of the channels of a group's heads, in fp32, scaled."""
+    """Load both halves of the channels of a group's heads, in fp32, scaled."""
     f = tl.arange(0, BH)[None, :]
     pointers = base + row[:, None].to(tl.int64) * stride + f
     mask = live[:, None] & (f < HALF)
     low = tl.load(pointers, mask=mask, other=0.0)
     high = tl.load(pointers + HALF, mask=mask, other=0.0)
     if BH <= 32 and low.dtype != tl.float32 and row.shape[0] < 64:
-        # As results of products they lie as operands of products do, and are turned where they lie. With 64 rows they
-        # would be products by wgmma from one buffer of shared memory, for which ptxas forgets a register
+        # A product with the identity puts them into the layout of products' operands, in which they are rotated. With
+        # 64 rows the products would be wgmma from one buffer of shared memory, for which ptxas forgets a register
         # (`ahead.unset_registers`).
-        one = (f == tl.arange(0, BH)[:, None]).to(low.dtype)
-        low, high = tl.dot(low, one, input_precision="ieee"), tl.dot(high, one, input_precision="ieee")
+        identity = (f == tl.arange(0, BH)[:, None]).to(low.dtype)
+        low, high = tl.dot(low, identity, input_precision="ieee"), tl.dot(high, identity, input_precision="ieee")
     return low.to(tl.float32) * scale, high.to(tl.float32) * scale
 
 
 @triton.jit
 def candidate_nodes(parents, c, C, RATE: tl.constexpr):
-    """Node 0 where c is past the last candidate."""
+    """Return the candidates' nodes, node 0 past the last candidate."""
     inside = c < C
     return tl.where(inside, tl.load(parents + c // RATE, mask=inside, other=0) * RATE + c % RATE, 0)
 
 
 @triton.jit
 def first_node(parents, c0, C, RATE: tl.constexpr, SIBLINGS: tl.constexpr):
-    """The node that a tile of SIBLINGS begins with."""
+    """Return the first node of a tile of SIBLINGS."""
     node = 0
     if SIBLINGS:
         node = tl.load(parents + c0 // RATE, mask=c0 < C, other=0) * RATE + c0 % RATE
@@ -69,14 +70,14 @@ def first_node(parents, c0, C, RATE: tl.constexpr, SIBLINGS: tl.constexpr):
 
 @triton.jit
 def row_angle(cos, sin, position, BH: tl.constexpr):
-    """[1, BH] cos and sin of one position."""
+    """Return [1, BH] cos and sin of one position."""
     row = position * BH + tl.arange(0, BH)[None, :]
     return tl.load(cos + row), tl.load(sin + row)
 
 
 @triton.jit
 def first_query(low, high, cos, sin, C, BH: tl.constexpr):
-    """The queries at their position C - 1, as the tile of candidates 0 .. BN - 1 needs them."""
+    """Return the queries at their position C - 1, rotated for the tile of candidates 0 .. BN - 1."""
     row_cos, row_sin = row_angle(cos, sin, C - 1, BH)
     return turn(low, high, row_cos, row_sin)
 
@@ -85,10 +86,10 @@ def first_query(low, high, cos, sin, C, BH: tl.constexpr):
 def tile_query(
     low, high, q_low, q_high, cos, sin, c0, C, BH: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr
 ):
-    """The queries as the tile that begins at c0 needs them.
+    """Return the queries rotated for the tile that begins at c0.
 
-    STEPPED they are low and high, which `next_query` turns by a fixed step; else the position is looked up, and no
-    rounding adds up. Where a tile holds no siblings its keys are turned instead.
+    STEPPED they are low and high, which `next_query` rotates by a fixed step; otherwise the angle is looked up, and no
+    rounding accumulates. If a tile holds no siblings its keys are rotated instead.
     """
     if SIBLINGS and not STEPPED:
         row_cos, row_sin = row_angle(cos, sin, tl.maximum(C - 1 - c0, 0), BH)
@@ -108,11 +109,10 @@ def load_keys(
     keys, parents, first, c0, C, end, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
     SIBLINGS: tl.constexpr,
 ):  # fmt: skip
-    """The candidates c0 .. c0 + BN - 1 of C: their nodes and both halves of their keys.
+    """Load the candidates c0 .. c0 + BN - 1 of C: their nodes and both halves of their keys.
 
-    Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they lie side by
-    side, from the node `first` on, and stay as they are: the query is turned instead (`next_query`). Else they are
-    turned here.
+    Keys from `end` on are zeros; with None they are arbitrary. If a tile holds SIBLINGS, they are adjacent, from the
+    node `first` on, and stay unchanged: the query is rotated instead (`next_query`). Otherwise they are rotated here.
     """
     f = tl.arange(0, BH)[None, :]
     c = c0 + tl.arange(0, BN)
@@ -135,7 +135,9 @@ def load_keys(
 
 @triton.jit
 def top_layer(length, t, tokens, B, layers, TOP_K: tl.constexpr, RATE: tl.constexpr):
-    """(top layer, tokens below one of its nodes, its first slot in the buffer, candidates there) for the token t."""
+    """Return (top layer, tokens below one of its nodes, its first slot in the buffer, candidates there) for the token
+    t.
+    """
     layer, size, base, nodes = 0, 1, 0, length
     while (nodes > RATE * TOP_K) & (layer < layers):
         nodes = (nodes + RATE - 1) // RATE
@@ -170,9 +172,9 @@ def importances(
     BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BG] scores of a tile in base 2, -inf for heads past the last and for candidates from the last on.
+    """Return [BN, BG] scores of a tile in base 2, -inf for heads past the last and for candidates from the last on.
 
-    Candidates are the rows here: then most of a sum over the heads stays within a thread.
+    Candidates are the rows, so that most of a sum over the heads stays within a thread.
     """
     low, high = tile_query(low, high, q_low, q_high, cos, sin, c0, C, BH, SIBLINGS, STEPPED)
     _node, k_low, k_high = load_keys(keys, parents, first, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
@@ -187,13 +189,13 @@ def importances(
 
 @triton.jit
 def sort_keys(marks, tops, top, b0, HELD: tl.constexpr, LOW_BITS: tl.constexpr):
-    """[HELD // 32, 32] keys of the candidates from b0 on, from their importances; marks of -1 stay what they are."""
+    """Return [HELD // 32, 32] keys of the candidates from b0 on, from their importances; marks of -1 stay unchanged."""
     part = tl.arange(0, HELD // 32)
     c = b0 + part[:, None] * 32 + tl.arange(0, 32)[None, :]
     mark = tl.load(marks + c)
     reference = tl.load(tops + b0 // 32 + part).to(tl.float32, bitcast=True)
     factor = tl.where(reference == top, 1.0, tl.exp2(reference - top))
-    # NaN, of keys that are not finite, would lead the bisection astray: the maximum is the other.
+    # NaN, from keys that are not finite, would mislead the bisection: the maximum with NaN is the other number.
     importance = tl.maximum(mark.to(tl.float32, bitcast=True) * factor[:, None], 0.0)
     key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (~c & LOW_BITS)
     return tl.where(mark == -1, -1, key)
@@ -201,7 +203,7 @@ def sort_keys(marks, tops, top, b0, HELD: tl.constexpr, LOW_BITS: tl.constexpr):
 
 @triton.jit
 def bits_set(word):
-    """The number of bits that are set in an int32."""
+    """Return the number of set bits in an int32."""
     pairs = word - ((word >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F
@@ -210,20 +212,20 @@ def bits_set(word):
 
 @triton.jit
 def nth_chosen(words, counts, j, CANDIDATES: tl.constexpr):
-    """The candidate with the j-th bit that is set in `words`; counts: bits that are set up to each word."""
+    """Return the candidate with the j-th set bit in `words`; counts: the number of set bits up to each word."""
     row = tl.zeros_like(j)
     step = CANDIDATES // 64
     while step > 0:
         row += tl.where(tl.load(counts + row + step - 1) <= j, step, 0)
         step //= 2
     word = tl.load(words + row)
-    left = bits_set(word) - (tl.load(counts + row) - j)
+    remaining = bits_set(word) - (tl.load(counts + row) - j)
     place = tl.zeros_like(j)
     width = 16
     while width > 0:
         below = bits_set(word & (((1 << width) - 1) << place))
-        beyond = below <= left
-        left -= tl.where(beyond, below, 0)
+        beyond = below <= remaining
+        remaining -= tl.where(beyond, below, 0)
         place += tl.where(beyond, width, 0)
         width //= 2
     return row * 32 + place
@@ -236,11 +238,11 @@ def choose(
     LIST: tl.constexpr, SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, LOW_BITS: tl.constexpr,
     LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the TOP_K chosen nodes of C > TOP_K candidates to `children`, and to `words` a bit for each of them.
+    """Write the TOP_K chosen nodes of C > TOP_K candidates to `children`, and a bit for each of them to `words`.
 
-    Importances are summed up tile by tile (two at a time) against the maximum so far, and brought to the last maximum
-    afterwards. The least chosen key is found by bisection, the first HELD keys in registers: no key occurs twice, so
-    some number has exactly TOP_K keys from it on.
+    Importances are summed up tile by tile (two at a time) relative to the maximum so far, and rescaled to the last
+    maximum afterwards. The least chosen key is found by bisection, the first HELD keys in registers: keys are distinct,
+    so that some number has exactly TOP_K keys at or above it.
     """
     top = -float("inf")
     low, high = first_query(q_low, q_high, cos, sin, C, BH)
@@ -270,7 +272,7 @@ def choose(
         tl.store(marks + c, tl.where(c == C - 1, INFINITE, -1), mask=c < CANDIDATES)
     tl.debug_barrier()
 
-    held = sort_keys(marks, tops, top, 0, HELD, LOW_BITS)
+    sorted_keys = sort_keys(marks, tops, top, 0, HELD, LOW_BITS)
     part, bit = tl.arange(0, HELD // 32), tl.arange(0, 32)
     if CANDIDATES > HELD:
         for b0 in range(HELD, CANDIDATES, HELD):
@@ -280,25 +282,25 @@ def choose(
     least, limit, count = 0, LIMIT, C
     while (count != TOP_K) & (limit - least > 1):
         middle = least + (limit - least) // 2
-        found = tl.sum((held >= middle).to(tl.int32))
+        reached = tl.sum((sorted_keys >= middle).to(tl.int32))
         if CANDIDATES > HELD:
             for b0 in range(HELD, CANDIDATES, HELD):
-                found += tl.sum((tl.load(marks + b0 + tl.arange(0, HELD)) >= middle).to(tl.int32), 0)
-        if found >= TOP_K:
-            least, count = middle, found
+                reached += tl.sum((tl.load(marks + b0 + tl.arange(0, HELD)) >= middle).to(tl.int32), 0)
+        if reached >= TOP_K:
+            least, count = middle, reached
         else:
             limit = middle
 
     for b0 in range(0, CANDIDATES, HELD):
         if (b0 > 0) & (CANDIDATES > HELD):
-            held = tl.load(marks + b0 + part[:, None] * 32 + bit[None, :])
-        tl.store(words + b0 // 32 + part, tl.sum(tl.where(held >= least, 1 << bit[None, :], 0), 1))
+            sorted_keys = tl.load(marks + b0 + part[:, None] * 32 + bit[None, :])
+        tl.store(words + b0 // 32 + part, tl.sum(tl.where(sorted_keys >= least, 1 << bit[None, :], 0), 1))
     tl.debug_barrier()
     rank = 0
     for b0 in range(0, CANDIDATES // 32, HELD // 32):
-        many = bits_set(tl.load(words + b0 + part))
-        tl.store(tops + b0 + part, rank + tl.cumsum(many, 0))
-        rank += tl.sum(many, 0)
+        bit_counts = bits_set(tl.load(words + b0 + part))
+        tl.store(tops + b0 + part, rank + tl.cumsum(bit_counts, 0))
+        rank += tl.sum(bit_counts, 0)
     tl.debug_barrier()
     for j0 in range(0, LIST, SOME):
         j = j0 + tl.arange(0, SOME)
@@ -309,7 +311,7 @@ def choose(
 
 @triton.jit
 def choose_all(parents, children, C, LIST: tl.constexpr, RATE: tl.constexpr):
-    """Where there are no more than TOP_K candidates all are expanded, and none enters the softmax."""
+    """Expand all candidates if there are no more than TOP_K, so that none enters the softmax."""
     c = tl.arange(0, LIST)
     tl.store(children + c, candidate_nodes(parents, c, C, RATE), mask=c < C)
     tl.debug_barrier()

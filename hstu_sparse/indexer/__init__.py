@@ -1,4 +1,4 @@
-"""The lightning indexer, sparse attention over what it chooses, and the loss that it learns from."""
+"""The lightning indexer, sparse attention over its choice, and the loss that trains it."""
 
 from hstu_sparse.indexer.api import (
     MOST_CHOSEN,

@@ -27,11 +27,11 @@ from hstu_sparse.validation import (
     choose_backend,
 )
 
-# What the kernels of `lightning_indexer` take, and all kernels for the heads of one query.
+# Limits of the kernels of `lightning_indexer`, and, for the heads of one query, of all kernels.
 MOST_CHOSEN = 2048
 MOST_HEADS = 128
-MOST_SLOTS = 1 << 20  # of top_k in the reference: the result has as many slots for each query
-LARGEST_GROUP = 1 << 20  # selection_group in the reference; the kernels take up to MOST_SHARING
+MOST_SLOTS = 1 << 20  # top_k in the reference, whose result has as many slots for each query
+LARGEST_GROUP = 1 << 20  # selection_group in the reference; the kernels support up to MOST_SHARING
 MOST_SHARING = 128
 
 
@@ -52,10 +52,10 @@ def lightning_indexer(
         I(t, s) = sum over j of w[t, j] * ReLU(iq[t, j] . ik[s]) + b(t, s),    s <= t
 
     Exact and stable: of equal scores the one with the smaller s is chosen. The kernels write no [T, N] scores. Scores
-    are computed in fp32 from the inputs as they are (fp64 for fp64 inputs, in the reference).
+    are computed in fp32 from unrounded inputs (in the reference, fp64 for fp64 inputs).
 
     With selection_group R > 1 the tokens t of a sequence with the same t // R choose together: the top_k greatest of
-    I(t0, s) over s < t0, t0 the first of them. iq, w and the query times of the others are not read.
+    I(t0, s) over s < t0, t0 the first token of the group. iq, w and the query times of other tokens are not read.
 
     Args:
         iq: [T, J, E], fp16, bf16 or fp32 (the reference also fp64); any strides.
@@ -70,9 +70,9 @@ def lightning_indexer(
 
     Returns:
         (scores [G, K] fp32 (fp64 for fp64), indices [G, K] int32), G = T. Indices count from the sequence's first
-        token, ascend, and are -1, with the score -inf, behind the last one where a query sees fewer than K tokens.
-        With R > 1 G = T // R + B: group g of sequence b has row seq_offsets[b] // R + b + g, and rows without a group
-        are -1. Gradients flow through the chosen scores to iq, ik, w and the tables.
+        token, ascend, and are padded with -1 (score -inf) if a query sees fewer than K tokens.
+            With R > 1 G = T // R + B: group g of sequence b has row seq_offsets[b] // R + b + g, and rows without a
+            group are -1. Gradients flow through the chosen scores to iq, ik, w and the tables.
 
     Examples:
         >>> iq, ik, w = torch.ones(4, 1, 2), torch.tensor([[3.0, 0], [1, 0], [2, 0], [0, 0]]), torch.ones(4, 1)
@@ -81,7 +81,7 @@ def lightning_indexer(
         [[0, -1], [0, 1], [0, 2], [0, 2]]
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equation 1.
     """
@@ -115,12 +115,13 @@ def index_scores(
     bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the scores I(t, s) of `lightning_indexer` at tokens that are given: those chosen already, or all.
+    """Return the scores I(t, s) of `lightning_indexer` at given tokens: those chosen before, or all.
 
     Args:
-        indices: [G, K] int32 or int64, tokens counted from the sequence's first, of any order and as often as one
-            likes; those below 0 or after the query are masked, with selection_group > 1 those at or after t0. G is T,
-            or T // R + B, as in `lightning_indexer`.
+        indices: [G, K] int32 or int64, tokens counted from the sequence's first, in any order and with repetitions;
+        those
+            below 0 or after the query are masked, with selection_group > 1 those at or after t0. G is T, or T // R + B,
+            as in `lightning_indexer`.
         The others as in `lightning_indexer`.
 
     Returns:
@@ -133,7 +134,7 @@ def index_scores(
                 [3., 1.]])
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     bias = _check_indexer(iq, ik, w, seq_offsets, bias)
     _check_indices(indices, iq, seq_offsets, selection_group, {})
@@ -160,7 +161,7 @@ def sparse_attention(
     bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention of each query over the tokens chosen for it; all heads share one key and value head.
+    """Compute softmax attention of each query over the tokens chosen for it; all heads share one key and value head.
 
         o[t] = sum over chosen s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]
 
@@ -170,9 +171,10 @@ def sparse_attention(
     Args:
         q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
         k: [T, D], v: [T, V], dtype of q.
-        indices: [G, K] int32 or int64, tokens counted from the sequence's first, as `lightning_indexer` gives them.
-            Those below 0 or after the query are masked, with selection_group > 1 those at or after t0; repeated ones
-            count as often as they stand. A query with none gets zeros. G is T, or T // R + B.
+        indices: [G, K] int32 or int64, tokens counted from the sequence's first, as returned by `lightning_indexer`.
+        Those
+            below 0 or after the query are masked, with selection_group > 1 those at or after t0; repeated ones count
+            repeatedly. A query without tokens gets zeros. G is T, or T // R + B.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
         selection_group: R in tokens.
         scale: D ** -0.5 by default.
@@ -183,7 +185,7 @@ def sparse_attention(
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and the tables. On CUDA those of k, v and the tables are sums
         by atomic additions, whose last bits vary from run to run; under torch.use_deterministic_algorithms(True) they
-        are the same bits in every run, and take longer (docs/indexer.md).
+        have the same bits in every run, and take longer (docs/indexer.md).
 
     Examples:
         >>> q, k, v = torch.zeros(3, 2, 4), torch.zeros(3, 4), torch.tensor([[1.0], [2], [6]])
@@ -193,7 +195,7 @@ def sparse_attention(
         tensor([1.0000, 1.5000, 3.5000])
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equation 2.
     """
@@ -229,35 +231,36 @@ def indexer_loss(
     eps: float = 1e-10,
     backend: str = "auto",
 ) -> Tensor:
-    """How far an indexer is from the attention over the tokens that it chose: KL(p || pi), the mean over tokens.
+    """Compute the KL divergence of an indexer from the attention over its chosen tokens: KL(p || pi), averaged over
+    tokens.
 
-        p[t]  = mean over heads of softmax(scale * q[t].k[s] + b(t, s)) over the chosen s, a constant
-        pi[t] = softmax of scores[t] over the same
+            p[t]  = mean over heads of softmax(scale * q[t].k[s] + b(t, s)) over the chosen s, a constant
+            pi[t] = softmax of scores[t] over the same tokens
         loss  = mean over t of sum over s of p (ln(p + eps) - ln(pi + eps))
 
-    The gradient reaches the scores alone and is defined as (pi - p)/T: eps is left out of it.
+    Only the scores get a gradient, which is defined as (pi - p)/T, without eps.
 
     With selection_group > 1 the mean is over groups: p is the attention of a group's first token t0 over the group's
     choice alone, and a group counts if t0 is valid and it has a choice; T is then the number of groups that count.
 
     Args:
         q: [T, H, D], k: [T, D], indices: [G, K], seq_offsets, selection_group, scale, bias: as in `sparse_attention`.
-        scores: [G, K], floating point, the indexer's at `indices`; what stands at masked indices is not read.
-        valid: [T] bool, the tokens that count; T in mean and gradient is then their number. All by default.
+        scores: [G, K], floating point, the indexer's at `indices`; scores at masked indices are not read.
+        valid: [T] bool, the tokens that count, whose number replaces T in mean and gradient. All by default.
         eps: positive.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64 inputs), 0 where no token counts. A token without visible choice counts 0.
+        A scalar, fp32 (fp64 for fp64 inputs), 0 if no token counts. A token without visible choice contributes 0.
 
     Examples:
         >>> q, k, indices = torch.zeros(2, 2, 4), torch.zeros(2, 4), torch.tensor([[0, -1], [0, 1]])
-        >>> scores = torch.zeros(2, 2)  # as even as the attention
+        >>> scores = torch.zeros(2, 2)  # as uniform as the attention
         >>> hstu_sparse.indexer_loss(q, k, scores, indices, torch.tensor([0, 2]))
         tensor(0.)
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equations 3 and 4.
     """
@@ -306,27 +309,28 @@ def padded_indexer_loss(
     eps: float = 1e-10,
     backend: str = "auto",
 ) -> Tensor:
-    """`indexer_loss` for one padded chunk of queries: the sum over its rows divided by B.
+    """Compute `indexer_loss` for one padded chunk of queries: the sum over its rows divided by B.
 
-    Row i of the chunk stands at position chunk_offset + i and is masked to the indices up to there. The chunks of a
-    sequence add up to its whole loss. The gradient reaches index_score alone and is (pi - p)/B at unmasked entries.
+    Row i of the chunk has position chunk_offset + i and sees only indices up to that. The losses of a sequence's chunks
+    add up to its whole loss. Only index_score gets a gradient, (pi - p)/B at unmasked entries.
 
     Args:
         query: [B, H, C, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
         key: [B, S, D], dtype of query; one key head.
         index_score: [B, C, K], floating point.
         indices: [B, C, K], int32 or int64, positions among the S keys. Negative ones are masked too; repeated ones
-            count as often as they stand.
+        count
+            repeatedly.
         scale: factor of the attention's scores.
         chunk_offset: position of the first row, at least 0.
         eps: positive.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64). A row with nothing left counts 0.
+        A scalar, fp32 (fp64 for fp64). A row without visible indices contributes 0.
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equation 4.
     """
@@ -372,7 +376,7 @@ def _check_choice(q, k, indices, seq_offsets, selection_group, sizes) -> None:
 
 
 def _check_indices(indices, x, seq_offsets, selection_group, sizes) -> None:
-    """A choice has a row for each token of x [T, ...], or for each group."""
+    """Check that a choice has a row for each token of x [T, ...], or for each group."""
     check_int("selection_group", selection_group, 1, LARGEST_GROUP)
     if selection_group > 1:
         sizes["G"] = reference.choice_rows(x.shape[0], seq_offsets, selection_group)
@@ -387,7 +391,7 @@ def _check_some_heads(name: str, heads: int, letter: str = "H") -> None:
 
 
 def _check_positions(bias: RelativeBias, seq_offsets: Tensor) -> None:
-    """The position table reaches over the longest sequence."""
+    """Check that the position table covers the longest sequence."""
     if bias.position is not None and readable(seq_offsets):
         longest = max(seq_offsets.diff().tolist(), default=0)
         if bias.position.shape[0] < longest:

@@ -1,14 +1,14 @@
-"""Sparse attention: the kernels, one program for each query (or, for dk and dv from lists, for each key).
+"""Define the kernels of sparse attention, with one program for each query (or, for dk and dv from lists, for each key).
 
 Letters: T tokens of the batch, H heads, D query/key and V value head size, K chosen tokens per query.
 
 The heads of a query share their keys, so they are the rows of the tensor cores' tile (padded to 16), and a chosen key
-is read once for all of them. Keys and values are gathered from the L2 cache, which bounds the speed. Scores are kept in
+is read once for all of them. Keys and values are gathered from the L2 cache, which bounds the speed. Scores are in
 units of log 2, for exp2.
 
-dk and dv in two ways. With atomics the kernel of dq adds a query's share to fp32 buffers: D + V additions for a pair.
-From lists, which say for each key which pairs have it, a program owns a key and reads q and do of each query that chose
-it: no atomics, the same bits in every run, but H (D + V) elements for a pair in place of D + V.
+dk and dv are computed in two ways. With atomics the kernel of dq adds a query's share to fp32 buffers: D + V additions
+for a pair. With lists, which hold for each key the pairs that include it, a program has a key and reads q and do of
+each query that chose it: no atomics and the same bits in every run, but H (D + V) elements for a pair, not D + V.
 """
 
 import triton
@@ -24,7 +24,7 @@ def _scores(
     q, keys, visible, s, token, begin, t, scale, position, time, cells, timestamps, query_timestamps, positions,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(scores [heads, BLOCK] in units of log 2, -inf where masked; time buckets [BLOCK])."""
+    """Return (scores [heads, BLOCK] in units of log 2, -inf where masked; time buckets [BLOCK])."""
     scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
     bias, bucket = chosen_bias(
         s, visible, token, begin, t, position, time, cells, timestamps, query_timestamps, positions
@@ -42,7 +42,7 @@ def sparse_attention_fwd_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_V: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The output of one query, and its scores' log-sum-exp by head."""
+    """Compute the output of one query, and its scores' log-sum-exp by head."""
     token = tl.program_id(0).to(tl.int64)
     begin = tl.load(rows + token)
     t = (token - begin).to(tl.int32)
@@ -60,7 +60,7 @@ def sparse_attention_fwd_kernel(
             positions, PRECISION,
         )  # fmt: skip
         higher = tl.maximum(most, tl.max(scores, 1))
-        # Where nothing has been seen yet the maximum is -inf, and a difference with it would not be a number.
+        # Until a key has been seen the maximum is -inf, and a difference from it would be NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(most - base)
@@ -84,7 +84,9 @@ def sparse_attention_bwd_kernel(
     BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
     POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one query, `delta` = do . out by head, its share of the tables' gradients and, ATOMIC, of dk and dv."""
+    """Compute dq of one query, `delta` = do . out by head, its share of the tables' gradients and, ATOMIC, of dk and
+    dv.
+    """
     token = tl.program_id(0).to(tl.int64)
     begin = tl.load(rows + token)
     t = (token - begin).to(tl.int32)
@@ -96,7 +98,7 @@ def sparse_attention_bwd_kernel(
     logarithm = tl.load(lse + token * H + head, mask=inside, other=0.0)
     along = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
     tl.store(delta + token * H + head, along, mask=inside)
-    found = tl.zeros([BH, BD], tl.float32)
+    acc = tl.zeros([BH, BD], tl.float32)
     for start in range(0, K, BLOCK):
         s, visible = chosen_tokens(indices, token, start, t, K, BLOCK)
         keys = load_rows(k, begin + s, k_stride_t, visible, D, BD)
@@ -105,7 +107,7 @@ def sparse_attention_bwd_kernel(
             query, keys, visible, s, token, begin, t, scale, position, time, cells, timestamps, query_timestamps,
             positions, PRECISION,
         )  # fmt: skip
-        # Rows past H have weights too, but neither do nor q.
+        # Rows past H have weights too, but their do and q are zeros.
         weights = tl.exp2(scores - logarithm[:, None])
         dweights = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
         dscores = weights * (dweights - along[:, None])
@@ -114,7 +116,7 @@ def sparse_attention_bwd_kernel(
             POSITION_COPIES, TIME_COPIES,
         )  # fmt: skip
         narrow = dscores.to(keys.dtype)
-        found = tl.dot(narrow, keys, found, input_precision=PRECISION)
+        acc = tl.dot(narrow, keys, acc, input_precision=PRECISION)
         if ATOMIC:
             column = tl.arange(0, BD)
             share = tl.dot(tl.trans(narrow), query, input_precision=PRECISION) * scale
@@ -124,7 +126,7 @@ def sparse_attention_bwd_kernel(
             share = tl.dot(tl.trans(weights.to(grad.dtype)), grad, input_precision=PRECISION)
             where = dv + (begin + s)[:, None] * OUT_V + column[None, :]
             tl.atomic_add(where, share, mask=visible[:, None] & (column < OUT_V)[None, :], sem="relaxed")
-    store_rows(dq + token * (H * OUT_D), head, OUT_D, inside, found * scale, OUT_D, BD)
+    store_rows(dq + token * (H * OUT_D), head, OUT_D, inside, acc * scale, OUT_D, BD)
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -135,7 +137,7 @@ def sparse_attention_bwd_dkv_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_D: tl.constexpr, OUT_V: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one key, from the pairs of its list, QUERIES at a time. No products of tiles: BH may be below 16."""
+    """Compute dk and dv of one key, from the pairs of its list, QUERIES at a time. No tl.dot, so BH may be below 16."""
     token = tl.program_id(0).to(tl.int64)
     first, end = tl.load(starts + token), tl.load(starts + token + 1)
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
@@ -148,25 +150,25 @@ def sparse_attention_bwd_dkv_kernel(
     for entry in range(first, end, QUERIES):
         place = entry + row // BH
         inside = (place < end) & (head < H)
-        asker = tl.load(pairs + place, mask=place < end, other=0) // K
+        query_token = tl.load(pairs + place, mask=place < end, other=0) // K
         query = tl.load(
-            q + (asker * q_stride_t + head * q_stride_h)[:, None] + column[None, :],
+            q + (query_token * q_stride_t + head * q_stride_h)[:, None] + column[None, :],
             mask=inside[:, None] & (column < D)[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         grad = tl.load(
-            do + (asker * do_stride_t + head * do_stride_h)[:, None] + value_column[None, :],
+            do + (query_token * do_stride_t + head * do_stride_h)[:, None] + value_column[None, :],
             mask=inside[:, None] & (value_column < V)[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        distance = (asker - token).to(tl.int32)
-        asked = 0
-        known = 0
+        distance = (query_token - token).to(tl.int32)
+        query_time = 0
+        key_time = 0
         if time is not None:
-            asked = tl.load(query_timestamps + asker, mask=inside, other=0)
-            known = tl.load(timestamps + token)
-        bias, _ = pair_bias(distance, inside, asked, known, position, time, cells, positions)
+            query_time = tl.load(query_timestamps + query_token, mask=inside, other=0)
+            key_time = tl.load(timestamps + token)
+        bias, _ = pair_bias(distance, inside, query_time, key_time, position, time, cells, positions)
         scores = tl.sum(query * key[None, :], 1) * (scale * LOG2E) + bias * LOG2E
-        logarithm = tl.load(lse + asker * H + head, mask=inside, other=float("inf"))
-        along = tl.load(delta + asker * H + head, mask=inside, other=0.0)
+        logarithm = tl.load(lse + query_token * H + head, mask=inside, other=float("inf"))
+        along = tl.load(delta + query_token * H + head, mask=inside, other=0.0)
         weights = tl.exp2(scores - logarithm)
         dscores = weights * (tl.sum(grad * value[None, :], 1) - along)
         key_grad += tl.sum(dscores[:, None] * query, 0)

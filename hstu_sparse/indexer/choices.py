@@ -1,11 +1,11 @@
-"""Which query each row of a choice belongs to.
+"""Compute the query that each row of a choice belongs to.
 
-Letters: T tokens of the batch, B sequences, R tokens that share a choice (selection_group), G rows of a choice: T
-where R is 1, else T // R + B.
+Letters: T tokens of the batch, B sequences, R tokens that share a choice (selection_group), G rows of a choice: T if
+R is 1, else T // R + B.
 
 With R = 1 row and token are the same, and `rows` holds the first token of each token's sequence, [T] int64. With R > 1
-it is [3, G] int64: the first token of the sequence, the group's first token (-1 for a row without a group), and how
-many tokens the group has (0 for none).
+it is [3, G] int64: the first token of the sequence, the group's first token (-1 for a row without a group), and the
+group's number of tokens (0 without a group).
 """
 
 import torch
@@ -20,7 +20,7 @@ _BLOCK = 128
 
 @triton.jit(do_not_specialize=["B", "G", "steps"])
 def choice_rows_kernel(offsets, rows, B, G, steps, R: tl.constexpr, BLOCK: tl.constexpr):
-    """`rows` of BLOCK rows, by a binary search of `steps` steps for each."""
+    """Compute BLOCK entries of `rows`, by a binary search of `steps` steps for each."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = low + B - 1
@@ -43,7 +43,7 @@ def choice_rows_kernel(offsets, rows, B, G, steps, R: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def query_of(rows, row, G, R: tl.constexpr):
-    """(token, first token of its sequence, its position, the last position that it may choose) of a row.
+    """Return (token, first token of its sequence, its position, the last position that it may choose) of a row.
 
     token: -1 for a row without a group.
     """
@@ -60,12 +60,12 @@ def rows_shape(total: int, seq_offsets: Tensor, group: int) -> tuple[int, ...]:
 
 
 def num_rows(total: int, seq_offsets: Tensor, group: int) -> int:
-    """G."""
+    """Return G."""
     return total if group == 1 else total // group + seq_offsets.shape[0] - 1
 
 
 def choice_rows(seq_offsets: Tensor, total: int, group: int) -> Tensor:
-    """`rows` of a batch of `total` tokens."""
+    """Return `rows` of a batch of `total` tokens."""
     rows = torch.empty(rows_shape(total, seq_offsets, group), dtype=torch.int64, device=seq_offsets.device)
     B, G = seq_offsets.shape[0] - 1, rows.shape[-1]
     if total:

@@ -1,15 +1,15 @@
-"""Sparse attention where R tokens share a choice: the kernels, one program for some tokens of a group.
+"""Define the kernels of sparse attention where R tokens share a choice; a program has some tokens of a group.
 
 Letters: T tokens of the batch, H heads, D query/key and V value head size, K chosen tokens per group, G rows of a
 choice and R tokens that share one (selection_group, see choices.py).
 
-Tokens times heads are the rows of the tensor cores' tile, so that a gathered key meets R times H queries. A row is
-token * BH + head, BH the heads padded to a power of two. First the loop over the group's choice, whose keys are
-gathered, all of them seen by all rows; then the group's own tokens, which lie side by side, each seen from itself on.
-The bias belongs to token and key: it is computed once for all heads. Scores are kept in units of log 2.
+Tokens times heads are the rows of the tensor cores' tile, so that a gathered key is used by R times H queries. A row is
+token * BH + head, BH being the heads padded to a power of two. The first loop is over the group's choice, whose keys
+are gathered and visible to all rows; the second over the group's own tokens, which are adjacent, each visible from
+itself on. The bias belongs to token and key: it is computed once for all heads. Scores are in units of log 2.
 
-dk and dv by atomic additions, or from lists by a program that owns a key (see attention.py). The lists hold the group's
-own tokens as slots behind those of its choice.
+dk and dv are sums by atomic additions, or from lists by a program that has a key (see attention.py). The lists hold the
+group's own tokens as slots behind those of its choice.
 """
 
 import triton
@@ -23,8 +23,8 @@ from hstu_sparse.tiles import load_rows
 
 @triton.jit
 def _group(rows, row, G, lead, TOKENS: tl.constexpr, BH: tl.constexpr):
-    """(first token of the sequence, the group's first token and its number of tokens; of the tile's rows the place of
-    their token in the group, and the head).
+    """Return (first token of the sequence, the group's first token and its number of tokens; for each row of the tile
+    the index of its token in the group, and the head).
     """
     line = tl.arange(0, TOKENS * BH)
     begin, first = tl.load(rows + row), tl.load(rows + G + row)
@@ -33,13 +33,13 @@ def _group(rows, row, G, lead, TOKENS: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def _load_lines(base, token, head, inside, stride_t, stride_h, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """A tile [rows, PADDED] of [T, H, SIZE], zeros where not `inside`."""
+    """Load a tile [rows, PADDED] of [T, H, SIZE], zeros where not `inside`."""
     return load_rows(base, token * stride_t + head * stride_h, 1, inside, SIZE, PADDED)
 
 
 @triton.jit
 def _spread(x, BH: tl.constexpr):
-    """[tokens, keys] -> [tokens * BH, keys]: the same for every head."""
+    """Repeat [tokens, keys] for every head: [tokens * BH, keys]."""
     if BH == 1:
         return x
     else:
@@ -49,7 +49,7 @@ def _spread(x, BH: tl.constexpr):
 
 @triton.jit
 def _sum_heads(x, BH: tl.constexpr):
-    """[tokens * BH, keys] -> [tokens, keys]."""
+    """Sum over heads: [tokens * BH, keys] -> [tokens, keys]."""
     if BH == 1:
         return x
     else:
@@ -58,30 +58,30 @@ def _sum_heads(x, BH: tl.constexpr):
 
 @triton.jit
 def _scores(
-    query, keys, s, visible, asker, begin, position, time, cells, timestamps, query_timestamps, positions, scale,
+    query, keys, s, visible, queries, begin, position, time, cells, timestamps, query_timestamps, positions, scale,
     BH: tl.constexpr, LOCAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(scores [rows, keys] in units of log 2, -inf where masked; time buckets and what is seen [tokens, keys]).
+    """Return (scores [rows, keys] in units of log 2, -inf where masked; time buckets and visibility [tokens, keys]).
 
-    asker: of the tokens their positions and which there are, and the positions of the rows' tokens. LOCAL: a key is
-    seen from its own token on.
+    queries: the tokens' positions and validity, and the positions of the rows' tokens. LOCAL: a key is visible from its
+    own token on.
     """
-    t, here, t_row = asker
+    t, is_token, t_row = queries
     scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
-    seen = here[:, None] & visible[None, :]
+    seen = is_token[:, None] & visible[None, :]
     if LOCAL:
         seen = seen & (s[None, :] <= t[:, None])
     bucket = tl.zeros(seen.shape, tl.int32)
     if (position is not None) or (time is not None):
-        asked = 0
-        known = 0
+        query_times = 0
+        key_times = 0
         if time is not None:
-            asked = tl.load(query_timestamps + begin + t, mask=here, other=0)[:, None]
-            known = tl.load(timestamps + begin + s, mask=visible, other=0)[None, :]
+            query_times = tl.load(query_timestamps + begin + t, mask=is_token, other=0)[:, None]
+            key_times = tl.load(timestamps + begin + s, mask=visible, other=0)[None, :]
         distance = t[:, None] - s[None, :]
-        bias, bucket = pair_bias(distance, seen, asked, known, position, time, cells, positions)
+        bias, bucket = pair_bias(distance, seen, query_times, key_times, position, time, cells, positions)
         scores += _spread(bias * LOG2E, BH)
-    # Rows that stand for no token or no head are left as they are: nothing of them is kept.
+    # Rows without a token or head are not masked: their results are dropped.
     mask = visible[None, :]
     if LOCAL:
         mask = mask & (s[None, :] <= t_row[:, None])
@@ -90,9 +90,9 @@ def _scores(
 
 @triton.jit
 def _add(most, total, result, scores, values, PRECISION: tl.constexpr):
-    """One step of the online softmax."""
+    """Update the online softmax with a block."""
     higher = tl.maximum(most, tl.max(scores, 1))
-    # Where nothing has been seen yet the maximum is -inf, and a difference with it would not be a number.
+    # Until a key has been seen the maximum is -inf, and a difference from it would be NaN.
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(most - base)
@@ -110,7 +110,7 @@ def group_attention_fwd_kernel(
     BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of TOKENS tokens of a group, and their scores' log-sum-exp by head."""
+    """Compute the outputs of TOKENS tokens of a group, and their scores' log-sum-exp by head."""
     row, lead = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
     begin, first, size, place, head = _group(rows, row, G, lead, TOKENS, BH)
     if lead >= size:
@@ -156,7 +156,7 @@ def _add_pairs(
     position_grad, time_grad, unit, dscores, s, seen, t, bucket, row, positions, buckets, BH: tl.constexpr,
     POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the scores' gradients to a copy of each table's."""
+    """Add the scores' gradients to a copy of each table's gradient."""
     if (position_grad is not None) or (time_grad is not None):
         if position_grad is not None:
             position_grad += (row % POSITION_COPIES) * positions
@@ -175,22 +175,24 @@ def _add_keys(target, token, visible, share, SIZE: tl.constexpr, PADDED: tl.cons
 
 @triton.jit
 def _gradients(
-    query, grad, logarithm, along, found, keys, values, s, visible, asker, row, begin,
+    query, grad, logarithm, along, acc, keys, values, s, visible, queries, row, begin,
     dk, dv, position_grad, time_grad, unit, position, time, cells, timestamps, query_timestamps, positions, buckets,
     scale, OUT_D: tl.constexpr, OUT_V: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr, ATOMIC: tl.constexpr, LOCAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a block of keys gives: to dq, which is returned, to the tables' gradients and, ATOMIC, to dk and dv."""
+    """Add the contribution of a block of keys: to dq, which is returned, to the tables' gradients and, ATOMIC, to dk
+    and dv.
+    """
     scores, bucket, seen = _scores(
-        query, keys, s, visible, asker, begin, position, time, cells, timestamps, query_timestamps, positions, scale,
+        query, keys, s, visible, queries, begin, position, time, cells, timestamps, query_timestamps, positions, scale,
         BH, LOCAL, PRECISION,
     )  # fmt: skip
     weights = tl.exp2(scores - logarithm[:, None])
     dweights = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
     dscores = weights * (dweights - along[:, None])
     _add_pairs(
-        position_grad, time_grad, unit, dscores, s, seen, asker[0], bucket, row, positions, buckets, BH,
+        position_grad, time_grad, unit, dscores, s, seen, queries[0], bucket, row, positions, buckets, BH,
         POSITION_COPIES, TIME_COPIES,
     )  # fmt: skip
     narrow = dscores.to(keys.dtype)
@@ -199,7 +201,7 @@ def _gradients(
         _add_keys(dk, begin + s, visible, share, OUT_D, BD)
         share = tl.dot(tl.trans(weights.to(grad.dtype)), grad, input_precision=PRECISION)
         _add_keys(dv, begin + s, visible, share, OUT_V, BV)
-    return tl.dot(narrow, keys, found, input_precision=PRECISION)
+    return tl.dot(narrow, keys, acc, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["positions", "buckets", "G"])
@@ -212,8 +214,8 @@ def group_attention_bwd_kernel(
     NEAR: tl.constexpr, POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr, ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of TOKENS tokens of a group, `delta` = do . out by head, their share of the tables' gradients and, ATOMIC, of
-    dk and dv.
+    """Compute dq of TOKENS tokens of a group, `delta` = do . out by head, their share of the tables' gradients and,
+    ATOMIC, of dk and dv.
     """
     row, lead = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
     begin, first, size, place, head = _group(rows, row, G, lead, TOKENS, BH)
@@ -227,17 +229,17 @@ def group_attention_bwd_kernel(
     query = _load_lines(q, first + place, head, inside, q_stride_t, q_stride_h, D, BD)
     grad = _load_lines(do, first + place, head, inside, do_stride_t, do_stride_h, V, BV)
     result = _load_lines(out, first + place, head, inside, H * OUT_V, OUT_V, OUT_V, BV)
-    # Infinity: no weight for rows that stand for no token or no head.
+    # Infinity gives rows without a token or head zero weight.
     logarithm = tl.load(lse + line, mask=inside, other=float("inf"))
     along = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
     tl.store(delta + line, along, mask=inside)
-    found = tl.zeros([TOKENS * BH, BD], tl.float32)
+    acc = tl.zeros([TOKENS * BH, BD], tl.float32)
     for start in range(0, K, BLOCK):
         s, visible = chosen_tokens(indices, row, start, t0 - 1, K, BLOCK)
         keys = load_rows(k, begin + s, k_stride_t, visible, D, BD)
         values = load_rows(v, begin + s, v_stride_t, visible, V, BV)
-        found = _gradients(
-            query, grad, logarithm, along, found, keys, values, s, visible, asker, row, begin,
+        acc = _gradients(
+            query, grad, logarithm, along, acc, keys, values, s, visible, asker, row, begin,
             dk, dv, position_grad, time_grad, unit, position, time, cells, timestamps, query_timestamps, positions,
             buckets, scale, OUT_D, OUT_V, BH, BD, BV, POSITION_COPIES, TIME_COPIES, ATOMIC, False, PRECISION,
         )  # fmt: skip
@@ -245,14 +247,14 @@ def group_attention_bwd_kernel(
         ahead = start + tl.arange(0, NEAR)
         keys = load_rows(k, first + ahead, k_stride_t, ahead < size, D, BD)
         values = load_rows(v, first + ahead, v_stride_t, ahead < size, V, BV)
-        found = _gradients(
-            query, grad, logarithm, along, found, keys, values, t0 + ahead, ahead < size, asker, row, begin,
+        acc = _gradients(
+            query, grad, logarithm, along, acc, keys, values, t0 + ahead, ahead < size, asker, row, begin,
             dk, dv, position_grad, time_grad, unit, position, time, cells, timestamps, query_timestamps, positions,
             buckets, scale, OUT_D, OUT_V, BH, BD, BV, POSITION_COPIES, TIME_COPIES, ATOMIC, True, PRECISION,
         )  # fmt: skip
     column = tl.arange(0, BD)
     tl.store(
-        dq + line[:, None] * OUT_D + column[None, :], (found * scale).to(dq.dtype.element_ty),
+        dq + line[:, None] * OUT_D + column[None, :], (acc * scale).to(dq.dtype.element_ty),
         mask=inside[:, None] & (column < OUT_D)[None, :],
     )  # fmt: skip
 
@@ -265,7 +267,7 @@ def group_attention_bwd_dkv_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_D: tl.constexpr, OUT_V: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one key, from the groups of its list, TOKENS of their tokens at a time. No products of tiles."""
+    """Compute dk and dv of one key, from the groups of its list, TOKENS of their tokens at a time. No tl.dot."""
     token = tl.program_id(0).to(tl.int64)
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     key = tl.load(k + token * k_stride_t + column, mask=column < D, other=0.0).to(tl.float32)
@@ -276,20 +278,20 @@ def group_attention_bwd_dkv_kernel(
         row = tl.load(pairs + entry) // SLOTS
         _begin, first, size, place, head = _group(rows, row, G, 0, TOKENS, BH)
         for lead in range(0, size, TOKENS):
-            asker = first + lead + place
-            # Each of the group's own tokens is seen from itself on, and all else by all of them.
-            inside = (lead + place < size) & (head < H) & (asker >= token)
-            query = _load_lines(q, asker, head, inside, q_stride_t, q_stride_h, D, BD).to(tl.float32)
-            grad = _load_lines(do, asker, head, inside, do_stride_t, do_stride_h, V, BV).to(tl.float32)
-            asked = 0
-            known = 0
+            query_token = first + lead + place
+            # Each of the group's own tokens is visible from itself on, and other keys to all tokens.
+            inside = (lead + place < size) & (head < H) & (query_token >= token)
+            query = _load_lines(q, query_token, head, inside, q_stride_t, q_stride_h, D, BD).to(tl.float32)
+            grad = _load_lines(do, query_token, head, inside, do_stride_t, do_stride_h, V, BV).to(tl.float32)
+            query_time = 0
+            key_time = 0
             if time is not None:
-                asked = tl.load(query_timestamps + asker, mask=inside, other=0)
-                known = tl.load(timestamps + token)
-            distance = (asker - token).to(tl.int32)
-            bias = pair_bias(distance, inside, asked, known, position, time, cells, positions)[0]
+                query_time = tl.load(query_timestamps + query_token, mask=inside, other=0)
+                key_time = tl.load(timestamps + token)
+            distance = (query_token - token).to(tl.int32)
+            bias = pair_bias(distance, inside, query_time, key_time, position, time, cells, positions)[0]
             scores = tl.sum(query * key[None, :], 1) * (scale * LOG2E) + bias * LOG2E
-            line = asker * H + head
+            line = query_token * H + head
             logarithm = tl.load(lse + line, mask=inside, other=float("inf"))
             along = tl.load(delta + line, mask=inside, other=0.0)
             weights = tl.exp2(scores - logarithm)

@@ -1,4 +1,4 @@
-"""What the launchers of this room share: metadata of the tokens, the bias as kernels take it, lists of pairs by key.
+"""Define what the launchers of this folder share: metadata of the tokens, the kernels' bias, lists of pairs by key.
 
 Letters: T tokens of the batch, B sequences, N entries of the position table, K chosen tokens per query.
 """
@@ -12,12 +12,12 @@ from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.gradients import TableSums
 from hstu_sparse.launch import INTERPRET, configuration
 
-# Copies of a table's gradient that atomic additions are spread over. A few time buckets get most pairs.
+# Copies of a table's gradient that atomic additions are spread over. Most pairs fall into few time buckets.
 POSITION_COPIES, TIME_COPIES = 4, 64
 
 
 class Bias(NamedTuple):
-    """What every kernel's bias arguments are, in their order."""
+    """The bias arguments of every kernel, in their order."""
 
     position: Tensor | None
     time: Tensor | None
@@ -31,23 +31,24 @@ NO_BIAS = Bias(None, None, None, None, None, 0)
 
 
 def kernel_bias(position, time, timestamps, query_timestamps) -> Bias:
-    """The kernels' tables are fp32."""
+    """Convert the tables to fp32 for the kernels."""
     cells = None if time is None else device_cells(num_time_buckets(time), time.device)
     position, time = (None if table is None else table.float() for table in (position, time))
     return Bias(position, time, cells, timestamps, query_timestamps, 0 if position is None else position.shape[0])
 
 
 def table_sums(position, time, tokens: int, deterministic: bool, most) -> TableSums:
-    """Memory for the tables' gradients; most: gives a bound of what one query adds to a cell."""
+    """Allocate the tables' gradients; most: returns a bound of what one query adds to a cell."""
     copies = POSITION_COPIES, TIME_COPIES
     return TableSums((position, time), copies, deterministic, lambda: (tokens + 1.0) * most().double())
 
 
 def pairs_by_key(indices: Tensor, rows: Tensor, total: int, group: int, *, local: bool) -> tuple[Tensor, Tensor, int]:
-    """(pairs int64, starts [T + 1] int64, slots of a row): of each key the pairs, as row * slots + slot, that chose it.
+    """Return (pairs int64, starts [T + 1] int64, slots of a row): the pairs, as row * slots + slot, that chose each
+    key.
 
-    Those of key token i are pairs[starts[i]:starts[i+1]], in the order of the rows. Masked slots are in no list.
-    local: the tokens of a group are behind the slots of its choice.
+    Those of key token i are pairs[starts[i]:starts[i+1]], ordered by row. Masked slots are in no list. local: the
+    tokens of a group follow the slots of its choice.
     """
     if group == 1:
         begins, last = rows, torch.arange(total, device=indices.device) - rows
@@ -67,12 +68,12 @@ def pairs_by_key(indices: Tensor, rows: Tensor, total: int, group: int, *, local
 
 @configuration
 def by_lists(deterministic: bool) -> bool:
-    """Whether the gradients of keys come from lists in place of atomic additions: see docs/indexer.md."""
+    """Return whether the gradients of keys come from lists instead of atomic additions: see docs/indexer.md."""
     return deterministic
 
 
 def key_block(dtype: torch.dtype, width: int) -> int:
-    """Chosen keys per step: as many as leave room in shared memory for a few tiles of `width` in all."""
+    """Return the number of chosen keys per step, so that a few tiles of `width` in all fit into shared memory."""
     if INTERPRET:
         return 32
     bytes_of_row = dtype.itemsize * width

@@ -1,4 +1,4 @@
-"""Launches the kernels of sparse attention and registers them as torch.ops.hstu_sparse.sparse_attention_fwd and _bwd.
+"""Launch the kernels of sparse attention; register them as torch.ops.hstu_sparse.sparse_attention_fwd and _bwd.
 
 Letters: T tokens of the batch, H heads, D query/key and V value head size, K chosen tokens per query, G rows of a
 choice and R tokens that share one (see choices.py).
@@ -42,8 +42,8 @@ from hstu_sparse.rows import as_rows
 
 @configuration
 def attention_config(kernel: str, dtype: torch.dtype, width: int) -> LaunchConfig:
-    """The configuration of "fwd" or "bwd", which take BLOCK chosen keys a step. `width` is that of a key and a value,
-    padded. Fixed rather than tuned at run time.
+    """Return the configuration of "fwd" or "bwd", which process BLOCK chosen keys a step. `width` is that of a key and
+    a value, padded. It is fixed rather than tuned at run time.
     """
     block = key_block(dtype, width)
     return LaunchConfig(4, 3, BLOCK=block if kernel == "fwd" else min(block, 32))
@@ -51,8 +51,8 @@ def attention_config(kernel: str, dtype: torch.dtype, width: int) -> LaunchConfi
 
 @configuration
 def group_config(kernel: str, dtype: torch.dtype, width: int, heads: int, group: int, top_k: int) -> LaunchConfig:
-    """The same of the kernels of groups of `group` tokens, which take TOKENS of them at a time, BLOCK chosen keys and
-    NEAR keys of the group a step. `heads` is a power of two.
+    """Return the configuration for groups of `group` tokens, of which kernels process TOKENS at a time, with BLOCK
+    chosen keys and NEAR keys of the group a step. `heads` is a power of two.
     """
     most = 64 if dtype.itemsize == 2 and width <= 256 else 32 if width <= 256 else 16
     tokens = max(16 // heads, min(next_power_of_2(group), most // heads), 1)
@@ -60,9 +60,9 @@ def group_config(kernel: str, dtype: torch.dtype, width: int, heads: int, group:
     if kernel == "bwd" or tokens * heads > 32:
         block = min(block, 32)
     near = max(16, min(block, next_power_of_2(group)))
-    # A third stage costs forward 40%; up to 32 rows two warps are as fast as four.
-    few = tokens * heads <= 32 and width <= 128 and dtype.itemsize == 2
-    warps = 8 if kernel == "bwd" and width > 256 else 2 if few else 4
+    # A third stage makes forward 40% slower; up to 32 rows two warps are as fast as four.
+    is_small = tokens * heads <= 32 and width <= 128 and dtype.itemsize == 2
+    warps = 8 if kernel == "bwd" and width > 256 else 2 if is_small else 4
     return LaunchConfig(warps, 2, TOKENS=tokens, BLOCK=block, NEAR=near)
 
 
@@ -116,7 +116,7 @@ def _backward(
         heads = next_power_of_2(H)
         width = padded_head(max(q.shape[2], v.shape[1]))
         pairs, starts, slots = pairs_by_key(indices, rows, T, group, local=group > 1)
-        many = max(1, 4096 // (heads * width))
+        queries_a_step = max(1, 4096 // (heads * width))
         tiles = _tiles(q, v) | dict(BH=heads)
         if group == 1:
             arguments = (do, q, k, v, lse, delta, pairs, starts, dk, dv, *bias, *strides, scale, K)
@@ -126,7 +126,7 @@ def _backward(
                 *arguments,
                 **sizes,
                 **tiles,
-                QUERIES=many,
+                QUERIES=queries_a_step,
                 num_warps=4,
                 num_stages=2,
             )
@@ -134,7 +134,7 @@ def _backward(
             arguments = (
                 do, q, k, v, lse, delta, rows, pairs, starts, dk, dv, *bias, *strides, scale, slots, rows.shape[1],
             )  # fmt: skip
-            tiles["TOKENS"] = min(many, next_power_of_2(group))
+            tiles["TOKENS"] = min(queries_a_step, next_power_of_2(group))
             run(group_attention_bwd_dkv_kernel, T, *arguments, **sizes, **tiles, num_warps=4, num_stages=1)
     return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables.gradients()]
 
@@ -144,7 +144,7 @@ def _tiles(q: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def _run(kernel: str, q: Tensor, v: Tensor, arguments: tuple, constants: dict, rows: Tensor, group: int, top_k: int):
-    """Launches "fwd" or "bwd" of single queries, or of groups."""
+    """Launch "fwd" or "bwd" for single queries, or for groups."""
     tiles = _tiles(q, v)
     width = tiles["BD"] + tiles["BV"]
     if group == 1:
@@ -158,9 +158,9 @@ def _run(kernel: str, q: Tensor, v: Tensor, arguments: tuple, constants: dict, r
     run(kernels[kernel], (G, cdiv(group, config.TOKENS)), *arguments, G, **constants, **tiles, **config)
 
 
-def _fake(q, k, v, indices, seq_offsets, *rest):
+def _fake(q, k, v, indices, seq_offsets, *bias_and_options):
     T, H, _ = q.shape
-    rows = q.new_empty(rows_shape(T, seq_offsets, rest[-1]), dtype=torch.int64)
+    rows = q.new_empty(rows_shape(T, seq_offsets, bias_and_options[-1]), dtype=torch.int64)
     return q.new_empty(T, H, v.shape[1]), q.new_empty(T, H, dtype=torch.float32), rows
 
 
@@ -178,5 +178,5 @@ sparse_attention_jagged = Operator(
 
 
 def sparse_attention_operator(*arguments) -> Tensor:
-    """Arguments as registered; the output alone."""
+    """Call the registered operator and return the output alone."""
     return sparse_attention_jagged(*arguments)[0]

@@ -1,4 +1,4 @@
-"""Launches the lightning indexer's kernels and registers them as torch.ops.hstu_sparse.lightning_indexer_fwd and _bwd,
+"""Launch the lightning indexer's kernels; register them as torch.ops.hstu_sparse.lightning_indexer_fwd and _bwd,
 index_scores_fwd and _bwd.
 
 Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query, G rows of a
@@ -34,31 +34,31 @@ from hstu_sparse.launch import (
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
-# Bytes of candidates that are held at a time.
+# Bytes of candidates that are in memory at a time.
 SCRATCH = 2**31
-# Candidates of a query for each warp of the program that takes the greatest of them.
+# Candidates of a query for each warp of the program that selects the greatest of them.
 PER_WARP = 1024
 
 
 @configuration
 def sample_config(top_k: int) -> tuple[int, int]:
-    """(candidates that a query has room for, keys in a query's sample): see topk.py."""
-    # Room for what a threshold from the sample of 65,536 keys lets through, by several standard deviations.
+    """Return (capacity for candidates of a query, keys in a query's sample): see topk.py."""
+    # Capacity for the keys above a threshold from the sample of 65,536 keys, by several standard deviations.
     return 1024 if top_k <= 192 else max(3 * top_k, top_k + 1024), 1024 if INTERPRET else 4096
 
 
 @configuration
 def choice_config(heads: int, width: int, dtype: torch.dtype, group: int) -> LaunchConfig:
-    """The configuration of the kernels that score tiles of ROWS queries and BLOCK keys, for index heads padded to
-    `width`. HEADS: index heads whose queries are kept; those of more are read anew for every block of keys.
+    """Return the configuration of the kernels that score tiles of ROWS queries and BLOCK keys, for index heads padded
+    to `width`. HEADS: index heads whose queries stay in registers; others are read again for every block of keys.
     """
-    kept = heads if heads <= 4 else 2
+    resident_heads = heads if heads <= 4 else 2
     if INTERPRET:
-        return LaunchConfig(4, 3, ROWS=32, BLOCK=32, HEADS=kept)
+        return LaunchConfig(4, 3, ROWS=32, BLOCK=32, HEADS=resident_heads)
     if dtype.itemsize == 4:
         return LaunchConfig(4, 3, ROWS=32, BLOCK=32, HEADS=1)
-    # Groups are fewer queries: smaller tiles, so that every multiprocessor has some.
-    return LaunchConfig(4, 3, ROWS=64 if group < 4 else 32, BLOCK=64 if width <= 128 else 32, HEADS=kept)
+    # Groups have fewer queries: smaller tiles give every multiprocessor some.
+    return LaunchConfig(4, 3, ROWS=64 if group < 4 else 32, BLOCK=64 if width <= 128 else 32, HEADS=resident_heads)
 
 
 def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, group):
@@ -79,11 +79,11 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     ROWS = config.ROWS
     SIZE = next_power_of_2(capacity)
     all_slots = T // (ROWS * group) + B
-    # Before a row holds candidates, its sample (fp32) lies there.
+    # A row first holds its sample (fp32), then its candidates.
     room = max(capacity, sample // 2)
     slots = min(all_slots, max(1, SCRATCH // (8 * room * ROWS)))
     rows = slots * ROWS
-    # A tile's queries have neighbouring rows of candidates, and so have the places past a sequence's end: -1 there.
+    # A tile's queries have adjacent rows of candidates, including positions past a sequence's end, which are -1.
     rounds = cdiv(all_slots, slots)
     queries = torch.empty(3, rounds, rows, dtype=torch.int64, device=iq.device)
     number = dict(ROWS=ROWS, R=group, num_warps=1)
@@ -96,7 +96,7 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     heads = dict(J=J, E=E, BE=BE, R=group, PRECISION=precision(iq.dtype))
     asm = proven(iq.device)
     refill = heads | dict(BJ=padded_head(J), ROWS=ROWS, BLOCK=key_block(iq.dtype, BE), SIZE=SIZE)
-    # Most rows have far fewer candidates than there is room for; a program for as many has fewer registers.
+    # Most rows have far fewer candidates than capacity; a program for the full capacity has fewer registers.
     some = dict(BLOCK=min(1024, next_power_of_2(top_k)))
     parts = [some | dict(LEAST=0, SIZE=SIZE // 2), some | dict(LEAST=SIZE // 2 + 1, SIZE=SIZE)]
     for tokens, begins, targets, first in zip(*queries, range(0, all_slots, slots)):
@@ -149,7 +149,7 @@ def _scores_backward(
     (T, J, E), (G, K) = iq.shape, indices.shape
     deterministic = torch.are_deterministic_algorithms_enabled()
     lists = by_lists(deterministic)
-    # A group's other tokens have no part in its choice.
+    # A group's other tokens do not take part in its choice.
     make = torch.empty if group == 1 else torch.zeros
     diq = make(iq.shape, dtype=iq.dtype, device=iq.device)
     dw = make(w.shape, dtype=w.dtype, device=w.device)
@@ -159,7 +159,7 @@ def _scores_backward(
         return [diq, dik.to(ik.dtype), dw, *(torch.zeros_like(x) for x in (position, time) if x is not None)]
     iq, ik = as_rows(iq, ik)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
-    # A masked slot's gradient is not read by the kernels; it makes this bound too great at worst.
+    # The kernels do not read a masked slot's gradient; it only loosens this bound.
     tables = table_sums(
         position, time, T, deterministic, lambda: grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax()
     )
@@ -194,8 +194,8 @@ def _fake(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, 
     return tuple(iq.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
-def _fake_scores(iq, ik, w, indices, seq_offsets, *rest):
-    rows = iq.new_empty(rows_shape(iq.shape[0], seq_offsets, rest[-1]), dtype=torch.int64)
+def _fake_scores(iq, ik, w, indices, seq_offsets, *bias_and_options):
+    rows = iq.new_empty(rows_shape(iq.shape[0], seq_offsets, bias_and_options[-1]), dtype=torch.int64)
     return iq.new_empty(indices.shape, dtype=torch.float32), rows
 
 
@@ -231,10 +231,10 @@ index_scores_jagged = Operator(
 
 
 def lightning_indexer_operator(*arguments) -> tuple[Tensor, Tensor]:
-    """Arguments as registered; the scores and the indices."""
+    """Call the registered operator and return the scores and the indices."""
     return lightning_indexer_jagged(*arguments)[:2]
 
 
 def index_scores_operator(*arguments) -> Tensor:
-    """Arguments as registered; the scores alone."""
+    """Call the registered operator and return the scores alone."""
     return index_scores_jagged(*arguments)[0]

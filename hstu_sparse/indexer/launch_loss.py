@@ -1,11 +1,11 @@
-"""Launches the kernel of the index loss and registers it: jagged as torch.ops.hstu_sparse.index_loss_fwd and _bwd, in
-padded chunks as index_loss_padded_fwd and _bwd. Both give the loss of each row, [rows] fp32.
+"""Launch the kernel of the index loss and register it: jagged as torch.ops.hstu_sparse.index_loss_fwd and _bwd, in
+padded chunks as index_loss_padded_fwd and _bwd. Both return the loss of each row, [rows] fp32.
 
 Letters: T tokens of the batch, B sequences, H heads, D query/key head size, K chosen tokens per query, G rows of a
 choice and R tokens that share one (see choices.py); C queries and S keys of a padded chunk.
 
-Forward writes pi - p, where it will be wanted: the gradient but for a factor of each row, by which backward multiplies
-it in place.
+Forward writes pi - p if a gradient is needed: it is the gradient except for a factor of each row, by which backward
+multiplies it in place.
 """
 
 import torch
@@ -28,32 +28,34 @@ from hstu_sparse.launch import (
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
-# Scores of one query that its program keeps in registers: all heads', as many as half of a multiprocessor's hold.
+# Scores of one query, all heads', that its program has in registers: as many as fit into half a multiprocessor's.
 MOST_HELD = 16 * 2048
 
 
 @configuration
 def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -> LaunchConfig:
-    """The configuration of `index_loss_kernel` for a head padded to `width` and padded `heads`. Fixed rather than
-    tuned at run time.
+    """Return the configuration of `index_loss_kernel` for a head padded to `width` and padded `heads`. It is fixed
+    rather than tuned at run time.
     """
     if INTERPRET:
         return LaunchConfig(4, 2, BLOCK=32, HELD=next_power_of_2(cdiv(top_k, 32)) if top_k <= 64 else 0)
     if dtype.itemsize == 4 or width > 128:
         return LaunchConfig(4, 3, BLOCK=64 if dtype.itemsize == 2 else 32, HELD=0)
-    held = heads * next_power_of_2(max(top_k, 64))
-    if held <= MOST_HELD // 4:
+    num_scores = heads * next_power_of_2(max(top_k, 64))
+    if num_scores <= MOST_HELD // 4:
         block = 128 if top_k > 64 else 64
         return LaunchConfig(4, 4, BLOCK=block, HELD=cdiv(top_k, block))
     # One program fills a multiprocessor, or half of it, and needs its shared memory: these have 160 KB and more.
-    if held > MOST_HELD or heads > 32 or arch not in (80, 90, 100, 103):
+    if num_scores > MOST_HELD or heads > 32 or arch not in (80, 90, 100, 103):
         return LaunchConfig(4, 5, BLOCK=64, HELD=0)
-    block = 128 if held <= MOST_HELD // 2 else 256
+    block = 128 if num_scores <= MOST_HELD // 2 else 256
     return LaunchConfig(8, 5, BLOCK=block, HELD=cdiv(top_k, block))
 
 
 def _launch(scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps, number, H, group, with_grad):
-    """(loss of each of `number` rows; which rows count, if groups choose; pi - p like `scores`, or nothing)."""
+    """Return (the loss of each of `number` rows; which rows count, if groups choose; pi - p like `scores`, or
+    empty).
+    """
     loss = torch.empty(number, dtype=torch.float32, device=q.device)
     counted = torch.empty(number if group > 1 else 0, dtype=torch.float32, device=q.device)
     difference = torch.empty(scores.shape if with_grad else 0, dtype=scores.dtype, device=scores.device)
@@ -70,7 +72,7 @@ def _launch(scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps
 
 
 def _backward(grad, *arguments):
-    """Overwrites the difference, the last argument."""
+    """Overwrite the difference, the last argument."""
     difference = arguments[-1]
     return [difference.mul_(grad.view(difference.shape[:-1])[..., None])]
 
@@ -141,10 +143,10 @@ indexer_loss_padded = Operator(
 
 
 def indexer_loss_operator(scores: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    """Arguments as registered for jagged tensors, `with_grad` left out; the rows' losses, and which groups count."""
+    """Call the operator for jagged tensors without `with_grad`; return the rows' losses, and which groups count."""
     return indexer_loss_jagged(scores, *arguments, torch.is_grad_enabled() and scores.requires_grad)[:2]
 
 
 def padded_loss_operator(scores: Tensor, *arguments) -> Tensor:
-    """Arguments as registered for padded chunks, `with_grad` left out; the rows' losses alone."""
+    """Call the operator for padded chunks without `with_grad`; return only the rows' losses."""
     return indexer_loss_padded(scores, *arguments, torch.is_grad_enabled() and scores.requires_grad)[0]

@@ -1,12 +1,12 @@
-"""The index loss: its kernel, one program for each query.
+"""Define the kernel of the index loss, with one program for each query.
 
 Letters: T tokens of the batch, B sequences, H heads, D query/key head size, K chosen tokens per query; in padded chunks
-C queries and S keys per sequence. A row is a query of either; where R tokens share a choice, one of its (choices.py).
+C queries and S keys per sequence. A row is a query of either; where R tokens share a choice, a group (choices.py).
 
-Heads are summed after each has been divided by its own normaliser, which is known when all chosen keys have been seen.
-Up to HELD blocks of them stay in registers as scores, and the keys are gathered once; where there are more, they are
-gathered twice. Chosen keys are the rows of the tensor cores' tile and heads its columns (padded to 16): so the sums
-over heads and the maxima over keys stay within a few threads. Scores are kept in units of log 2.
+Heads are summed after each has been divided by its own normaliser, which is known once all chosen keys have been seen.
+Scores of up to HELD blocks stay in registers, and the keys are gathered once; with more blocks, they are gathered
+twice. Chosen keys are the rows of the tensor cores' tile and heads its columns (padded to 16), so that the sums over
+heads and the maxima over keys stay within a few threads. Scores are in units of log 2.
 """
 
 import triton
@@ -22,7 +22,7 @@ def _attention(
     query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells, timestamps,
     query_timestamps, positions, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the attention [BLOCK, heads] of the slots from `start` on, not masked."""
+    """Return unmasked scores of the attention [BLOCK, heads] of the slots from `start` on."""
     s = clamped_tokens(indices, row, start, last, K, BLOCK)
     chosen = gather_rows(keys, begin + s, k_stride_t, D, BD)
     scores = tl.dot(chosen, query, input_precision=PRECISION) * (scale * LOG2E)
@@ -47,22 +47,22 @@ def _masked(scores, visible):
 
 @triton.jit
 def _index_scores(scores, row, start, visible, K, BLOCK: tl.constexpr):
-    """The indexer's scores of the BLOCK slots from `start` on, -inf where masked."""
+    """Return the indexer's scores of the BLOCK slots from `start` on, -inf where masked."""
     slot = start + tl.arange(0, BLOCK)
-    # Loaded without a look at `visible`, for which the load would have to wait.
-    found = tl.load(scores + row * K + slot, mask=slot < K, other=0.0).to(tl.float32)
-    return tl.where(visible, found * LOG2E, float("-inf"))
+    # The load does not use `visible` as its mask, for which it would have to wait.
+    loaded = tl.load(scores + row * K + slot, mask=slot < K, other=0.0).to(tl.float32)
+    return tl.where(visible, loaded * LOG2E, float("-inf"))
 
 
 @triton.jit
 def _base(most):
-    """What to subtract from scores of which `most` is the greatest: where all are -inf a difference were no number."""
+    """Return what to subtract from scores with maximum `most`: 0 if that is -inf, since a difference would be NaN."""
     return tl.where(most == float("-inf"), 0.0, most)
 
 
 @triton.jit
 def _add_exponentials(most, total, values):
-    """(maxima, sums of exponentials below them) with more values: element by element, so that no step reduces."""
+    """Update (maxima, sums of exponentials relative to them) elementwise, so that no step needs a reduction."""
     higher = tl.maximum(most, values)
     base = _base(higher)
     return higher, total * exp2(most - base) + exp2(values - base)
@@ -70,7 +70,7 @@ def _add_exponentials(most, total, values):
 
 @triton.jit
 def _logarithm(most, total):
-    """The logarithm of all sums of exponentials along the first axis; 0 where there is nothing."""
+    """Return the logarithm of all sums of exponentials along the first axis; 0 if all are masked."""
     base = _base(tl.max(most, 0))
     total = tl.sum(total * exp2(most - (base[None, :] if len(most.shape) == 2 else base)), 0)
     return tl.where(total == 0.0, 0.0, base + tl.log2(total))
@@ -89,10 +89,10 @@ def index_loss_kernel(
     H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
     R: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The loss of one row and, if there is room for it, the gradient pi - p of its index scores, 0 where masked.
+    """Compute the loss of one row and, if requested, the gradient pi - p of its index scores, 0 where masked.
 
-    HELD: blocks of scores that are kept, at least K / BLOCK; 0 for none. counted: None, or where it says 1 for a row
-    with a visible choice, else 0.
+    HELD: blocks of scores in registers, at least K / BLOCK; 0 for none. counted: None, or the output that is 1 for a
+    row with a visible choice, else 0.
     """
     row = tl.program_id(0).to(tl.int64)
     counts = True
@@ -105,8 +105,8 @@ def index_loss_kernel(
     else:
         token, begin, t, last = query_of(rows, row, G, R)
         if R > 1:
-            # A row without a choice has everything masked. Its gathers read its sequence's first token, or the batch's:
-            # an empty sequence has none, and may begin where the batch ends.
+            # In a row without a choice everything is masked. Its gathers read its sequence's first token, or the
+            # batch's: an empty sequence has no tokens, and may begin at the end of the batch.
             counts = last >= 0
             begin = tl.where(token < 0, 0, begin)
             token, t, last = tl.maximum(token, 0), tl.maximum(t, 0), tl.maximum(last, 0)
@@ -117,34 +117,34 @@ def index_loss_kernel(
     inside = head < H
     query = tl.trans(load_rows(queries, head, q_stride_h, inside, D, BD))
     if HELD > 0:
-        # A block of all slots stands in each column. It is loaded here and first read behind the loop.
+        # Each column has a block of all slots. It is loaded here and first read after the loop.
         column = tl.arange(0, BH)
         bit = tl.where(column < HELD, 1 << (column & 31), 0)[None, :]
         slot = column[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
         present = (slot < K) & (column < HELD)[None, :]
         chosen = tl.load(indices + row * K + slot, mask=present, other=-1)
-        found = tl.load(scores + row * K + slot, mask=present, other=0.0)
-        held = ()
+        index_loaded = tl.load(scores + row * K + slot, mask=present, other=0.0)
+        blocks = ()
         for _ in tl.static_range(HELD):
-            held += (tl.zeros([BLOCK, BH], tl.float32),)
+            blocks += (tl.zeros([BLOCK, BH], tl.float32),)
         for start in range(0, K, BLOCK):
             attention = _attention(
                 query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells,
                 timestamps, query_timestamps, positions, D, BD, BLOCK, PRECISION,
             )  # fmt: skip
-            # Each block to its own registers; by shifts the loop would not be pipelined.
-            kept = ()
+            # Each block has its own registers; with shifts the loop would not be pipelined.
+            updated = ()
             for j in tl.static_range(HELD):
-                kept += (tl.where(start == j * BLOCK, attention, held[j]),)
-            held = kept
-        # Masks are applied here: the loop waits for nothing but the keys.
+                updated += (tl.where(start == j * BLOCK, attention, blocks[j]),)
+            blocks = updated
+        # Masks are applied here: the loop waits only for the keys.
         seen = (chosen >= 0) & (chosen <= last) & counts
-        some = tl.max(seen.to(tl.int32)) > 0
-        # Triton brings into the products' order what meets a product: with these zeros all masks at once.
-        bits = tl.sum(tl.where(seen, bit, 0), 1)[:, None] + (held[0] < float("-inf")).to(tl.int32)
+        has_choice = tl.max(seen.to(tl.int32)) > 0
+        # Triton puts what meets a product into the product's order: with these zeros all masks at once.
+        bits = tl.sum(tl.where(seen, bit, 0), 1)[:, None] + (blocks[0] < float("-inf")).to(tl.int32)
         masked = ()
         for j in tl.static_range(HELD):
-            masked += (tl.where((bits & (1 << j)) != 0, held[j], float("-inf")),)
+            masked += (tl.where((bits & (1 << j)) != 0, blocks[j], float("-inf")),)
         most = masked[0]
         for j in tl.static_range(1, HELD):
             most = tl.maximum(most, masked[j])
@@ -155,12 +155,12 @@ def index_loss_kernel(
             weights += (exp2(masked[j] - base[None, :]),)
             total += weights[j]
         total = tl.sum(total, 0)
-        # Heads past H weigh nothing in the mean.
+        # Heads past H have zero weight in the mean.
         share = tl.where(inside & (total != 0.0), 1.0 / (total * H), 0.0)
         p = tl.zeros([BLOCK, BH], tl.float32)
         for j in tl.static_range(HELD):
             p = tl.where((column == j)[None, :], tl.sum(weights[j] * share[None, :], 1)[:, None], p)
-        index = tl.where((bits & bit) != 0, found.to(tl.float32) * LOG2E, float("-inf"))
+        index = tl.where((bits & bit) != 0, index_loaded.to(tl.float32) * LOG2E, float("-inf"))
         pi = exp2(index - _base(tl.max(index)))
         total = tl.sum(pi)
         pi *= tl.where(total == 0.0, 0.0, 1.0 / total)
@@ -183,7 +183,7 @@ def index_loss_kernel(
             most, total = _add_exponentials(most, total, _masked(attention, visible))
             index = _index_scores(scores, row, start, visible, K, BLOCK)
             index_most, index_total = _add_exponentials(index_most, index_total, index)
-        some = tl.max(seen, 0) > 0
+        has_choice = tl.max(seen, 0) > 0
         logarithm = _logarithm(most, total)
         logarithm = tl.where(inside, logarithm, float("inf"))
         divergences = tl.zeros([BLOCK], tl.float32)
@@ -204,4 +204,4 @@ def index_loss_kernel(
         divergence = tl.sum(divergences, 0)
     tl.store(loss + row, divergence * LN2)
     if counted is not None:
-        tl.store(counted + row, some.to(tl.float32))
+        tl.store(counted + row, has_choice.to(tl.float32))

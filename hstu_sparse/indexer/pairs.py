@@ -1,9 +1,9 @@
-"""Device functions that the kernels of this room share: the chosen tokens of a query, and the bias of pairs.
+"""Define device functions that the kernels of this folder share: the chosen tokens of a query, and the bias of pairs.
 
 Letters: T tokens of the batch, N entries of the position table, K chosen tokens per query.
 
-A kernel takes what the bias needs as `position, time, cells, timestamps, query_timestamps, positions`: the tables (None
-for none), the cells that find buckets, the tokens' times and N.
+A kernel has the bias's arguments `position, time, cells, timestamps, query_timestamps, positions`: the tables (None if
+absent), the cells that find buckets, the tokens' times and N.
 """
 
 import triton
@@ -21,9 +21,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def chosen_tokens(indices, row, start, last, K, BLOCK: tl.constexpr):
-    """(positions int32, visible) of BLOCK slots of a row from `start` on; 0 where masked.
+    """Return (positions int32, visible) of BLOCK slots of a row from `start` on; 0 where masked.
 
-    Masked are those below 0 or after `last`, so that no index can point outside of its sequence.
+    Indices below 0 or after `last` are masked, so that no index can point outside of its sequence.
     """
     slot = start + tl.arange(0, BLOCK)
     s = tl.load(indices + row * K + slot, mask=slot < K, other=-1)
@@ -33,9 +33,9 @@ def chosen_tokens(indices, row, start, last, K, BLOCK: tl.constexpr):
 
 @triton.jit
 def clamped_tokens(indices, row, start, last, K, BLOCK: tl.constexpr):
-    """Positions int32 of BLOCK slots of a row from `start` on: some position up to `last` >= 0 where masked.
+    """Return int32 positions of BLOCK slots of a row from `start` on: any position up to `last` >= 0 where masked.
 
-    For gathers whose results are masked later: a mask costs them more instructions than all else.
+    This serves gathers whose results are masked later: a mask would cost them more instructions than everything else.
     """
     slot = start + tl.arange(0, BLOCK)
     s = tl.load(indices + row * K + slot, mask=slot < K, other=0)
@@ -47,7 +47,7 @@ def clamped_tokens(indices, row, start, last, K, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather_rows(base, rows, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """`load_rows` of rows that are all there."""
+    """Load rows like `load_rows`, if all rows exist."""
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
     if SIZE == PADDED:
@@ -58,7 +58,7 @@ def gather_rows(base, rows, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def exp2(x):
-    """2^x in one instruction, 0 where that is below 2^-126; tl.exp2 takes three more for such numbers."""
+    """Return 2^x in one instruction, 0 if that is below 2^-126; tl.exp2 takes three more for such numbers."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
@@ -69,7 +69,7 @@ def exp2(x):
 
 @triton.jit
 def log2(x):
-    """The logarithm in one instruction and a multiplication, good to 2^-22, of numbers from 2^-126 on."""
+    """Return the logarithm in one instruction and a multiplication, accurate to 2^-22, of numbers from 2^-126 on."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
@@ -80,22 +80,23 @@ def log2(x):
 
 @triton.jit
 def chosen_bias(s, visible, token, begin, t, position, time, cells, timestamps, query_timestamps, positions):
-    """`pair_bias` of the query `token`, at t of its sequence from `begin` on, and the tokens chosen for it."""
-    asked = 0
-    known = 0
+    """Return `pair_bias` of the query `token`, at t of its sequence from `begin` on, and the tokens chosen for it."""
+    query_time = 0
+    key_times = 0
     if time is not None:
-        asked = tl.load(query_timestamps + token)
-        known = tl.load(timestamps + begin + s, mask=visible, other=0)
-    return pair_bias(t - s, visible, asked, known, position, time, cells, positions)
+        query_time = tl.load(query_timestamps + token)
+        key_times = tl.load(timestamps + begin + s, mask=visible, other=0)
+    return pair_bias(t - s, visible, query_time, key_times, position, time, cells, positions)
 
 
 @triton.jit
-def split_bias(distance, seen, asked, known, position, time, cells, positions, ASM: tl.constexpr):
-    """The biases of `pair_bias`, bit by bit, of a tile of pairs; with ASM any number for pairs that are not `seen`.
+def split_bias(distance, seen, query_times, key_times, position, time, cells, positions, ASM: tl.constexpr):
+    """Return the biases of `pair_bias`, bit by bit, of a tile of pairs; with ASM arbitrary for pairs that are not
+    `seen`.
 
-    asked, known: the times of queries and keys, each as (high, low), see `load_split_times`. With ASM, for which the
-    tables are fp32, look-ups stay in the tile's layout: ordinary loads of a tile of scores go through shared memory
-    twice, addresses there and values back.
+    query_times, key_times: the times of queries and keys, each as (high, low), see `load_split_times`. With ASM, for
+    which the tables are fp32, look-ups stay in the tile's layout: ordinary loads of a tile of scores go through shared
+    memory twice, addresses in one direction and values in the other.
     """
     bias = tl.zeros_like(distance.to(tl.float32))
     if position is not None:
@@ -105,8 +106,8 @@ def split_bias(distance, seen, asked, known, position, time, cells, positions, A
         else:
             bias += tl.load(position + distance, mask=seen & (distance < positions), other=0.0).to(tl.float32)
     if time is not None:
-        apart = tl.abs((asked[0] - known[0]) + (asked[1] - known[1]))
-        bucket = bucket_of(apart, cells, ASM)
+        difference = tl.abs((query_times[0] - key_times[0]) + (query_times[1] - key_times[1]))
+        bucket = bucket_of(difference, cells, ASM)
         if ASM:
             bias += look_up(time, bucket, ASM)
         else:
@@ -119,7 +120,7 @@ def add_table_gradients(
     position_grad, time_grad, unit, value, s, visible, bucket, token, t, positions, buckets,
     POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the pairs' gradients `value` [BLOCK] to a copy of each table's: fp32 cells, or int64 ones in 1 / `unit`."""
+    """Add the pairs' gradients `value` [BLOCK] to a copy of each table's: fp32 cells, or int64 ones in 1 / `unit`."""
     if position_grad is not None:
         position_grad += (token % POSITION_COPIES) * positions
     if time_grad is not None:

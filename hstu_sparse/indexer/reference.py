@@ -1,12 +1,12 @@
-"""The lightning indexer, sparse attention and the index loss in plain PyTorch: the specification of the kernels.
+"""Compute the lightning indexer, sparse attention and the index loss in plain PyTorch: the kernels' specification.
 
 Letters: T tokens of the batch, B sequences, n the longest of them, H heads, D query/key and V value head size, J index
 heads, E index head size, K chosen tokens per query (top_k), R tokens that share a choice (selection_group); in padded
-chunks C queries and S keys per sequence. Choices have G rows: T, or T // R + B where R > 1.
+chunks C queries and S keys per sequence. Choices have G rows: T, or T // R + B if R > 1.
 
-The jagged functions work on all pairs of the padded sequences, [B, ..., n, n], so that each rule is one visible mask
-and training on a CPU needs no gather of keys; memory grows with n^2. Slots of a choice are those of `indices`; one that
-holds no token at or before the query is masked.
+The jagged functions work on all pairs of the padded sequences, [B, ..., n, n], so that each rule is one mask and
+training on a CPU needs no gather of keys; memory grows with n^2. Slots of a choice are those of `indices`; a slot
+without a token at or before the query is masked.
 
 Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention).
 """
@@ -21,14 +21,14 @@ from hstu_sparse.registration import once_only
 
 
 def choice_rows(tokens: int, seq_offsets: Tensor, group: int) -> int:
-    """G: how many rows a choice has."""
+    """Return G, the number of rows of a choice."""
     return tokens if group == 1 else tokens // group + seq_offsets.shape[0] - 1
 
 
 def lightning_indexer_reference(
     iq: Tensor, ik: Tensor, w: Tensor, seq_offsets: Tensor, top_k: int, *, bias: RelativeBias, selection_group: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """(scores [G, K], indices [G, K] int32) as `hstu_sparse.lightning_indexer`."""
+    """Return (scores [G, K], indices [G, K] int32) as `hstu_sparse.lightning_indexer`."""
     options = dict(bias=bias, selection_group=selection_group)
     if iq.shape[0] == 0:
         rows = choice_rows(0, seq_offsets, selection_group)
@@ -50,11 +50,11 @@ def index_scores_reference(
     bias: RelativeBias,
     selection_group: int = 1,
 ) -> Tensor:
-    """Scores [G, K] as `hstu_sparse.index_scores`."""
+    """Return scores [G, K] as `hstu_sparse.index_scores`."""
     if iq.shape[0] == 0:
         tables = sum(x.sum() for x in (bias.position, bias.time) if x is not None)
         empty = iq.sum() + ik.sum() + w.sum() + tables
-        # No row is a query's; the product keeps every input in the graph, so that its gradient is zeros and not None.
+        # No row has a query; the product keeps every input in the graph, so that its gradient is zeros and not None.
         return 0 * empty + iq.new_full(indices.shape, -torch.inf, dtype=working_dtype(iq.dtype))
     padding = _Padding(seq_offsets, selection_group)
     return _at(_all_scores(iq, ik, w, padding, bias), indices, padding)
@@ -71,7 +71,7 @@ def sparse_attention_reference(
     bias: RelativeBias,
     selection_group: int = 1,
 ) -> Tensor:
-    """[T, H, V] as `hstu_sparse.sparse_attention`."""
+    """Return [T, H, V] as `hstu_sparse.sparse_attention`."""
     dtype = q.dtype
     q, k, v = widened(q, k, v)
     if q.shape[0] == 0:
@@ -81,7 +81,7 @@ def sparse_attention_reference(
     padding = _Padding(seq_offsets, selection_group)
     logits = _attention_logits(q, k, scale, padding, bias)  # [B, H, n, n]
     slots, visible = padding.slots(indices)
-    # How often each key was chosen. The slots that are masked fall into a column too many.
+    # How often each key was chosen. Masked slots are scattered into an extra column.
     n = padding.longest
     times = logits.new_zeros(*slots.shape[:2], n + 1).scatter_add(
         2, slots.where(visible, n), logits.new_ones(slots.shape)
@@ -108,18 +108,18 @@ def indexer_loss_reference(
     eps: float,
     selection_group: int = 1,
 ) -> Tensor:
-    """The scalar of `hstu_sparse.indexer_loss`."""
+    """Return the scalar of `hstu_sparse.indexer_loss`."""
     if q.shape[0] == 0:
         return scores[:0].sum()
     padding = _Padding(seq_offsets, selection_group)
     slots, visible = padding.slots(indices)
     with torch.no_grad():
         wide = working_dtype(q.dtype)
-        logits = _attention_logits(q.to(wide), k.to(wide), scale, padding, bias, every=selection_group)
+        logits = _attention_logits(q.to(wide), k.to(wide), scale, padding, bias, stride=selection_group)
         logits = logits.gather(3, slots[:, None].expand(-1, q.shape[1], -1, -1))
         p = padding.unpad_choice(masked_softmax(logits, visible[:, None]).mean(1), 0)
     if selection_group > 1:
-        # A group counts by its first token, and if it has a choice.
+        # A group counts if its first token counts and it has a choice.
         counts = visible.any(-1)
         if valid is not None:
             counts = counts & padding.pad(valid)[:, ::selection_group]
@@ -134,7 +134,7 @@ def indexer_loss_reference(
 def padded_indexer_loss_reference(
     query: Tensor, key: Tensor, index_score: Tensor, indices: Tensor, scale: float, chunk_offset: int, eps: float
 ) -> Tensor:
-    """The scalar of `padded_indexer_loss`."""
+    """Return the scalar of `padded_indexer_loss`."""
     last = chunk_offset + torch.arange(query.shape[2], device=query.device)
     visible = (indices >= 0) & (indices <= last[:, None]) & (indices < key.shape[1])
     with torch.no_grad():
@@ -147,9 +147,9 @@ def padded_indexer_loss_reference(
 
 
 def choose(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
-    """The top_k greatest visible scores [..., n] of each row, ties to the smaller index: [..., top_k] int32.
+    """Return the top_k greatest visible scores [..., n] of each row, ties to the smaller index: [..., top_k] int32.
 
-    Ascending, -1 behind them.
+    They ascend, and are padded with -1.
     """
     n = scores.shape[-1]
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -159,13 +159,13 @@ def choose(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
     equal = (scores == least) & visible
     chosen = above | equal & (equal.cumsum(-1) <= top_k - above.sum(-1, keepdim=True))
     place = torch.where(chosen, chosen.cumsum(-1) - 1, top_k)
-    found = torch.full((*scores.shape[:-1], top_k + 1), -1, dtype=torch.int32, device=scores.device)
+    indices = torch.full((*scores.shape[:-1], top_k + 1), -1, dtype=torch.int32, device=scores.device)
     step = torch.arange(n, dtype=torch.int32, device=scores.device).expand(scores.shape)
-    return found.scatter(-1, place, step)[..., :top_k]
+    return indices.scatter(-1, place, step)[..., :top_k]
 
 
 def masked_softmax(x: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible entries of the last dimension, 0 elsewhere; zeros where a row has none."""
+    """Compute the softmax over the visible entries of the last dimension, 0 elsewhere; zeros in a row without any."""
     some = visible.any(-1, keepdim=True)
     x = x.masked_fill(~visible, 0).masked_fill(~visible & some, -torch.inf)
     return x.softmax(-1).masked_fill(~visible, 0)
@@ -186,15 +186,16 @@ class _Divergence(torch.autograd.Function):
 
 
 def index_divergence(scores: Tensor, p: Tensor, visible: Tensor, eps: float) -> Tensor:
-    """sum_s p (ln(p + eps) - ln(pi + eps)) of each row, pi the softmax of its visible scores; [..., K] -> [...].
+    """Compute sum_s p (ln(p + eps) - ln(pi + eps)) of each row, pi the softmax of its visible scores; [..., K] ->
+    [...].
 
-    The gradient reaches the scores alone and is pi - p, which leaves eps out.
+    Only the scores get a gradient, pi - p, which does not include eps.
     """
     return _Divergence.apply(scores, p, visible, eps)
 
 
 class _Padding:
-    """Jagged sequences side by side, padded to the longest. What stands behind a sequence is hidden by causality.
+    """Jagged sequences side by side, padded to the longest. Causality hides the padding behind a sequence.
 
     The queries that choose are every `group`-th token, m of them in a padded sequence.
     """
@@ -236,23 +237,26 @@ class _Padding:
         return rows.index_copy(0, self.choice.flatten()[chooses], x.flatten(0, 1).index_select(0, chooses))
 
     def slots(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """(indices int64, visible) [B, m, K]; 0 where they are not visible."""
+        """Return (indices int64, visible) [B, m, K]; index 0 where not visible."""
         slots = self.pad_choice(indices.long())
         visible = (slots >= 0) & (slots <= self.last[:, None])
         return slots.masked_fill(~visible, 0), visible
 
 
-def _bias(bias: RelativeBias, padding: _Padding, every: int) -> Tensor | float:
-    """b(t, s) of pairs of every `every`-th query: [B, n / every, n], or what broadcasts to it."""
-    asked = seen = None
+def _bias(bias: RelativeBias, padding: _Padding, stride: int) -> Tensor | float:
+    """Return b(t, s) of pairs of every `stride`-th query: [B, n / stride, n], or what broadcasts to it."""
+    query_times = key_times = None
     if bias.time is not None:
-        asked, seen = padding.pad(bias.query_timestamps)[:, ::every, None], padding.pad(bias.timestamps)[:, None, :]
-    return pair_bias(bias, padding.step[::every, None] - padding.step, asked, seen)
+        query_times, key_times = (
+            padding.pad(bias.query_timestamps)[:, ::stride, None],
+            padding.pad(bias.timestamps)[:, None, :],
+        )
+    return pair_bias(bias, padding.step[::stride, None] - padding.step, query_times, key_times)
 
 
 def _all_scores(iq: Tensor, ik: Tensor, w: Tensor, padding: _Padding, bias: RelativeBias) -> Tensor:
-    """I(t, s) [B, m, n] of the queries that choose, in at least fp32: rounded further, close scores would be chosen
-    otherwise.
+    """Return I(t, s) [B, m, n] of the queries that choose, in at least fp32, since rounding could change the choice
+    among close scores.
     """
     wide = working_dtype(iq.dtype)
     iq, ik, w = (padding.pad(x.to(wide)) for x in (iq, ik, w))
@@ -263,15 +267,15 @@ def _all_scores(iq: Tensor, ik: Tensor, w: Tensor, padding: _Padding, bias: Rela
 
 
 def _at(scores: Tensor, indices: Tensor, padding: _Padding) -> Tensor:
-    """scores [B, m, n] at indices [G, K], -inf where these are masked."""
+    """Return scores [B, m, n] at indices [G, K], -inf where these are masked."""
     slots, visible = padding.slots(indices)
     return padding.unpad_choice(scores.gather(2, slots).masked_fill(~visible, -torch.inf), -torch.inf)
 
 
 def _attention_logits(
-    q: Tensor, k: Tensor, scale: float, padding: _Padding, bias: RelativeBias, every: int = 1
+    q: Tensor, k: Tensor, scale: float, padding: _Padding, bias: RelativeBias, stride: int = 1
 ) -> Tensor:
-    """scale * q.k + b of all pairs of every `every`-th query: [B, H, n / every, n]."""
-    logits = padding.pad(q * scale)[:, ::every].transpose(1, 2) @ padding.pad(k)[:, None].mT
-    found = _bias(bias, padding, every)
-    return logits + (found[..., None, :, :] if isinstance(found, Tensor) else found)
+    """Return scale * q.k + b of all pairs of every `stride`-th query: [B, H, n / stride, n]."""
+    logits = padding.pad(q * scale)[:, ::stride].transpose(1, 2) @ padding.pad(k)[:, None].mT
+    biases = _bias(bias, padding, stride)
+    return logits + (biases[..., None, :, :] if isinstance(biases, Tensor) else biases)

@@ -1,10 +1,10 @@
-"""The indexer's scores at chosen tokens, and the gradients through them; one program for each query (or key).
+"""Compute the indexer's scores at chosen tokens, and their gradients; one program for each query (or key).
 
 Letters: T tokens of the batch, J index heads, E index head size, K chosen tokens per query, G rows of a choice and R
 tokens that share one (see choices.py).
 
 The index heads of a query are the rows of the tensor cores' tile, padded to 16. The keys' gradient is a sum over the
-queries that chose them: by atomics, or from lists by a program that owns the key (see attention.py).
+queries that chose them: by atomics, or from lists by a program that has the key (see attention.py).
 """
 
 import triton
@@ -24,10 +24,10 @@ def index_scores_fwd_kernel(
     J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The scores of one query's chosen tokens, -inf where masked."""
+    """Compute the scores of one query's chosen tokens, -inf where masked."""
     row = tl.program_id(0).to(tl.int64)
     token, begin, t, last = query_of(rows, row, G, R)
-    token = tl.maximum(token, 0)  # of a row without a group everything is masked
+    token = tl.maximum(token, 0)  # in a row without a group everything is masked
     head = tl.arange(0, BJ)
     inside = head < J
     query = load_rows(iq + token * iq_stride_t, head, iq_stride_h, inside, E, BE)
@@ -36,12 +36,12 @@ def index_scores_fwd_kernel(
         s, visible = chosen_tokens(indices, row, start, last, K, BLOCK)
         keys = load_rows(ik, begin + s, ik_stride_t, visible, E, BE)
         dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
-        found = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0)
+        weighted = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0)
         bias, _ = chosen_bias(
             s, visible, token, begin, t, position, time, cells, timestamps, query_timestamps, positions
         )
         slot = start + tl.arange(0, BLOCK)
-        tl.store(scores + row * K + slot, tl.where(visible, found + bias, float("-inf")), mask=slot < K)
+        tl.store(scores + row * K + slot, tl.where(visible, weighted + bias, float("-inf")), mask=slot < K)
 
 
 @triton.jit(do_not_specialize=["positions", "buckets", "G"])
@@ -53,7 +53,7 @@ def index_scores_bwd_kernel(
     POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr, ATOMIC: tl.constexpr, R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """diq and dw of one query, its share of the tables' gradients and, ATOMIC, of dik."""
+    """Compute diq and dw of one query, its share of the tables' gradients and, ATOMIC, of dik."""
     row = tl.program_id(0).to(tl.int64)
     token, begin, t, last = query_of(rows, row, G, R)
     if token < 0:
@@ -68,19 +68,19 @@ def index_scores_bwd_kernel(
         s, visible = chosen_tokens(indices, row, start, last, K, BLOCK)
         keys = load_rows(ik, begin + s, ik_stride_t, visible, E, BE)
         slot = start + tl.arange(0, BLOCK)
-        given = tl.load(grad + row * grad_stride_t + slot * grad_stride_k, mask=visible, other=0.0).to(tl.float32)
+        upstream = tl.load(grad + row * grad_stride_t + slot * grad_stride_k, mask=visible, other=0.0).to(tl.float32)
         dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
-        weight_grad += tl.sum(tl.maximum(dots, 0.0) * given[None, :], 1)
-        share = tl.where(dots > 0.0, weight[:, None] * given[None, :], 0.0)
+        weight_grad += tl.sum(tl.maximum(dots, 0.0) * upstream[None, :], 1)
+        share = tl.where(dots > 0.0, weight[:, None] * upstream[None, :], 0.0)
         narrow = share.to(keys.dtype)
         query_grad = tl.dot(narrow, keys, query_grad, input_precision=PRECISION)
         bucket = s * 0
         if time_grad is not None:
-            asked = tl.load(query_timestamps + token)
-            known = tl.load(timestamps + begin + s, mask=visible, other=0)
-            bucket = pair_bucket(asked, known, cells)
+            query_time = tl.load(query_timestamps + token)
+            key_times = tl.load(timestamps + begin + s, mask=visible, other=0)
+            bucket = pair_bucket(query_time, key_times, cells)
         add_table_gradients(
-            position_grad, time_grad, unit, given, s, visible, bucket, row, t, positions, buckets,
+            position_grad, time_grad, unit, upstream, s, visible, bucket, row, t, positions, buckets,
             POSITION_COPIES, TIME_COPIES,
         )  # fmt: skip
         if ATOMIC:
@@ -99,14 +99,14 @@ def index_scores_bwd_dik_kernel(
     J: tl.constexpr, E: tl.constexpr, OUT_E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, QUERIES: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """dik of one key, from the pairs of its list, QUERIES at a time. BJ need not be a tile's: nothing is a dot."""
+    """Compute dik of one key, from the pairs of its list, QUERIES at a time. BJ may be below 16: no tl.dot."""
     token = tl.program_id(0).to(tl.int64)
     first, end = tl.load(starts + token), tl.load(starts + token + 1)
     column = tl.arange(0, BE)
     key = tl.load(ik + token * ik_stride_t + column, mask=column < E, other=0.0).to(tl.float32)
     line = tl.arange(0, QUERIES * BJ)
     head = line % BJ
-    found = tl.zeros([BE], tl.float32)
+    acc = tl.zeros([BE], tl.float32)
     for entry in range(first, end, QUERIES):
         place = entry + line // BJ
         inside = (place < end) & (head < J)
@@ -117,8 +117,8 @@ def index_scores_bwd_dik_kernel(
             iq + (asker * iq_stride_t + head * iq_stride_h)[:, None] + column[None, :],
             mask=inside[:, None] & (column < E)[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        given = tl.load(grad + row * grad_stride_t + slot * grad_stride_k, mask=inside, other=0.0).to(tl.float32)
+        upstream = tl.load(grad + row * grad_stride_t + slot * grad_stride_k, mask=inside, other=0.0).to(tl.float32)
         weight = tl.load(w + asker * w_stride_t + head * w_stride_h, mask=inside, other=0.0).to(tl.float32)
         dots = tl.sum(query * key[None, :], 1)
-        found += tl.sum(tl.where(dots > 0.0, weight * given, 0.0)[:, None] * query, 0)
-    tl.store(dik + token * OUT_E + column, found, mask=column < OUT_E)
+        acc += tl.sum(tl.where(dots > 0.0, weight * upstream, 0.0)[:, None] * query, 0)
+    tl.store(dik + token * OUT_E + column, acc, mask=column < OUT_E)

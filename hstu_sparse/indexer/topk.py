@@ -1,20 +1,20 @@
-"""The lightning indexer's choice: exact, stable top-k of each query's scores without a [T, N] tensor of them.
+"""Choose the top-k of each query's scores, exactly and stably, without a [T, N] tensor of scores.
 
 Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query (top_k), R
 tokens that share a choice (selection_group): every R-th token of a sequence is a query. With R = 1 a query may choose
-itself, else only tokens before it.
+itself, otherwise only earlier tokens.
 
-Five kernels. `rows` numbers the queries. `sample` scores some of the keys for each tile of queries, `threshold` takes
-from a query's sample a score that a few more than K of all its keys reach. `collect` scores all keys and writes those
-that reach the threshold to the query's row of candidates, in order of s; `finish` takes the K greatest of that row.
-Where the sample misled, so that a row has fewer than K candidates or more than it has room for, `refill` walks over the
-query's keys again, prunes the row whenever it is full, and needs no threshold: the result is exact whatever the sample
-was, only later.
+There are five kernels. `rows` numbers the queries. `sample` scores some of the keys for each tile of queries;
+`threshold` selects, from a query's sample, a score that a few more than K of all its keys reach. `collect` scores all
+keys and writes those that reach the threshold to the query's row of candidates, ordered by s; `finish` selects the K
+greatest of that row. If the sample was misleading, so that a row has fewer than K candidates or more than its
+capacity, `refill` scores the query's keys again, prunes the row whenever it is full, and needs no threshold: the result
+is exact for any sample, only slower.
 
-Sampled keys are one of each stretch of equal length, at a place in it that looks random: no period of the data, like
-actions between items, can hide from them. Where a query sees no more tokens than a row has room for, all are
-candidates. Those equal to the threshold that come after the first K candidates cannot be chosen, and are left out:
-so a row holds even a score that all keys share.
+Sampled keys are one of each stretch of equal length, at a pseudorandom place in it, so that no period of the data, like
+actions between items, is hidden from them. If a query sees no more tokens than the capacity of a row, all are
+candidates. Tokens equal to the threshold that come after the first K candidates cannot be chosen, and are left out, so
+that a row suffices even if all keys have the same score.
 """
 
 import triton
@@ -28,14 +28,14 @@ from hstu_sparse.tiles import COMPILED, load_rows, locate
 
 @triton.jit
 def _queries(tile, length, ROWS: tl.constexpr, R: tl.constexpr):
-    """(positions of a tile's queries, which of them there are, the last position that each may choose)."""
+    """Return (positions of a tile's queries, the mask of valid ones, the last position that each may choose)."""
     t = (tile * ROWS + tl.arange(0, ROWS)) * R
     return t, t < length, t if R == 1 else t - 1
 
 
 @triton.jit(do_not_specialize=["B"])
 def lightning_indexer_rows_kernel(offsets, tokens, begins, targets, B, ROWS: tl.constexpr, R: tl.constexpr):
-    """Store each query's token (-1 where there is none), its sequence's first token and its row of the result."""
+    """Store each query's token (-1 if there is none), its sequence's first token and its row of the result."""
     slot = tl.program_id(0)
     b, begin, length, tile = locate(offsets, slot, B, ROWS * R)
     t, inside, _ = _queries(tile, length, ROWS, R)
@@ -47,7 +47,7 @@ def lightning_indexer_rows_kernel(offsets, tokens, begins, targets, B, ROWS: tl.
 
 @triton.jit
 def _weighed(query, weight, keys, PRECISION: tl.constexpr):
-    """One head's part of a tile of scores. x + |x| = 2 ReLU(x), exactly, goes at twice the rate of a maximum."""
+    """Compute one head's part of a tile of scores. x + |x| = 2 ReLU(x), exactly, at twice the rate of a maximum."""
     dots = tl.dot(query, keys, input_precision=PRECISION)
     return (dots + tl.abs(dots)) * weight[:, None]
 
@@ -59,7 +59,7 @@ def _scores(
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h,
     J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """I(t, s) of a tile [ROWS, BLOCK]. queries, weights: of the first heads, see `_load_heads`."""
+    """Compute I(t, s) of a tile [ROWS, BLOCK]. queries, weights: of the first heads, see `_load_heads`."""
     keys = tl.trans(load_rows(ik, key_token, ik_stride_t, key_inside, E, BE))
     scores = _weighed(queries[0], weights[0], keys, PRECISION)
     for head in tl.static_range(1, len(queries)):
@@ -68,14 +68,16 @@ def _scores(
         query, weight = _load_head(iq, w, rows, inside, head, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE)
         scores += _weighed(query, weight, keys, PRECISION)
     if (position is not None) or (time is not None):
-        asked = 0.0, 0.0
-        known = 0.0, 0.0
+        query_times = 0.0, 0.0
+        key_times = 0.0, 0.0
         if time is not None:
             high, low = load_split_times(query_timestamps + rows, inside)
-            asked = high[:, None], low[:, None]
+            query_times = high[:, None], low[:, None]
             high, low = load_split_times(timestamps + key_token, key_inside)
-            known = high[None, :], low[None, :]
-        scores += split_bias(t[:, None] - s[None, :], seen, asked, known, position, time, cells, positions, ASM)
+            key_times = high[None, :], low[None, :]
+        scores += split_bias(
+            t[:, None] - s[None, :], seen, query_times, key_times, position, time, cells, positions, ASM
+        )
     return scores
 
 
@@ -83,7 +85,7 @@ def _scores(
 def _load_head(
     iq, w, rows, inside, head, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E: tl.constexpr, BE: tl.constexpr
 ):
-    """(queries [ROWS, BE], half the weights, fp32 [ROWS]) of a head: see `_weighed`."""
+    """Load (queries [ROWS, BE], half the weights, fp32 [ROWS]) of a head: see `_weighed`."""
     query = load_rows(iq + head * iq_stride_h, rows, iq_stride_t, inside, E, BE)
     weight = tl.load(w + head * w_stride_h + rows * w_stride_t, mask=inside, other=0.0)
     return query, 0.5 * weight.to(tl.float32)
@@ -94,7 +96,7 @@ def _load_heads(
     iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E: tl.constexpr, BE: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """`_load_head` of the first HEADS heads: (tuple of queries, tuple of weights)."""
+    """Load the first HEADS heads by `_load_head`: (tuple of queries, tuple of weights)."""
     queries = ()
     weights = ()
     for head in tl.static_range(HEADS):
@@ -106,7 +108,7 @@ def _load_heads(
 
 @triton.jit
 def _sampled(i, stride, length):
-    """The i-th sampled key: one of the i-th `stride` keys."""
+    """Return the i-th sampled key: one of the i-th `stride` keys."""
     mixed = (i.to(tl.uint32) + 1) * 2654435761
     mixed = (mixed ^ (mixed >> 15)) * 2246822519
     mixed = mixed ^ (mixed >> 13)
@@ -121,7 +123,7 @@ def lightning_indexer_sample_kernel(
     J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SAMPLE: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Scores of SAMPLE keys for a tile of queries, -inf for those that a query does not see."""
+    """Compute scores of SAMPLE keys for a tile of queries, -inf for keys that a query does not see."""
     slot = tl.program_id(0)
     _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS * R)
     t, inside, last = _queries(tile, length, ROWS, R)
@@ -130,7 +132,7 @@ def lightning_indexer_sample_kernel(
         return
     rows = begin + t
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # A quarter of the keys is enough where they are few.
+    # With few keys, a quarter of them is enough.
     stride = tl.maximum((end + SAMPLE - 1) // SAMPLE, 4)
     sampled_keys = tl.cdiv(tl.cdiv(end, stride), BLOCK) * BLOCK
     queries, weights = _load_heads(iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE, HEADS)
@@ -151,23 +153,23 @@ def lightning_indexer_sample_kernel(
 
 @triton.jit
 def _ordered(x):
-    """int32 in the order of the fp32 numbers x; 0 and -0 alike."""
+    """Return int32 in the order of the fp32 numbers x; 0 and -0 are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _unordered(bits):
-    """The reverse of `_ordered`."""
+    """Invert `_ordered`."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _cut(keys, low, high, count, least, most):
-    """The greatest number found that at least `least` keys reach, by trisection; it stops once at most `most` reach it.
+    """Find the greatest number that at least `least` keys reach, by trisection; stop once at most `most` reach it.
 
-    low, high: bounds of the keys; count: how many reach `low`, at least `least` for a result that means something.
-    Fewer than 2^16 keys.
+    low, high: bounds of the keys; count: how many reach `low`; the result is meaningful if that is at least `least`.
+    There must be fewer than 2^16 keys.
     """
     while (low < high) & (count > most):
         # Two numbers in (low, high]; the width may exceed an int32.
@@ -175,9 +177,9 @@ def _cut(keys, low, high, count, least, most):
         step = (width + 2) // 3
         first = low + step.to(tl.int32, bitcast=True)
         second = first + tl.minimum(step, width - step).to(tl.int32, bitcast=True)
-        # Both counts in one sum: what takes long is that threads wait for each other.
-        both = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
-        reach_first, reach_second = both & 0xFFFF, both >> 16
+        # Both counts in one sum, since the synchronisation of threads takes most of the time.
+        counts = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
+        reach_first, reach_second = counts & 0xFFFF, counts >> 16
         if reach_second >= least:
             low = second
             count = reach_second
@@ -194,7 +196,7 @@ def _cut(keys, low, high, count, least, most):
 def lightning_indexer_threshold_kernel(
     sampled, begins, tokens, thresholds, capacity, K, SAMPLE: tl.constexpr, R: tl.constexpr
 ):
-    """For one query a score that in all likelihood K to `capacity` of its keys reach; -inf where all fit anyway."""
+    """Compute for one query a score that very likely K to `capacity` of its keys reach; -inf if all fit anyway."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     if token < 0:
@@ -205,7 +207,7 @@ def lightning_indexer_threshold_kernel(
         scores = tl.load(sampled + row * SAMPLE + tl.arange(0, SAMPLE))
         visible = scores > float("-inf")
         size = tl.sum(visible.to(tl.int32), 0)
-        # How many of the K greatest the sample is expected to hold, and a margin of several standard deviations.
+        # The expected number of the K greatest in the sample, and a margin of several standard deviations.
         expected = K * (size.to(tl.float32) / seen)
         rank = (expected + 5.0 * tl.sqrt(expected) + 3.0).to(tl.int32)
         if rank < size:
@@ -218,7 +220,7 @@ def lightning_indexer_threshold_kernel(
 
 @triton.jit
 def _reaches(scores, bar):
-    """1.0 where scores >= bar and 0.0 elsewhere, also for NaN."""
+    """Return 1.0 where scores >= bar and 0.0 elsewhere, also for NaN."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "set.ge.f32.f32 $0, $1, $2;", constraints="=f,f,f", args=[scores, bar], dtype=tl.float32, is_pure=True,
@@ -230,13 +232,13 @@ def _reaches(scores, bar):
 
 @triton.jit
 def _collect(
-    start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside, begin,
+    start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, buffer, rows, inside, begin,
     length, t, last, position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
     CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Writes the candidates of a block of keys to `mine`; returns how many each row has by then."""
+    """Write the candidates of a block of keys to `buffer`; return the updated number of candidates in each row."""
     s = start + tl.arange(0, BLOCK)
     seen = inside[:, None] & (s[None, :] <= last[:, None])
     scores = _scores(
@@ -244,28 +246,30 @@ def _collect(
         position, time, cells, timestamps, query_timestamps, positions,
         iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION, ASM,
     )  # fmt: skip
-    # Those that equal the threshold and come after the first K candidates lose. Past its limit a row takes nothing,
-    # an infinite score neither.
+    # Keys that equal the threshold and come after the first K candidates are dropped. Past its limit a row accepts
+    # nothing, not even an infinite score.
     bar = tl.where(count > limit, float("nan"), tl.where(count >= K, above, threshold))
     if MASKED:
         scores = tl.where(seen, scores, float("nan"))
-    # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads. Half
-    # of one on the triangle's diagonal says of each entry whether it is taken itself. With 2^22 added, the bits of a
-    # sum are twice the place behind the entry in `mine` and that half: a conversion would take longer.
-    taken = _reaches(scores, bar[:, None]).to(tl.float16)
+    # Prefix sums along the rows are products of small numbers, exact in fp16: a scan would move the tile between
+    # threads.
+    # Half of one on the triangle's diagonal records whether an entry itself is selected. With 2^22 added, the bits of a
+    # sum are twice the index after the entry in `buffer` and that half: a conversion would take longer.
+    selected = _reaches(scores, bar[:, None]).to(tl.float16)
     row = tl.arange(0, ROWS) * CAPACITY
     first = (row + count).to(tl.float32) + 4194304.0
-    place = (tl.dot(taken, triangle) + first[:, None]).to(tl.uint32, bitcast=True)
-    # In one word with the column, and the score in the next, so that the tile may be handed to the store in any order.
-    # In an order of the store's own it would get there through shared memory, in many steps.
+    place = (tl.dot(selected, triangle) + first[:, None]).to(tl.uint32, bitcast=True)
+    # The column is in one word with the place, and the score in the next, so that the tile may be stored in any order.
+    # In the store's own order it would go through shared memory, in many steps.
     word = (place << 9) | tl.arange(0, BLOCK)[None, :].to(tl.uint32)
     pair = (scores.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | word.to(tl.uint64)
     pair = tl.reshape(pair, [ROWS * BLOCK], can_reorder=True)
     word = pair.to(tl.uint32)
     s = (word & 511).to(tl.int32) | start
     packed = (pair >> 32 << 32) | s.to(tl.uint32).to(tl.uint64)
-    # In halves of an entry; an entry and a half less, as the place is that behind it and the bit of those taken is set.
-    halves = mine.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
+    # In halves of an entry, less an entry and a half, since the index is one past the entry and the selected bit is
+    # set.
+    halves = buffer.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
     tl.store(halves.to(tl.pointer_type(tl.int64), bitcast=True), packed.to(tl.int64), mask=(word & 512) != 0)
     behind = tl.sum(tl.where((tl.arange(0, BLOCK) == BLOCK - 1)[None, :], place, 0), 1)
     return ((behind & 0x7FFFFF) >> 1).to(tl.int32) - row
@@ -279,8 +283,8 @@ def lightning_indexer_collect_kernel(
     CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a tile of queries, in order of s, and their number; CAPACITY + 1 where there may be more."""
-    # Last things first: the tiles late in a sequence take longest.
+    """Write the candidates of a tile of queries, ordered by s, and their number; CAPACITY + 1 if there may be more."""
+    # The tiles late in a sequence take longest, so they come first.
     slot = slots - 1 - tl.program_id(0)
     _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS * R)
     if tile * ROWS * R >= length:
@@ -288,25 +292,25 @@ def lightning_indexer_collect_kernel(
     t, inside, last = _queries(tile, length, ROWS, R)
     rows = begin + t
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mine = candidates + slot.to(tl.int64) * (ROWS * CAPACITY)
+    buffer = candidates + slot.to(tl.int64) * (ROWS * CAPACITY)
     threshold = tl.load(thresholds + row, mask=inside, other=float("inf"))
     above = tl.where(threshold == float("-inf"), threshold, _unordered(_ordered(threshold) + 1))
-    # Where a whole block might not fit any more. There is room for all of CAPACITY tokens.
+    # The limit at which a whole block might no longer fit. CAPACITY tokens always fit.
     limit = tl.where(last >= CAPACITY, CAPACITY - BLOCK, CAPACITY)
     queries, weights = _load_heads(iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE, HEADS)
     step = tl.arange(0, BLOCK)
     triangle = (step[:, None] <= step[None, :]).to(tl.float16) + 0.5 * (step[:, None] == step[None, :]).to(tl.float16)
     count = tl.zeros([ROWS], tl.int32)
-    whole = (tile * ROWS * R) // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
+    unmasked_end = (tile * ROWS * R) // BLOCK * BLOCK
+    for start in range(0, unmasked_end, BLOCK):
         count = _collect(
-            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
+            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, buffer, rows, inside,
             begin, length, t, last, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t,
             iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, False, PRECISION, ASM,
         )  # fmt: skip
-    for start in range(whole, tl.minimum(tl.max(last, 0) + 1, length), BLOCK):
+    for start in range(unmasked_end, tl.minimum(tl.max(last, 0) + 1, length), BLOCK):
         count = _collect(
-            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
+            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, buffer, rows, inside,
             begin, length, t, last, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t,
             iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, True, PRECISION, ASM,
         )  # fmt: skip
@@ -324,19 +328,19 @@ def _keep(packed, inside, count, K):
     equal = inside & (keys == cut)
     # Both ranks in one scan: each is less than 2^16.
     ranks = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-    wanted = K - tl.sum(above.to(tl.int32), 0)
-    place = (ranks & 0xFFFF) + tl.minimum(ranks >> 16, wanted) - 1
-    return above | (equal & ((ranks >> 16) <= wanted)), place, cut
+    num_ties = K - tl.sum(above.to(tl.int32), 0)
+    place = (ranks & 0xFFFF) + tl.minimum(ranks >> 16, num_ties) - 1
+    return above | (equal & ((ranks >> 16) <= num_ties)), place, cut
 
 
 @triton.jit
 def _refill(
-    iq, ik, w, token, begin, mine, position, time, cells, timestamps, query_timestamps, positions,
+    iq, ik, w, token, begin, buffer, position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K,
     J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
     R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes a query's candidates to `mine` anew, without a threshold; returns how many."""
+    """Write a query's candidates to `buffer` again, without a threshold; return their number."""
     t = (token - begin).to(tl.int32)
     end = t + 1 if R == 1 else t
     head = tl.arange(0, BJ)
@@ -345,7 +349,7 @@ def _refill(
     weight = tl.load(w + token * w_stride_t + head * w_stride_h, mask=inside, other=0.0).to(tl.float32)
     place = tl.arange(0, SIZE)
     bar = float("-inf")
-    held = 0
+    num_kept = 0
     for start in range(0, end, BLOCK):
         s = start + tl.arange(0, BLOCK)
         seen = s < end
@@ -353,28 +357,28 @@ def _refill(
         dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         scores = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0)
         if (position is not None) or (time is not None):
-            asked = 0
-            known = 0
+            query_time = 0
+            key_times = 0
             if time is not None:
-                asked = tl.load(query_timestamps + token)
-                known = tl.load(timestamps + begin + s, mask=seen, other=0)
-            bias, _ = pair_bias(t - s, seen, asked, known, position, time, cells, positions)
+                query_time = tl.load(query_timestamps + token)
+                key_times = tl.load(timestamps + begin + s, mask=seen, other=0)
+            bias, _ = pair_bias(t - s, seen, query_time, key_times, position, time, cells, positions)
             scores += bias
         take = seen & (scores > bar)
         packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | s.to(tl.int64)
-        tl.store(mine + held + tl.cumsum(take.to(tl.int32), 0) - 1, packed, mask=take)
-        held += tl.sum(take.to(tl.int32), 0)
-        if held > capacity - BLOCK:
-            # Threads read here what others wrote. A later score has to be greater than the last one kept.
+        tl.store(buffer + num_kept + tl.cumsum(take.to(tl.int32), 0) - 1, packed, mask=take)
+        num_kept += tl.sum(take.to(tl.int32), 0)
+        if num_kept > capacity - BLOCK:
+            # Threads read here what others wrote. A later score has to be greater than the last one selected.
             tl.debug_barrier()
-            found = tl.load(mine + place, mask=place < held, other=0)
-            kept, target, cut = _keep(found, place < held, held, K)
+            candidates = tl.load(buffer + place, mask=place < num_kept, other=0)
+            selected, target, cut = _keep(candidates, place < num_kept, num_kept, K)
             tl.debug_barrier()
-            tl.store(mine + target, found, mask=kept)
+            tl.store(buffer + target, candidates, mask=selected)
             tl.debug_barrier()
             bar = _unordered(cut)
-            held = tl.minimum(held, K)
-    return held
+            num_kept = tl.minimum(num_kept, K)
+    return num_kept
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -385,30 +389,30 @@ def lightning_indexer_refill_kernel(
     J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SIZE: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Candidates anew of those queries of a tile whose candidates will not do: hardly any."""
+    """Write the candidates again for the few queries of a tile whose candidates do not suffice."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     each = tl.arange(0, ROWS)
     token = tl.load(tokens + first + each)
     inside = token >= 0
     begin = tl.load(begins + first + each)
     count = tl.load(counts + first + each, mask=inside, other=0)
-    wanted = tl.minimum(token - begin + (1 if R == 1 else 0), K)
-    wrong = (inside & ((count < wanted) | (count > capacity))).to(tl.int32)
-    left = tl.sum(wrong, 0)
-    while left > 0:
-        # The first one, and then the next.
-        one = tl.min(tl.where(wrong > 0, each, ROWS), 0)
-        wrong = tl.where(each == one, 0, wrong)
-        left -= 1
-        row = first + one
-        asked = tl.load(tokens + row)
-        held = _refill(
-            iq, ik, w, asked, tl.load(begins + row), candidates + row * capacity,
+    num_needed = tl.minimum(token - begin + (1 if R == 1 else 0), K)
+    wrong = (inside & ((count < num_needed) | (count > capacity))).to(tl.int32)
+    remaining = tl.sum(wrong, 0)
+    while remaining > 0:
+        # Process the first such row, and then the next.
+        row_in_tile = tl.min(tl.where(wrong > 0, each, ROWS), 0)
+        wrong = tl.where(each == row_in_tile, 0, wrong)
+        remaining -= 1
+        row = first + row_in_tile
+        query_token = tl.load(tokens + row)
+        num_candidates = _refill(
+            iq, ik, w, query_token, tl.load(begins + row), candidates + row * capacity,
             position, time, cells, timestamps, query_timestamps, positions,
             iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K, J, E, BJ, BE, BLOCK, SIZE,
             R, PRECISION,
         )  # fmt: skip
-        tl.store(counts + row, held)
+        tl.store(counts + row, num_candidates)
 
 
 @triton.jit
@@ -416,7 +420,7 @@ def lightning_indexer_finish_kernel(
     tokens, targets, candidates, counts, scores, indices, capacity, K, LEAST: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The K greatest of one query's candidates, and -1 behind them, if they are LEAST to SIZE."""
+    """Write the K greatest of one query's candidates, padded with -1, if their number is LEAST to SIZE."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(tokens + row) < 0:
         return
@@ -424,13 +428,13 @@ def lightning_indexer_finish_kernel(
     if (count < LEAST) | (count > SIZE):
         return
     target = tl.load(targets + row) * K
-    mine, scores, indices = candidates + row * capacity, scores + target, indices + target
+    buffer, scores, indices = candidates + row * capacity, scores + target, indices + target
     place = tl.arange(0, SIZE)
     inside = place < count
-    packed = tl.load(mine + place, mask=inside, other=0)
-    kept, rank, _ = _keep(packed, inside, count, K)
-    tl.store(scores + rank, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=kept)
-    tl.store(indices + rank, packed.to(tl.int32), mask=kept)
+    packed = tl.load(buffer + place, mask=inside, other=0)
+    selected, rank, _ = _keep(packed, inside, count, K)
+    tl.store(scores + rank, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=selected)
+    tl.store(indices + rank, packed.to(tl.int32), mask=selected)
     for start in range(count, K, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         tl.store(scores + slot, float("-inf"), mask=slot < K)
