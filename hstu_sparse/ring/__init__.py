@@ -1,4 +1,4 @@
-"""Attention over sequences that are spread over several devices, and the flash attention that it is made of."""
+"""Attention over sequences that are distributed over several devices, and the flash attention that it is built from."""
 
 from hstu_sparse.ring.api import ring_flash_attention
 from hstu_sparse.ring.flash import flash_attention

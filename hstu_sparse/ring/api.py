@@ -1,4 +1,4 @@
-"""Ring attention with softmax: the public function, its validation, the single device as a special case.
+"""Define ring attention with softmax: the public function and its validation; a single device is a special case.
 
 Letters: B sequences, T tokens that this rank holds, H heads of queries, Hkv of keys and values, D query/key and V value
 head size, W ranks of the group.
@@ -37,20 +37,21 @@ def ring_flash_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """flash_attention of jagged sequences that are spread over the ranks of a group.
+    """Compute flash_attention of jagged sequences that are distributed over the ranks of a group.
 
-    Rank r holds a stretch of each sequence, behind those of the ranks before it. With `zigzag` it holds chunks r and
-    2W-1-r of the 2W that `cut_sequences(..., zigzag=True)` cuts each sequence into, one behind the other, so that all
-    ranks have the same work under a causal mask.
+    Rank r holds a contiguous part of each sequence, behind those of the ranks before it. With `zigzag` it holds chunks
+    r and 2W-1-r of the 2W chunks of each sequence, concatenated, as `cut_sequences(..., zigzag=True)` returns them, so
+    that all ranks have the same work under a causal mask.
 
-    All ranks have to call with the same options and the same B; a group's first call with them compares them, each call
-    with HSTU_SPARSE_DEBUG=1. With one process, or without torch.distributed, the result is flash_attention's.
+    All ranks have to call with the same options and the same B; a group's first call with these compares them, and
+    every call does with HSTU_SPARSE_DEBUG=1. With one process, or without torch.distributed, the result is
+    flash_attention's.
 
     Args:
         q: [T, H, D], this rank's tokens, fp16, bf16 or fp32 (the reference also fp64); any strides.
         k, v: [T, Hkv, D] and [T, Hkv, V], dtype of q. Hkv divides H.
         seq_offsets: [B+1] int32 or int64, from 0 to T: this rank's parts of B sequences, which may be empty.
-        scale, causal, window_size, alibi_slopes, dropout: as `flash_attention`; positions are those in whole sequences.
+        scale, causal, window_size, alibi_slopes, dropout: as `flash_attention`; positions count in whole sequences.
         seed: int64 tensor of one element on q's device; drawn from torch's generator by default. Equal seeds on all
             ranks give the dropout mask of a single device.
         group: a torch.distributed process group, by default all processes. Over NCCL it should have been made with
@@ -61,7 +62,7 @@ def ring_flash_attention(
         backend: as `flash_attention`. "cute" takes a window only where all sequences have one length.
 
     Returns:
-        [T, H, V], dtype of q, and the log-sum-exp if asked for. Gradients flow to q, k and v, in their dtypes.
+        [T, H, V], dtype of q, and the log-sum-exp if requested. Gradients flow to q, k and v, in their dtypes.
         Sums over the ring are in fp32, in a fixed order: the same bits in every run.
 
     Examples:
@@ -72,8 +73,8 @@ def ring_flash_attention(
         True
 
     Raises:
-        TypeError, ValueError: what was expected and what came; on every rank, where ranks do not agree.
-        RuntimeError: a rank was lost, within the group's timeout; it is named.
+        TypeError, ValueError: with the expected and the actual value; on every rank if ranks disagree.
+        RuntimeError: a rank was lost, within the group's timeout; the message names it.
 
     Source: Liu et al., Ring Attention (arXiv 2310.01889); the zigzag placement: the ring-flash-attention project.
     """
@@ -104,7 +105,7 @@ def ring_flash_attention(
     else:
         check_plan_fits(plan, seq_offsets, ring, 2 if zigzag else 1)
     if chosen == "cute":
-        # Ranks hold different numbers of tokens, but choose alike.
+        # Ranks hold different numbers of tokens, but make the same choice.
         size = sum(plan.tokens), ring.world * num_seqs
         chosen = choose_flash_backend(name, backend, q, sizes["V"], size, options)
         check_plan_for_cute(name, plan, options)

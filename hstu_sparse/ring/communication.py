@@ -1,10 +1,10 @@
-"""A ring of processes: blocks of keys and values go round while their attention is computed; errors that name a rank.
+"""Pass blocks of keys and values round a ring of processes while their attention is computed; errors name a rank.
 
 Letters: W processes of the group.
 
-In step i a process holds the block of the process i places before it. The next block is on its way, from the
-predecessor and to the successor, while the present one is at work. Gradients of a block travel behind it, from step 1
-on, and gather what every process adds; its owner adds its own part last, when they are home.
+In step i a process holds the block of the process i places before it. The next block is transferred, from the
+predecessor and to the successor, during the computation on the present one. Gradients of a block follow it, from step 1
+on, and accumulate what every process adds; its owner adds its own part last, when they have returned.
 """
 
 import functools
@@ -19,10 +19,10 @@ from hstu_sparse import jagged
 
 
 class Transfer:
-    """Tensors for the successor, and as many of these shapes from the predecessor.
+    """Send tensors to the successor, and receive as many of the given shapes from the predecessor.
 
-    `post` sets it going, once; it waits for what the device had been given when the transfer was made, not for what it
-    has been given since. `wait` gives what arrives.
+    `post` starts it, once; it waits for the work that the device had been given when the transfer was created, not for
+    later work. `wait` returns the received tensors.
     """
 
     def __init__(self, ring: "Ring", tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]):
@@ -53,7 +53,7 @@ class Transfer:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise ring.lost(None, error) from error
-        # NCCL gives one work for all of them.
+        # NCCL returns one work object for all of them.
         peers = [operation.peer for operation in operations] if len(works) == len(operations) else [None] * len(works)
         self.works = list(zip(works, peers))
 
@@ -69,12 +69,12 @@ class Transfer:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """What transfers are posted from: they wait for the stream that is current then."""
+    """Return the stream on which transfers are posted: they wait for the stream that is current at that time."""
     return torch.cuda.Stream(device)
 
 
 class Ring:
-    """This process's place in a group: `rank` of `world` W. Without a process group W is 1.
+    """The place of this process in a group: `rank` of `world` W. Without a process group W is 1.
 
     group: a torch.distributed process group, None for the default one.
     """
@@ -93,10 +93,10 @@ class Ring:
             raise ValueError("ring attention: a group was given, but torch.distributed is not initialised")
 
     def blocks(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """(rank whose tokens they are, tensors) of every process, the own ones first.
+        """Yield (rank whose tokens they are, tensors) of every process, its own first.
 
-        On a GPU the next block is sent for after the kernels for this one were launched: the host takes longer for the
-        former, and would keep the GPU waiting.
+        On a GPU the next block is requested after the kernels for this one are launched: the request takes longer on
+        the host, and the GPU would wait for the launch.
 
         sizes: first dimension of the tensors on each rank; the other dimensions agree.
         """
@@ -114,78 +114,80 @@ class Ring:
                     following.post()
                 current = following.wait()
 
-    def agree(self, what: str, mine: dict, *, always: bool = False) -> list[dict]:
-        """What every rank calls its own, after a check that all agree; only in a group's first call with this `mine`,
-        unless `always` or HSTU_SPARSE_DEBUG=1 asks for it in each.
+    def agree(self, what: str, own_values: dict, *, always: bool = False) -> list[dict]:
+        """Return every rank's values, after a check that all agree; it communicates only in a group's first call with
+        these values, unless `always` or HSTU_SPARSE_DEBUG=1 is set.
 
-        Goes by the process group's store, which knows who is late; neither gloo nor NCCL says.
+        It uses the process group's store, which knows which rank is late; neither gloo nor NCCL reports that.
 
-        what: names the function. mine: name -> what JSON can hold; those whose name begins with "own" may differ.
+        what: the name of the function. values: name -> a JSON value; those whose name begins with "own" may differ.
 
         Raises:
             ValueError: on every rank, naming one that differs.
-            RuntimeError: a rank did not come within the process group's timeout; it is named.
+            RuntimeError: a rank did not respond within the process group's timeout; the message names it.
         """
         if self.world == 1:
-            return [mine]
-        calls, known = _agreed.setdefault(self.group, ({}, set()))
-        text = json.dumps(mine)
-        if (what, text) in known and not (always or jagged.DEBUG):
+            return [own_values]
+        calls, agreed = _agreed.setdefault(self.group, ({}, set()))
+        text = json.dumps(own_values)
+        if (what, text) in agreed and not (always or jagged.DEBUG):
             return []
         call = calls[what] = calls.get(what, 0) + 1
         store = dist.PrefixStore(f"{self.group.group_name}/{what}", dist.distributed_c10d._get_default_store())
         store.set(f"{call}/{self.rank}", text)
-        found = []
+        all_values = []
         for rank in range(self.world):
             try:
-                found.append(json.loads(store.get(f"{call}/{rank}")))
+                all_values.append(json.loads(store.get(f"{call}/{rank}")))
             except RuntimeError as error:
                 late = dist.get_global_rank(self.group, rank)
                 raise RuntimeError(f"{what}: rank {dist.get_rank()} lost rank {late}: {error}") from error
-        # All have come to this call, and so have read those of the one before.
+        # All ranks have reached this call, and have therefore read the values of the previous one.
         store.delete_key(f"{call - 1}/{self.rank}")
-        for name in mine:
+        for name in own_values:
             if name.startswith("own"):
                 continue
-            values = [rank.get(name) for rank in found]
+            values = [rank.get(name) for rank in all_values]
             usual = max(values, key=values.count)
             for rank, value in enumerate(values):
                 if value != usual:
                     other = values.index(usual)
                     raise ValueError(f"{what}: rank {rank} has {name}={value}, rank {other} has {name}={usual}")
-        known.add((what, text))
-        return found
+        agreed.add((what, text))
+        return all_values
 
     def lost(self, peer: int | None, error: Exception) -> RuntimeError:
-        """The error of a communication that failed, naming the ranks that it was with."""
+        """Return the error of a failed communication, naming the ranks that it was with."""
         ranks = f"rank {peer}" if peer is not None else f"rank {self.previous} or rank {self.next}"
         return RuntimeError(f"ring attention: rank {dist.get_rank()} lost {ranks}: {error}")
 
 
-# Process group -> (function -> how often its ranks were compared, what they were found to agree in).
+# Process group -> (function -> how often its ranks were compared, the values in which they agreed).
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def backward_round(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[int], add_dq, find_dkv):
-    """The backward pass of a ring: W rounds of dq and of the gradients of keys and values, which gather on their way.
+    """Run the backward pass of a ring: W rounds of dq and of the gradients of keys and values, which accumulate on
+    their way.
 
-    The own block's dq covers the way of the first block, and the dq of a block the way of its other gradients.
+    Computing dq of the own block hides the first transfer, and dq of a later block hides the transfer of its gradients.
 
     Args:
         tensors, sizes: as for `Ring.blocks`.
         add_dq: (rank whose block it is, its tensors) -> None.
-        find_dkv: (rank, tensors, sums so far or None) -> list of the sums, fp32 for fp16 and bf16. May write into those
-            that it is given.
+        find_dkv: (rank, tensors, sums so far or None) -> list of the sums, fp32 for fp16 and bf16. May write into the
+        given
+            sums.
 
     Returns:
-        The sums of the own block.
+        The sums of this rank's own block.
     """
     pending = None
     for source, block in ring.blocks(tensors, sizes):
         if source != ring.rank:
-            found = find_dkv(source, block, None if pending is None else pending.wait())
+            sums = find_dkv(source, block, None if pending is None else pending.wait())
             size = sizes[(source - 1) % ring.world]
-            pending = Transfer(ring, found, [(size, *x.shape[1:]) for x in found]).post()
-            del found
+            pending = Transfer(ring, sums, [(size, *x.shape[1:]) for x in sums]).post()
+            del sums
         add_dq(source, block)
     return find_dkv(ring.rank, list(tensors), None if pending is None else pending.wait())

@@ -1,8 +1,8 @@
-"""Dense HSTU attention round a ring: `ring_hstu_attention`, its validation and its steps.
+"""Define dense HSTU attention round a ring: `ring_hstu_attention`, its validation and its steps.
 
 Letters: T tokens of this rank, B sequences, N max_seq_len, H heads, D query/key and V value head size.
 
-SiLU needs no normaliser, so the outputs of the blocks add; they do so in fp32.
+SiLU needs no normaliser, so the outputs of the blocks add up; they do so in fp32.
 """
 
 import torch
@@ -44,23 +44,24 @@ def ring_hstu_attention(
     plan: RingPlan | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """hstu_attention of one long sequence, or several, spread over the ranks of a group in any way.
+    """Compute hstu_attention of one long sequence, or several, distributed over the ranks of a group in any way.
 
         o[t] = (1/N) * sum over s with position[s] <= position[t] of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
 
-    where s goes over the tokens of all ranks. With `window_size` W > 0 also position[t] - position[s] < W.
+    where s ranges over the tokens of all ranks. With `window_size` W > 0 also position[t] - position[s] < W.
 
     Args:
         q, k: [T, H, D], this rank's tokens, fp16, bf16 or fp32 (the reference also fp64).
         v: [T, H, V], dtype of q.
-        positions: [T] int32 or int64, in the whole sequence, each from 0 to N - 1; those that lie next to each other
-            should stand next to each other, since tiles of tokens that see nothing of each other are left out.
+        positions: [T] int32 or int64, in the whole sequence, each from 0 to N - 1; neighbouring positions should be
+        adjacent
+            in memory, since pairs of tiles in which no query sees a key are skipped.
         max_seq_len: N, at least the longest whole sequence.
         seq_offsets: [B+1] integers, from 0 to T: this rank's parts of B sequences; absent, all tokens are of one.
         scale: factor of the scores, D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
         bias: by relative position and time, see `RelativeBias`; its timestamps [T] are this rank's. The tables are the
-            same on all ranks; what they get is this rank's part of their gradients, to be summed over the ranks.
+            same on all ranks; their gradients are this rank's part, to be summed over the ranks.
         group: a torch.distributed process group, by default all processes; without torch.distributed one process.
         plan: `ring_plan` of seq_offsets, made once for many calls; without one each call exchanges the ranks' offsets,
             which waits for the device.
@@ -76,8 +77,8 @@ def ring_hstu_attention(
         True
 
     Raises:
-        TypeError, ValueError: what was expected and what came; on every rank, where ranks do not agree.
-        RuntimeError: a rank was lost; it is named.
+        TypeError, ValueError: with the expected and the actual value; on every rank if ranks disagree.
+        RuntimeError: a rank was lost; the message names it.
 
     Source: Zhai et al., ICML 2024, section 3.2 (arXiv 2402.17152); Liu et al., Ring Attention (arXiv 2310.01889).
     """
@@ -88,8 +89,8 @@ def ring_hstu_attention(
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
     check_tensor("positions", positions, "T", sizes, dtype=INTEGER, device=q.device)
     if readable(positions) and ((positions < 0) | (positions >= max_seq_len)).any():
-        found = positions.aminmax()
-        raise ValueError(f"positions must be from 0 to N-1={max_seq_len - 1}, got {found.min} to {found.max}")
+        extremes = positions.aminmax()
+        raise ValueError(f"positions must be from 0 to N-1={max_seq_len - 1}, got {extremes.min} to {extremes.max}")
     check_int("window_size", window_size, 0)
     check_plan(plan)
     scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
@@ -119,16 +120,20 @@ class RingHSTU(torch.autograd.Function):
         out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=working_dtype(q.dtype), device=q.device)
         ctx.save_for_backward(q, k, v, position, time, timestamps, query_timestamps, positions)
         ctx.rest = ring, plan, options, backend
-        for source, (key, value, *rest) in ring.blocks(_payload(k, v, positions, timestamps), plan.tokens):
-            given = q, key, value, *_where(plan, source, positions, rest[0]), *options
-            bias = RelativeBias(position, time, *rest[1:], query_timestamps if rest[1:] else None)
+        for source, (key, value, *positions_and_times) in ring.blocks(
+            _payload(k, v, positions, timestamps), plan.tokens
+        ):
+            arguments = q, key, value, *_where(plan, source, positions, positions_and_times[0]), *options
+            bias = RelativeBias(
+                position, time, *positions_and_times[1:], query_timestamps if positions_and_times[1:] else None
+            )
             if backend == "triton":
                 from hstu_sparse.ring.hstu_launch import block_forward
 
                 with on_device(q.device):
-                    block_forward(*given, bias, out)
+                    block_forward(*arguments, bias, out)
             else:
-                out += hstu_block(*given, bias)
+                out += hstu_block(*arguments, bias)
         return out.to(q.dtype)
 
     @staticmethod
@@ -139,12 +144,12 @@ class RingHSTU(torch.autograd.Function):
         ring, plan, options, backend = ctx.rest
         wide = working_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        # Tables' gradients gather in fp32, or in fp64 for fp64 tables.
+        # The tables' gradients accumulate in fp32, or in fp64 for fp64 tables.
         tables = position, time
         sums = [None if x is None else torch.zeros_like(x, dtype=working_dtype(x.dtype)) for x in tables]
 
         def block_of(source, rest):
-            """Offsets and positions, and the timestamps, of queries and of a block's keys."""
+            """Return offsets and positions, and the timestamps, of queries and of a block's keys."""
             return _where(plan, source, positions, rest[0]), (*rest[1:], query_timestamps if rest[1:] else None)
 
         if backend == "triton":
@@ -164,7 +169,7 @@ class RingHSTU(torch.autograd.Function):
         else:
 
             def add_dq(source, block):
-                """Done with the other gradients."""
+                """Do nothing: dq is computed with the other gradients."""
 
             def find_dkv(source, block, found):
                 where, times = block_of(source, block[2:])
@@ -187,12 +192,12 @@ class RingHSTU(torch.autograd.Function):
 
 
 def _payload(k, v, positions, timestamps) -> list[torch.Tensor]:
-    """What goes round."""
+    """Return the tensors that go round."""
     return [k, v, positions] if timestamps is None else [k, v, positions, timestamps]
 
 
 def _where(plan: RingPlan, source: int, q_positions, k_positions):
-    """Offsets of queries and of keys, and their positions."""
+    """Return the offsets of queries and of keys, and their positions."""
     return (
         plan.offsets[plan.rank][:: plan.pieces], plan.offsets[source][:: plan.pieces], q_positions, k_positions,
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Dense HSTU attention of a block of queries to a block of keys, with positions given for both: Triton kernels.
+"""Define Triton kernels for dense HSTU attention of a block of queries to a block of keys, with positions for both.
 
 Letters: H heads, D query/key and V value head size, N max_seq_len. m: query rows of a tile, n: its key rows; t and s:
 their positions.
 
-Plain kernels: each pair of tiles looks at its positions, and is left out where no query sees a key. A program owns a
+The kernels are plain: each pair of tiles loads its positions, and is skipped if no query sees a key. A program has a
 tile of queries (forward, dq and the tables' gradients) or of keys (dk and dv). The tables' gradients are fp32 atomic
-additions, whose last bits depend on their order; nothing else does.
+additions, whose last bits depend on their order; everything else is deterministic.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,13 @@ from hstu_sparse.tiles import load_rows, locate, silu, silu_and_grad
 
 PER_BATCH = ["num_seqs", "window_size"]
 GIVEN = ["q_offsets", "k_offsets", "q_positions", "k_positions", "q_times", "k_times", "position_table", "time_table"]
-# Positions of rows that are none: such a query sees nothing, such a key is not seen.
+# Positions of masked rows: such a query sees nothing, such a key is invisible.
 NO_QUERY, NO_KEY = tl.constexpr(-1), tl.constexpr(1 << 30)
 
 
 @triton.jit
 def _times(times, token, inside, tables):
-    """Timestamps of tokens, 0 where no table asks for them."""
+    """Load the timestamps of tokens, 0 if no table needs them."""
     if tables.time is not None:
         return tl.load(times + token, inside, 0)
     else:
@@ -33,7 +33,7 @@ def _times(times, token, inside, tables):
 
 
 class Tables(NamedTuple):
-    """The bias: see `pair_bias`."""
+    """The tables of the bias: see `pair_bias`."""
 
     position: object
     time: object
@@ -41,13 +41,13 @@ class Tables(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The rows that a program owns, of one head.
+    """The rows of a program's tile, of one head.
 
     head, b        head and sequence
-    token, inside  the rows' places in memory, and which of them are the sequence's
-    position       NO_QUERY or NO_KEY where there is none
-    time           0 where no table asks for it
-    some           whether there is a row
+    token, inside  the rows' indices in memory, and the mask of those in the sequence
+    position       NO_QUERY or NO_KEY for masked rows
+    time           0 if no table needs it
+    some           whether any row is valid
     """
 
     head: tl.tensor
@@ -73,7 +73,7 @@ def _own_tile(
 
 @triton.jit
 def _tile_of(start, end, positions, NONE: tl.constexpr, BLOCK: tl.constexpr):
-    """(tokens from `start` on of a sequence that ends at `end`, which of them there are, their positions)."""
+    """Return (tokens from `start` on of a sequence that ends at `end`, the mask of valid ones, their positions)."""
     token = start + tl.arange(0, BLOCK)
     inside = token < end
     return token, inside, tl.load(positions + token, inside, NONE).to(tl.int32)
@@ -81,12 +81,12 @@ def _tile_of(start, end, positions, NONE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _overlap(t, s, window_size, HAS_WINDOW: tl.constexpr):
-    """Whether some query of a tile may see some key; t and s are vectors, with NO_QUERY and NO_KEY in them."""
-    found = tl.min(s, 0) <= tl.max(t, 0)
+    """Return whether some query of a tile may see some key; t and s are vectors, including NO_QUERY and NO_KEY."""
+    overlaps = tl.min(s, 0) <= tl.max(t, 0)
     if HAS_WINDOW:
         nearest = tl.max(tl.where(s == NO_KEY, NO_QUERY, s), 0)
-        found = found & (tl.min(tl.where(t == NO_QUERY, NO_KEY, t), 0) - nearest < window_size)
-    return found
+        overlaps = overlaps & (tl.min(tl.where(t == NO_QUERY, NO_KEY, t), 0) - nearest < window_size)
+    return overlaps
 
 
 @triton.jit
@@ -94,7 +94,9 @@ def _scores(
     rows, columns, distance, q_time, k_time, tables, scale, window_size, N: tl.constexpr, HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(scores of a tile, which pairs see each other, their time buckets); distance, q_time, k_time broadcast to it."""
+    """Return (scores of a tile, the mask of visible pairs, their time buckets); distance, q_time, k_time broadcast to
+    it.
+    """
     scores = tl.dot(rows, tl.trans(columns), input_precision=PRECISION) * scale
     seen = distance >= 0
     if HAS_WINDOW:
@@ -105,7 +107,7 @@ def _scores(
 
 @triton.jit
 def _add(target, stride_t, stride_h, head, token, inside, value, SIZE: tl.constexpr):
-    """Rows of a head of `target` [tokens, H, SIZE] fp32 += value."""
+    """Add value to rows of a head of `target` [tokens, H, SIZE] fp32."""
     column = tl.arange(0, value.shape[1])
     rows = target + head * stride_h + token[:, None] * stride_t + column[None, :]
     mask = inside[:, None] & (column < SIZE)[None, :]
@@ -121,22 +123,22 @@ def ring_hstu_fwd_kernel(
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `out` (fp32) of BLOCK_M queries of one head."""
+    """Add the keys' contribution to `out` (fp32) of BLOCK_M queries of one head."""
     tables = Tables(position_table, time_table, cells)
-    own = _own_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
-    if not own.some:
+    tile = _own_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
+    if not tile.some:
         return
-    head, token, inside, t = own.head, own.token, own.inside, own.position
+    head, token, inside, t = tile.head, tile.token, tile.inside, tile.position
     query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
-    k_end = tl.load(k_offsets + own.b + 1).to(tl.int64)
-    for start in range(tl.load(k_offsets + own.b).to(tl.int64), k_end, BLOCK_N):
+    k_end = tl.load(k_offsets + tile.b + 1).to(tl.int64)
+    for start in range(tl.load(k_offsets + tile.b).to(tl.int64), k_end, BLOCK_N):
         other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
         if _overlap(t, s, window_size, HAS_WINDOW):
             k_time = _times(k_times, other, k_inside, tables)[None, :]
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
             scores, seen, _ = _scores(
-                query, key, t[:, None] - s[None, :], own.time[:, None], k_time, tables, scale, window_size, N,
+                query, key, t[:, None] - s[None, :], tile.time[:, None], k_time, tables, scale, window_size, N,
                 HAS_WINDOW, PRECISION,
             )  # fmt: skip
             weights = tl.where(seen, silu(scores, FAST), 0.0)
@@ -154,25 +156,25 @@ def ring_hstu_bwd_dq_kernel(
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `dq` (fp32) of BLOCK_M queries of one head, and to the tables' gradients (fp32)."""
+    """Add the keys' contribution to `dq` (fp32) of BLOCK_M queries of one head, and to the tables' gradients (fp32)."""
     tables = Tables(position_table, time_table, cells)
-    own = _own_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
-    if not own.some:
+    tile = _own_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
+    if not tile.some:
         return
-    head, token, inside = own.head, own.token, own.inside
+    head, token, inside = tile.head, tile.token, tile.inside
     query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
     dout = load_rows(do + head * do_stride_h, token, do_stride_t, inside, V, PAD_V)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
-    k_end = tl.load(k_offsets + own.b + 1).to(tl.int64)
-    for start in range(tl.load(k_offsets + own.b).to(tl.int64), k_end, BLOCK_N):
+    k_end = tl.load(k_offsets + tile.b + 1).to(tl.int64)
+    for start in range(tl.load(k_offsets + tile.b).to(tl.int64), k_end, BLOCK_N):
         other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
-        if _overlap(own.position, s, window_size, HAS_WINDOW):
+        if _overlap(tile.position, s, window_size, HAS_WINDOW):
             k_time = _times(k_times, other, k_inside, tables)[None, :]
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
             value = load_rows(v + head * v_stride_h, other, v_stride_t, k_inside, V, PAD_V)
-            distance = own.position[:, None] - s[None, :]
+            distance = tile.position[:, None] - s[None, :]
             scores, seen, bucket = _scores(
-                query, key, distance, own.time[:, None], k_time, tables, scale, window_size, N, HAS_WINDOW, PRECISION
+                query, key, distance, tile.time[:, None], k_time, tables, scale, window_size, N, HAS_WINDOW, PRECISION
             )
             _, slope = silu_and_grad(scores, FAST)
             ds = slope * tl.dot(dout, tl.trans(value), input_precision=PRECISION) * inverse_n
@@ -191,25 +193,27 @@ def ring_hstu_bwd_dkv_kernel(
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x queries."""
+    """Add the queries' contribution to dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x
+    queries.
+    """
     tables = Tables(position_table, time_table, cells)
-    own = _own_tile(k_offsets, k_positions, k_times, tables, num_seqs, NO_KEY, H, BLOCK_N)
-    if not own.some:
+    tile = _own_tile(k_offsets, k_positions, k_times, tables, num_seqs, NO_KEY, H, BLOCK_N)
+    if not tile.some:
         return
-    head, token, inside, s = own.head, own.token, own.inside, own.position
+    head, token, inside, s = tile.head, tile.token, tile.inside, tile.position
     key = load_rows(k + head * k_stride_h, token, k_stride_t, inside, D, PAD_D)
     value = load_rows(v + head * v_stride_h, token, v_stride_t, inside, V, PAD_V)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
-    q_end = tl.load(q_offsets + own.b + 1).to(tl.int64)
-    for start in range(tl.load(q_offsets + own.b).to(tl.int64), q_end, BLOCK_M):
+    q_end = tl.load(q_offsets + tile.b + 1).to(tl.int64)
+    for start in range(tl.load(q_offsets + tile.b).to(tl.int64), q_end, BLOCK_M):
         other, q_inside, t = _tile_of(start, q_end, q_positions, NO_QUERY, BLOCK_M)
         if _overlap(t, s, window_size, HAS_WINDOW):
             q_time = _times(q_times, other, q_inside, tables)[None, :]
             query = load_rows(q + head * q_stride_h, other, q_stride_t, q_inside, D, PAD_D)
             dout = load_rows(do + head * do_stride_h, other, do_stride_t, q_inside, V, PAD_V)
             scores, seen, _ = _scores(
-                key, query, t[None, :] - s[:, None], q_time, own.time[:, None], tables, scale, window_size, N,
+                key, query, t[None, :] - s[:, None], q_time, tile.time[:, None], tables, scale, window_size, N,
                 HAS_WINDOW, PRECISION,
             )  # fmt: skip
             weights, slope = silu_and_grad(scores, FAST)

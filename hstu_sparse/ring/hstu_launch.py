@@ -1,4 +1,4 @@
-"""Launches the kernels of `ring_hstu_attention`, for one block of keys at a time.
+"""Launch the kernels of `ring_hstu_attention`, for one block of keys at a time.
 
 Letters: T, S tokens of queries and of keys, H heads, D query/key and V value head size.
 """
@@ -14,16 +14,17 @@ from hstu_sparse.rows import as_rows
 
 @configuration
 def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backward: bool) -> LaunchConfig:
-    """Tile sizes, warps and pipeline stages: small enough for every head size and architecture. A bias takes many
-    registers."""
+    """Return tile sizes, warps and pipeline stages: small enough for every head size and architecture. A bias needs
+    many registers.
+    """
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
         return LaunchConfig(BLOCK_M=16 if backward else 32, BLOCK_N=32, num_warps=4, num_stages=1)
     if widest > 128:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)
     warps = 8 if biased and widest > 64 else 4
-    # Forward's keys and values take turns in one buffer. Where values are narrow, ptxas 12.8 then forgets to set a
-    # register of wgmma's (`ahead.report`: unset_registers), which tiles of 32 rows do without.
+    # Forward's keys and values alternate in one buffer. With narrow values, ptxas 12.8 then forgets to set a register
+    # of wgmma (`ahead.report`: unset_registers), which does not happen with tiles of 32 rows.
     return LaunchConfig(BLOCK_M=32 if backward or pad_v < 64 else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
 
 
@@ -31,7 +32,7 @@ def _launch(
     kernel, grid_tokens, block, tensors, extra, q_offsets, k_offsets, q_positions, k_positions, normalizer, scale,
     window_size, bias: RelativeBias, sizes: dict, config,
 ):  # fmt: skip
-    """kernel[...](*tensors, *extra, strides of the tensors, ...); the first tensors are q, k, v, aligned."""
+    """Call kernel[...](*tensors, *extra, strides of the tensors, ...); the first tensors are q, k, v, aligned."""
     q, _, v = tensors[:3]
     cells = None if bias.time is None else device_cells(num_time_buckets(bias.time), q.device)
     positions = 1 if bias.position is None else bias.position.shape[0]
@@ -53,35 +54,38 @@ def _config(q, v, bias: RelativeBias, backward: bool) -> LaunchConfig:
     return tile_config(padded_head(q.shape[2]), padded_head(v.shape[2]), q.dtype, biased, backward)
 
 
-def block_forward(q, k, v, *rest_and_out) -> None:
-    """Adds these keys' part to out [T, H, V] fp32; arguments as `hstu_block`, then bias and out."""
-    *rest, bias, out = rest_and_out
+def block_forward(q, k, v, *others) -> None:
+    """Add these keys' part to out [T, H, V] fp32; arguments as `hstu_block`, then bias and out."""
+    *layout_and_options, bias, out = others
     if q.shape[0] and k.shape[0]:
-        given = as_rows(q, k, v)
+        rows = as_rows(q, k, v)
         _launch(
-            ring_hstu_fwd_kernel, q.shape[0], "BLOCK_M", [*given, out], [], *rest, bias, {"V_OUT": v.shape[2]},
+            ring_hstu_fwd_kernel, q.shape[0], "BLOCK_M", [*rows, out], [], *layout_and_options, bias,
+            {"V_OUT": v.shape[2]},
             _config(q, v, bias, False),
         )  # fmt: skip
 
 
-def block_dq(grad, q, k, v, *rest_and_sums) -> None:
-    """Adds these keys' part to dq [T, H, D] and to the tables' gradients, all fp32.
+def block_dq(grad, q, k, v, *others) -> None:
+    """Add these keys' part to dq [T, H, D] and to the tables' gradients, all fp32.
 
     Arguments: the output's gradient, those of `hstu_block`, bias, dq, the gradients of both tables or None.
     """
-    *rest, bias, dq, position_grad, time_grad = rest_and_sums
+    *layout_and_options, bias, dq, position_grad, time_grad = others
     if q.shape[0] and k.shape[0]:
         _launch(
             ring_hstu_bwd_dq_kernel, q.shape[0], "BLOCK_M", [*as_rows(q, k, v, grad), dq],
-            [position_grad, time_grad], *rest, bias, {"D_OUT": q.shape[2]}, _config(q, v, bias, True),
+            [position_grad, time_grad], *layout_and_options, bias, {"D_OUT": q.shape[2]}, _config(q, v, bias, True),
         )  # fmt: skip
 
 
-def block_dkv(grad, q, k, v, *rest_and_sums) -> None:
-    """Adds to dk [S, H, D] and dv [S, H, V], fp32; arguments as `block_dq`, but these two behind bias."""
-    *rest, bias, dk, dv = rest_and_sums
+def block_dkv(grad, q, k, v, *others) -> None:
+    """Add these queries' part to dk [S, H, D] and dv [S, H, V], fp32; arguments as `block_dq`, with dk, dv behind
+    bias.
+    """
+    *layout_and_options, bias, dk, dv = others
     if q.shape[0] and k.shape[0]:
         _launch(
             ring_hstu_bwd_dkv_kernel, k.shape[0], "BLOCK_N", [*as_rows(q, k, v, grad), dk, dv], [],
-            *rest, bias, {"D_OUT": q.shape[2], "V_OUT": v.shape[2]}, _config(q, v, bias, True),
+            *layout_and_options, bias, {"D_OUT": q.shape[2], "V_OUT": v.shape[2]}, _config(q, v, bias, True),
         )  # fmt: skip

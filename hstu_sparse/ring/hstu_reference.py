@@ -1,4 +1,4 @@
-"""Dense HSTU attention of some queries to some keys, whose positions are given, in plain PyTorch: the specification.
+"""Compute dense HSTU attention of some queries to some keys, with given positions, in plain PyTorch: the specification.
 
 Letters: T, S tokens of queries and of keys, B sequences, n, m the longest sequence of queries and of keys, H heads, D
 query/key and V value head size.
@@ -16,7 +16,8 @@ def hstu_block(
     q, k, v, q_offsets, k_offsets, q_positions, k_positions, normalizer: float, scale: float, window_size: int,
     bias: RelativeBias,
 ) -> torch.Tensor:  # fmt: skip
-    """[T, H, V]: what these keys add to the output of these queries, in `working_dtype` of theirs; differentiable.
+    """Return [T, H, V], the contribution of these keys to the output of these queries, in `working_dtype`;
+    differentiable.
 
     q: [T, H, D], k: [S, H, D], v: [S, H, V]. q_offsets, k_offsets: [B+1]. q_positions [T], k_positions [S]: a query
     sees the keys of its sequence whose position is not after its own. bias: query_timestamps are [T], timestamps [S].
@@ -38,10 +39,13 @@ def hstu_block(
     queries, keys, values = (pad(x, i).transpose(1, 2) for x, i in ((q, q_index), (k, k_index), (v, k_index)))
     scores = scale * (queries @ keys.transpose(-1, -2))  # [B, H, n, m]
     if bias.position is not None or bias.time is not None:
-        asked = seen = None
+        query_times = key_times = None
         if bias.time is not None:
-            asked, seen = pad(bias.query_timestamps, q_index)[:, :, None], pad(bias.timestamps, k_index)[:, None, :]
-        scores = scores + pair_bias(bias, distance, asked, seen)[:, None]
+            query_times, key_times = (
+                pad(bias.query_timestamps, q_index)[:, :, None],
+                pad(bias.timestamps, k_index)[:, None, :],
+            )
+        scores = scores + pair_bias(bias, distance, query_times, key_times)[:, None]
     hidden = ~visible[:, None]
     out = masked_product(F.silu(scores).masked_fill(hidden, 0).to(v.dtype), values / normalizer, hidden)
     owner = sequence_ids(q_offsets, q.shape[0])

@@ -1,4 +1,4 @@
-"""How sequences are cut over the ranks of a ring, and where every rank's pieces lie.
+"""Divide sequences among the ranks of a ring, and record the place of every rank's pieces.
 
 Letters: B sequences, T tokens of this rank, W ranks, P pieces of a sequence on a rank, n tokens of a whole sequence.
 
@@ -22,9 +22,9 @@ LONGEST = 2**31 - 1  # tokens of a sequence
 
 
 class RingPlan(NamedTuple):
-    """offsets [W, B*P+1] and starts [W, B*P]: int32, of every rank; tokens: T of every rank.
+    """The pieces of all ranks. offsets [W, B*P+1] and starts [W, B*P]: int32, of every rank; tokens: T of every rank.
 
-    stretches: (start, length) of every rank's pieces, if they are those of every sequence; None where sequences differ.
+    stretches: (start, length) of every rank's pieces, if equal for all sequences; None otherwise.
     """
 
     offsets: torch.Tensor
@@ -35,9 +35,9 @@ class RingPlan(NamedTuple):
     stretches: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     def layout(self, source: int) -> Layout:
-        """This rank's queries against the keys of rank `source`."""
-        mine = self.offsets[self.rank], self.starts[self.rank]
-        return Layout(mine[0], self.offsets[source], mine[1], self.starts[source], self.pieces)
+        """Return the layout of this rank's queries and the keys of rank `source`."""
+        queries = self.offsets[self.rank], self.starts[self.rank]
+        return Layout(queries[0], self.offsets[source], queries[1], self.starts[source], self.pieces)
 
 
 def check_plan(plan) -> None:
@@ -46,9 +46,9 @@ def check_plan(plan) -> None:
 
 
 def check_plan_fits(plan: RingPlan, seq_offsets: torch.Tensor, ring: Ring, pieces: int | None = None) -> None:
-    """Whether a plan is for these parts of this rank, in so many pieces each (absent: in any).
+    """Check that a plan is for these parts of this rank, in so many pieces each (by default any number).
 
-    Rank, sequences and tokens always; the offsets themselves on a CPU, elsewhere with the debug switch. ValueError.
+    It checks rank, sequences and tokens always, the offsets themselves on a CPU or with the debug switch. ValueError.
     """
     if (plan.rank, len(plan.tokens)) != (ring.rank, ring.world):
         raise ValueError(
@@ -56,15 +56,16 @@ def check_plan_fits(plan: RingPlan, seq_offsets: torch.Tensor, ring: Ring, piece
         )
     if pieces is not None and plan.pieces != pieces:
         raise ValueError(f"plan is for {plan.pieces} pieces of each sequence, this call for {pieces}")
-    mine = plan.offsets[plan.rank][:: plan.pieces]
-    if mine.shape != seq_offsets.shape:
-        raise ValueError(f"plan is for B={len(mine) - 1} sequences, got B={len(seq_offsets) - 1}")
-    if mine.device != seq_offsets.device:
-        raise ValueError(f"plan is on {mine.device}, seq_offsets on {seq_offsets.device}")
-    if readable(seq_offsets) and readable(mine) and not torch.equal(mine.long(), seq_offsets.long()):
-        where = int((mine.long() != seq_offsets.long()).nonzero()[0])
+    planned = plan.offsets[plan.rank][:: plan.pieces]
+    if planned.shape != seq_offsets.shape:
+        raise ValueError(f"plan is for B={len(planned) - 1} sequences, got B={len(seq_offsets) - 1}")
+    if planned.device != seq_offsets.device:
+        raise ValueError(f"plan is on {planned.device}, seq_offsets on {seq_offsets.device}")
+    if readable(seq_offsets) and readable(planned) and not torch.equal(planned.long(), seq_offsets.long()):
+        where = int((planned.long() != seq_offsets.long()).nonzero()[0])
         raise ValueError(
-            f"plan is for another batch: its seq_offsets[{where}] is {int(mine[where])}, got {int(seq_offsets[where])}"
+            f"plan is for another batch: its seq_offsets[{where}] is {int(planned[where])}, "
+            f"got {int(seq_offsets[where])}"
         )
 
 
@@ -72,7 +73,7 @@ def _check_cut(seq_offsets: torch.Tensor, rank: int, world: int, zigzag: bool) -
     check_bool("zigzag", zigzag)
     check_jagged(seq_offsets, LONGEST)
     check_storage("seq_offsets", seq_offsets, values=True)
-    check_offset_values(seq_offsets, LONGEST, None)  # what follows waits for the device anyway
+    check_offset_values(seq_offsets, LONGEST, None)  # the following code waits for the device anyway
     check_int("world", world, 1, MOST_RANKS)
     check_int("rank", rank, 0, world - 1)
 
@@ -80,16 +81,16 @@ def _check_cut(seq_offsets: torch.Tensor, rank: int, world: int, zigzag: bool) -
 def cut_sequences(
     seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of whole sequences that a rank of a ring holds.
+    """Return the part of whole sequences that a rank of a ring holds.
 
     Args:
         seq_offsets: [B+1] of the whole sequences, integers.
         rank: 0 <= rank < world.
-        zigzag: as the zigzag functions want them, else in the order of the ranks.
+        zigzag: divide as the zigzag functions require, otherwise in the order of the ranks.
 
     Returns:
-        index [T] int64: which tokens the rank holds, so that x[index] is its part; and the part's offsets [B+1], of the
-        dtype and on the device of seq_offsets. Waits for the device.
+        index [T] int64: the tokens that the rank holds, so that x[index] is its part; and the part's offsets [B+1], of
+        the dtype and on the device of seq_offsets. Waits for the device.
 
     Examples:
         >>> seq_offsets = torch.tensor([0, 8, 12])
@@ -108,20 +109,20 @@ def cut_sequences(
 
 
 def _chunks(lengths: torch.Tensor, world: int, zigzag: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(start, length) [W, B, P] of every rank's pieces of sequences with these whole lengths [B]."""
+    """Return (start, length) [W, B, P] of every rank's pieces of sequences with these whole lengths [B]."""
     count = 2 * world if zigzag else world
     bounds = torch.arange(count + 1)[:, None] * lengths // count
     rank = torch.arange(world)
-    which = torch.stack([rank, count - 1 - rank], 1) if zigzag else rank[:, None]  # [W, P]
-    starts = bounds[which].transpose(1, 2)
-    return starts, bounds[which + 1].transpose(1, 2) - starts
+    chunk = torch.stack([rank, count - 1 - rank], 1) if zigzag else rank[:, None]  # [W, P]
+    starts = bounds[chunk].transpose(1, 2)
+    return starts, bounds[chunk + 1].transpose(1, 2) - starts
 
 
 def _plan(starts: torch.Tensor, lengths: torch.Tensor, rank: int, device: torch.device) -> RingPlan:
     offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0))
-    stretches, both = None, torch.stack([starts, lengths], -1)
-    if (both == both[:, :1]).all():
-        stretches = tuple(tuple(map(tuple, rank)) for rank in both[:, :1].flatten(1, 2).tolist())
+    stretches, ranges = None, torch.stack([starts, lengths], -1)
+    if (ranges == ranges[:, :1]).all():
+        stretches = tuple(tuple(map(tuple, rank)) for rank in ranges[:, :1].flatten(1, 2).tolist())
     return RingPlan(
         offsets.int().to(device),
         starts.flatten(1).int().to(device),
@@ -134,13 +135,13 @@ def _plan(starts: torch.Tensor, lengths: torch.Tensor, rank: int, device: torch.
 
 @functools.lru_cache(maxsize=32)
 def fixed_plan(num_seqs: int, tokens: int, rank: int, world: int, zigzag: bool, device: torch.device) -> RingPlan:
-    """For `num_seqs` sequences of which every rank holds `tokens`."""
+    """Return the plan for `num_seqs` sequences of which every rank holds `tokens`."""
     starts, lengths = _chunks(torch.full((num_seqs,), tokens * world), world, zigzag)
     return _plan(starts, lengths, rank, device)
 
 
 def whole_plan(seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool = False) -> RingPlan:
-    """`ring_plan` of parts that `cut_sequences` made, where every rank knows the whole sequences' offsets [B+1].
+    """Return `ring_plan` of parts made by `cut_sequences`, if every rank knows the whole sequences' offsets [B+1].
 
     No communication; waits for the device.
 
@@ -154,13 +155,14 @@ def whole_plan(seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool
 
 
 def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> RingPlan:
-    """What the varlen functions need to know of the other ranks: made once for a batch, given to every call as `plan`.
+    """Collect the information on other ranks that the varlen functions need, once a batch, to be passed to calls as
+    `plan`.
 
     All ranks of the group have to call it. It waits for the device.
 
     Args:
         cu_seqlens: [B+1], integers: offsets of this rank's parts of B sequences, whose lengths may differ between the
-            ranks. With `zigzag` they have to be what `cut_sequences` gives.
+            ranks. With `zigzag` they have to equal the result of `cut_sequences`.
 
     Examples:
         >>> hstu_sparse.ring_plan(torch.tensor([0, 8, 12])).tokens  # without torch.distributed: one rank
@@ -173,9 +175,11 @@ def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> 
     check_bool("zigzag", zigzag)
     check_storage("seq_offsets", cu_seqlens, values=True)
     ring = Ring(group)
-    own = cu_seqlens.tolist()
-    everyone = ring.agree("ring_plan", {"sequences": len(own) - 1, "zigzag": zigzag, "own_offsets": own}, always=True)
-    local = torch.tensor([rank["own_offsets"] for rank in everyone]).diff()  # [W, B]
+    own_offsets = cu_seqlens.tolist()
+    all_ranks = ring.agree(
+        "ring_plan", {"sequences": len(own_offsets) - 1, "zigzag": zigzag, "own_offsets": own_offsets}, always=True
+    )
+    local = torch.tensor([rank["own_offsets"] for rank in all_ranks]).diff()  # [W, B]
     if (local < 0).any():
         raise ValueError(f"ring_plan: the offsets of rank {int((local < 0).any(1).nonzero()[0])} fall")
     if not zigzag:

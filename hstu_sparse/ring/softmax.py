@@ -1,13 +1,13 @@
-"""Softmax attention round a ring: the steps of both passes, in Triton or by the reference (by CuTe: softmax_cute.py).
+"""Compute softmax attention round a ring: the steps of both passes, in Triton or the reference (CuTe: softmax_cute.py).
 
 Letters: T tokens of this rank, H heads of queries, Hkv of keys and values, D query/key and V value head size.
 
 The output and its log-sum-exp are merged block by block, and all sums are in fp32 (fp64 for fp64 inputs), over the
-steps of the ring too: rounding to 16 bits after each step is what makes other rings drift. The last step's kernels
-round them.
+steps of the ring too: rounding to 16 bits after each step makes other rings drift. The last step's kernels round the
+results.
 
-What a ring needs beside its results (blocks on their way, their gradients, sums) is several times as much as those. Of
-long sequences therefore only some heads go round at a time: as many as keep the device busy.
+A ring needs several times the memory of its results for blocks in transfer, their gradients and sums. Therefore only
+some heads of long sequences go round at a time: as many as keep the device busy.
 """
 
 import torch
@@ -21,32 +21,32 @@ from hstu_sparse.ring.flash import reference
 from hstu_sparse.ring.flash.problem import Options
 from hstu_sparse.ring.plan import RingPlan
 
-# Tiles of 128 tokens, over the heads that go round together: some four times what a large device works on at once.
+# Tiles of 128 tokens, over the heads that go round together: about four times what a large device processes at once.
 TILES = 1024
 
 
 def head_groups(heads: int, kv_heads: int, plan: RingPlan, options: Options) -> list[tuple[slice, slice, Options]]:
-    """(heads of queries, heads of keys, their options) that go round together; the same on every rank.
+    """Return (heads of queries, heads of keys, their options) that go round together; the same on every rank.
 
-    With dropout all do: which weights are kept goes by the number of the head.
+    With dropout all heads do, since the dropped weights depend on the number of the head.
     """
-    wanted = kv_heads if options.dropout else cdiv(TILES, max(1, max(plan.tokens) // 128))
-    count, group = cdiv(kv_heads, wanted), heads // kv_heads
+    heads_together = kv_heads if options.dropout else cdiv(TILES, max(1, max(plan.tokens) // 128))
+    count, group = cdiv(kv_heads, heads_together), heads // kv_heads
     if count == 1:
         return [(slice(0, heads), slice(0, kv_heads), options)]
-    found = []
+    groups = []
     for i in range(count):
         keys = slice(i * kv_heads // count, (i + 1) * kv_heads // count)
         queries = slice(keys.start * group, keys.stop * group)
         slopes = options.slopes
         if slopes is not None:
             slopes = slopes[..., queries].contiguous()
-        found.append((queries, keys, options._replace(slopes=slopes)))
-    return found
+        groups.append((queries, keys, options._replace(slopes=slopes)))
+    return groups
 
 
 class RingSoftmax(torch.autograd.Function):
-    """(out [T, H, V], lse [H, T]) of q [T, H, D], k [T, Hkv, D], v [T, Hkv, V]; lse has no gradient."""
+    """Compute (out [T, H, V], lse [H, T]) of q [T, H, D], k [T, Hkv, D], v [T, Hkv, V]; lse has no gradient."""
 
     @staticmethod
     def forward(ctx, q, k, v, ring: Ring, plan: RingPlan, options: Options, backend: str):
@@ -81,7 +81,7 @@ class RingSoftmax(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None
 
 
-# Each of these is about some heads, and writes out and lse, or dq and the list dkv of dk and dv.
+# Each of these functions processes some heads, and writes out and lse, or dq and the list dkv of dk and dv.
 
 
 def _forward_triton(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
@@ -97,18 +97,18 @@ def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Option
     from hstu_sparse.ring.flash.launch import Launch
 
     sums = torch.empty(dq.shape, dtype=lse.dtype, device=dq.device)
-    own = launch = Launch(q, *block, plan.layout(ring.rank), options)
-    rows = own.rows(out, grad, lse)
+    own_launch = launch = Launch(q, *block, plan.layout(ring.rank), options)
+    rows = own_launch.rows(out, grad, lse)
 
     def add_dq(source, found):
         last = source == (ring.rank + 1) % ring.world
         launch.dq(grad, rows, dq if last else sums, before=None if source == ring.rank else sums)
 
     def find_dkv(source, found, known):
-        nonlocal launch  # by which the block's dq comes next
+        nonlocal launch  # used next for the block's dq
         target = known
         if source == ring.rank:
-            launch, target = own, dkv
+            launch, target = own_launch, dkv
         else:
             launch = Launch(q, *found, plan.layout(source), options)
             if known is None:

@@ -1,12 +1,12 @@
-"""Softmax attention round a ring by FlashAttention-4: which of its calls make a step, and both passes.
+"""Compute softmax attention round a ring by FlashAttention-4: its calls in a step, and both passes.
 
-FlashAttention-4 knows a sequence as one stretch of queries and one of keys whose last rows stand at one position. A
-step of a ring is made of such calls. Without a window one is enough: of the blocks that come round a query sees all
-keys of a piece or none, but of its own rank's, which stand as the queries do. With a window each piece of queries meets
-each piece of keys with a shift of its own, one number for all sequences, which therefore have to have one length.
+FlashAttention-4 treats a sequence as one range of queries and one of keys whose last rows have the same position. A
+step of a ring is made of such calls. Without a window one is enough: of another rank's block a query sees all keys of a
+piece or none, and its own rank's block has the positions of the queries. With a window each pair of pieces has its own
+shift, one number for all sequences, which therefore must have one length.
 
-It gives a call's output in the inputs' dtype. Outputs, dq, and dk and dv on their way are rounded to that once for each
-block, and added in fp32.
+It returns a call's output in the inputs' dtype. Outputs, dq, and dk and dv in transfer are rounded to that once for
+each block, and added in fp32.
 
 Letters: B sequences, P pieces of a sequence on a rank, T tokens of this rank, H heads of queries, Hkv of keys and
 values, D query/key and V value head size.
@@ -22,7 +22,7 @@ from hstu_sparse.ring.plan import RingPlan
 
 
 def check_plan_for_cute(op: str, plan: RingPlan, options: Options) -> None:
-    """Raise ValueError where a ring by FlashAttention-4 does not take the plan; the same on every rank."""
+    """Raise ValueError if FlashAttention-4 does not support the plan; the same on every rank."""
     if _has_window(options) and plan.stretches is None:
         raise ValueError(
             f"{op}: backend='cute' takes a window only where all sequences have one length; use backend='triton'"
@@ -34,7 +34,7 @@ def _has_window(options: Options) -> bool:
 
 
 def _rows(offsets: torch.Tensor, pieces: int, piece: int | None = None) -> Rows:
-    """All rows of each sequence, or those of one piece; offsets: [B*P+1]."""
+    """Return all rows of each sequence, or those of one piece; offsets: [B*P+1]."""
     if piece is None or pieces == 1:
         return Rows(offsets[::pieces].contiguous())
     begins, ends = offsets[piece:-1:pieces], offsets[piece + 1 :: pieces]
@@ -42,7 +42,7 @@ def _rows(offsets: torch.Tensor, pieces: int, piece: int | None = None) -> Rows:
 
 
 def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
-    """The calls that make the attention of this rank's queries to the keys of rank `source`."""
+    """Return the calls that compute the attention of this rank's queries to the keys of rank `source`."""
     queries, keys, pieces = plan.offsets[plan.rank], plan.offsets[source], plan.pieces
     if not _has_window(options):
         if source == plan.rank or options.right < 0:
@@ -50,21 +50,21 @@ def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
         if source < plan.rank:
             return [Part(_rows(queries, pieces), _rows(keys, pieces, 0))]
         return [Part(_rows(queries, pieces, 1), _rows(keys, pieces))] if pieces == 2 else []
-    found = []
+    parts = []
     for i, (q_start, num_queries) in enumerate(plan.stretches[plan.rank]):
         for j, (k_start, num_keys) in enumerate(plan.stretches[source]):
             if not num_queries or not num_keys:
                 continue
-            # Row j of the keys and row i of the queries are j - i - shift apart as FlashAttention-4 counts.
+            # FlashAttention-4 counts the distance between row j of the keys and row i of the queries as j - i - shift.
             shift = q_start - k_start - (num_keys - num_queries)
             left = None if options.left < 0 else options.left - shift
             right = None if options.right < 0 else options.right + shift
             if (right is not None and right <= -num_keys) or (left is not None and left <= -num_queries):
-                continue  # nothing is seen
+                continue  # no query sees a key
             left = None if left is not None and left >= num_keys - 1 else left
             right = None if right is not None and right >= num_queries - 1 else right
-            found.append(Part(_rows(queries, pieces, i), _rows(keys, pieces, j), left, right))
-    return found
+            parts.append(Part(_rows(queries, pieces, i), _rows(keys, pieces, j), left, right))
+    return parts
 
 
 def forward(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
@@ -74,7 +74,7 @@ def forward(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) ->
     steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
     remaining, sums = sum(map(len, steps)), None
     if remaining < 2:
-        out.zero_()  # rows that no call writes; with more calls the merge does
+        out.zero_()  # for rows that no call writes; with more calls the merge writes all
     lse.fill_(-torch.inf)
     for parts, (_, (k, v)) in zip(steps, ring.blocks(block, plan.tokens), strict=True):
         for part in parts:
@@ -95,15 +95,15 @@ def forward(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) ->
 def backward(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, lse, dq, dkv) -> None:
     """Write dq [T, H, D] and the list dkv of dk and dv [T, Hkv, ...].
 
-    A block's gradients are all found in one call. They then join those that came with the block and go on with them,
-    in the inputs' dtype from the first rank and in fp32 (as with a window, of several calls) from the others.
+    A block's gradients are computed in one call. They are added to those that arrived with the block and sent on, in
+    the inputs' dtype from the first rank and in fp32 (as with a window, which needs several calls) from the others.
     """
     steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
-    remaining, sums, own, pending = sum(map(len, steps)), None, None, None
+    remaining, sums, own_gradients, pending = sum(map(len, steps)), None, None, None
     if not remaining:
         dq.zero_()
     for parts, (source, (k, v)) in zip(steps, ring.blocks(block, plan.tokens), strict=True):
-        found = None
+        gradients = None
         for part in parts:
             remaining -= 1
             more_dq, *more = (_buffer(x, rows) for x, rows in ((q, part.q), (k, part.k), (v, part.k)))
@@ -118,22 +118,22 @@ def backward(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, 
                 torch.add(sums, more_dq, out=dq)
             if _has_window(options):
                 more = [x.float() for x in more]
-            found = more if found is None else [x.add_(y) for x, y in zip(found, more, strict=True)]
-        if found is None:
+            gradients = more if gradients is None else [x.add_(y) for x, y in zip(gradients, more, strict=True)]
+        if gradients is None:
             dtype = lse.dtype if _has_window(options) else q.dtype
-            found = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
+            gradients = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
         if source == ring.rank:
-            own = found
+            own_gradients = gradients
             continue
         if pending is not None:
-            found = [x.float().add_(y) for x, y in zip(pending.wait(), found, strict=True)]
+            gradients = [x.float().add_(y) for x, y in zip(pending.wait(), gradients, strict=True)]
         size = plan.tokens[(source - 1) % ring.world]
-        pending = Transfer(ring, found, [(size, *x.shape[1:]) for x in found]).post()
-    for target, x, y in zip(dkv, pending.wait(), own, strict=True):
+        pending = Transfer(ring, gradients, [(size, *x.shape[1:]) for x in gradients]).post()
+    for target, x, y in zip(dkv, pending.wait(), own_gradients, strict=True):
         torch.add(x, y, out=target)
 
 
 def _buffer(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """A tensor for a call's gradient of x: zeros where the call does not write all rows."""
+    """Return a tensor for a call's gradient of x: zeros if the call does not write all rows."""
     make = torch.empty if rows.lengths is None else torch.zeros
     return make(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Tables of cos and sin for keys and queries that are turned to their positions (RoPE)."""
+"""Compute tables of cos and sin for keys and queries that are rotated to their positions (RoPE)."""
 
 import functools
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def cos_sin(base: float, half: int, first: int, step: int, count: int) -> Tensor:
-    """[count, 2, half] fp32 on a CPU: cos and sin of the angles of positions first, first + step, ..."""
+    """Return [count, 2, half] fp32 on a CPU: cos and sin of the angles of positions first, first + step, ..."""
     position = first + step * torch.arange(count, dtype=torch.float64)
     angle = position[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
     return torch.stack((angle.cos(), angle.sin()), 1).float()
@@ -15,5 +15,5 @@ def cos_sin(base: float, half: int, first: int, step: int, count: int) -> Tensor
 
 @functools.lru_cache(maxsize=16)
 def rope_table(base: float, half: int, first: int, step: int, count: int, device: torch.device) -> Tensor:
-    """`cos_sin` on a device."""
+    """Return `cos_sin` on a device."""
     return cos_sin(base, half, first, step, count).to(device)

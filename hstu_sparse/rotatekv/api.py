@@ -1,4 +1,4 @@
-"""RotateKV over jagged tensors: the public functions, their validation and the choice of implementation.
+"""Define the public functions of RotateKV over jagged tensors, their validation and the choice of implementation.
 
 Letters: T cached tokens, Tq queries, B sequences, N max_seq_len, H heads, D query/key and V value head size, G heads of
 a head group (head_group).
@@ -37,7 +37,7 @@ MOST_HADAMARD = 4096
 
 @without_autocast
 def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """The Walsh-Hadamard transform of the last dimension: Sylvester's matrix times n ** -0.5, its own inverse.
+    """Compute the Walsh-Hadamard transform of the last dimension: Sylvester's matrix times n ** -0.5, its own inverse.
 
     Args:
         x: [..., n], fp16, bf16 or fp32 (the reference also fp64), n a power of two, for the kernel up to 4,096.
@@ -52,7 +52,7 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
         (tensor([1., 1., 1., 1.]), tensor([2., 0., 0., 0.]))
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor [..., n], got {type(x).__name__}")
@@ -73,26 +73,26 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
 
 @without_autocast
 def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tensor:
-    """An order of channels, from sample keys, for `rotatekv_compress(..., channel_order=)`.
+    """Compute an order of channels from sample keys, for `rotatekv_compress(..., channel_order=)`.
 
-    After the transform a channel whose place is a multiple of quant_group is, but for its sign, a constant of every
-    quantisation group, which the group's zero takes up whole. So the channels of the greatest root mean square go to
-    those places, the next ones behind them, and so on: channels that share their place within a group also add up in
-    half of the groups only.
+    After the transform a channel whose index is a multiple of quant_group is, except for its sign, a constant of every
+    quantisation group, which the group's zero absorbs. So the channels with the greatest root mean square are assigned
+    to those indices, the next ones to the following indices, and so on: channels with the same index within a group
+    also add up in only half of the groups.
 
     Args:
         k: [T, H, D] sample keys (before RoPE), floating point.
-        head_group, quant_group: as `rotatekv_compress` will be given.
+        head_group, quant_group: the values for `rotatekv_compress`.
 
     Returns:
-        [H / head_group, D * head_group] int64: place -> channel of the head group.
+        [H / head_group, D * head_group] int64: maps an index to a channel of the head group.
 
     Examples:
         >>> hstu_sparse.calibrate(torch.randn(100, 2, 16)).shape  # one head group of 2 heads of 16
         torch.Size([1, 32])
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     options = RotateKVOptions(head_group=head_group, quant_group=quant_group)
     sizes: dict[str, int] = {}
@@ -108,13 +108,13 @@ def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tenso
 
 
 def _check_order(channel_order: Tensor | None, layout: Layout, device: torch.device, wait: bool) -> Tensor | None:
-    """[HG, C] int64 contiguous. wait: its values are read on a GPU too."""
+    """Check and return the order, [HG, C] int64 contiguous. wait: read its values on a GPU too."""
     if channel_order is None:
         return None
     sizes = {"HG": layout.head_groups, "C": layout.keys.channels}
     check_tensor("channel_order", channel_order, "HG C", sizes, dtype=torch.int64, device=device)
-    everyone = torch.arange(sizes["C"], device=device).expand_as(channel_order)
-    if (wait or readable(channel_order)) and not torch.equal(channel_order.sort(-1).values, everyone):
+    all_channels = torch.arange(sizes["C"], device=device).expand_as(channel_order)
+    if (wait or readable(channel_order)) and not torch.equal(channel_order.sort(-1).values, all_channels):
         raise ValueError(f"channel_order must hold each of 0 .. {sizes['C'] - 1} once in every row")
     return channel_order.contiguous()
 
@@ -134,27 +134,28 @@ def rotatekv_compress(
     channel_order: Tensor | None = None,
     backend: str = "auto",
 ) -> RotateKVCache:
-    """Packs keys and values into a few bits each.
+    """Pack keys and values into a few bits each.
 
-    The channels of head_group consecutive heads' keys are taken together, permuted by channel_order, rotated by a
-    Hadamard transform (which spreads outliers), pruned to the greatest magnitudes, and quantised: per token and
-    quant_group channels x ~ zero + scale * code. Values are quantised only.
+    The channels of head_group consecutive heads' keys are combined, permuted by channel_order, rotated by a Hadamard
+    transform (which spreads outliers), pruned to the greatest magnitudes, and quantised: per token and quant_group
+    channels x ~ zero + scale * code. Values are only quantised.
 
     Args:
         k: [T, H, D] keys before RoPE, fp16, bf16 or fp32 (the reference also fp64); any strides. D * head_group must be
             a power of two from 16 to 1,024.
         v: [T, H, V], dtype of k.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
-        bits: 2, 3, 4 or 8 of a code.
+        bits: bits of a code, 2, 3, 4 or 8.
         head_group: 1, 2 or 4, dividing H.
-        quant_group: channels that share a scale and a zero (fp16), a power of two from 16; all of a head group's
-            channels where they are fewer.
+        quant_group: channels that share a scale and a zero (fp16), a power of two from 16; all channels of a head group
+        if
+            there are fewer.
         sparsity: share of a rotated key's channels that is dropped, 0 to 0.9: the least magnitudes of each token.
-        sink_tokens: the first tokens of each sequence, kept as they are.
-        clip: share of a quantisation group's range, around its middle, that the codes reach over; what lies outside
-            takes the nearest. Few codes do better without what is rare: 0.75 at 2 bits and 0.9 at 3 lose the least
-            (docs/rotatekv.md).
-        channel_order: [H / head_group, D * head_group] int64, of `calibrate`; the cache keeps a copy.
+        sink_tokens: the first tokens of each sequence, which are stored unquantised.
+            clip: share of a quantisation group's range, around its middle, that the codes cover; values outside get the
+                nearest code. Few codes are more accurate if they do not cover rare values: 0.75 at 2 bits and 0.9 at 3
+                lose the least (docs/rotatekv.md).
+        channel_order: [H / head_group, D * head_group] int64, of `calibrate`; the cache stores a copy.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -168,18 +169,20 @@ def rotatekv_compress(
         (tensor(True), tensor(True))
 
     Raises:
-        TypeError, ValueError: what was expected and what came. Scales and zeros are fp16: on a CPU, and elsewhere under
+        TypeError, ValueError: with the expected and the actual value. Scales and zeros are fp16: on a CPU, and
+        elsewhere with
             HSTU_SPARSE_DEBUG, keys (after their rotation) and values that are too large for them are refused, and those
-            that are all so small that their scales would be rounded away. Elsewhere they are clamped. NaN stays NaN,
-            but for a file (`RotateKVCache.save`).
+            whose scales would all be rounded to 0. Otherwise they are clamped. NaN stays NaN, except in a file
+            (`RotateKVCache.save`).
 
-    Groups of small numbers among larger ones come back with an error of up to (2^bits - 1) * 2^-25, whatever they are.
+    Groups of small numbers among larger ones are restored with an error of up to (2^bits - 1) * 2^-25, whatever they
+    are.
     """
     sizes = check_kv(k, v, seq_offsets)
     options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
     layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
     order = _check_order(channel_order, layout, k.device, wait=True)
-    order = None if order is None else order.clone()  # the cache's own: the caller may change theirs
+    order = None if order is None else order.clone()  # a copy, since the caller may change the original
     format = PageFormat(sizes["H"], sizes["D"], sizes["V"], k.dtype, **dataclasses.asdict(options))
     cache = RotateKVCache.empty(format, seq_offsets.shape[0] - 1, k.device, order)
     return cache.append(k, v, seq_offsets, backend=backend)
@@ -201,9 +204,9 @@ def rotatekv_round_trip(
     channel_order: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(k [T, H, D], v [T, H, V]) as a cache would give them back, without a cache and without waiting for the device.
+    """Return (k [T, H, D], v [T, H, V]) as a cache would restore them, without a cache or waiting for the device.
 
-    It has no gradients; for training: `rotatekv_self_attention`.
+    It has no gradients; for training use `rotatekv_self_attention`.
     Arguments and errors: as `rotatekv_compress`.
 
     Examples:
@@ -220,9 +223,9 @@ def rotatekv_round_trip(
     if chosen == "reference" or readable(k):
         position = torch.arange(sizes["T"], device=k.device)
         position = position - seq_offsets[sequence_ids(seq_offsets, sizes["T"])]
-        found = reference.round_trip_reference(k, v, position < sink_tokens, layout, channel_order)
+        restored = reference.round_trip_reference(k, v, position < sink_tokens, layout, channel_order)
         if chosen == "reference":
-            return found
+            return restored
     from hstu_sparse.rotatekv.launchers import round_trip_operator
 
     return round_trip_operator(
@@ -232,7 +235,7 @@ def rotatekv_round_trip(
 
 @without_autocast
 def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """(k [T, H, D], v [T, H, V]) of a cache, in the dtype that went in: keys in their own space again, before RoPE.
+    """Return (k [T, H, D], v [T, H, V]) of a cache, in their original dtype: keys without the rotation, before RoPE.
 
     backend: as `rotatekv_compress`.
 
@@ -266,26 +269,26 @@ def rotatekv_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of queries to all cached tokens of their sequence, on the packed cache as it is.
+    """Compute attention of queries to all cached tokens of their sequence, directly on the packed cache.
 
         silu:     o[t] = (1/N) * sum over s of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
         softmax:  o[t] = sum over s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]
 
-    Queries of sequence b stand at position n_b, behind its cached tokens; their own tokens are not in the cache: the
-    caller adds them (SiLU), or merges them by log-sum-exp (softmax). A sequence without cached tokens gives 0.
+    Queries of sequence b have position n_b, behind its cached tokens; their own tokens are not in the cache: the caller
+    adds them (SiLU), or merges them by log-sum-exp (softmax). A sequence without cached tokens gives 0.
 
     Args:
         q: [Tq, H, D], dtype of the cache; any strides.
         q_offsets: [B+1], int32 or int64, from 0 to Tq: the queries of each cached sequence.
-        cache: of `rotatekv_compress`; nothing in it is changed.
+        cache: the result of `rotatekv_compress`, which is not changed.
         max_seq_len: N, at least the longest cached sequence.
         activation: "silu" or "softmax".
         scale: factor of the scores, D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N of silu; `max_seq_len` by default.
         bias: position table of more than max_seq_len entries, read at n_b - s; time table with the cached tokens'
             timestamps [T] and the queries' times query_timestamps [Tq]. Forward only: it gets no gradient.
-        rope_base: turns cached token s to position s and the queries to n_b (half-split pairs, pair i of D/2 by
-            position * rope_base ** (-2i/D)); needs an even D. None for none.
+        rope_base: rotates cached token s to position s and the queries to n_b (half-split pairs, pair i of D/2 by
+            position * rope_base ** (-2i/D)); needs an even D. None for no RoPE.
         return_lse: also return the log-sum-exp of the scores, [Tq, H] fp32 (softmax only).
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
@@ -301,7 +304,7 @@ def rotatekv_attention(
         True
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     _check_cache(cache)
     known = readable(cache.seq_offsets)
@@ -338,10 +341,10 @@ def unpacked_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`rotatekv_attention` on keys and values that are not packed, like those that `rotatekv_decompress` gives.
+    """Compute `rotatekv_attention` on unpacked keys and values, such as the result of `rotatekv_decompress`.
 
     Args:
-        k, v: [T, H, D] and [T, H, V], dtype of q, any strides; seq_offsets: [B+1], theirs.
+        k, v: [T, H, D] and [T, H, V], dtype of q, any strides; seq_offsets: [B+1], of k and v.
         The others: as `rotatekv_attention`.
     """
     sizes: dict[str, int] = {}
@@ -369,7 +372,7 @@ def _check_attention(
     q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, *, activation, scale, normalizer, bias, rope_base,
     return_lse,
 ) -> dict:  # fmt: skip
-    """The options of an attention call, complete."""
+    """Check and complete the options of an attention call."""
     sizes = {letter: size for letter, size in sizes.items() if letter != "V"}
     check_tensor("q", q, "Tq H D", sizes, device=seq_offsets.device)
     check_jagged(q_offsets, max(1, sizes["Tq"]), q=q)
@@ -380,7 +383,7 @@ def _check_attention(
         raise ValueError(f"activation must be silu or softmax, got {activation!r}")
     check_bool("return_lse", return_lse)
     if return_lse and activation != "softmax":
-        raise ValueError("return_lse needs activation='softmax': SiLU's parts add up as they are")
+        raise ValueError("return_lse needs activation='softmax': SiLU's parts add up without it")
     if normalizer is not None and activation != "silu":
         raise ValueError(f"normalizer is for activation='silu', softmax has none, got {normalizer!r}")
     if rope_base is not None:

@@ -1,17 +1,16 @@
-"""The fused attention kernel: queries against the packed history, or against plain keys and values.
+"""Define the fused attention kernel: queries against the packed history, or against plain keys and values.
 
 Letters: T cached tokens, Tq queries, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of
 a head group, C its key channels, N max_seq_len, R tokens of a tile, BQ queries of a tile.
 
-A program owns BQ queries of HEADS heads of one head group (all of them, or one), in columns head * BQ + query, and a
-part of their sequence's history. It walks over tiles of R tokens and keeps scores as [R, columns]: what is unpacked is
-then the left operand of every product, which tensor cores take from registers, just where unpacking leaves it.
+A program has BQ queries of HEADS heads of one head group (all of them, or one), in columns head * BQ + query, and a
+part of their sequence's history. It iterates over tiles of R tokens with scores [R, columns], so that the unpacked data
+are the left operand of every product, which tensor cores read from registers, where unpacking leaves them.
+Either the queries are rotated, once (KEYS_BACK is off): a query is in its head's slot of the C channels, the keys'
+codes are used without restoring, and scale and zero are applied to each quantisation group's part of the score. Or the
+keys are restored, tile by tile, which RoPE requires, and which is less work with many queries.
 
-Either the queries are rotated, once (KEYS_BACK is off): a query stands in its head's slot of the C channels, and the
-keys' codes meet it as they are, scale and zero applied to each quantisation group's part of the score. Or the keys
-are turned back, tile by tile: what RoPE needs, and less work where there are many queries.
-
-RoPE turns position 64 a + r by the angle of 64 a and by that of r: two small tables in place of one row per position.
+RoPE rotates position 64 a + r by the angle of 64 a and by that of r: two small tables instead of one row per position.
 """
 
 import triton
@@ -22,14 +21,14 @@ from hstu_sparse.pages.codec import butterfly, sign
 from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles import locate, opaque, silu
 
-# Signs of the matrices of a channel order, of all channels, that may be kept in shared memory from tile to tile, which
-# the compiler does with what is the same in every turn of a loop: 64 KB. For 1,024 channels it is 512 KB.
+# Signs of the matrices of a channel order, of all channels, that may be in shared memory throughout the loop, where the
+# compiler puts loop invariants: 64 KB. For 1,024 channels it is 512 KB.
 MOST_SIGNS = tl.constexpr(32768)
 
 
 @triton.jit
 def turn(start, step, channel, near, far, HALF: tl.constexpr, TILE: tl.constexpr = 64):
-    """(cos, sin) of the angle of positions start + step, that lie in one tile, at channels.
+    """Return (cos, sin) of the angle of positions start + step, which lie in one tile, at channels.
 
     near, far: [.., 2, HALF], cos and sin of the angles of 0, 1, .. and of 0, TILE, 2 TILE, ..; start is a number.
     """
@@ -41,10 +40,12 @@ def turn(start, step, channel, near, far, HALF: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def load_queries(q, query, head, real, channel, first, stride_t, stride_h, D: tl.constexpr):
-    """[channels, columns] of queries: channel (of the group, from head `first` on) where it is the column's own."""
-    own = channel[:, None] // D == (head - first)[None, :]
+    """Load [channels, columns] of queries: channel (of the group, from head `first` on) where it belongs to the
+    column.
+    """
+    belongs = channel[:, None] // D == (head - first)[None, :]
     pointers = q + query[None, :] * stride_t + head[None, :].to(tl.int64) * stride_h + (channel % D)[:, None]
-    return tl.load(pointers, own & real[None, :], 0.0)
+    return tl.load(pointers, belongs & real[None, :], 0.0)
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def rotated_queries(
     q, query, head, real, group, order, scale, stride_t, stride_h, G: tl.constexpr, D: tl.constexpr,
     BW: tl.constexpr, BLOCKS: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of blocks [BW, columns] of the rotated queries, rounded to q's dtype."""
+    """Return a tuple of blocks [BW, columns] of the rotated queries, rounded to q's dtype."""
     place = tl.arange(0, BW)
     matrix = sign(place[:, None], place[None, :]).to(q.dtype.element_ty)
     blocks = ()
@@ -61,14 +62,14 @@ def rotated_queries(
         if HAS_ORDER:
             channel = tl.load(order + channel).to(tl.int32)
         x = load_queries(q, query, head, real, channel, group * G, stride_t, stride_h, D)
-        # With few columns this is no product of a warp group (two of those, in turn in one buffer, are what ptxas is
-        # known to fail at: `ahead`).
+        # With few columns this is no warp-group product (ptxas is known to fail at two of those that alternate in one
+        # buffer: `ahead`).
         blocks += (tl.dot(tl.trans(x), matrix, input_precision=PRECISION),)
     blocks = butterfly(blocks, BLOCKS, 1)
-    found = ()
+    rotated = ()
     for b in tl.static_range(BLOCKS):
-        found += (tl.trans((blocks[b] * scale).to(q.dtype.element_ty)),)
-    return found
+        rotated += (tl.trans((blocks[b] * scale).to(q.dtype.element_ty)),)
+    return rotated
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def plain_queries(
     q, query, head, real, group, first, length, near, far, stride_t, stride_h, G: tl.constexpr, D: tl.constexpr,
     OW: tl.constexpr, PAD: tl.constexpr, OUT: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of OUT blocks [PAD, columns] of queries as they are, or turned to position `length`; OW channels each.
+    """Return a tuple of OUT blocks [PAD, columns] of queries, or rotated to position `length`; OW channels each.
 
     first: the group's channel that the first block begins at.
     """
@@ -104,41 +105,43 @@ def plain_queries(
 def turned_keys(
     x, start, near, far, D: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr
 ):
-    """A tuple of key blocks [R, PAD] fp32, of whole heads, turned to the positions from `start` on."""
+    """Return a tuple of key blocks [R, PAD] fp32, of whole heads, rotated to the positions from `start` on."""
     HALF: tl.constexpr = D // 2
     place = tl.arange(0, PAD)
     STEP: tl.constexpr = HALF // OW
-    found = ()
+    turned = ()
     for o in tl.static_range(OUT):
         angle = tl.where(place < OW, o * OW % HALF + place, 0)
         cos, sin = turn(start, tl.arange(0, R)[:, None], angle[None, :], near, far, HALF)
         if o // STEP % 2 == 0:
-            found += (x[o] * cos - x[o + STEP] * sin,)
+            turned += (x[o] * cos - x[o + STEP] * sin,)
         else:
-            found += (x[o] * cos + x[o - STEP] * sin,)
-    return found
+            turned += (x[o] * cos + x[o - STEP] * sin,)
+    return turned
 
 
 @triton.jit
-def biased(scores, inside, position, token, length, tables, asked, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr):
-    """Scores [R, columns] of tokens at `position` [R] with the bias of position and time."""
+def biased(
+    scores, inside, position, token, length, tables, query_times, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr
+):
+    """Return scores [R, columns] of tokens at `position` [R] with the bias of position and time."""
     position_table, time_table, cells, timestamps = tables
     if HAS_POSITION:
         scores += tl.load(position_table + length - position, inside, 0.0).to(tl.float32)[:, None]
     if HAS_TIME:
-        seen = tl.load(timestamps + token, inside, 0)
-        scores += time_bias(time_table, cells, asked[None, :], seen[:, None])[0]
+        key_times = tl.load(timestamps + token, inside, 0)
+        scores += time_bias(time_table, cells, query_times[None, :], key_times[:, None])[0]
     return scores
 
 
 @triton.jit
 def take(
-    scores, values_state, inside, position, token, length, score_scale, tables, asked,
+    scores, values_state, inside, position, token, length, score_scale, tables, query_times,
     SOFTMAX: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Weights [R, columns] of scores, and for softmax the new state and the factor for what was summed before."""
+    """Return weights [R, columns] of scores, and for softmax the new state and the factor for earlier sums."""
     greatest, total = values_state
-    scores = biased(scores * score_scale, inside, position, token, length, tables, asked, HAS_POSITION, HAS_TIME)
+    scores = biased(scores * score_scale, inside, position, token, length, tables, query_times, HAS_POSITION, HAS_TIME)
     factor = 1.0
     if SOFTMAX:
         scores = tl.where(inside[:, None], scores, float("-inf"))
@@ -169,10 +172,10 @@ def rotatekv_attention_fwd_kernel(
     HEADS: tl.constexpr, BQ: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, P_PAD: tl.constexpr,
     OUT_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """One part of one tile of queries; out and lse: [SPLITS, Tq, H, ...], or the final ones where SPLITS is 1.
+    """Compute one part of one tile of queries; out and lse: [SPLITS, Tq, H, ...], or the final results if SPLITS is 1.
 
-    PLAIN: tokens that come from plain_k and plain_v: with SINKS the first S of a sequence, S of each of its rows, which
-    column 0 of `pages` [B, P] names, else all, [T, H, ...]. PACKED: tokens that come from the pages.
+    PLAIN: tokens from plain_k and plain_v: with SINKS the first S of a sequence, S in each of the rows that column 0 of
+    `pages` [B, P] names, else all, [T, H, ...]. PACKED: tokens from the pages.
     """
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G
@@ -195,9 +198,9 @@ def rotatekv_attention_fwd_kernel(
     head = group * G + own_head + column // BQ
     begin = tl.load(seq_offsets + b).to(tl.int64)
     length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
-    asked = tl.zeros([COLUMNS], tl.int64)
+    query_times = tl.zeros([COLUMNS], tl.int64)
     if HAS_TIME:
-        asked = tl.load(query_timestamps + query, real, 0)
+        query_times = tl.load(query_timestamps + query, real, 0)
     tables = (position_table, time_table, cells, timestamps)
     if PACKED:
         pages += b.to(tl.int64) * P
@@ -227,7 +230,7 @@ def rotatekv_attention_fwd_kernel(
             P_PAD, HEADS * HALVES, ROPE,
         )  # fmt: skip
         row_begin = tl.load(pages).to(tl.int64) * S if SINKS else begin
-        # Sinks are few: copies in flight would take more shared memory than they save time.
+        # Sinks are few: prefetched copies would take more shared memory than they save time.
         for tile in tl.range(split * per, tl.minimum(tiles, split * per + per), num_stages=1 if SINKS else None):
             position = tile * R + tl.arange(0, R)
             inside = position < plain
@@ -245,7 +248,7 @@ def rotatekv_attention_fwd_kernel(
                 for half in tl.static_range(HALVES):
                     scores += tl.dot(key[half].to(DTYPE), q_plain[h * HALVES + half], input_precision=PRECISION)
             weights, state, factor = take(
-                scores, state, inside, position, begin + position, length, score_scale, tables, asked, SOFTMAX,
+                scores, state, inside, position, begin + position, length, score_scale, tables, query_times, SOFTMAX,
                 HAS_POSITION, HAS_TIME, FAST,
             )  # fmt: skip
             low_weights = weights.to(DTYPE)
@@ -287,7 +290,7 @@ def rotatekv_attention_fwd_kernel(
             slot = position % PAGE
             page = tl.load(pages + (1 if SINKS else 0) + position // PAGE, inside, 0).to(tl.int64)
             row = page * HG + group
-            codes, kept, scales, zeros = load_keys(
+            codes, key_mask, scales, zeros = load_keys(
                 k_codes, k_ranges, k_bitmap, row, slot, inside, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK,
                 K_BLOCKS, K_GROUPS, WORDS, KEPT, SPARSE, R,
             )  # fmt: skip
@@ -295,10 +298,10 @@ def rotatekv_attention_fwd_kernel(
             if KEYS_BACK:
                 first = first_channel
                 if HAS_ORDER and K_BLOCKS * OUT * K_BLOCK * PAD > MOST_SIGNS:
-                    first += opaque(tile) - tile  # 0, which the compiler does not know
+                    first += opaque(tile) - tile  # 0, unknown to the compiler
                 keys = restored_blocks(
-                    codes, kept, scales, zeros, scale, first, inverse_order, DTYPE, OFFSET, K_BLOCK, K_BLOCKS, K_PER,
-                    OW, PAD, OUT, SPAN, SPARSE, HAS_ORDER, R,
+                    codes, key_mask, scales, zeros, scale, first, inverse_order, DTYPE, OFFSET, K_BLOCK, K_BLOCKS,
+                    K_PER, OW, PAD, OUT, SPAN, SPARSE, HAS_ORDER, R,
                 )  # fmt: skip
                 if ROPE:
                     keys = turned_keys(keys, tile * R, near, far, D, OW, PAD, OUT, R)
@@ -310,11 +313,11 @@ def rotatekv_attention_fwd_kernel(
                     part = tl.dot(codes[i], q_packed[i], input_precision=PRECISION)
                     scores += k_scale[:, None] * part
                     if SPARSE:
-                        scores += k_zero[:, None] * tl.dot(kept[i], q_packed[i], input_precision=PRECISION)
+                        scores += k_zero[:, None] * tl.dot(key_mask[i], q_packed[i], input_precision=PRECISION)
                     else:
                         scores += (k_zero - OFFSET * k_scale)[:, None] * q_sums[i][None, :]
             weights, state, factor = take(
-                scores, state, inside, position, begin + position, length, score_scale, tables, asked, SOFTMAX,
+                scores, state, inside, position, begin + position, length, score_scale, tables, query_times, SOFTMAX,
                 HAS_POSITION, HAS_TIME, FAST,
             )  # fmt: skip
             new = ()
@@ -328,7 +331,7 @@ def rotatekv_attention_fwd_kernel(
                 if SOFTMAX:
                     before = before * factor[None, :]
                 if SCALED_WEIGHTS:
-                    # Codes about 0, so that the rounding of the weights counts as much as it does with values.
+                    # Codes centred at 0, so that the rounding of the weights has the same effect as with values.
                     value = (code - (OFFSET + LEVELS / 2)).to(DTYPE)
                     own = (weights * v_scale[:, None]).to(DTYPE)
                     constant = constants[i]

@@ -1,4 +1,4 @@
-"""`RotateKVCache`: the packed keys and values of B sequences, in a page pool of their own that grows with them.
+"""Define `RotateKVCache`: the packed keys and values of B sequences, in a page pool that grows with them.
 
 Letters: T cached tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size, HG head
 groups.
@@ -20,7 +20,7 @@ from hstu_sparse.validation import check_tensor, choose_backend
 
 
 def check_kv(k: Tensor, v: Tensor, seq_offsets: Tensor) -> dict[str, int]:
-    """Checks keys [T, H, D] and values [T, H, V] of jagged sequences; returns letter -> size."""
+    """Check keys [T, H, D] and values [T, H, V] of jagged sequences; return letter -> size."""
     sizes: dict[str, int] = {}
     check_tensor("k", k, "T H D", sizes)
     check_tensor("v", v, "T H V", sizes, dtype=k.dtype, device=k.device)
@@ -31,10 +31,10 @@ def check_kv(k: Tensor, v: Tensor, seq_offsets: Tensor) -> dict[str, int]:
 
 
 class RotateKVCache:
-    """Keys and values of B sequences at a few bits each; made by `rotatekv_compress`.
+    """The keys and values of B sequences at a few bits each; created by `rotatekv_compress`.
 
     pool             a `PagePool` of one layer, without timestamps
-    lengths, rows    tokens and row of each sequence, on the host
+    lengths, rows    the number of tokens and the row of each sequence, on the host
     seq_offsets      [B+1] int64: sequence b holds seq_offsets[b+1] - seq_offsets[b] tokens
     pages            [B, P] int32, the table of the rows
     channel_order    [HG, D * head_group] int64, or None
@@ -53,13 +53,13 @@ class RotateKVCache:
     def empty(
         cls, format: PageFormat, sequences: int, device: torch.device | str, channel_order: Tensor | None = None
     ) -> Self:
-        """A cache of `sequences` sequences without a token."""
+        """Create a cache of `sequences` sequences without a token."""
         pool = PagePool(format, 0, num_sequences=sequences, timed=False, device=device)
         return cls(pool, [array("i") for _ in range(sequences)], [0] * sequences, channel_order)
 
     @staticmethod
     def check(heads: int, head_size: int, **options) -> None:
-        """Whether keys of H heads of D can be cached so; TypeError or ValueError with what is wrong.
+        """Check that keys of H heads of D can be cached with these options; TypeError or ValueError if not.
 
         options: `bits`, `head_group`, `quant_group`, `sparsity`, `sink_tokens`, `clip` of `rotatekv_compress`.
         """
@@ -72,12 +72,12 @@ class RotateKVCache:
 
     @property
     def options(self) -> RotateKVOptions:
-        """How the cache was compressed."""
+        """The options of the compression."""
         return self.layout.options
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the keys and values that went in, and that `rotatekv_decompress` gives back."""
+        """The dtype of the original keys and values, which `rotatekv_decompress` returns."""
         return self.pool.format.dtype
 
     @property
@@ -95,30 +95,30 @@ class RotateKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is kept: codes, bitmaps, scales, zeros, sinks, page table and offsets.
+        """The bytes of all stored data: codes, bitmaps, scales, zeros, sinks, page table and offsets.
 
-        Pages that `append` made room for and has not filled yet are not counted.
+        Pages that `append` allocated and that are still empty are not counted.
         """
         format, used = self.pool.format, self.pool.num_pages - self.pool.free_pages
-        held = [self.pages, self.seq_offsets] + ([] if self.channel_order is None else [self.channel_order])
-        return used * format.page_bytes + self.num_sequences * format.sequence_bytes + sum(x.nbytes for x in held)
+        tables = [self.pages, self.seq_offsets] + ([] if self.channel_order is None else [self.channel_order])
+        return used * format.page_bytes + self.num_sequences * format.sequence_bytes + sum(x.nbytes for x in tables)
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """(sequence, position in it) of every cached token: [T] int64 each."""
+        """Return (sequence, position in it) of every cached token: [T] int64 each."""
         sequence = sequence_ids(self.seq_offsets, sum(self.lengths))
         return sequence, torch.arange(len(sequence), device=self.device) - self.seq_offsets[sequence]
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, seq_offsets: Tensor, *, backend: str = "auto") -> Self:
-        """Adds new tokens at the end of the sequences, in place; what is packed stays as it is, bit for bit.
+        """Add new tokens at the end of the sequences, in place; packed data are unchanged, bit for bit.
 
         Args:
-            k: [T', H, D] new keys, of the dtype that the cache was made of; v: [T', H, V].
-            seq_offsets: [B+1], the new tokens of each sequence (which may be none).
+            k: [T', H, D] new keys, of the cache's dtype; v: [T', H, V].
+            seq_offsets: [B+1], the new tokens of each sequence (possibly none).
             backend: as `rotatekv_compress`.
 
         Returns:
-            The cache itself. Waits for the device once, to learn how many pages it needs.
+            The cache itself. Waits for the device once, to find the number of pages.
         """
         sizes, format = check_kv(k, v, seq_offsets), self.pool.format
         expected = {"H": format.heads, "D": format.head_size, "V": format.value_size}
@@ -138,7 +138,7 @@ class RotateKVCache:
         sequence, position = new_tokens(seq_offsets, before, len(k))
         if chosen == "reference" or readable(k):
             packed = position >= format.sink_tokens
-            # Before anything changes: what does not fit is refused here.
+            # Values that do not fit are refused here, before anything changes.
             packing.encode(k[packed], v[packed], self.layout, self.channel_order)
         self._grow(seq_offsets.diff().tolist())
         if chosen == "reference":
@@ -150,30 +150,30 @@ class RotateKVCache:
         return self
 
     def _grow(self, more: list[int]) -> None:
-        """Counts `more` tokens of each sequence in, and makes room for them."""
+        """Count `more` tokens of each sequence, and allocate pages for them."""
         lengths = [length + new for length, new in zip(self.lengths, more)]
         total = sum(map(self.pool.format.num_pages, lengths))
         if total > self.pool.num_pages:
-            # An eighth more than needed, once it grows, so that not every append copies the pages.
+            # It grows by an eighth more than needed, so that not every append copies the pages.
             self.pool.enlarge(total + (total // 8 if self.pool.num_pages else 0))
         self._hold([self.pool.reserve(row, length) for row, length in zip(self.rows, lengths)], lengths)
 
     def save(self, path) -> None:
-        """Writes the cache to one safetensors file, which appears whole or not at all.
+        """Write the cache to one safetensors file, which appears whole or not at all.
 
-        Raises OSError where it cannot be, also where a device, a pipe or a folder stands, and ValueError for a cache
-        with NaN or infinity, which `load` refuses.
+        Raises OSError if it cannot be written, also at the path of a device, a pipe or a folder, and ValueError for a
+        cache with NaN or infinity, which `load` refuses.
         """
         _check_values(self.tensors)
         files.save(self.pool, path, self.rows, self.lengths, self.channel_order)
 
     @classmethod
     def load(cls, path, device: torch.device | str = "cpu") -> Self:
-        """Reads what `save` wrote; ValueError, in one line, for a file that is missing, damaged or something else."""
+        """Read the file of `save`; ValueError, in one line, for a file that is missing, damaged or of another kind."""
 
         def check(format: PageFormat, layers: int, tensors: dict[str, Tensor]) -> None:
             if format.bits is None or layers != 1:
-                raise ValueError("pages of a pool, and no RotateKV cache: PagePool.load reads them")
+                raise ValueError("pages of a pool, not a RotateKV cache: PagePool.load reads them")
             _check_values({name.partition(".")[2]: x for name, x in tensors.items()})
 
         pool, rows, lengths, order = files.load(PagePool, path, device, None, None, check)
@@ -183,6 +183,6 @@ class RotateKVCache:
 def _check_values(tensors: dict[str, Tensor]) -> None:
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
-            raise ValueError(f"{name} holds NaN or infinity: keys or values that were none were cached")
+            raise ValueError(f"{name} holds NaN or infinity: keys or values that are not finite were cached")
         if name.endswith("ranges") and (x[..., 0] < 0).any():
             raise ValueError(f"{name} holds a scale below 0")

@@ -1,7 +1,7 @@
-"""From codes to keys in their own space, and the kernels that write them out: decompression, and the round trip.
+"""Restore keys from codes, in the kernels of decompression and of the round trip.
 
 Letters: T tokens, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of a head group, C
-its key channels, HG = H / G, R tokens of a tile, BW channels of a block of codes, OW of one that comes out.
+its key channels, HG = H / G, R tokens of a tile, BW channels of a block of codes, OW channels of an output block.
 """
 
 import triton
@@ -27,11 +27,12 @@ def matrix_block(
     i: tl.constexpr, first, order, DTYPE: tl.constexpr, BW: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """What block i of the codes gives to OW channels from `first` on: [BW, PAD], 1 and -1, zero behind OW.
+    """Return the contribution of block i of the codes to OW channels from `first` on: [BW, PAD], 1 and -1, zero behind
+    OW.
 
-    order: where each channel stands among the permuted ones; without it the sign of the blocks is left out. DTYPE: of
-    16 bits. The numbers are put together as such: converted ones come two in a register, and where ptxas 12.8 spills
-    4 KB a thread it has loaded one of the two again before both were stored (`ahead.early_reloads`).
+    order: the index of each channel among the permuted ones; without it the sign of the blocks is left out. DTYPE: of
+    16 bits. The numbers are built from their bits: converted ones are stored two in a register, and in kernels for
+    which ptxas 12.8 spills 4 KB a thread it reloaded one of the two before both were stored (`ahead.early_reloads`).
     """
     row = tl.arange(0, BW)
     column = tl.arange(0, PAD)
@@ -49,26 +50,26 @@ def matrix_block(
 
 @triton.jit
 def restored_blocks(
-    codes, kept, scales, zeros, factor, first, order, DTYPE: tl.constexpr, OFFSET: tl.constexpr, BW: tl.constexpr,
+    codes, key_mask, scales, zeros, factor, first, order, DTYPE: tl.constexpr, OFFSET: tl.constexpr, BW: tl.constexpr,
     BLOCKS: tl.constexpr, PER: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, OUT: tl.constexpr,
     SPAN: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of OUT blocks [R, PAD] fp32 of keys in their own space, OW channels each, times `factor` C ** 0.5.
+    """Return a tuple of OUT blocks [R, PAD] fp32 of restored keys, OW channels each, times `factor` C ** 0.5.
 
-    codes: tuple of blocks [R, BW] of DTYPE, OFFSET above the codes; kept: the same of 0 and 1, if SPARSE; scales,
-    zeros: tuples of [R] fp32, of groups of PER blocks. first: channel that the first block out begins at, a multiple of
-    OUT * OW; SPAN: how many of these blocks take different columns of Sylvester's matrix of BW.
+    codes: tuple of blocks [R, BW] of DTYPE, OFFSET above the codes; key_mask: the same of 0 and 1, if SPARSE; scales,
+    zeros: tuples of [R] fp32, of groups of PER blocks. first: first channel of the first output block, a multiple of
+    OUT * OW; SPAN: how many of these blocks have different columns of Sylvester's matrix of BW.
     """
-    # Whole blocks that come out: the transform across blocks sums those alike in what is left of their number, with the
-    # signs of the blocks from `first` on, and ends in a butterfly.
+    # Whole output blocks: the transform across blocks sums blocks with equal indices modulo SPAN, with the signs of the
+    # blocks from `first` on, and ends in a butterfly.
     WHOLE: tl.constexpr = OUT // SPAN
-    # Codes and signs are exact in 16 bits; in 32 the matrices of 256 channels with an order took more shared memory
-    # than there is.
+    # Codes and signs are exact in 16 bits; in 32 the matrices of 256 channels with an order needed more shared memory
+    # than available.
     NARROW: tl.constexpr = DTYPE if DTYPE.primitive_bitwidth == 16 else tl.float16
-    found = ()
+    restored = ()
     constants = ()
     for _ in tl.static_range(OUT):
-        found += (tl.zeros([R, PAD], tl.float32),)
+        restored += (tl.zeros([R, PAD], tl.float32),)
         constants += (tl.zeros([R], tl.float32),)
     for i in tl.static_range(BLOCKS):
         scale = scales[i // PER]
@@ -81,38 +82,38 @@ def restored_blocks(
             for o in tl.static_range(OUT):
                 matrix = matrix_block(i, first + o * OW, order, NARROW, BW, OW, PAD, True)
                 if SPARSE:
-                    constant = tl.dot(kept[i].to(NARROW), matrix)
+                    constant = tl.dot(key_mask[i].to(NARROW), matrix)
                 else:
                     constant = tl.sum(matrix.to(tl.float32), 0)[None, :]
                 part = scale[:, None] * tl.dot(codes[i].to(NARROW), matrix) + zero[:, None] * constant
-                new += (found[o] + factor * part,)
-            found = new
+                new += (restored[o] + factor * part,)
+            restored = new
         else:
-            own = sign(i, first // BW) * factor
+            block_sign = sign(i, first // BW) * factor
             for o in tl.static_range(OUT):
-                x = found[o]
+                x = restored[o]
                 constant = constants[o]
                 if o // SPAN == i % WHOLE:
                     matrix = matrix_block(i, first + o % SPAN * OW, order, NARROW, BW, OW, PAD, False)
-                    x += (scale * own)[:, None] * tl.dot(codes[i].to(NARROW), matrix)
+                    x += (scale * block_sign)[:, None] * tl.dot(codes[i].to(NARROW), matrix)
                     if SPARSE:
-                        x += (zero * own)[:, None] * tl.dot(kept[i].to(NARROW), matrix)
-                    constant += own * zero
+                        x += (zero * block_sign)[:, None] * tl.dot(key_mask[i].to(NARROW), matrix)
+                    constant += block_sign * zero
                 new += (x,)
                 new_constants += (constant,)
-            found = new
+            restored = new
             constants = new_constants
     if HAS_ORDER:
-        return found
-    whole = ()
+        return restored
+    outputs = ()
     for o in tl.static_range(OUT):
-        x = found[o]
+        x = restored[o]
         if not SPARSE:
-            # What is the same for all channels of a block goes to the first column of Sylvester's matrix alone.
+            # A term that is constant over all channels of a block only affects the first column of Sylvester's matrix.
             alike = ((first + o % SPAN * OW) % BW + tl.arange(0, PAD) == 0).to(tl.float32) * BW
             x += constants[o][:, None] * alike[None, :]
-        whole += (x,)
-    return butterfly(whole, WHOLE, SPAN)
+        outputs += (x,)
+    return butterfly(outputs, WHOLE, SPAN)
 
 
 @triton.jit
@@ -121,19 +122,19 @@ def load_keys(
     PAGE: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr, WORDS: tl.constexpr, KEPT: tl.constexpr, SPARSE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """(codes, kept, scales, zeros) of keys, as `restored_blocks` takes them; row: [R] page and head group."""
+    """Load (codes, key_mask, scales, zeros) of keys for `restored_blocks`; row: [R] page and head group."""
     codes = ()
-    kept = ()
+    key_mask = ()
     before = tl.zeros([R], tl.int32)
     for i in tl.static_range(BLOCKS):
         if SPARSE:
-            # A tile of TILE tokens in pages of as many is one page.
+            # A tile of TILE tokens in pages of the same size is one page.
             column = i * BW + tl.arange(0, BW)
             some = (column >= 0) & (tl.max(mask.to(tl.int32), 0) > 0)
             word = tl.load(k_bitmap + tl.max(row, 0) * C + column, some, 0)
             bit = ((word[None, :] >> slot[:, None].to(tl.int64)) & 1).to(tl.int32)
             codes += (load_kept(k_codes, row * PAGE + slot, mask, bit, before, BITS, DTYPE, KEPT, WORDS),)
-            kept += (bit.to(DTYPE),)
+            key_mask += (bit.to(DTYPE),)
             before += tl.sum(bit, 1)
         else:
             at = (row * BLOCKS + i) * PAGE + slot
@@ -145,7 +146,7 @@ def load_keys(
         scale, zero = halves_of(tl.load(k_ranges + at, mask, 0))
         scales += (scale,)
         zeros += (zero,)
-    return codes, kept, scales, zeros
+    return codes, key_mask, scales, zeros
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def load_values(
     BITS: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """(OFFSET + codes [R, BW], scale, zero [R] fp32) of block b of values."""
+    """Load (OFFSET + codes [R, BW], scale, zero [R] fp32) of block b of values."""
     codes = load_codes(v_codes, (row * BLOCKS + b) * PAGE + slot, mask, BITS, DTYPE, OFFSET, R, BW, WORDS)
     at = (row * GROUPS + b // (BLOCKS // GROUPS)) * PAGE + slot
     scale, zero = halves_of(tl.load(v_ranges + at, mask, 0))
@@ -164,7 +165,7 @@ def load_values(
 @triton.jit
 def load_group(x, token, mask, b, first_head, H: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
                BW: tl.constexpr):  # fmt: skip
-    """Block b [R, BW] of a head group's channels of x [T, H, SIZE], contiguous."""
+    """Load block b [R, BW] of a head group's channels of x [T, H, SIZE], contiguous."""
     column = b * BW + tl.arange(0, BW)
     pointers = x + ((token * H + first_head) * SIZE)[:, None] + column[None, :]
     return tl.load(pointers, mask[:, None] & (column < CHANNELS)[None, :], 0.0)
@@ -173,7 +174,7 @@ def load_group(x, token, mask, b, first_head, H: tl.constexpr, SIZE: tl.constexp
 @triton.jit
 def store_group(out, token, mask, x, b, first_head, H: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
                 BW: tl.constexpr):  # fmt: skip
-    """Writes block b [R, BW] of a head group's channels into out [T, H, SIZE], contiguous."""
+    """Write block b [R, BW] of a head group's channels to out [T, H, SIZE], contiguous."""
     column = b * BW + tl.arange(0, BW)
     pointers = out + ((token * H + first_head) * SIZE)[:, None] + column[None, :]
     tl.store(pointers, x.to(out.dtype.element_ty), mask[:, None] & (column < CHANNELS)[None, :])
@@ -189,7 +190,7 @@ def rotatekv_decompress_kernel(
     V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, SINKS: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
     OFFSET: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """R tokens of one head group, written to k [T, H, D] and v [T, H, V]; of the keys, OUT blocks' channels."""
+    """Write R tokens of one head group to k [T, H, D] and v [T, H, V]; of the keys, the channels of OUT blocks."""
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G
     DTYPE: tl.constexpr = k.dtype.element_ty
@@ -220,12 +221,12 @@ def rotatekv_decompress_kernel(
     slot = index % PAGE
     row = page * HG + group
     WORDS: tl.constexpr = KEPT_WORDS if SPARSE else K_WORDS
-    codes, kept, scales, zeros = load_keys(
+    codes, key_mask, scales, zeros = load_keys(
         k_codes, k_ranges, k_bitmap, row, slot, mask, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK, K_BLOCKS,
         K_GROUPS, WORDS, KEPT, SPARSE, R,
     )  # fmt: skip
     x = restored_blocks(
-        codes, kept, scales, zeros, scale, first_out * K_BLOCK, inverse_order, DTYPE, OFFSET, K_BLOCK,
+        codes, key_mask, scales, zeros, scale, first_out * K_BLOCK, inverse_order, DTYPE, OFFSET, K_BLOCK,
         K_BLOCKS, K_BLOCKS // K_GROUPS, K_BLOCK, K_BLOCK, OUT, 1, SPARSE, HAS_ORDER, R,
     )  # fmt: skip
     for i in tl.static_range(OUT):
@@ -248,7 +249,7 @@ def rotatekv_round_trip_kernel(
     V_BLOCKS: tl.constexpr, V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
     INSET: tl.constexpr,
 ):  # fmt: skip
-    """R tokens of one head group through codes and back, to k_out [T, H, D] and v_out [T, H, V]; sinks as they are."""
+    """Quantise and restore R tokens of one head group, to k_out [T, H, D] and v_out [T, H, V]; sinks are copied."""
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G
     LEVELS: tl.constexpr = (1 << BITS) - 1
@@ -268,10 +269,10 @@ def rotatekv_round_trip_kernel(
     x = rotated_blocks(
         k, token, mask, group * G, k_stride_t, k_stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER, D
     )
-    kept = x
+    key_mask = x
     if SPARSE:
-        kept = greatest(x, KEPT, K_BLOCKS, R)
-    scales, zeros = key_ranges(x, kept, INSET, K_PER, K_GROUPS, LEVELS, SPARSE, R)
+        key_mask = greatest(x, KEPT, K_BLOCKS, R)
+    scales, zeros = key_ranges(x, key_mask, INSET, K_PER, K_GROUPS, LEVELS, SPARSE, R)
     codes = ()
     wide_scales = ()
     wide_zeros = ()
@@ -279,8 +280,8 @@ def rotatekv_round_trip_kernel(
     for i in tl.static_range(K_BLOCKS):
         code = encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
         if SPARSE:
-            code = code * kept[i]
-            marks += (kept[i].to(DTYPE),)
+            code = code * key_mask[i]
+            marks += (key_mask[i].to(DTYPE),)
         codes += (code.to(DTYPE),)
     for g in tl.static_range(K_GROUPS):
         wide_scales += (scales[g].to(tl.float32),)

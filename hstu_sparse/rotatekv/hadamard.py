@@ -1,7 +1,7 @@
-"""The Hadamard transform of rows, as products with Sylvester's matrices of at most 64: kernel and operator.
+"""Compute the Hadamard transform of rows, as products with Sylvester's matrices of at most 64: kernel and operator.
 
-The matrix of n is the Kronecker product of those of OUTER and INNER, n = OUTER * INNER: a row, seen as a matrix
-[OUTER, INNER], is multiplied from both sides. Rows of fewer than 16 elements go several to a row of the product.
+The matrix of n is the Kronecker product of those of OUTER and INNER, n = OUTER * INNER: a row, as a matrix [OUTER,
+INNER], is multiplied from both sides. Several rows of fewer than 16 elements form one row of the product.
 """
 
 import torch
@@ -13,7 +13,7 @@ from hstu_sparse.pages.codec import sign
 from hstu_sparse.registration import Operator
 from hstu_sparse.validation import check_kernel
 
-ELEMENTS = 2048  # of a program, where a row has no more
+ELEMENTS = 2048  # elements of a program, unless a row has more
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -21,7 +21,7 @@ def hadamard_transform_fwd_kernel(
     x, out, total, scale, N: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of OUTER * INNER elements; with N less than INNER a row is several rows of x."""
+    """Transform ROWS rows of OUTER * INNER elements; with N less than INNER a row is several rows of x."""
     place = tl.arange(0, ROWS * OUTER * INNER)
     element = tl.program_id(0).to(tl.int64) * (ROWS * OUTER * INNER) + place
     values = tl.reshape(tl.load(x + element, element < total, 0.0), [ROWS * OUTER, INNER])
@@ -38,7 +38,7 @@ def hadamard_transform_fwd_kernel(
         if x.dtype.element_ty == tl.float32:
             values = tl.dot(values, outer, input_precision=PRECISION)
         else:
-            # In two halves, so that nothing that 16 bits can show is lost; the sums may be too large for fp16.
+            # In two halves, so that no digit of 16-bit numbers is lost; the sums may be too large for fp16.
             high = values.to(tl.bfloat16)
             low = (values - high.to(tl.float32)).to(tl.bfloat16)
             values = tl.dot(low, outer.to(tl.bfloat16), tl.dot(high, outer.to(tl.bfloat16)))
@@ -48,7 +48,7 @@ def hadamard_transform_fwd_kernel(
 
 
 def factors(n: int) -> tuple[int, int]:
-    """(OUTER, INNER) of n: both at least 16, the least that a product takes, or all in one."""
+    """Return (OUTER, INNER) of n: both at least 16, the least size of a product, or all in one."""
     if n < 256:
         return 1, max(16, n)
     inner = 1 << (n.bit_length() // 2)

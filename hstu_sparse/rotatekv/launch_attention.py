@@ -1,4 +1,4 @@
-"""Launches of attention to a cache: what the kernel is compiled for, and how the history is cut up.
+"""Launch attention to a cache: the kernel's constants, and the division of the history.
 
 Letters: T cached tokens, Tq queries, B sequences, N max_seq_len, H heads, D query/key and V value head size, G heads of
 a head group, S sink tokens, R tokens of a tile, BQ queries of a program.
@@ -30,13 +30,13 @@ from hstu_sparse.rotatekv.launchers import current, inverse, sizes
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
 
-# Queries of a sequence, on average, from which on keys are turned back, but for those of a `long_order`, and heads have
+# The average number of queries of a sequence from which keys are restored, except with a `long_order`, and heads have
 # programs of their own.
 MANY_QUERIES = 32
 
 
 class Plain(NamedTuple):
-    """Keys [T, H, D] and values [T, H, V] that are not packed, of the sequences that seq_offsets [B+1] gives."""
+    """Unpacked keys [T, H, D] and values [T, H, V], of the sequences with offsets seq_offsets [B+1]."""
 
     k: Tensor
     v: Tensor
@@ -44,17 +44,19 @@ class Plain(NamedTuple):
 
 
 def ways(rope: bool, plain: bool) -> tuple[str, ...]:
-    """The ways that take a call (see `attention`): with RoPE, and of plain keys, only those that turn keys back."""
+    """Return the ways that support a call (see `attention`): with RoPE, and for plain keys, only those that restore
+    keys.
+    """
     return ("keys",) if rope or plain else ("queries", "keys")
 
 
 def long_order(cache: RotateKVCache | None) -> bool:
-    """Whether keys that are turned back meet the matrices of an order of more than 128 channels."""
+    """Return whether restored keys are multiplied by the matrices of an order of over 128 channels."""
     return cache is not None and cache.channel_order is not None and cache.layout.keys.channels > 128
 
 
 class Call(NamedTuple):
-    """What every way of attention is given."""
+    """The arguments of every way of attention."""
 
     q: Tensor
     q_offsets: Tensor
@@ -67,7 +69,7 @@ class Call(NamedTuple):
     rope_base: float | None
 
     def slots(self, size: int) -> int:
-        """Tiles of `size` queries, as `tiles.locate` finds them."""
+        """Return the number of tiles of `size` queries, as `tiles.locate` counts them."""
         return self.q.shape[0] // size + self.q_offsets.shape[0] - 1
 
     @property
@@ -91,7 +93,7 @@ class Call(NamedTuple):
         )  # fmt: skip
 
     def angles(self) -> tuple[Tensor | None, Tensor | None]:
-        """Tables for `turn` of positions in a tile, and of tiles."""
+        """Return the tables of `turn` for positions in a tile, and for tiles."""
         if self.rope_base is None:
             return None, None
         half, count = self.q.shape[2] // 2, next_power_of_2(self.max_seq_len // TILE + 2)
@@ -102,20 +104,20 @@ class Call(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """launch(call, part, part_lse, splits) and the splits that it would like."""
+    """A launch function, launch(call, part, part_lse, splits), and the preferred number of splits."""
 
     launch: Callable[[Call, Tensor, Tensor | None, int], None]
     splits: int
 
 
 def general(call: Call, keys_back: bool) -> Plan:
-    """The kernel on a cache, or on plain keys and values."""
+    """Return the plan of the kernel on a cache, or on plain keys and values."""
     q, source = call.q, call.source
     heads, head_size = q.shape[1:]
     cache = source if isinstance(source, RotateKVCache) else None
     rope = call.rope_base is not None
     if cache is None:
-        # The sizes of packed keys go unused; no head is too odd for them.
+        # The sizes of packed keys are not used, so that any head size is valid.
         layout = Layout(RotateKVOptions(head_group=1), heads, 64, source.v.shape[2])
         constants = sizes(layout, False, q.dtype) | dict(D=head_size)
         plain_k, plain_v = as_rows(source.k, source.v, align=False)
@@ -125,11 +127,11 @@ def general(call: Call, keys_back: bool) -> Plan:
         plain_k, plain_v = (cache.tensors.get(name) for name in ("sink_k", "sink_v"))
         plain_k, plain_v = (q.new_empty(0, heads, 1) if x is None else x.flatten(0, 1) for x in (plain_k, plain_v))
     if keys_back and long_order(cache):
-        # The matrices of an order are made anew in each tile. From 64 tokens on, products with them and with weights
-        # are warp groups', and ptxas takes one's descriptor for the other's (docs/notes/2026-11-23-rotatekv.md).
+        # The matrices of an order are rebuilt in each tile. From 64 tokens on, products with them and with weights are
+        # warp-group products, and ptxas confuses their descriptors (docs/notes/2026-11-23-rotatekv.md).
         constants["R"] = min(constants["R"], 32)
     group, sinks = layout.options.head_group, 0 if cache is None else layout.options.sink_tokens
-    # Keys that are turned back take many registers: with more channels than these a program does one head's.
+    # Restored keys take many registers: with more channels than these a program processes one head's.
     of_program = 1 if call.many or (keys_back and group * head_size > 256) else group
     block_q = 64 if call.many else 16 // of_program
     whole_heads = layout.value_size % constants["V_BLOCK"] == 0 and of_program == 1
@@ -137,7 +139,7 @@ def general(call: Call, keys_back: bool) -> Plan:
     width = min(constants["K_BLOCK"], head_size // 2 if rope else head_size)
     slots = call.slots(block_q)
     tiles = cdiv(call.max_seq_len, constants["R"])
-    # Pruned codes are gathered word by word: copies of them in flight take more shared memory than there is.
+    # Pruned codes are gathered word by word: prefetched copies would take more shared memory than there is.
     stages = 1 if constants["SPARSE"] else 2
 
     def launch(call, part, part_lse, splits):
@@ -159,9 +161,9 @@ def general(call: Call, keys_back: bool) -> Plan:
             PRECISION=precision(q.dtype), LSE=part_lse is not None, num_warps=4, num_stages=stages,
         )  # fmt: skip
 
-    # Enough programs for several on each processor, none with less than 8 tiles.
-    wanted = cdiv(12 * multiprocessors(q.device), slots * heads // of_program)
-    return Plan(launch, max(1, min(wanted, tiles // 8)))
+    # Enough programs for several on each processor, none with fewer than 8 tiles.
+    target_splits = cdiv(12 * multiprocessors(q.device), slots * heads // of_program)
+    return Plan(launch, max(1, min(target_splits, tiles // 8)))
 
 
 @current
@@ -180,10 +182,10 @@ def attention(
     way: str | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries against a cache or plain keys and values.
+    """Return (out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries against a cache or plain keys and values.
 
-    way: "queries" or "keys", which of both is rotated; only one of `ways`. splits: the parts into which a history is
-    cut. By default what is faster.
+    way: "queries" or "keys", the side that is rotated; only one of `ways`. splits: the number of parts of a history. By
+    default the faster choice.
     """
     cache = source if isinstance(source, RotateKVCache) else None
     value_size = source.v.shape[2] if cache is None else cache.layout.value_size

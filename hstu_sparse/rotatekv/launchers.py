@@ -1,4 +1,4 @@
-"""Launches of the kernels that unpack, and of the round trip. Imported only when it is needed.
+"""Launch the kernels of unpacking and of the round trip; imported only when needed.
 
 Letters: T cached tokens, Tq queries, B sequences, N max_seq_len, H heads, D query/key and V value head size, G heads of
 a head group, S sink tokens, R tokens of a tile.
@@ -20,7 +20,7 @@ from hstu_sparse.validation import check_kernel
 
 
 def current(launch):
-    """`launch(cache or tensor, ...)` with its device the current one, as Triton wants it."""
+    """Decorate `launch(cache or tensor, ...)` to run with its device as the current one, as Triton requires."""
 
     @functools.wraps(launch)
     def there(x, *arguments, **options):
@@ -31,7 +31,7 @@ def current(launch):
 
 
 def inverse(order: Tensor | None) -> Tensor | None:
-    """Where each channel stands among the permuted ones, int32."""
+    """Return the index of each channel among the permuted ones, int32."""
     return None if order is None else order.argsort(-1).int()
 
 
@@ -39,7 +39,7 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
     options = RotateKVOptions(bits, head_group, quant_group, sparsity, sink_tokens, clip)
     layout = Layout(options, k.shape[1], k.shape[2], v.shape[2])
     check_kernel("rotatekv_round_trip", k, {"D": layout.head_size, "V": layout.value_size})
-    found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
+    outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
     k, v = as_rows(k, v, align=False)
     tokens = tile_tokens(layout, k.dtype)
     constants = sizes(layout, channel_order is not None, k.dtype) | dict(R=tokens, num_warps=4)
@@ -50,10 +50,10 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
         run(
             rotatekv_round_trip_kernel, (k.shape[0] // tokens + batch, layout.head_groups),
             k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), seq_offsets, channel_order,
-            inverse(channel_order), *found, batch, sink_tokens, layout.keys.channels**-0.5, **constants,
+            inverse(channel_order), *outputs, batch, sink_tokens, layout.keys.channels**-0.5, **constants,
             INSET=options.inset, enable_fp_fusion=False,
         )  # fmt: skip
-    return tuple(found)
+    return tuple(outputs)
 
 
 round_trip_operator = Operator(
@@ -70,7 +70,7 @@ round_trip_operator = Operator(
 
 @current
 def decompress(cache: RotateKVCache, tokens: int) -> tuple[Tensor, Tensor]:
-    """(k [T, H, D], v [T, H, V]) of the cache's dtype; tokens: T."""
+    """Return (k [T, H, D], v [T, H, V]) of the cache's dtype; tokens: T."""
     layout = cache.layout
     k = torch.empty(tokens, layout.heads, layout.head_size, dtype=cache.dtype, device=cache.device)
     v = torch.empty(tokens, layout.heads, layout.value_size, dtype=cache.dtype, device=cache.device)

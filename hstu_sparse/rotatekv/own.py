@@ -1,12 +1,14 @@
-"""What a token gives to its own output beside what its codes give, forward and backward, and the codes' gradients.
+"""Compute a token's contribution to its own output beyond that of its codes, forward and backward, and codes'
+gradients.
 
-In `rotatekv_self_attention` dense attention reads every key and value from codes. A token sees itself as it is:
+In `rotatekv_self_attention` dense attention reads every key and value from codes. A token sees itself exactly, so the
+term
 
-    own[t] = (1/N) (SiLU(scale * q[t].k[t] + b) * v[t]  -  SiLU(scale * q[t].k'[t] + b) * v'[t])
+    self_term[t] = (1/N) (SiLU(scale * q[t].k[t] + b) * v[t]  -  SiLU(scale * q[t].k'[t] + b) * v'[t])
 
-with k', v' of the codes and b the bias of a pair of one token, is added to that. Both kernels pass once over their
-tensors. The backward kernel also adds the gradients that dense attention gives q, k' and v', so that autograd adds
-nothing: what k' and v' get belongs to k and v, straight through the codes.
+with k', v' from the codes and b the bias of a pair of one token, is added to that. Both kernels pass once over their
+tensors. The backward kernel also adds the gradients of dense attention for q, k' and v', so that autograd adds nothing:
+the gradients of k' and v' belong to k and v, straight through the codes.
 
 Letters: T tokens, H heads, D query/key and V value head size, N normalizer.
 """
@@ -22,7 +24,7 @@ from hstu_sparse.registration import once_only, register_preparation
 from hstu_sparse.rows import as_rows
 from hstu_sparse.tiles import load_rows, silu, silu_and_grad, store_rows
 
-# Tokens of a tile; programs of the backward kernel for each multiprocessor; columns of a program's sums for the tables.
+# Tokens of a tile; programs of the backward kernel per multiprocessor; columns of a program's sums for the tables.
 _TOKENS, _RESIDENT, _SUMS = 16, 8, 256
 _POSITION = tl.constexpr(_SUMS - 1)  # the column of the position table's first entry: no bucket reaches it
 assert _POSITION.value > MAX_BUCKETS
@@ -30,23 +32,23 @@ assert _POSITION.value > MAX_BUCKETS
 
 @triton.jit
 def token_bias(token, mask, position, time, cells, timestamps, query_timestamps, positions):
-    """(biases of the pairs of a token with itself, their time buckets), [tokens]."""
-    asked = 0
-    known = 0
+    """Return (biases of the pairs of a token with itself, their time buckets), [tokens]."""
+    query_times = 0
+    key_times = 0
     if time is not None:
-        asked = tl.load(query_timestamps + token, mask, 0)
-        known = tl.load(timestamps + token, mask, 0)
+        query_times = tl.load(query_timestamps + token, mask, 0)
+        key_times = tl.load(timestamps + token, mask, 0)
     distance = tl.zeros_like(token)
-    return pair_bias(distance, mask, asked, known, position, time, cells, positions)
+    return pair_bias(distance, mask, query_times, key_times, position, time, cells, positions)
 
 
 @triton.jit(do_not_specialize=["T"])
 def rotatekv_own_fwd_kernel(
-    q, k, v, coded_k, coded_v, own, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, position,
-    time, cells, timestamps, query_timestamps, positions, scale, inverse, T,
+    q, k, v, coded_k, coded_v, self_term, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    position, time, cells, timestamps, query_timestamps, positions, scale, inverse, T,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """R tokens of `own`; inverse: 1/N."""
+    """Compute R tokens of `self_term`; inverse: 1/N."""
     token = tl.program_id(0) * R + tl.arange(0, R)
     mask = token < T
     bias, _ = token_bias(token, mask, position, time, cells, timestamps, query_timestamps, positions)
@@ -59,7 +61,7 @@ def rotatekv_own_fwd_kernel(
         weight = silu(tl.sum(query * key, 1) + bias, False) * inverse
         coded_weight = silu(tl.sum(query * coded_key, 1) + bias, False) * inverse
         result = weight[:, None] * value - coded_weight[:, None] * coded_value
-        store_rows(own + h * V, token, H * V, mask, result, V, PAD_V)
+        store_rows(self_term + h * V, token, H * V, mask, result, V, PAD_V)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -70,7 +72,8 @@ def rotatekv_own_bwd_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, R: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv (of q and the codes) plus the gradients by `own`, of every num_programs-th tile of R tokens.
+    """Compute dq, dk, dv (of q and the codes) plus the gradients by `self_term`, of every num_programs-th tile of R
+    tokens.
 
     sums [programs, SUMS]: each program's sums for the time table's buckets, and at _POSITION for the position table.
     """
@@ -87,11 +90,13 @@ def rotatekv_own_bwd_kernel(
             coded_key = load_rows(coded_k + h * D, token, H * D, mask, D, PAD_D).to(tl.float32)
             value = load_rows(v + h * v_stride_h, token, v_stride_t, mask, V, PAD_V).to(tl.float32)
             coded_value = load_rows(coded_v + h * V, token, H * V, mask, V, PAD_V).to(tl.float32)
-            given = load_rows(down + h * down_stride_h, token, down_stride_t, mask, V, PAD_V).to(tl.float32) * inverse
+            upstream = (
+                load_rows(down + h * down_stride_h, token, down_stride_t, mask, V, PAD_V).to(tl.float32) * inverse
+            )
             weight, slope = silu_and_grad(tl.sum(query * key, 1) * scale + bias, False)
             coded_weight, coded_slope = silu_and_grad(tl.sum(query * coded_key, 1) * scale + bias, False)
-            ds = slope * tl.sum(given * value, 1)
-            coded_ds = -coded_slope * tl.sum(given * coded_value, 1)
+            ds = slope * tl.sum(upstream * value, 1)
+            coded_ds = -coded_slope * tl.sum(upstream * coded_value, 1)
             dbias += ds + coded_ds
             ds *= scale
             coded_ds *= scale
@@ -101,7 +106,7 @@ def rotatekv_own_bwd_kernel(
             grad = load_rows(dk + h * dk_stride_h, token, dk_stride_t, mask, D, PAD_D).to(tl.float32)
             store_rows(k_out + h * D, token, H * D, mask, grad + (ds + coded_ds)[:, None] * query, D, PAD_D)
             grad = load_rows(dv + h * dv_stride_h, token, dv_stride_t, mask, V, PAD_V).to(tl.float32)
-            store_rows(v_out + h * V, token, H * V, mask, grad + (weight - coded_weight)[:, None] * given, V, PAD_V)
+            store_rows(v_out + h * V, token, H * V, mask, grad + (weight - coded_weight)[:, None] * upstream, V, PAD_V)
         if time is not None:
             total += tl.sum(tl.where(bucket[:, None] == column, dbias[:, None], 0.0), 0)
         if position is not None:
@@ -111,7 +116,7 @@ def rotatekv_own_bwd_kernel(
 
 
 def _biases(position, time, timestamps, query_timestamps) -> tuple:
-    """What both kernels take of the bias."""
+    """Return the bias arguments of both kernels."""
     cells = None if time is None else device_cells(num_time_buckets(time), time.device)
     return position, time, cells, timestamps, query_timestamps, 0 if position is None else position.shape[0]
 
@@ -126,15 +131,15 @@ def _strides(*tensors) -> list[int]:
 
 
 def _own(q, k, v, coded_k, coded_v, position, time, timestamps, query_timestamps, scale, normalizer):
-    own = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if own.numel():
+    self_term = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if self_term.numel():
         q, k, v = as_rows(q, k, v, align=False)
         run(
-            rotatekv_own_fwd_kernel, cdiv(q.shape[0], _TOKENS), q, k, v, coded_k, coded_v, own, *_strides(q, k, v),
-            *_biases(position, time, timestamps, query_timestamps), scale, 1.0 / normalizer, q.shape[0],
+            rotatekv_own_fwd_kernel, cdiv(q.shape[0], _TOKENS), q, k, v, coded_k, coded_v, self_term,
+            *_strides(q, k, v), *_biases(position, time, timestamps, query_timestamps), scale, 1.0 / normalizer, q.shape[0],
             **_constants(q, v),
         )  # fmt: skip
-    return [own]
+    return [self_term]
 
 
 def _gradients(
@@ -187,10 +192,10 @@ gradients_operator = register_preparation(
 
 class _Own(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *given):
-        ctx.save_for_backward(*given[:9])
-        ctx.factors = given[9:]
-        return given[0], given[3], given[4], own_operator(*given)[0]
+    def forward(ctx, *arguments):
+        ctx.save_for_backward(*arguments[:9])
+        ctx.factors = arguments[9:]
+        return arguments[0], arguments[3], arguments[4], own_operator(*arguments)[0]
 
     @staticmethod
     @once_only("rotatekv_self_attention in Triton")
@@ -198,10 +203,10 @@ class _Own(torch.autograd.Function):
         saved = ctx.saved_tensors
         dq, dk, dv, *tables = gradients_operator(*grads, *saved, *ctx.factors)
         tables = iter(tables)
-        found = (None if table is None else next(tables) for table in saved[5:7])
-        return dq, dk, dv, None, None, *found, None, None, None, None
+        table_gradients = (None if table is None else next(tables) for table in saved[5:7])
+        return dq, dk, dv, None, None, *table_gradients, None, None, None, None
 
 
 def own_token_triton(q, k, v, coded_k, coded_v, bias, scale, normalizer):
-    """Arguments and results as `reference.own_token`, checked; on CUDA or interpreted."""
+    """Compute `reference.own_token` for checked arguments, on CUDA or interpreted."""
     return _Own.apply(q, k, v, coded_k, coded_v, *bias, scale, normalizer)

@@ -1,7 +1,7 @@
-"""RotateKV in plain PyTorch: the specification. Any device, any float dtype, vectorised.
+"""Compute RotateKV in plain PyTorch: the specification. Any device, any float dtype, vectorised.
 
 Letters: T cached tokens, Tq queries, B sequences, N max_seq_len, H heads, D query/key and V value head size, G heads of
-a head group, C its channels, HG = H / G head groups, K channels of a key that pruning keeps.
+a head group, C its channels, HG = H / G head groups, K channels of a key that pruning retains.
 
 Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
 """
@@ -20,41 +20,42 @@ from hstu_sparse.rotatekv.cache import RotateKVCache
 
 
 def decompress_reference(cache: RotateKVCache, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """(k [T, H, D], v [T, H, V]) of a cache, in its own dtype or the one given."""
+    """Return (k [T, H, D], v [T, H, V]) of a cache, in its own dtype or the given one."""
     dtype = dtype or cache.dtype
     return store.read(cache.tensors, cache.pool.format, cache.pages, *cache.tokens(), dtype, cache.channel_order)
 
 
 def round_trip_reference(k: Tensor, v: Tensor, sinks: Tensor, layout: Layout, channel_order: Tensor | None):
-    """decompress(compress(k, v)) without a cache; tokens that `sinks` [T] bool marks come back as they are."""
-    packed = (x.masked_fill(sinks[:, None, None], 0) for x in (k, v))  # sinks need not fit
-    found = decode(*encode(*packed, layout, channel_order), layout, channel_order, k.dtype)
-    return tuple(torch.where(sinks[:, None, None], x, y) for x, y in zip((k, v), found))
+    """Return decompress(compress(k, v)) without a cache; tokens that `sinks` [T] bool marks are unchanged."""
+    packed = (x.masked_fill(sinks[:, None, None], 0) for x in (k, v))  # sinks may exceed the codes' range
+    restored = decode(*encode(*packed, layout, channel_order), layout, channel_order, k.dtype)
+    return tuple(torch.where(sinks[:, None, None], x, y) for x, y in zip((k, v), restored))
 
 
 def own_token(
     q: Tensor, k: Tensor, v: Tensor, coded_k: Tensor, coded_v: Tensor, bias: RelativeBias, scale: float,
     normalizer: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(q, coded_k, coded_v, what a token's own key and value give to SiLU attention beside what their codes give).
+    """Return (q, coded_k, coded_v, the contribution of a token's own key and value to SiLU attention beyond its
+    codes').
 
     Gradients of coded_k and coded_v go to k and v.
     """
     coded_k, coded_v = (y + (x - x.detach()) for x, y in ((k, coded_k), (v, coded_v)))  # the differences are 0
-    here = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-    own_bias = pair_bias(bias, here, bias.query_timestamps, bias.timestamps)
+    zero_distance = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    own_bias = pair_bias(bias, zero_distance, bias.query_timestamps, bias.timestamps)
     if isinstance(own_bias, Tensor):
         own_bias = own_bias[:, None]
     wide = widened(q, k, v, coded_k, coded_v)
 
-    def given(keys: Tensor, values: Tensor) -> Tensor:
+    def contribution(keys: Tensor, values: Tensor) -> Tensor:
         return F.silu(scale * (wide[0] * keys).sum(-1) + own_bias)[..., None] * values / normalizer
 
-    return q, coded_k, coded_v, (given(*wide[1:3]) - given(*wide[3:])).to(v.dtype)
+    return q, coded_k, coded_v, (contribution(*wide[1:3]) - contribution(*wide[3:])).to(v.dtype)
 
 
 def rope(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """x [T, H, D] turned by its position [T]: half-split pairs, pair i by position * base ** (-2 i / D)."""
+    """Rotate x [T, H, D] to its position [T]: half-split pairs, pair i by position * base ** (-2 i / D)."""
     half = x.shape[-1] // 2
     step = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     angle = positions.double()[:, None, None] * step
@@ -76,14 +77,14 @@ def attention_reference(
     bias: RelativeBias,
     rope_base: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries [Tq, H, D] against all keys and values of their sequence: (out [Tq, H, V], log-sum-exp [Tq, H] or None).
+    """Attend queries [Tq, H, D] to all keys of their sequence: (out [Tq, H, V], log-sum-exp [Tq, H] or None).
 
     A sequence without keys gives 0, and the log-sum-exp -inf. normalizer: for silu.
     """
     lengths = seq_offsets.diff()
-    asked = int(q_offsets.diff().max()) if len(lengths) else 0
+    num_queries = int(q_offsets.diff().max()) if len(lengths) else 0
     cached = int(lengths.max()) if len(lengths) else 0
-    if asked == 0:
+    if num_queries == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2]), q.new_zeros(0, q.shape[1])
     dtype = q.dtype
     q, k, v = widened(q, k, v)
@@ -92,16 +93,16 @@ def attention_reference(
         k = rope(k, torch.arange(k.shape[0], device=k.device) - begins, rope_base)
         q = rope(q, lengths.repeat_interleave(q_offsets.diff()), rope_base)
     keys, values = (jagged_to_padded(x, seq_offsets, cached).transpose(1, 2) for x in (k, v))  # [B, H, n, ...]
-    queries = jagged_to_padded(q * scale, q_offsets, asked).transpose(1, 2)
+    queries = jagged_to_padded(q * scale, q_offsets, num_queries).transpose(1, 2)
     scores = queries @ keys.transpose(2, 3)
     index, inside = padded_index(seq_offsets, cached)
     if bias.position is not None or bias.time is not None:
         distance = (lengths[:, None] - torch.arange(cached, device=q.device))[:, None]  # [B, 1, n]
         times = ()
         if bias.time is not None:
-            query_index, _ = padded_index(q_offsets, asked)
-            seen = bias.timestamps[index] if len(bias.timestamps) else torch.zeros_like(index)
-            times = bias.query_timestamps[query_index][:, :, None], seen[:, None]
+            query_index, _ = padded_index(q_offsets, num_queries)
+            key_times = bias.timestamps[index] if len(bias.timestamps) else torch.zeros_like(index)
+            times = bias.query_timestamps[query_index][:, :, None], key_times[:, None]
         scores = scores + pair_bias(bias, distance, *times)[:, None]
     hidden = ~inside[:, None, None]
     lse = None

@@ -351,7 +351,7 @@ def test_damaged_file_is_refused_in_one_line(tmp_path, how):
 def test_pages_of_a_pool_are_no_cache(tmp_path):
     pool = PagePool(PageFormat(2, 16, 16, bits=2), 3, layers=2)
     pool.save(tmp_path / "cache", [], [])
-    with pytest.raises(ValueError, match="pages of a pool, and no RotateKV cache"):
+    with pytest.raises(ValueError, match="pages of a pool, not a RotateKV cache"):
         RotateKVCache.load(tmp_path / "cache")
 
 

@@ -1,4 +1,4 @@
-"""Softmax attention over jagged sequences: the public function, its validation and the choice of implementation.
+"""Define softmax attention over jagged sequences: the public function, its validation, the choice of implementation.
 
 Letters: T, S tokens of queries and of keys, B sequences, H heads of queries, Hkv of keys and values, D query/key and V
 value head size.
@@ -41,7 +41,7 @@ def flash_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of each sequence by itself, without padding it and without holding its weights.
+    """Compute softmax attention of each sequence separately, without padding and without storing the weights.
 
         o[t] = sum over visible s of softmax(scale * q[t].k[s] - slope * |t - s|) * v[s]
 
@@ -52,23 +52,25 @@ def flash_attention(
         q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
         k, v: [S, Hkv, D] and [S, Hkv, V], dtype of q. Hkv divides H: head h of q goes with head h * Hkv // H.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
-        k_offsets: the same for k and v, from 0 to S; those of q by default. Where lengths differ, the last query stands
-            at the last key.
+        k_offsets: the same for k and v, from 0 to S; those of q by default. If lengths differ, the last query has the
+            position of the last key.
         scale: above 0, D ** -0.5 by default.
         causal: a query sees no key behind it.
         window_size: (left, right): t sees from t - left to t + right; -1 for no bound.
         alibi_slopes: [H] or [B, H] fp32.
         dropout: probability of zeroing a weight, 0 <= dropout < 1.
-        seed: int64 tensor of one element on q's device; drawn from torch's generator by default. Which weights are kept
-            depends on it, sequence, head and positions alone, in both backends and however the work is cut.
+        seed: int64 tensor of one element on q's device; drawn from torch's generator by default. The dropped weights
+        depend
+            only on it, sequence, head and positions, in both backends and for any division of the work.
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
         backend: "triton"; "reference"; "cute": FlashAttention-4 (the extra `cute`; fp16 and bf16 on compute capability
             9.0 to 11.x, D = V a multiple of 8, no alibi_slopes, no dropout); or "auto": reference for CPU tensors, for
-            CUDA tensors triton, or cute where it is installed and was measured to be faster (docs/ring.md).
+            CUDA tensors triton, or cute where it is installed and measured to be faster (docs/ring.md).
 
     Returns:
-        [T, H, V], dtype of q, and the log-sum-exp if asked for. Gradients flow to q, k and v; second ones in the
-        reference alone.
+        [T, H, V], dtype of q, and the log-sum-exp if requested. Gradients flow to q, k and v; only the reference
+        supports
+            second derivatives.
 
     Examples:
         >>> seq_offsets = torch.tensor([0, 2, 3])  # two sequences, of 2 and 1 tokens
@@ -77,7 +79,7 @@ def flash_attention(
         tensor([1., 2., 5.])
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: Dao, FlashAttention-2 (arXiv 2307.08691); Press et al., ALiBi (arXiv 2108.12409).
     """
@@ -112,7 +114,7 @@ def flash_attention(
 
 
 def check_heads(q, k, v, tokens: str = "T") -> dict[str, int]:
-    """Checks q [T, H, D], k [tokens, Hkv, D] and v [tokens, Hkv, V]; returns letter -> size."""
+    """Check q [T, H, D], k [tokens, Hkv, D] and v [tokens, Hkv, V]; return letter -> size."""
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
     check_tensor("k", k, f"{tokens} Hkv D", sizes, dtype=q.dtype, device=q.device)
@@ -124,15 +126,15 @@ def check_heads(q, k, v, tokens: str = "T") -> dict[str, int]:
 
 
 def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dropout, seed) -> Options:
-    """The options as the kernels take them; q: [..., H, D]."""
+    """Return the options in the kernels' form; q: [..., H, D]."""
     heads, size = q.shape[-2:]
     scale = check_scale(None, size) if scale is None else check_number("scale", scale, above=0.0)
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise TypeError(f"window_size must be (left, right), got {window_size!r}")
     for bound in window_size:
         if isinstance(bound, bool) or not isinstance(bound, int) or not -1 <= bound <= LARGEST:
-            both = ", ".join(shown(x) if isinstance(x, int) else repr(x) for x in window_size)
-            raise ValueError(f"window_size must be two whole numbers from -1 (no bound) to {LARGEST}, got ({both})")
+            bounds = ", ".join(shown(x) if isinstance(x, int) else repr(x) for x in window_size)
+            raise ValueError(f"window_size must be two whole numbers from -1 (no bound) to {LARGEST}, got ({bounds})")
     check_bool("causal", causal)
     left, right = window_size
     if causal:

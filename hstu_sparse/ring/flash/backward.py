@@ -1,10 +1,10 @@
-"""The backward kernels: dq by tiles of queries, dk and dv by tiles of keys; no atomic additions.
+"""Define the backward kernels: dq by tiles of queries, dk and dv by tiles of keys; without atomic additions.
 
 Letters: H heads of queries, D query/key and V value head size. m: query rows of a tile, n: its key rows, counted
 within a piece; t and s: positions in the sequence.
 
 With p a weight of the softmax, o the output and do its gradient: dv = p do, ds = p (do.v - do.o), dq = ds k, dk = ds q,
-the last two times the scale. p comes from the scores, computed anew, and the log-sum-exp; do.o is computed first.
+the last two times the scale. p is recomputed from the scores and the log-sum-exp; do.o is computed first.
 """
 
 import triton
@@ -17,7 +17,7 @@ from hstu_sparse.ring.flash.tiles import (
     ROW_BLOCK,
     find_tile,
     hide,
-    kept,
+    dropout_mask,
     key_ranges,
     keys_seen,
     piece,
@@ -31,9 +31,9 @@ def flash_attention_bwd_rows_kernel(
     out, do, lse, rows, out_stride_t, out_stride_h, do_stride_t, do_stride_h, q_offsets, num_pieces, total,
     H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """rows [2, H, slots * ROW_BLOCK]: the log-sum-exp in units of log2, and the sum of output times gradient.
+    """Compute rows [2, H, slots * ROW_BLOCK]: the log-sum-exp in units of log2, and the sum of output times gradient.
 
-    Behind a piece's end, and where a query saw nothing, the log-sum-exp is +inf, so that weights are 0.
+    Behind a piece's end, and for a query that saw nothing, the log-sum-exp is +inf, so that weights are 0.
     """
     PARTS: tl.constexpr = ROW_BLOCK // BLOCK
     head = tl.program_id(0) % H
@@ -54,7 +54,9 @@ def flash_attention_bwd_rows_kernel(
 
 @triton.jit
 def row_width(num_pieces, total):
-    """Entries of a head in `rows`: each piece begins at a multiple of ROW_BLOCK, in slots as `locate` numbers them."""
+    """Return the entries of a head in `rows`: each piece begins at a multiple of ROW_BLOCK, in slots numbered by
+    `locate`.
+    """
     return (tl.cast(total, tl.int64) // ROW_BLOCK + num_pieces) * ROW_BLOCK
 
 
@@ -66,7 +68,7 @@ def _attend_dq(
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """acc [m, D] + the keys first .. last of a piece."""
+    """Add the keys first .. last of a piece to acc [m, D]."""
     n = tl.arange(0, BLOCK_N)
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, k_length, D, PAD_D, MASKED, TMA)
@@ -81,7 +83,7 @@ def _attend_dq(
             scores = hide(scores, t, s, q_inside, inside, left, right, HAS_LEFT, HAS_RIGHT)
         weights = tl.exp2(scores - row_lse)
         if seed is not None:
-            keep = kept(seed, pair, t_first, k_position + start, dropout, ALIGNED, BLOCK_M, BLOCK_N)
+            keep = dropout_mask(seed, pair, t_first, k_position + start, dropout, ALIGNED, BLOCK_M, BLOCK_N)
             dp = tl.where(keep, dp / (1.0 - dropout), 0.0)
         ds = weights * (dp - row_delta)
         acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
@@ -98,51 +100,51 @@ def flash_attention_bwd_dq_kernel(
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WGMMA: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: dq of BLOCK_M queries of one head. scale: times log2(e).
+    """Compute dq of BLOCK_M queries of one head in one program. scale: times log2(e).
 
-    before: None, or what is added: [T, H, D] fp32, contiguous. IN_PLACE: it is `dq`.
+    before: None, or the summand [T, H, D] fp32, contiguous. IN_PLACE: it is `dq`.
     """
-    own = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
-    if own.first < 0:
+    tile = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
+    if tile.first < 0:
         return
     if before is not None and IN_PLACE:
-        seen = keys_seen(own, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-        if seen == 0:
+        num_seen = keys_seen(tile, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+        if num_seen == 0:
             return
-    head, begin, length, first_row = own.head, own.begin, own.length, own.first
+    head, begin, length, first_row = tile.head, tile.begin, tile.length, tile.first
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
     q_inside = (first_row + m < length)[:, None]
-    t_first = own.position + first_row
+    t_first = tile.position + first_row
     t = (t_first + m)[:, None]
     q += begin * q_stride_t + head * q_stride_h
     do += begin * do_stride_t + head * do_stride_h
     query = in_registers(load_block(q, first_row, m, q_stride_t, length, D, PAD_D, True), WGMMA)
     dout = in_registers(load_block(do, first_row, m, do_stride_t, length, V, PAD_V, True), WGMMA)
     width = row_width(num_pieces, total)
-    rows += head * width + (begin // ROW_BLOCK + own.index) * ROW_BLOCK + first_row + m
+    rows += head * width + (begin // ROW_BLOCK + tile.index) * ROW_BLOCK + first_row + m
     row_lse = tl.load(rows)[:, None]
     row_delta = tl.load(rows + H * width)[:, None]
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + own.sequence * slope_stride + head) * LOG2_E
+        slope = tl.load(slopes + tile.sequence * slope_stride + head) * LOG2_E
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     k += head // GROUP * k_stride_h
     v += head // GROUP * v_stride_h
     for i in tl.static_range(PIECES):
-        k_begin, k_length, k_position = piece(own.sequence * PIECES + i, k_offsets, k_starts)
+        k_begin, k_length, k_position = piece(tile.sequence * PIECES + i, k_offsets, k_starts)
         bounds = key_ranges(
-            first_row, length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+            first_row, length, k_length, tile.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
         keys = block_source(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
         values = block_source(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
         for part in tl.static_range(3):
-            if part > 0 or HAS_LEFT:  # noqa: SIM102  known to the compiler
+            if part > 0 or HAS_LEFT:  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     acc = _attend_dq(
                         acc, query, dout, row_lse, row_delta, bounds[part], bounds[part + 1], t, t_first, q_inside,
                         keys, values, k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed,
-                        own.sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        tile.sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
                         BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
@@ -156,7 +158,7 @@ def flash_attention_bwd_dq_kernel(
 
 @triton.jit
 def row_source(base, length, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """What `load_row` reads a piece's entries of `rows` from."""
+    """Return the source from which `load_row` reads a piece's entries of `rows`."""
     if TMA:
         blocks = tl.maximum((length + BLOCK - 1) // BLOCK, 1)
         return tl.make_tensor_descriptor(base, [blocks * BLOCK], [1], [BLOCK])
@@ -166,9 +168,9 @@ def row_source(base, length, BLOCK: tl.constexpr, TMA: tl.constexpr):
 
 @triton.jit
 def load_row(base, start, rows, TMA: tl.constexpr):
-    """[1, m]: entries start + rows.
+    """Load [1, m]: entries start + rows.
 
-    By descriptor since Triton would have each thread copy all that it uses of them, four bytes at a time.
+    By descriptor, since Triton would otherwise have each thread copy its entries, four bytes at a time.
     """
     if TMA:
         return base.load([start])[None, :]
@@ -184,7 +186,7 @@ def _attend_dkv(
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk [n, D] and dv [n, V] + the queries first .. last of a piece; tiles are transposed, keys x queries."""
+    """Add the queries first .. last of a piece to dk [n, D] and dv [n, V]; tiles are transposed, keys x queries."""
     m = tl.arange(0, BLOCK_M)
     for start in range(first, last, BLOCK_M):
         query = load_block(q, start, m, q_stride, q_length, D, PAD_D, MASKED, TMA)
@@ -201,7 +203,7 @@ def _attend_dkv(
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         passed = weights
         if seed is not None:
-            keep = tl.trans(kept(seed, pair, q_position + start, s_first, dropout, ALIGNED, BLOCK_M, BLOCK_N))
+            keep = tl.trans(dropout_mask(seed, pair, q_position + start, s_first, dropout, ALIGNED, BLOCK_M, BLOCK_N))
             passed = tl.where(keep, weights / (1.0 - dropout), 0.0)
             dp = tl.where(keep, dp / (1.0 - dropout), 0.0)
         ds = weights * (dp - load_row(delta, start, m, TMA))
@@ -212,22 +214,31 @@ def _attend_dkv(
 
 @triton.jit
 def _one_head(
-    dk, dv, key, value, head, own, s, s_first, k_inside, q, do, rows, width,
+    dk, dv, key, value, head, tile, s, s_first, k_inside, q, do, rows, width,
     q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right, slopes, slope_stride,
     seed, dropout,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv + what one head of queries adds."""
+    """Add the contribution of one head of queries to dk and dv."""
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + own.sequence * slope_stride + head) * LOG2_E
+        slope = tl.load(slopes + tile.sequence * slope_stride + head) * LOG2_E
     for i in tl.static_range(PIECES):
-        index = own.sequence * PIECES + i
+        index = tile.sequence * PIECES + i
         begin, length, position = piece(index, q_offsets, q_starts)
         bounds = query_ranges(
-            own.first, length, own.length, position - own.position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+            tile.first,
+            length,
+            tile.length,
+            position - tile.position,
+            left,
+            right,
+            HAS_LEFT,
+            HAS_RIGHT,
+            BLOCK_M,
+            BLOCK_N,
         )
         query = block_source(q + begin * q_stride_t + head * q_stride_h, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
         dout = block_source(do + begin * do_stride_t + head * do_stride_h, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
@@ -235,12 +246,12 @@ def _one_head(
         delta = row_source(lse + H * width, length, BLOCK_M, TMA)
         lse = row_source(lse, length, BLOCK_M, TMA)
         for part in tl.static_range(3):
-            if part > 0 or HAS_RIGHT:  # noqa: SIM102  known to the compiler
+            if part > 0 or HAS_RIGHT:  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     dk, dv = _attend_dkv(
                         dk, dv, key, value, bounds[part], bounds[part + 1], s, s_first, k_inside, query, dout, lse,
                         delta, q_stride_t, do_stride_t, length, position, scale, slope, left, right, seed,
-                        own.sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        tile.sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
                         BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     return dk, dv
@@ -250,7 +261,9 @@ def _one_head(
 def _store_sum(
     target, sums, stride_t, stride_h, begin, head, value, length, WIDTH: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rows begin .. of a head of `target`: value, its first `length` rows, + those of `sums`, contiguous, if any."""
+    """Store value, its first `length` rows, in rows begin .. of a head of `target`, adding `sums`, contiguous, if
+    any.
+    """
     row = tl.arange(0, value.shape[0])[:, None]
     column = tl.arange(0, value.shape[1])[None, :]
     inside = (row < length) & (column < WIDTH)
@@ -272,18 +285,19 @@ def flash_attention_bwd_dkv_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys of one head of keys, over the GROUP heads of queries that share it.
+    """Compute dk and dv of BLOCK_N keys of one head of keys in one program, over the GROUP heads of queries that share
+    it.
 
-    dk_sums, dv_sums: None, or what is added to them, contiguous.
+    dk_sums, dv_sums: None, or summands, contiguous.
     """
     # With a causal mask the first tile of a piece has the most work.
-    own = find_tile(k_offsets, k_starts, num_pieces, H // GROUP, PIECES, BLOCK_N, False)
-    if own.first < 0:
+    tile = find_tile(k_offsets, k_starts, num_pieces, H // GROUP, PIECES, BLOCK_N, False)
+    if tile.first < 0:
         return
-    k_head, begin, length, first_row = own.head, own.begin, own.length, own.first
+    k_head, begin, length, first_row = tile.head, tile.begin, tile.length, tile.first
     n = tl.arange(0, BLOCK_N)
     k_inside = (first_row + n < length)[:, None]
-    s_first = own.position + first_row
+    s_first = tile.position + first_row
     s = (s_first + n)[:, None]
     k += begin * k_stride_t + k_head * k_stride_h
     v += begin * v_stride_t + k_head * v_stride_h
@@ -294,7 +308,7 @@ def flash_attention_bwd_dkv_kernel(
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     if GROUP == 1:
         acc_k, acc_v = _one_head(
-            acc_k, acc_v, key, value, k_head, own, s, s_first, k_inside, q, do,
+            acc_k, acc_v, key, value, k_head, tile, s, s_first, k_inside, q, do,
             rows, width, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right,
             slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
             BLOCK_N, PAD_D, PAD_V, TMA,
@@ -302,13 +316,13 @@ def flash_attention_bwd_dkv_kernel(
     else:
         for head in range(k_head * GROUP, (k_head + 1) * GROUP):
             acc_k, acc_v = _one_head(
-                acc_k, acc_v, key, value, head, own, s, s_first, k_inside, q, do,
+                acc_k, acc_v, key, value, head, tile, s, s_first, k_inside, q, do,
                 rows, width, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right,
                 slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
                 BLOCK_N, PAD_D, PAD_V, TMA,
             )  # fmt: skip
     acc_k *= scale / LOG2_E
     begin += first_row
-    rest = length - first_row
-    _store_sum(dk, dk_sums, dk_stride_t, dk_stride_h, begin, k_head, acc_k, rest, D_OUT, H // GROUP)
-    _store_sum(dv, dv_sums, dv_stride_t, dv_stride_h, begin, k_head, acc_v, rest, V_OUT, H // GROUP)
+    num_rows = length - first_row
+    _store_sum(dk, dk_sums, dk_stride_t, dk_stride_h, begin, k_head, acc_k, num_rows, D_OUT, H // GROUP)
+    _store_sum(dv, dv_sums, dv_stride_t, dv_stride_h, begin, k_head, acc_v, num_rows, V_OUT, H // GROUP)

@@ -1,6 +1,7 @@
-"""The compute capability of a GPU as a constant of torch.compile.
+"""Return the compute capability of a GPU as a constant of torch.compile.
 
-A module of its own: the decorator imports torch._dynamo, which takes a second that no other use of the package needs.
+It is a separate module: the decorator imports torch._dynamo, which takes a second that nothing else in the package
+needs.
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""Flash attention by FlashAttention-4, whose kernels are written in CuTe DSL: what it takes, when it pays, its calls.
+"""Call FlashAttention-4, whose kernels are written in CuTe DSL: its limits, when it is faster, its calls.
 
 FlashAttention-4 is the extra `cute` (flash-attn-4 and nvidia-cutlass-dsl) and is imported by the first call that uses
 it. CuTe DSL compiles a kernel for each dtype, pair of head sizes, kind of mask and number of heads that share keys in
 the first call that needs it, which takes seconds.
 
-Its backward pass adds the parts of dq, and of dk and dv where heads share keys, atomically. It is always asked for the
-deterministic form, in which a tile waits until the tile before it has added its part: gradients are the same bits in
-every run. That takes a counter of 4 bytes for each sequence, head and tile of 64 tokens, of the whole batch each.
+Its backward pass adds the parts of dq, and of dk and dv if heads share keys, atomically. The calls here always use the
+deterministic form, in which a tile waits until the tile before it has added its part: gradients have the same bits in
+every run. That needs a counter of 4 bytes for each sequence, head and tile of 64 tokens, of the whole batch each.
 
 Letters: T, S tokens of queries and of keys, B sequences, H heads of queries, Hkv of keys and values, D query/key and V
 value head size.
@@ -25,12 +25,12 @@ from hstu_sparse.ring.flash.problem import Options
 
 DISTRIBUTION = "flash-attn-4"
 DTYPES = (torch.float16, torch.bfloat16)
-# Compute capabilities: below, there is no backward pass; from 12.0 on, it is not deterministic.
+# Compute capabilities: below there is no backward pass; from 12.0 on it is not deterministic.
 LEAST, BEYOND = 90, 120
-# Gradients of 4.0.0b36 are wrong for heads of 16 (compute capability 9.0); 24 is the least size that was found right.
+# Gradients of 4.0.0b36 are wrong for heads of 16 (compute capability 9.0); 24 is the smallest size verified as correct.
 LEAST_SIZE = 24
-# Head sizes for which its forward and deterministic backward were measured against the Triton kernels, through the
-# functions here, on an H200 (docs/ring.md) -> tokens of the average sequence from which on it is faster.
+# Head sizes whose forward and deterministic backward were measured against the Triton kernels, through the functions
+# here, on an H200 (docs/ring.md) -> tokens of the average sequence from which it is faster.
 FASTER_FROM: dict[int, int] = {128: 256}
 
 
@@ -53,10 +53,10 @@ def _architecture(device: int) -> int:
 
 
 def lacks(q: torch.Tensor, value_size: int, options: Options) -> str | None:
-    """Name the first thing that FlashAttention-4 does not take of a problem, or return None.
+    """Return the name of the first feature of a problem that FlashAttention-4 lacks, or None.
 
     Args:
-        q: [..., D]. A CPU tensor is judged as if it were on compute capability 9.0.
+        q: [..., D]. A CPU tensor is treated as if it were on compute capability 9.0.
         value_size: V.
     """
     if options.dropout:
@@ -74,14 +74,14 @@ def lacks(q: torch.Tensor, value_size: int, options: Options) -> str | None:
 
 
 def check_cute(op: str, q: torch.Tensor, value_size: int, options: Options) -> None:
-    """Raise ValueError, in one line, where backend="cute" cannot run."""
+    """Raise ValueError, in one line, if backend="cute" cannot run."""
     if (lacking := lacks(q, value_size, options)) is not None:
         raise ValueError(f"{op}: backend='cute' does not take {lacking}; use backend='triton'")
     check_available(op, q.device)
 
 
 def check_available(op: str, device: torch.device) -> None:
-    """Raise ValueError where FlashAttention-4 is not installed or does not run on the device."""
+    """Raise ValueError if FlashAttention-4 is not installed or does not run on the device."""
     if device.type != "cuda":
         raise ValueError(f"{op}: backend='cute' needs CUDA tensors, got {device}; use backend='reference'")
     if not INSTALLED:
@@ -92,12 +92,13 @@ def check_available(op: str, device: torch.device) -> None:
 
 
 def faster_with_cute(q: torch.Tensor, value_size: int, size: tuple, options: Options) -> bool:
-    """Whether `auto` takes FlashAttention-4: it is installed, takes the problem, and was measured to be faster.
+    """Return whether `auto` uses FlashAttention-4: it is installed, supports the problem, and was measured to be
+    faster.
 
     Args:
         q: [T, H, D].
         value_size: V.
-        size: numbers of tokens and of sequences, whose quotient decides. The lengths themselves are on the device.
+        size: numbers of tokens and of sequences, whose quotient decides, since the lengths are on the device.
     """
     if not INSTALLED or not q.is_cuda or options.left >= 0 or options.right > 0:
         return False
@@ -111,7 +112,7 @@ def faster_with_cute(q: torch.Tensor, value_size: int, size: tuple, options: Opt
 def _interface():
     try:
         return importlib.import_module("flash_attn.cute.interface")
-    except Exception as error:  # whatever a broken installation throws
+    except Exception as error:  # a broken installation may raise anything
         raise RuntimeError(
             f"{DISTRIBUTION} is installed but cannot be imported ({type(error).__name__}: {error}): run "
             "python hstu_sparse/doctor.py, or use backend='triton'"
@@ -119,10 +120,10 @@ def _interface():
 
 
 class Rows(NamedTuple):
-    """A stretch of each sequence, of queries or of keys.
+    """A contiguous range of rows of each sequence, of queries or of keys.
 
-    begins   [B+1] int32: where the stretches begin, and behind the last one
-    lengths  [B] int32: their lengths, None where each ends at the next one's begin
+    begins   [B+1] int32: the begin of each range, and the end of the last one
+    lengths  [B] int32: their lengths, None if each ends at the next one's begin
     """
 
     begins: torch.Tensor
@@ -130,9 +131,10 @@ class Rows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One call: row i of n queries of a sequence sees row j of its m keys if -left <= j - i - (m - n) <= right.
+    """The arguments of one call: row i of n queries of a sequence sees row j of m keys if -left <= j - i - (m - n) <=
+    right.
 
-    None is no bound. q, k: the rows that the call is about; it leaves the others' results unwritten.
+    None is no bound. q, k: the rows that the call processes; the results of other rows are not written.
     """
 
     q: Rows
@@ -153,7 +155,7 @@ class Part(NamedTuple):
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where it was expanded, for which kernels would be compiled anew."""
+    """Return x, or a copy if it was expanded, since kernels would be compiled again for that."""
     return x.contiguous() if 0 in x.stride() else x
 
 
@@ -164,7 +166,7 @@ def forward(q, k, v, part: Part, scale: float, out: torch.Tensor, lse: torch.Ten
 
 
 def backward(grad, q, k, v, out, lse, part: Part, scale: float, dq, dk, dv) -> None:
-    """Write the part of dq, dk and dv that comes from these queries and keys, given the final out and lse."""
+    """Write the part of dq, dk and dv from these queries and keys, given the final out and lse."""
     grad, q, k, v = map(_dense, (grad, q, k, v))
     _interface()._flash_attn_bwd(
         q, k, v, out, grad, lse, **part.arguments(scale), deterministic=True, dq=dq, dk=dk, dv=dv
@@ -172,7 +174,7 @@ def backward(grad, q, k, v, out, lse, part: Part, scale: float, dq, dk, dv) -> N
 
 
 def bound(size: int) -> int | None:
-    """A bound of a window as FlashAttention-4 takes it: None for no bound."""
+    """Convert a bound of a window for FlashAttention-4: None for no bound."""
     return None if size < 0 else size
 
 

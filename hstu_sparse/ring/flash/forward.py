@@ -1,4 +1,5 @@
-"""The forward kernel: a program owns a tile of queries and walks over the keys they see, with a running maximum.
+"""Define the forward kernel: a program has a tile of queries and iterates over the keys they see, with a running
+maximum.
 
 Letters: H heads of queries, D query/key and V value head size. m: query rows of a tile, n: its key rows, counted
 within a piece; t and s: positions in the sequence.
@@ -15,7 +16,7 @@ from hstu_sparse.ring.flash.tiles import (
     STEADY,
     find_tile,
     hide,
-    kept,
+    dropout_mask,
     key_ranges,
     keys_seen,
     piece,
@@ -31,7 +32,9 @@ def _attend(
     PRECISION: tl.constexpr, MASKED: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """(output before normalisation [m, V], maximum [m], sum [m]) with the keys first .. last of a piece."""
+    """Return (output before normalisation [m, V], maximum [m], sum [m]) after adding the keys first .. last of a
+    piece.
+    """
     n = tl.arange(0, BLOCK_N)
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, k_length, D, PAD_D, MASKED, TMA)
@@ -55,7 +58,7 @@ def _attend(
             acc = acc * correction[:, None]
             peak = higher
         if seed is not None:
-            keep = kept(seed, pair, t_first, k_position + start, dropout, ALIGNED, BLOCK_M, BLOCK_N)
+            keep = dropout_mask(seed, pair, t_first, k_position + start, dropout, ALIGNED, BLOCK_M, BLOCK_N)
             weights = tl.where(keep, weights, 0.0)
         value = load_block(v, start, n, v_stride, k_length, V, PAD_V, MASKED, TMA)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
@@ -64,29 +67,31 @@ def _attend(
 
 @triton.jit
 def _walk(
-    acc, known, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale, slope,
+    acc, other_lse, query, tile, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale, slope,
     left, right, seed, pair, dropout,
     D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ADD: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """`_attend` over all keys. acc, known: output and log-sum-exp (in units of log2) of other keys, with ADD."""
+    """Apply `_attend` to all keys. acc, other_lse: output and log-sum-exp (in units of log2) of other keys, with
+    ADD.
+    """
     peak = tl.full([BLOCK_M], 0.0 if IS_STEADY else LEAST, tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     if ADD:
-        peak = tl.maximum(known, peak)
-        sums = tl.exp2(known - peak)
+        peak = tl.maximum(other_lse, peak)
+        sums = tl.exp2(other_lse - peak)
         acc = acc * sums[:, None]
     for i in tl.static_range(PIECES):
-        k_begin, k_length, k_position = piece(own.sequence * PIECES + i, k_offsets, k_starts)
+        k_begin, k_length, k_position = piece(tile.sequence * PIECES + i, k_offsets, k_starts)
         bounds = key_ranges(
-            own.first, own.length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+            tile.first, tile.length, k_length, tile.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
         keys = block_source(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
         values = block_source(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
         for part in tl.static_range(3):
-            if part > 0 or HAS_LEFT:  # noqa: SIM102  known to the compiler
+            if part > 0 or HAS_LEFT:  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     acc, peak, sums = _attend(
                         acc, peak, sums, query, bounds[part], bounds[part + 1], t, t_first, q_inside, keys, values,
@@ -102,7 +107,7 @@ def flash_attention_longest_kernel(
     k, longest, k_stride_t, k_stride_h, total,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAD_D: tl.constexpr,
 ):  # fmt: skip
-    """longest [Hkv]: the square of each head's greatest norm of a key."""
+    """Compute longest [Hkv]: the square of each head's greatest norm of a key."""
     head = tl.program_id(0) % HEADS
     token = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = load_rows(k + head * k_stride_h, token, k_stride_t, token < total, D, PAD_D).to(tl.float32)
@@ -119,26 +124,27 @@ def flash_attention_fwd_kernel(
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head.
+    """Compute BLOCK_M queries of one head in one program.
 
     longest: None, or for each head of keys the square of the greatest norm (see `STEADY`).
-    before: None, or with `lse` what earlier calls found, of other keys: [T, H, V] fp32, contiguous. IN_PLACE:
-        it is `out`.
+    before: None, or, with `lse`, the results of earlier calls for other keys: [T, H, V] fp32, contiguous. IN_PLACE: it
+    is
+        `out`.
     """
     ADD: tl.constexpr = before is not None
     # With a causal mask the last tile has the most work.
-    own = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
-    if own.first < 0:
+    tile = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
+    if tile.first < 0:
         return
     if ADD and IN_PLACE:
-        seen = keys_seen(own, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-        if seen == 0:
+        num_seen = keys_seen(tile, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+        if num_seen == 0:
             return
-    head, sequence, begin, length, first_row = own.head, own.sequence, own.begin, own.length, own.first
+    head, sequence, begin, length, first_row = tile.head, tile.sequence, tile.begin, tile.length, tile.first
     m = tl.arange(0, BLOCK_M)
     e = tl.arange(0, PAD_V)
     q_inside = (first_row + m < length)[:, None]
-    t_first = own.position + first_row
+    t_first = tile.position + first_row
     t = (t_first + m)[:, None]
     q += begin * q_stride_t + head * q_stride_h
     query = load_block(q, first_row, m, q_stride_t, length, D, PAD_D, True)
@@ -149,37 +155,37 @@ def flash_attention_fwd_kernel(
     lse += head.to(tl.int64) * total + begin + first_row + m
 
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
-    known = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    other_lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if ADD:
-        known = tl.load(lse, first_row + m < length, float("-inf")) * LOG2_E
+        other_lse = tl.load(lse, first_row + m < length, float("-inf")) * LOG2_E
         before += (begin + first_row) * (H * V_OUT) + head * V_OUT
-        # What is stored has been divided by 1 - dropout.
+        # The stored output has been divided by 1 - dropout.
         acc = tl.load(before + m[:, None] * (H * V_OUT) + e[None, :], inside, 0.0) * (1.0 - dropout)
     k += head // GROUP * k_stride_h
     v += head // GROUP * v_stride_h
     steady = False
     if longest is not None:
-        # The product of two norms is no less than any score: NaN or inf is not steady.
+        # The product of two norms bounds all scores: NaN or inf is not steady.
         norm = tl.max(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1))
         steady = norm * tl.load(longest + head // GROUP) * (scale * scale) <= STEADY * STEADY
         if ADD:
-            # Nor may what is known be lost beside a maximum of 0.
-            steady = steady & (tl.min(tl.where(known > float("-inf"), known, 0.0)) >= -STEADY)
+            # The other keys' sum must not vanish beside a maximum of 0 either.
+            steady = steady & (tl.min(tl.where(other_lse > float("-inf"), other_lse, 0.0)) >= -STEADY)
     if steady:
         acc, peak, sums = _walk(
-            acc, known, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
+            acc, other_lse, query, tile, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
             slope, left, right, seed, sequence * H + head, dropout, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED,
             PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     else:
         acc, peak, sums = _walk(
-            acc, known, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
+            acc, other_lse, query, tile, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
             slope, left, right, seed, sequence * H + head, dropout, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED,
             PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
-    found = sums != 0.0  # true for NaN
-    sums = tl.where(found, sums, 1.0)  # of a query that saw nothing acc is 0
-    tl.store(lse, tl.where(found, (peak + tl.log2(sums)) / LOG2_E, float("-inf")), first_row + m < length)
+    sees_keys = sums != 0.0  # true for NaN
+    sums = tl.where(sees_keys, sums, 1.0)  # acc is 0 for a query without keys
+    tl.store(lse, tl.where(sees_keys, (peak + tl.log2(sums)) / LOG2_E, float("-inf")), first_row + m < length)
     result = acc / (sums * (1.0 - dropout))[:, None]
     out += (begin + first_row) * out_stride_t + head * out_stride_h
     tl.store(out + m[:, None] * out_stride_t + e[None, :], result.to(out.dtype.element_ty), inside)

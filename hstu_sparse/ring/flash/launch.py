@@ -1,4 +1,4 @@
-"""Launches the flash kernels, and registers them as torch.ops.hstu_sparse.flash_fwd and flash_bwd.
+"""Launch the flash kernels, and register them as torch.ops.hstu_sparse.flash_fwd and flash_bwd.
 
 Letters: T, S tokens of queries and of keys, H heads of queries, Hkv of keys and values, D query/key and V value head
 size.
@@ -28,20 +28,20 @@ from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.tiles import LOG2_E, ROW_BLOCK
 from hstu_sparse.rows import as_rows
 
-# Tokens of a batch from which on the launch of `looks_for_bounds` is less than what it saves.
+# Tokens of a batch from which the launch of `looks_for_bounds` costs less than it saves.
 MANY = 2**15
 
 
 def _roomy(arch: int) -> bool:
-    """More than 200 KB of shared memory for a program, and products that want large tiles."""
+    """Return whether a program has more than 200 KB of shared memory, and products that profit from large tiles."""
     return 90 <= arch < 120
 
 
 @configuration
 def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
-    """Tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time.
+    """Return tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time.
 
-    features: those there are, of dropout, alibi, many (tokens).
+    features: those in use, of dropout, alibi, many (tokens).
     """
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
@@ -58,20 +58,20 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[s
     if "alibi" in features:
         return LaunchConfig(BLOCK_M=128, BLOCK_N=64, TMA=True, num_warps=8, num_stages=2)
     if arch == 90:
-        # Few registers, so that two programs share a multiprocessor: one's softmax runs beside the other's products.
+        # Few registers, so that two programs share a multiprocessor: one's softmax overlaps with the other's products.
         return LaunchConfig(BLOCK_M=128, BLOCK_N=32, TMA=True, num_warps=8, num_stages=3, maxnreg=128)
     return LaunchConfig(BLOCK_M=128, BLOCK_N=128, TMA=False, num_warps=8, num_stages=2)
 
 
 @configuration
 def looks_for_bounds(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> bool:
-    """Whether a kernel in front of forward finds the heads whose scores are bounded and need no running maximum."""
+    """Return whether a kernel before forward finds the heads with bounded scores, which need no running maximum."""
     return arch == 90 and dtype == torch.bfloat16 and max(pad_d, pad_v) <= 128 and features == {"many"}
 
 
 @configuration
 def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
-    """The same for the kernel of dq. WGMMA: made for sm_90; q and do are held in registers."""
+    """Return the same for the kernel of dq. WGMMA: for sm_90; q and do are in registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
         return LaunchConfig(
@@ -89,7 +89,9 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozense
 
 @configuration
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
-    """The same for the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
+    """Return the same for the kernel of dk and dv. TMA: queries are loaded by tensor descriptor, which needs few
+    registers.
+    """
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
         return LaunchConfig(BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
@@ -104,7 +106,7 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozens
 
 
 class Launch:
-    """Launches for one problem; tensors are on the current device (see registration).
+    """The launches for one problem; tensors are on the current device (see registration).
 
     q: [T, H, D], k: [S, Hkv, D], v: [S, Hkv, V], of one dtype.
     """
@@ -127,7 +129,7 @@ class Launch:
         features |= {"many"} if q.shape[0] >= MANY else set()
         self.sizes = padded_head(self.q.shape[2]), padded_head(self.v.shape[2])
         self.chosen = (*self.sizes, q.dtype, frozenset(features), architecture(q.device))
-        # Wider heads have no registers for the parts.
+        # Wider heads lack registers for the parts.
         parts = "bf16x6" if max(self.sizes) <= 64 and not INTERPRET else "ieee"
         self.constants = dict(
             H=self.heads, GROUP=self.heads // self.kv_heads, D=self.q.shape[2], V=self.v.shape[2], D_OUT=self.d_out,
@@ -138,17 +140,17 @@ class Launch:
 
     @staticmethod
     def as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        # fp32 stays as it is: a padded copy of heads of, say, 50 costs more than it saves.
+        # fp32 is not padded: a padded copy of heads of e.g. 50 costs more than it saves.
         return as_rows(*tensors, align=tensors[0].dtype != torch.float32)
 
     def _start(self, kernel, rows: int, heads: int, arguments: tuple, config: LaunchConfig, **more) -> None:
-        """A program for each tile of config's BLOCK of `rows` tokens and each head."""
+        """Launch a program for each tile of config's BLOCK of `rows` tokens and each head."""
         if config.TMA:
             allow_descriptors()
         run(kernel, (rows + self.pieces) * heads, *arguments, *self.problem, **self.constants, **more, **config)
 
     def _longest(self) -> torch.Tensor:
-        """[Hkv] fp32: the square of the greatest norm of each head's keys."""
+        """Compute [Hkv] fp32: the square of the greatest norm of each head's keys."""
         longest = torch.zeros(self.kv_heads, dtype=torch.float32, device=self.k.device)
         tokens, block = self.k.shape[0], max(16, 8192 // self.sizes[0])
         if tokens:
@@ -163,9 +165,9 @@ class Launch:
         return [stride for x in tensors for stride in x.stride()[:2]]
 
     def forward(self, out: torch.Tensor, lse: torch.Tensor, *, before=None) -> None:
-        """Writes out [T, H, V] and lse [H, T] fp32.
+        """Write out [T, H, V] and lse [H, T] fp32.
 
-        before: [T, H, V] fp32, contiguous, perhaps `out`: with lse what other keys gave, to be merged.
+        before: [T, H, V] fp32, contiguous, may be `out`: with lse the result of other keys, to be merged.
         """
         if not self.q.shape[0]:
             return
@@ -178,7 +180,7 @@ class Launch:
         )  # fmt: skip
 
     def rows(self, out: torch.Tensor, grad: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """fp32, what the backward kernels need of each query: see `flash_attention_bwd_rows_kernel`."""
+        """Compute the backward kernels' inputs for each query, fp32: see `flash_attention_bwd_rows_kernel`."""
         tokens = self.q.shape[0]
         slots = tokens // ROW_BLOCK.value + self.pieces
         rows = torch.empty(2, self.heads, slots * ROW_BLOCK.value, dtype=torch.float32, device=self.q.device)
@@ -193,7 +195,7 @@ class Launch:
         return rows
 
     def dq(self, grad: torch.Tensor, rows: torch.Tensor, dq: torch.Tensor, *, before=None) -> None:
-        """Writes dq [T, H, D], `before` ([T, H, D] fp32, contiguous, perhaps dq) and these keys' part of it."""
+        """Write dq [T, H, D]: these keys' part plus `before` ([T, H, D] fp32, contiguous, may be dq)."""
         if not self.q.shape[0]:
             return
         (grad,), config = self.as_rows(grad), bwd_dq_config(*self.chosen)
@@ -204,7 +206,7 @@ class Launch:
         )  # fmt: skip
 
     def dkv(self, grad, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, sums=None) -> None:
-        """Writes dk [S, Hkv, D] and dv [S, Hkv, V]; `sums`: two such, contiguous, that are added, perhaps the same."""
+        """Write dk [S, Hkv, D] and dv [S, Hkv, V]; `sums`: two contiguous summands, which may be dk and dv."""
         if not self.k.shape[0]:
             return
         (grad,), config = self.as_rows(grad), bwd_dkv_config(*self.chosen)
@@ -221,17 +223,17 @@ def _launch(q, k, v, q_offsets, k_offsets, q_starts, slopes, seed, left, right, 
     )  # fmt: skip
 
 
-def _forward(q, k, v, *rest):
-    launch = _launch(q, k, v, *rest)
+def _forward(q, k, v, *layout_and_options):
+    launch = _launch(q, k, v, *layout_and_options)
     out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     launch.forward(out, lse)
     return out, lse
 
 
-def _backward(grad, q, k, v, *rest):
-    *rest, out, lse = rest
-    launch = _launch(q, k, v, *rest)
+def _backward(grad, q, k, v, *layout_and_options):
+    *layout_and_options, out, lse = layout_and_options
+    launch = _launch(q, k, v, *layout_and_options)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     rows = launch.rows(out, grad, lse)
     launch.dkv(grad, rows, dk, dv)

@@ -1,11 +1,11 @@
-"""What a call of the flash attention is about, beside q, k and v: where sequences lie, and the options.
+"""Define the arguments of flash attention beside q, k and v: the places of sequences, and the options.
 
 Letters: B sequences, H heads, P pieces of a sequence.
 
-A sequence may be in memory as P pieces, each a stretch of consecutive positions: one in most calls, two where a rank of
-a ring holds an early and a late part. The pieces of a sequence lie one behind the other, with an entry of the offsets
-for each; `starts` says at which position of the sequence each begins. Masks, ALiBi and dropout go by positions, so how
-a sequence was cut changes nothing.
+A sequence may be in memory as P pieces, each with consecutive positions: one in most calls, two if a rank of a ring
+holds an early and a late part. The pieces of a sequence are adjacent in memory, with an entry of the offsets for each;
+`starts` has the position in the sequence at which each begins. Masks, ALiBi and dropout depend on positions, so that
+the division of a sequence changes nothing.
 
 Source: Dao, FlashAttention-2 (arXiv 2307.08691); Press et al., ALiBi (arXiv 2108.12409); Salmon et al., Parallel Random
 Numbers (Philox), SC 2011.
@@ -17,7 +17,9 @@ import torch
 
 
 class Layout(NamedTuple):
-    """q_offsets, k_offsets: [B*P+1] integers; q_starts, k_starts: [B*P] integers, None for zeros."""
+    """The layout of sequences: q_offsets, k_offsets [B*P+1] integers; q_starts, k_starts [B*P] integers or None for
+    zeros.
+    """
 
     q_offsets: torch.Tensor
     k_offsets: torch.Tensor
@@ -27,13 +29,13 @@ class Layout(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Query t sees key s if t - left <= s <= t + right, where a bound below 0 does not hold.
+    """Options: query t sees key s if t - left <= s <= t + right, where a bound below 0 does not apply.
 
-    scale     of the scores, above 0
-    slopes    [H] or [B, H] fp32 or None: slope * |t - s| is taken from the scores (ALiBi)
-    dropout   probability of zeroing a weight of the softmax; what is kept is divided by 1 - dropout
-    seed      [1] int64, with dropout. The weight (b, h, t, s) is kept if word s % 4 of Philox-4x32-10 with this key and
-              the counter (s // 4, t, b * H + h, 0), without its low 8 bits, is at least dropout * 2^24
+    scale     factor of the scores, above 0
+    slopes    [H] or [B, H] fp32 or None: slope * |t - s| is subtracted from the scores (ALiBi)
+    dropout   probability of zeroing a weight of the softmax; other weights are divided by 1 - dropout
+    seed      [1] int64, with dropout. The weight (b, h, t, s) is not dropped if word s % 4 of Philox-4x32-10 with this
+              key and the counter (s // 4, t, b * H + h, 0), without its low 8 bits, is at least dropout * 2^24
     """
 
     scale: float

@@ -1,10 +1,10 @@
-"""Softmax attention with every option of the kernels in plain PyTorch: the specification.
+"""Compute softmax attention with every option of the kernels in plain PyTorch: the specification.
 
 Letters: T, S tokens of queries and of keys, B sequences, P pieces of a sequence, n, m the longest sequence of queries
 and of keys, H heads of queries, Hkv of keys and values, D query/key and V value head size.
 
-Besides the attention itself there are the steps of a ring, one block of keys at a time: `forward_step` merges what it
-finds into an output and its log-sum-exp, `backward_step` adds a block's part of the gradients.
+Besides the attention itself there are the steps of a ring, one block of keys at a time: `forward_step` merges its
+result into an output and its log-sum-exp, `backward_step` adds a block's part of the gradients.
 """
 
 import torch
@@ -15,7 +15,7 @@ from hstu_sparse.ring.flash.problem import Layout, Options
 
 
 def flash_attention_reference(q, k, v, layout: Layout, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output [T, H, V], log-sum-exp of the scores [H, T]); a query that sees no key has zeros and -inf."""
+    """Return (output [T, H, V], log-sum-exp of the scores [H, T]); a query that sees no key has zeros and -inf."""
     dtype = q.dtype
     q, k, v = widened(q, k, v)
     if not q.shape[0]:
@@ -30,14 +30,14 @@ def flash_attention_reference(q, k, v, layout: Layout, options: Options) -> tupl
     total = weights.sum(-1, keepdim=True)
     lse = (total.detach().log() + peak)[..., 0]
     weights = weights / total.masked_fill(total == 0, 1.0)
-    if block.kept is not None:
-        weights = weights * block.kept
+    if block.dropout is not None:
+        weights = weights * block.dropout
     out = block.to_tokens(masked_product(weights, block.v, scores.isneginf()))
     return out.to(dtype), block.rows_to_tokens(lse)
 
 
 def forward_step(q, k, v, layout: Layout, options: Options, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Merges the attention to these keys into out [T, H, V] and lse [H, T], in place; both in at least fp32."""
+    """Merge the attention to these keys into out [T, H, V] and lse [H, T], in place; both in at least fp32."""
     more, more_lse = flash_attention_reference(q.to(out.dtype), k.to(out.dtype), v.to(out.dtype), layout, options)
     total = torch.logaddexp(lse, more_lse)
     safe = total.masked_fill(total.isneginf(), 0.0)
@@ -46,7 +46,7 @@ def forward_step(q, k, v, layout: Layout, options: Options, out: torch.Tensor, l
 
 
 def backward_step(grad, q, k, v, layout: Layout, options: Options, lse, delta, dq) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds these keys' part to dq [T, H, D] in place and returns (dk, dv), all of dq's dtype.
+    """Add these keys' part to dq [T, H, D] in place and return (dk, dv), all of dq's dtype.
 
     lse [H, T]: over all keys. delta [H, T]: the sum over V of output times its gradient.
     """
@@ -55,18 +55,20 @@ def backward_step(grad, q, k, v, layout: Layout, options: Options, lse, delta, d
     weights = (block.scores() - lse.masked_fill(lse.isneginf(), torch.inf)[..., None]).exp()
     grad = block.queries_to_padded(grad.to(dq.dtype))
     slope = grad @ block.v.transpose(-1, -2)
-    kept = weights
-    if block.kept is not None:
-        kept, slope = weights * block.kept, slope * block.kept
+    dropped_weights = weights
+    if block.dropout is not None:
+        dropped_weights, slope = weights * block.dropout, slope * block.dropout
     slope = options.scale * weights * (slope - delta[..., None])
     dq += block.to_tokens(slope @ block.k)
-    return block.keys_to_tokens(slope.transpose(-1, -2) @ block.q), block.keys_to_tokens(kept.transpose(-1, -2) @ grad)
+    return block.keys_to_tokens(slope.transpose(-1, -2) @ block.q), block.keys_to_tokens(
+        dropped_weights.transpose(-1, -2) @ grad
+    )
 
 
 class _Block:
-    """Queries and keys of each sequence against each other, padded; heads that share keys lie one behind the other.
+    """Pair the queries and keys of each sequence, padded; heads that share keys are stacked.
 
-    q: [B, Hkv, G*n, D], k: [B, Hkv, m, D], v: [B, Hkv, m, V] with G = H / Hkv; kept: [B, Hkv, G*n, m] or None.
+    q: [B, Hkv, G*n, D], k: [B, Hkv, m, D], v: [B, Hkv, m, V] with G = H / Hkv; dropout: [B, Hkv, G*n, m] or None.
     """
 
     def __init__(self, q, k, v, layout: Layout, options: Options):
@@ -84,10 +86,10 @@ class _Block:
         self.s = self._padded(positions(layout.k_offsets, layout.k_starts, k.shape[0]), self.k_index, self.k_valid)
         self.q = self.queries_to_padded(q)
         self.k, self.v = (self._padded(x, self.k_index, self.k_valid).transpose(1, 2) for x in (k, v))
-        self.kept = self._kept(q.shape[1]) if options.dropout else None
+        self.dropout = self._dropout(q.shape[1]) if options.dropout else None
 
     def scores(self) -> torch.Tensor:
-        """[B, Hkv, G*n, m], -inf where a query does not see."""
+        """Return [B, Hkv, G*n, m], -inf where a query does not see a key."""
         o = self.options
         scores = self._by_head(o.scale * (self.q @ self.k.transpose(-1, -2)))  # [B, H, n, m]
         distance = self.t[:, :, None] - self.s[:, None, :]
@@ -101,15 +103,15 @@ class _Block:
             seen = seen & (-distance <= o.right)
         return self._by_group(scores.masked_fill(~seen[:, None], -torch.inf))
 
-    def _kept(self, heads: int) -> torch.Tensor:
-        """1 / (1 - dropout) where a weight is kept, else 0."""
+    def _dropout(self, heads: int) -> torch.Tensor:
+        """Return 1 / (1 - dropout) for weights that are not dropped, else 0."""
         seed, s = int(self.options.seed), self.s[:, None, None, :]
         pair = torch.arange(self.batch * heads, device=s.device).view(self.batch, heads, 1, 1)
         words = philox(seed, s // 4, self.t[:, None, :, None], pair, torch.zeros_like(pair))
         words = torch.stack(torch.broadcast_tensors(*words, s % 4)[:4], -1)
         word = words.gather(-1, (s % 4).expand(words.shape[:-1])[..., None])[..., 0]
-        kept = (word >> 8) >= self.options.dropout * 2**24
-        return self._by_group(kept.to(self.q.dtype) / (1.0 - self.options.dropout))
+        not_dropped = (word >> 8) >= self.options.dropout * 2**24
+        return self._by_group(not_dropped.to(self.q.dtype) / (1.0 - self.options.dropout))
 
     def _by_head(self, x):  # [B, Hkv, G*n, X] -> [B, H, n, X]
         return x.reshape(self.batch, x.shape[1] * self.group, x.shape[2] // self.group, x.shape[3])
@@ -144,14 +146,14 @@ def _longest(offsets: torch.Tensor) -> int:
 
 
 def positions(offsets: torch.Tensor, starts: torch.Tensor | None, total: int) -> torch.Tensor:
-    """[T] int64: each token's position in its sequence, for pieces that begin at `starts`."""
+    """Return [T] int64: each token's position in its sequence, for pieces that begin at `starts`."""
     piece = sequence_ids(offsets, total)
     begin = offsets[:-1].long() if starts is None else offsets[:-1].long() - starts.long()
     return torch.arange(total, device=offsets.device) - begin[piece]
 
 
 def philox(seed: int, *counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The four words of Philox-4x32-10 (int64 tensors below 2^32), as Triton's tl.philox gives them.
+    """Return the four words of Philox-4x32-10 (int64 tensors below 2^32), as Triton's tl.philox returns them.
 
     counter: four tensors of whole numbers that broadcast; their low 32 bits count.
     """

@@ -1,10 +1,10 @@
-"""What the kernels of both passes do with a tile: where it lies, what it sees, its scores, its dropout.
+"""Define what the kernels of both passes do with a tile: its place, what it sees, its scores, its dropout.
 
 Letters: B sequences, H heads of queries, D query/key and V value head size, P pieces of a sequence (see problem.py).
 m: query rows of a tile, n: its key rows, counted within a piece; t and s: positions in the sequence.
 
-One program owns one tile of queries (forward, dq) or of keys (dk and dv) and walks over the other side. Within a range
-of tiles that it walks over, only the first and the last ones need masks.
+One program has one tile of queries (forward, dq) or of keys (dk and dv) and iterates over the other side. In a range of
+tiles that it iterates over, only the first and the last ones need masks.
 
 Scores are in units of log2: exp2 is one instruction, and the scale is folded into the product with log2(e).
 """
@@ -16,23 +16,23 @@ import triton.language as tl
 
 from hstu_sparse.tiles import locate
 
-# Numbers that differ between batches, on which Triton would compile anew, and the caller's pointers.
+# Numbers that differ between batches, for which Triton would compile again, and the caller's pointers.
 PER_BATCH = ["num_pieces", "total", "left", "right", "slope_stride"]
 GIVEN = ["q_offsets", "k_offsets", "q_starts", "k_starts", "seed"]
 
-# What a maximum begins with: finite, so that no difference of two of them is undefined.
+# The initial maximum: finite, so that differences of two maxima are defined.
 LEAST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Where no score (in units of log2) can be further from 0 than this, the softmax needs no maximum: its weights and their
-# sums, 2^-80 to 2^80 times the number of keys, are far from the bounds of fp32 and of bf16.
+# If all scores (in units of log2) are within this distance of 0, the softmax needs no maximum: its weights and their
+# sums, 2^-80 to 2^80 times the number of keys, are far from the limits of fp32 and of bf16.
 STEADY = tl.constexpr(80.0)
-# Numbers of queries that backward computes first lie in slots of so many, at least as many as a tile has queries.
+# The size of slots for the numbers of queries that backward computes first, at least the queries of a tile.
 ROW_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
 def piece(index, offsets, starts):
-    """(first row in memory, length, position of the first row) of a piece."""
+    """Return (first row in memory, length, position of the first row) of a piece."""
     begin = tl.load(offsets + index).to(tl.int64)
     length = (tl.load(offsets + index + 1) - begin).to(tl.int32)
     position = 0
@@ -42,7 +42,7 @@ def piece(index, offsets, starts):
 
 
 class Tile(NamedTuple):
-    """Rows first .. of a piece: what a program owns of one head. `index`: the piece's."""
+    """The rows of a program's tile, `first` .. of a piece, for one head. `index`: the piece's."""
 
     head: tl.tensor
     index: tl.tensor
@@ -58,7 +58,7 @@ def find_tile(
     offsets, starts, num_pieces, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     LAST_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The program's Tile, `first` negative where there is none. LAST_FIRST: from the last piece's end on."""
+    """Return the program's Tile, `first` negative if there is none. LAST_FIRST: from the last piece's end on."""
     slot = tl.program_id(0) // HEADS
     if LAST_FIRST:
         slot = tl.num_programs(0) // HEADS - 1 - slot
@@ -73,7 +73,7 @@ def key_ranges(
     first_row, q_length, k_length, ahead, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(begin, full, free, end): the keys that a tile of queries sees; only those in full .. free need no mask.
+    """Return (begin, full, free, end): the keys that a tile of queries sees; only those in full .. free need no mask.
 
     ahead: position of the first query less that of the first key. All but `end` are multiples of BLOCK_N.
     """
@@ -96,19 +96,19 @@ def key_ranges(
 
 @triton.jit
 def keys_seen(
-    own, k_offsets, k_starts, left, right, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    tile, k_offsets, k_starts, left, right, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """How many keys, 0 where none, a tile of queries has to walk over."""
-    found = 0
+    """Return the number of keys, possibly 0, that a tile of queries has to iterate over."""
+    count = 0
     for i in tl.static_range(PIECES):
-        _, k_length, k_position = piece(own.sequence * PIECES + i, k_offsets, k_starts)
+        _, k_length, k_position = piece(tile.sequence * PIECES + i, k_offsets, k_starts)
         begin, _, _, end = key_ranges(
-            own.first, own.length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+            tile.first, tile.length, k_length, tile.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
-        found += tl.maximum(end - begin, 0)
-    return found
+        count += tl.maximum(end - begin, 0)
+    return count
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def query_ranges(
     first_key, q_length, k_length, ahead, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The same for the queries that see a tile of keys; all but `end` are multiples of BLOCK_M."""
+    """Return the same for the queries that see a tile of keys; all but `end` are multiples of BLOCK_M."""
     last_key = tl.minimum(first_key + BLOCK_N, k_length) - 1
     begin = 0
     full = 0
@@ -136,7 +136,7 @@ def query_ranges(
 
 @triton.jit
 def hide(scores, t, s, q_inside, k_inside, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """-inf for the pairs that do not see each other; t and s broadcast to the shape of the scores, as do the others."""
+    """Set masked pairs to -inf; t, s and the others broadcast to the shape of the scores."""
     seen = q_inside & k_inside
     if HAS_RIGHT:
         seen = seen & (s - t <= right)
@@ -146,10 +146,10 @@ def hide(scores, t, s, q_inside, k_inside, left, right, HAS_LEFT: tl.constexpr, 
 
 
 @triton.jit
-def kept(seed, pair, t_first, s_first, dropout, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """[M, N] bool: the weights of M queries from position t_first on and N keys from s_first on that dropout keeps.
+def dropout_mask(seed, pair, t_first, s_first, dropout, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Return [M, N] bool: the weights of M queries from position t_first and N keys from s_first that are not dropped.
 
-    A call of Philox gives the numbers of four keys, from a multiple of four on. ALIGNED: s_first is one.
+    A call of Philox gives the numbers of four keys, from a multiple of four on. ALIGNED: s_first is such a multiple.
     """
     t = t_first + tl.arange(0, M)[:, None]
     if ALIGNED:
