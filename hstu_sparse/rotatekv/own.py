@@ -136,8 +136,8 @@ def _own(q, k, v, coded_k, coded_v, position, time, timestamps, query_timestamps
         q, k, v = as_rows(q, k, v, align=False)
         run(
             rotatekv_own_fwd_kernel, cdiv(q.shape[0], _TOKENS), q, k, v, coded_k, coded_v, self_term,
-            *_strides(q, k, v), *_biases(position, time, timestamps, query_timestamps), scale, 1.0 / normalizer, q.shape[0],
-            **_constants(q, v),
+            *_strides(q, k, v), *_biases(position, time, timestamps, query_timestamps), scale, 1.0 / normalizer,
+            q.shape[0], **_constants(q, v),
         )  # fmt: skip
     return [self_term]
 
