@@ -1,4 +1,4 @@
-"""Compiles kernels ahead of time, for GPUs that are not here, and says what they use: for tests."""
+"""Compile kernels ahead of time, for GPUs that are not present, and report the resources they use: for tests."""
 
 import functools
 import hashlib
@@ -21,7 +21,7 @@ from hstu_sparse import launch
 
 
 class _Driver:
-    """What Triton asks of the driver in order to compile for sm_`arch`."""
+    """The part of Triton's driver interface that compilation for sm_`arch` needs."""
 
     def __init__(self, arch: int):
         self.arch = arch
@@ -30,7 +30,8 @@ class _Driver:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
-        # Triton keeps what it compiled by device: each architecture is one, so that none gets another's kernels.
+        # Triton caches compiled kernels by device: each architecture is one device, so that none gets another's
+        # kernels.
         return self.arch
 
     def get_current_stream(self, device):
@@ -38,28 +39,28 @@ class _Driver:
 
 
 def compile_launches(call: Callable[[], object], arch: int, known: set[str] | None = None) -> list[dict]:
-    """Runs `call` with every kernel that it launches compiled for sm_`arch` in place of being launched.
+    """Run `call` with every kernel that it launches compiled for sm_`arch` instead of launched.
 
-    So the kernels get the launchers' own constants and options. `call` uses CPU tensors, which pass for a GPU's of that
-    architecture, and calls the registered operators or launchers (the public functions refuse CPU tensors).
+    The kernels thus get the launchers' own constants and options. `call` uses CPU tensors, which pass for a GPU's of
+    that architecture, and calls the registered operators or launchers (the public functions refuse CPU tensors).
 
     Args:
         arch: compute capability as one number: 80, 90, 100, 120.
-        known: names of kernels that are left out; those compiled now are added.
+        known: names of kernels to skip; those compiled now are added.
 
     Returns:
-        For each kernel `report`'s dict, once for each way in which it was specialised.
+        The dict of `report` for each kernel, once for each specialisation.
     """
     if launch.INTERPRET:
         raise RuntimeError("compile_launches needs a process without TRITON_INTERPRET")
-    found: dict[str, CompiledKernel] = {}
+    kernels: dict[str, CompiledKernel] = {}
     run, pretended, active = JITFunction.run, launch.cpu_architecture, driver._active
 
     def compile_only(self, *args, grid, warmup, **options):
         if known is not None and self.fn.__name__ in known:
             return None
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found[kernel.hash] = kernel
+        kernels[kernel.hash] = kernel
         return kernel
 
     JITFunction.run, launch.cpu_architecture = compile_only, arch
@@ -70,51 +71,51 @@ def compile_launches(call: Callable[[], object], arch: int, known: set[str] | No
         JITFunction.run, launch.cpu_architecture = run, pretended
         driver._active = active  # reset_active insists on a GPU
     if known is not None:
-        known |= {kernel.metadata.name for kernel in found.values()}
-    return [report(kernel).copy() for kernel in found.values()]
+        known |= {kernel.metadata.name for kernel in kernels.values()}
+    return [report(kernel).copy() for kernel in kernels.values()]
 
 
 @functools.cache  # launches of several cases share kernels
 def report(kernel: CompiledKernel) -> dict:
-    """What a compiled kernel uses.
+    """Return the resources of a compiled kernel.
 
     Returns:
         dict with `name`, `arch`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes` (dynamic and
-        static, from sm_90 on with 1 KB of the driver's), `unset_registers`, `early_reloads` and `added_twice` (below),
+        static, from sm_90 on with 1 KB of the driver), `unset_registers`, `early_reloads` and `added_twice` (below),
         `asm`.
     """
-    # Blackwell's instructions, and where they put their operands, are others.
+    # Blackwell has other instructions, with other places for operands.
     uniform = kernel.metadata.target.arch <= 90
-    found = kept(kernel.asm["cubin"] + b"uniform" * uniform, lambda: _machine_code(kernel.asm["cubin"], uniform))
+    facts = kept(kernel.asm["cubin"] + b"uniform" * uniform, lambda: _machine_code(kernel.asm["cubin"], uniform))
     return {
         "name": kernel.metadata.name,
         "arch": kernel.metadata.target.arch,
-        "registers": found["registers"],
-        "local_bytes": found["local_bytes"],
-        "shared_bytes": kernel.metadata.shared + found["static_shared_bytes"],
-        "unset_registers": found["unset_registers"],
-        "early_reloads": found["early_reloads"],
+        "registers": facts["registers"],
+        "local_bytes": facts["local_bytes"],
+        "shared_bytes": kernel.metadata.shared + facts["static_shared_bytes"],
+        "unset_registers": facts["unset_registers"],
+        "early_reloads": facts["early_reloads"],
         "added_twice": _added_twice(kernel.asm["ttgir"]),
         "asm": kernel.asm,
     }
 
 
-def kept(given: bytes, compute: Callable[[], dict]) -> dict:
-    """compute(), a dict for JSON, or what it gave for the same bytes by the same source of this file.
+def kept(content: bytes, compute: Callable[[], dict]) -> dict:
+    """Return compute(), a dict for JSON, or its stored result for the same bytes and the same source of this file.
 
-    It lies where Triton keeps what it compiled (TRITON_CACHE_DIR), so that it is there whenever the kernel is.
+    It is stored in Triton's cache (TRITON_CACHE_DIR), so that it exists whenever the kernel does.
     """
-    key = hashlib.sha256(Path(__file__).read_bytes() + given).hexdigest()
+    key = hashlib.sha256(Path(__file__).read_bytes() + content).hexdigest()
     cache = get_cache_manager(key)
     if path := cache.get_file("report.json"):
         return json.loads(Path(path).read_bytes())
-    found = compute()
-    cache.put(json.dumps(found), "report.json", binary=False)
-    return found
+    result = compute()
+    cache.put(json.dumps(result), "report.json", binary=False)
+    return result
 
 
 def _machine_code(cubin: bytes, uniform: bool) -> dict:
-    """What `report` says of machine code; uniform: look for unset registers."""
+    """Return what `report` says of machine code; uniform: look for unset registers."""
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -127,7 +128,7 @@ def _machine_code(cubin: bytes, uniform: bool) -> dict:
         usage = said("cuobjdump", "--dump-resource-usage")
         usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
         registers, stack, static, local = (int(x) for x in usage.groups())
-        # What takes longest here. A thread that keeps nothing in local memory reloads nothing.
+        # This takes longest. A thread without local memory reloads nothing.
         listing = said("nvdisasm", "-c", "-ndf") if uniform or stack + local else ""
     return {
         "registers": registers,
@@ -139,23 +140,23 @@ def _machine_code(cubin: bytes, uniform: bool) -> dict:
 
 
 def _added_twice(ttgir: str) -> list[str]:
-    """Tiles that inline assembly adds to shared memory, and whose values stand in more than one thread.
+    """Return the tiles that inline assembly adds to shared memory, and whose values are in more than one thread.
 
-    A layout covers a tile smaller than itself several times over, and each thread that has a value would add it.
+    A layout covers a tile smaller than itself several times, and each thread that has a value would add it.
     """
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S+<.*>)$", ttgir, re.M))
-    found = []
+    tiles = []
     for line in ttgir.splitlines():
         if "elementwise_inline_asm" in line and "red.shared" in line:
             for shape, name in re.findall(r"tensor<((?:\d+x)+)\w+, (#\w+)>", line):
                 sizes = [int(size) for size in shape.split("x") if size]
                 if any(have > size for have, size in zip(_covered(layouts[name]), sizes)):
-                    found.append(f"{shape[:-1]} in {layouts[name]}")
-    return sorted(set(found))
+                    tiles.append(f"{shape[:-1]} in {layouts[name]}")
+    return sorted(set(tiles))
 
 
 def _covered(layout: str) -> list[int]:
-    """The tile that a program's threads cover once in this layout."""
+    """Return the tile that a program's threads cover once in this layout."""
 
     def numbers(name: str) -> list[int]:
         return [int(n) for n in re.search(name + r" = \[([\d, ]+)\]", layout)[1].split(",")]
@@ -166,16 +167,17 @@ def _covered(layout: str) -> list[int]:
 
 
 def unset_registers(listing: str) -> list[str]:
-    """Instructions of a disassembly that read a uniform register which nothing before them has set for them.
+    """Return the instructions of a disassembly that read a uniform register that no earlier instruction has set for
+    them.
 
-    ptxas 12.8 was seen to forget a copy where two wgmma descriptors begin alike (two tiles that take turns in one
-    buffer of shared memory), and the kernel to read outside of its memory, or another tile. Nothing reports it.
+    ptxas 12.8 was seen to omit a copy when two wgmma descriptors begin alike (two tiles that alternate in one buffer of
+    shared memory), so that the kernel read outside of its memory, or another tile. Nothing reports this.
     """
     return _never_written(listing) + _left_over(listing)
 
 
 def _instructions(listing: str) -> Iterator[tuple[str, str, str]]:
-    """(line, name, operands) of each."""
+    """Yield (line, name, operands) of each instruction."""
     for line in listing.splitlines():
         match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?)\s*;", line)
         if match:
@@ -183,11 +185,11 @@ def _instructions(listing: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _left_over(listing: str) -> list[str]:
-    """The same where the register holds something older. It shows where a descriptor's upper half is made in place, as
-    a constant plus the lower half's carry plus what should be 0.
+    """Return the instructions whose register has an older value. This is visible where a descriptor's upper half is
+    computed in place, as a constant plus the lower half's carry plus a term that should be 0.
     """
     last: dict[str, str] = {}
-    found = []
+    instructions = []
     for line, name, operands in _instructions(listing):
         upper = re.match(r"(UR\d+), \1, -?0x[0-9a-f]{8}, URZ, UP\d, !UPT", operands)
         if name == "UIADD3.X" and upper:
@@ -195,17 +197,17 @@ def _left_over(listing: str) -> list[str]:
             if source.startswith("R2UR"):
                 source = last.get(source.split(", ")[-1], "")
             if not re.search(r", U?RZ$|, 0x0$", source):
-                found.append(line)
+                instructions.append(line)
         target = re.match(r"(U?R)(\d+)", operands)
         if target:
             for i in range(2 if ".64" in name or "WIDE" in name or name.startswith("CS2R") else 1):
                 last[f"{target[1]}{int(target[2]) + i}"] = f"{name} {operands}"
-    return found
+    return instructions
 
 
 def _never_written(listing: str) -> list[str]:
     written: set[int] = set()
-    found = []
+    lines = []
     for line, name, operands in _instructions(listing):
         target, _, sources = operands.partition(",")
         if target.startswith("UP") and sources.lstrip().startswith("UR"):  # a predicate comes before the number
@@ -216,15 +218,15 @@ def _never_written(listing: str) -> list[str]:
         wide = 2 if "desc[" in sources or (writes and ".64" in name) else 1
         read = {int(r) + i for r in re.findall(r"UR(\d+)", sources) for i in range(wide)}
         descriptors = re.search(r"gdesc\[UR(\d+)\]", sources)
-        if descriptors:  # of both operands; with the left one in registers only the second pair counts
+        if descriptors:  # descriptors of both operands; with the left one in registers only the second pair counts
             first = 2 if re.match(r"\s*R\d+, R\d+", operands) else 0
             read = {int(descriptors[1]) + i for i in range(first, 4)}
         if read - written:
-            found.append(line)
+            lines.append(line)
         if writes:
             span = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
             written |= {int(r) + i for r in re.findall(r"UR(\d+)", target) for i in range(span)}
-    return found
+    return lines
 
 
 # Bytes that LDL and STL move: 4, unless they say otherwise.
@@ -232,17 +234,17 @@ _WIDTHS = {".128": 16, ".64": 8, "16": 2, "8": 1}
 
 
 def early_reloads(listing: str) -> list[str]:
-    """Instructions of a disassembly that load a spilled register from where nothing lies that is still wanted.
+    """Return the instructions of a disassembly that load a spilled register whose value is no longer needed there.
 
-    A load that is marked as the last use of what was stored (LDL.LU) must be followed by a store before the next load.
-    ptxas 12.8 was seen to put the load of half a register in front of the store (kernels that spill 4 KB a thread), and
-    the kernel to compute with what another register had left there. Nothing reports it. A pair may be loaded for its
-    upper register alone, if the lower one is written before it is read.
+    A load marked as the last use of a stored value (LDL.LU) must be followed by a store before the next load. ptxas
+    12.8 was seen to place the load of half a register before the store (in kernels that spill 4 KB a thread), so that
+    the kernel computed with the value of another register. Nothing reports this. A pair may be loaded for its upper
+    register alone, if the lower one is written before it is read.
     """
-    found = []
-    # A label may be come to from elsewhere: what lies where is known from there on only.
+    lines = []
+    # Jumps may lead to a label: the content of the stack is known only after it.
     for stretch in re.split(r"^\s*\.L\w*:", listing, flags=re.M):
-        gone: set[int] = set()  # bytes of the stack whose last use has been
+        released: set[int] = set()  # bytes of the stack after their last use
         instructions = list(_instructions(stretch))
         for i, (line, name, operands) in enumerate(instructions):
             slot = re.search(r"\[R1(?:\+(0x[0-9a-f]+))?\]", operands)
@@ -252,19 +254,19 @@ def early_reloads(listing: str) -> list[str]:
             width = next((n for kind, n in _WIDTHS.items() if kind in name), 4)
             place = set(range(begin, begin + width))
             if name.startswith("STL"):
-                gone -= place
+                released -= place
                 continue
-            if stale := place & gone:
+            if stale := place & released:
                 lower = ".64" in name and max(stale) < begin + 4
                 if not (lower and _written_next(operands.split(",")[0], instructions[i + 1 :])):
-                    found.append(line)
+                    lines.append(line)
             if ".LU" in name and "@" not in line:
-                gone |= place
-    return found
+                released |= place
+    return lines
 
 
 def _written_next(register: str, instructions: list[tuple[str, str, str]]) -> bool:
-    """Whether the first of these that names a register writes it."""
+    """Return whether the first of these instructions that names a register writes it."""
     named = re.compile(rf"\b{register}\b")
     for _, _, operands in instructions:
         if count := len(named.findall(operands)):

@@ -1,11 +1,11 @@
-"""Inline assembly that touches memory: the gate before it, and reads that stay in a tile's layout.
+"""Define inline assembly that accesses memory: its switch, and reads that stay in a tile's layout.
 
-Triton has no words for it, and does not promise that what stands here, and in bias/sums.py, goes on working. So it is
-behind a gate: kernels get ASM=True only where `proven` says so, on architectures and Triton versions on which the tests
-ran. Elsewhere, and in the interpreter, the plain functions beside it are used: the same results, slower.
+Triton has no operations for this, and does not promise that the assembly here, and in bias/sums.py, keeps working. So
+there is a switch: kernels get ASM=True only if `proven` returns true, for architectures and Triton versions on which
+the tests ran. Otherwise, and in the interpreter, plain functions are used: the same results, slower.
 
-No result depends on where a thread has its values: a tile only has to have at least as many values as the program has
-threads, else some values would stand twice. The layouts that make it fast are those of wgmma and mma.
+No result depends on which thread has which values: a tile only needs at least as many values as the program has
+threads, since some values would otherwise exist twice. The layouts that make it fast are those of wgmma and mma.
 """
 
 import torch
@@ -20,15 +20,15 @@ _PROVEN_VERSION = not INTERPRET and ".".join(triton.__version__.split(".")[:2]) 
 
 
 def proven(device: torch.device) -> bool:
-    """Whether kernels on this device may use this file's assembly."""
+    """Return whether kernels on this device may use this file's assembly."""
     return _PROVEN_VERSION and architecture(device) in PROVEN_ARCHITECTURES
 
 
 @triton.jit
 def look_up(table, index, ASM: tl.constexpr):
-    """table[index] (fp32 or int32) for a tile of indices, left in the layout that the tile has. int32 indices: >= 0.
+    """Load table[index] (fp32 or int32) for a tile of indices, in the tile's own layout. int32 indices: >= 0.
 
-    An ordinary load is given a layout of its own, and moving a tile from there to the tensor cores' layout costs more
+    An ordinary load gets a layout of its own, and converting a tile from there to the tensor cores' layout costs more
     than the load. An elementwise operation keeps its operand's layout.
     """
     if ASM:
@@ -51,7 +51,7 @@ def look_up(table, index, ASM: tl.constexpr):
 
 @triton.jit
 def scalar(pointer, ASM: tl.constexpr):
-    """tl.load of one number (int16 or fp32) that Triton does not move through shared memory."""
+    """Load one number (int16 or fp32) like tl.load, without Triton moving it through shared memory."""
     if ASM:
         if pointer.dtype.element_ty == tl.int16:
             return tl.inline_asm_elementwise(
@@ -67,7 +67,7 @@ def scalar(pointer, ASM: tl.constexpr):
 
 @triton.jit
 def load_edge(place, ASM: tl.constexpr):
-    """(an fp32 number, the int32 behind it) of a pair of 32-bit words, left in the layout that the tile has."""
+    """Load (an fp32 number, the int32 behind it) of a pair of 32-bit words, in the tile's own layout."""
     if ASM:
         edge, below = tl.inline_asm_elementwise(
             "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=f,=r,l", [place.to(tl.int64)], (tl.float32, tl.int32),

@@ -1,4 +1,5 @@
-"""Attention for training a model that is served from a RotateKV cache: made of two operators, `rotatekv` and `dense`.
+"""Define attention for training a model that is served from a RotateKV cache, from the operators `rotatekv` and
+`dense`.
 
 Letters: T tokens, H heads, D query/key and V value head size.
 """
@@ -38,10 +39,10 @@ def rotatekv_self_attention(
     plan: "AttentionPlan | None" = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Dense HSTU attention for training a model that is served from a cache: `hstu_attention`, where a token sees the
-    others as the cache gives them back, and itself as it is.
+    """Compute dense HSTU attention for training a model that is served from a cache: as `hstu_attention`, but a token
+    sees other tokens as the cache restores them, and itself exactly.
 
-    Gradients pass straight through the codes: what a coded key or value gets goes to the key or value.
+    Gradients pass straight through the codes: the gradient of a coded key or value is that of the key or value.
 
     Args:
         q, k: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
@@ -60,7 +61,7 @@ def rotatekv_self_attention(
         True
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     backend = choose_backend(backend, q, "rotatekv_self_attention")
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
@@ -73,6 +74,6 @@ def rotatekv_self_attention(
     own_token = reference.own_token
     if backend == "triton":
         from hstu_sparse.rotatekv.own import own_token_triton as own_token
-    q, coded_k, coded_v, own = own_token(q, k, v, *coded, bias, scale, normalizer)
+    q, coded_k, coded_v, self_term = own_token(q, k, v, *coded, bias, scale, normalizer)
     options: dict[str, typing.Any] = dict(scale=scale, normalizer=normalizer, bias=bias, plan=plan, backend=backend)
-    return hstu_attention(q, coded_k, coded_v, seq_offsets, max_seq_len, **options) + own
+    return hstu_attention(q, coded_k, coded_v, seq_offsets, max_seq_len, **options) + self_term

@@ -1,16 +1,16 @@
-"""The functions of the research code that this package grew from, under their names and with their arguments.
+"""Define the functions of the research code that this package grew from, with their names and arguments.
 
 Each is written in terms of this package's operators, so that programs written for the research code run unchanged; new
-programs call the operators. The names say triton; on CPU tensors the reference runs.
+programs call the operators. The names contain triton, but on CPU tensors the reference runs.
 
 Letters: B sequences, N padded length, or tokens of each sequence that this rank holds, T tokens of a jagged batch, H
 heads of queries, Hkv of keys and values, D query/key and V value head size, S chosen blocks, W ranks of a group.
 
-Every form of ring attention takes, besides its own arguments,
+Every form of ring attention has, besides its own arguments,
 
     dropout_p, softmax_scale       `dropout` and `scale` of `ring_flash_attention`
     causal, window_size, alibi_slopes, seed, group, backend, plan      as `ring_flash_attention`
-    deterministic                  accepted and always so
+    deterministic                  accepted; the result is always deterministic
     return_attn_probs              return (out, log-sum-exp, None) in place of out
 
 and returns the output of this rank's tokens in q's shape and dtype.
@@ -63,7 +63,7 @@ def triton_ring_flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
     deterministic=False, return_attn_probs=False, group=None, *, seed=None, backend="auto",
 ):  # fmt: skip
-    """Ring attention; rank r holds the r-th of W equal stretches of each sequence.
+    """Compute ring attention; rank r holds the r-th of W equal parts of each sequence.
 
     q: [B, N, H, D], k, v: [B, N, Hkv, D], N the same on all ranks -> [B, N, H, D] (log-sum-exp: [B, H, N] fp32).
     """
@@ -75,7 +75,7 @@ def zigzag_triton_ring_flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
     deterministic=False, return_attn_probs=False, group=None, *, seed=None, backend="auto",
 ):  # fmt: skip
-    """Ring attention; of 2W equal stretches of each sequence rank r holds r and 2W-1-r, one behind the other.
+    """Compute ring attention; of 2W equal parts of each sequence rank r holds r and 2W-1-r, concatenated.
 
     With a causal mask all ranks then have the same work. Shapes as `triton_ring_flash_attn_func`, N even.
     """
@@ -88,7 +88,7 @@ def triton_ring_flash_attn_varlen_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None, *, seed=None, plan=None,
     backend="auto",
 ):  # fmt: skip
-    """`ring_flash_attention`: rank r holds a stretch of each sequence, behind those of the ranks before it.
+    """Compute `ring_flash_attention`: rank r holds a part of each sequence, behind those of the ranks before it.
 
     q: [T, H, D], k, v: [T, Hkv, D]; cu_seqlens: [B+1] integers from 0 to T; max_seqlen is accepted and not needed.
     -> [T, H, D] (log-sum-exp: [H, T] fp32).
@@ -102,13 +102,13 @@ def zigzag_triton_ring_flash_attn_varlen_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None, *, seed=None, plan=None,
     backend="auto",
 ):  # fmt: skip
-    """The same where rank r holds chunks r and 2W-1-r of 2W of each sequence, as `cut_sequences` cuts them."""
+    """Compute the same, if rank r holds chunks r and 2W-1-r of 2W of each sequence, as `cut_sequences` returns them."""
     options = _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend)
     return _stretches(q, k, v, cu_seqlens, group, plan, return_attn_probs, True, options)
 
 
 def _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend) -> dict:
-    """The options under their names in `ring_flash_attention`."""
+    """Return the options under their names in `ring_flash_attention`."""
     return dict(
         dropout=dropout_p, scale=softmax_scale, causal=causal, window_size=window_size, alibi_slopes=alibi_slopes,
         seed=seed, backend=backend,
@@ -129,7 +129,7 @@ def _equal_stretches(name, q, k, v, group, return_lse, zigzag, options):
     zigzag = zigzag and ring.world > 1
     if zigzag and tokens % 2:
         raise ValueError(f"zigzag: each rank holds two chunks of one length, so N must be even, got {tokens}")
-    # Jagged parts may differ in length between the ranks; these may not.
+    # Jagged parts may differ in length between the ranks; these must not.
     ring.agree(name, {letter: list(x.shape) for letter, x in (("q", q), ("k", k), ("v", v))})
     plan = fixed_plan(num_seqs, tokens, ring.rank, ring.world, zigzag, q.device)
     flat = (x.flatten(0, 1) for x in (q, k, v))
@@ -148,42 +148,42 @@ def _stretches(q, k, v, cu_seqlens, group, plan: RingPlan | None, return_lse, zi
 
 
 def triton_ring_flash_attn_kvpacked_func(q, kv, *args, **kwargs):
-    """`triton_ring_flash_attn_func` with kv: [B, N, 2, Hkv, D]."""
+    """Compute `triton_ring_flash_attn_func` with kv: [B, N, 2, Hkv, D]."""
     return triton_ring_flash_attn_func(q, *_unpacked("kv", kv, 2, 5), *args, **kwargs)
 
 
 def triton_ring_flash_attn_qkvpacked_func(qkv, *args, **kwargs):
-    """`triton_ring_flash_attn_func` with qkv: [B, N, 3, H, D]."""
+    """Compute `triton_ring_flash_attn_func` with qkv: [B, N, 3, H, D]."""
     return triton_ring_flash_attn_func(*_unpacked("qkv", qkv, 3, 5), *args, **kwargs)
 
 
 def zigzag_triton_ring_flash_attn_kvpacked_func(q, kv, *args, **kwargs):
-    """`zigzag_triton_ring_flash_attn_func` with kv: [B, N, 2, Hkv, D]."""
+    """Compute `zigzag_triton_ring_flash_attn_func` with kv: [B, N, 2, Hkv, D]."""
     return zigzag_triton_ring_flash_attn_func(q, *_unpacked("kv", kv, 2, 5), *args, **kwargs)
 
 
 def zigzag_triton_ring_flash_attn_qkvpacked_func(qkv, *args, **kwargs):
-    """`zigzag_triton_ring_flash_attn_func` with qkv: [B, N, 3, H, D]."""
+    """Compute `zigzag_triton_ring_flash_attn_func` with qkv: [B, N, 3, H, D]."""
     return zigzag_triton_ring_flash_attn_func(*_unpacked("qkv", qkv, 3, 5), *args, **kwargs)
 
 
 def triton_ring_flash_attn_varlen_kvpacked_func(q, kv, *args, **kwargs):
-    """`triton_ring_flash_attn_varlen_func` with kv: [T, 2, Hkv, D]."""
+    """Compute `triton_ring_flash_attn_varlen_func` with kv: [T, 2, Hkv, D]."""
     return triton_ring_flash_attn_varlen_func(q, *_unpacked("kv", kv, 2, 4), *args, **kwargs)
 
 
 def triton_ring_flash_attn_varlen_qkvpacked_func(qkv, *args, **kwargs):
-    """`triton_ring_flash_attn_varlen_func` with qkv: [T, 3, H, D]."""
+    """Compute `triton_ring_flash_attn_varlen_func` with qkv: [T, 3, H, D]."""
     return triton_ring_flash_attn_varlen_func(*_unpacked("qkv", qkv, 3, 4), *args, **kwargs)
 
 
 def zigzag_triton_ring_flash_attn_varlen_kvpacked_func(q, kv, *args, **kwargs):
-    """`zigzag_triton_ring_flash_attn_varlen_func` with kv: [T, 2, Hkv, D]."""
+    """Compute `zigzag_triton_ring_flash_attn_varlen_func` with kv: [T, 2, Hkv, D]."""
     return zigzag_triton_ring_flash_attn_varlen_func(q, *_unpacked("kv", kv, 2, 4), *args, **kwargs)
 
 
 def zigzag_triton_ring_flash_attn_varlen_qkvpacked_func(qkv, *args, **kwargs):
-    """`zigzag_triton_ring_flash_attn_varlen_func` with qkv: [T, 3, H, D]."""
+    """Compute `zigzag_triton_ring_flash_attn_varlen_func` with qkv: [T, 3, H, D]."""
     return zigzag_triton_ring_flash_attn_varlen_func(*_unpacked("qkv", qkv, 3, 4), *args, **kwargs)
 
 
@@ -210,16 +210,16 @@ def triton_block_sparse_attn(
     window_size: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`bsa_attention` on padded tensors: every sequence is taken to be N long.
+    """Compute `bsa_attention` on padded tensors: every sequence has length N.
 
     Args:
         q, k: [B, N, H, D], v: [B, N, H, V].
-        u: not used by the attention; the caller multiplies it in.
+        u: not used; the caller multiplies the output by it.
         g_cmp, g_slc, g_swa: [B, N, H]; g_swa may be None when window_size is 0.
         scale: factor of the scores, D ** -0.5 by default.
 
     Returns:
-        (output [B, N, H, V], block indices [B, H, N, S] int32, ascending, -1 behind them).
+        (output [B, N, H, V], block indices [B, H, N, S] int32, ascending, padded with -1).
     """
     sizes: dict[str, int] = {}
     for name, x, shape in (("q", q, "B N H D"), ("k", k, "B N H D"), ("v", v, "B N H V")):
@@ -262,13 +262,13 @@ def triton_hstu_attention_with_bsa(
     block_size: int = 32,
     window_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Block-sparse attention of one HSTU layer: LayerNorm over all heads (no affine) of the attention, times u.
+    """Compute block-sparse attention of one HSTU layer: LayerNorm over all heads (no affine) of the attention, times u.
 
     Args:
         num_heads, attention_dim, linear_dim: H, D, V.
         q, k: [T, H*D], v, u: [T, H*V].
         x_offsets: [B + 1], first 0, last T.
-        invalid_attn_mask: its last size is N; the mask itself is always causal and is not read.
+        invalid_attn_mask: its last size is N; the mask itself is not read, since it is always causal.
         gate_model: q [T, H, D] -> (g_cmp, g_slc, g_swa), each [T, H].
 
     Returns:
@@ -342,7 +342,7 @@ class TritonHSTUBSAAttention(nn.Module):
     def forward(
         self, x: Tensor, x_offsets: Tensor, invalid_attn_mask: Tensor, gate_model: GateFunction
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, embedding_dim] -> (output [T, embedding_dim], padded q and padded k [B, N, H, D])."""
+        """Compute x [T, embedding_dim] -> (output [T, embedding_dim], padded q and padded k [B, N, H, D])."""
         u, v, q, k = F.silu(self.norm(x) @ self.uvqk).split(self.sizes, dim=-1)
         attended, padded_q, padded_k = triton_hstu_attention_with_bsa(
             self.num_heads,
@@ -363,7 +363,9 @@ class TritonHSTUBSAAttention(nn.Module):
 
 
 def _group(block_size: int) -> int:
-    """An item and its action stand side by side in the research code's sequences and share one choice of blocks."""
+    """Return the selection group: an item and its action are adjacent in the research code, and share a choice of
+    blocks.
+    """
     return 2 if block_size % 2 == 0 else 1
 
 
@@ -377,13 +379,13 @@ def compute_index_loss_sparse(
     eps: float = 1e-10,
     backend: str = "auto",
 ) -> Tensor:
-    """`hstu_sparse.indexer.padded_indexer_loss`, with `scaling` for its `scale`."""
+    """Compute `hstu_sparse.indexer.padded_indexer_loss`, with `scaling` for its `scale`."""
     scale = check_number("scaling", scaling)
     return padded_indexer_loss(
         query, key, index_score, indices, scale=scale, chunk_offset=chunk_offset, eps=eps, backend=backend
     )
 
 
-# Two stages of attention to a compressed cache: its keys and values unpacked, keys turned back, and attention to them.
+# Two stages of attention to a compressed cache: unpacking its keys and values, with the keys restored, and attention.
 mustafar_decompress_with_hadamard_inverse = rotatekv_decompress
 mustafar_attention_with_rope = unpacked_attention

@@ -1,6 +1,6 @@
-"""What is installed, whether it works together, and what to install where it does not.
+"""Report what is installed, whether it works together, and what to install if not.
 
-Run as a file (`python hstu_sparse/doctor.py`, `make doctor`): it needs nothing but Python, so that it works where
+Run it as a file (`python hstu_sparse/doctor.py`, `make doctor`): it needs nothing but Python, so that it works when
 nothing else does. Exit status: 0 when everything fits, 1 when something has to be installed.
 """
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from importlib import metadata
 
-# torch -> the releases of the others that are built against it. The last is the tested one.
+# torch -> the releases of the other packages that are built against it. The last is the tested one.
 COMBINATIONS = {
     "2.11": {"triton": "3.6.0", "fbgemm": "1.6.0", "torchrec": "1.6.1"},
     "2.12": {"fbgemm": "1.7.0", "torchrec": "1.7.0"},
@@ -21,7 +21,7 @@ TESTED = "2.13"
 
 
 def version(*names: str) -> tuple[str, str] | None:
-    """(name, version) of the first of the distributions that is installed."""
+    """Return (name, version) of the first of the distributions that is installed."""
     for name in names:
         try:
             return name, metadata.version(name)
@@ -31,62 +31,62 @@ def version(*names: str) -> tuple[str, str] | None:
 
 
 def gpu() -> str | None:
-    """The GPU's name and driver as nvidia-smi tells them, or None."""
+    """Return the GPU's name and driver from nvidia-smi, or None."""
     if not shutil.which("nvidia-smi"):
         return None
     try:
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        process = subprocess.run(query, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+    return process.stdout.strip().splitlines()[0] if process.returncode == 0 and process.stdout.strip() else None
 
 
 def fbgemm_command(torch_version: str, has_gpu: bool) -> str:
     """Return the command that installs the fbgemm that fits a release of torch."""
     release = ".".join(torch_version.split(".")[:2])
-    wanted = COMBINATIONS.get(release, COMBINATIONS[TESTED])["fbgemm"]
-    return f"pip install {'fbgemm-gpu' if has_gpu else 'fbgemm-gpu-cpu'}=={wanted}"
+    release_version = COMBINATIONS.get(release, COMBINATIONS[TESTED])["fbgemm"]
+    return f"pip install {'fbgemm-gpu' if has_gpu else 'fbgemm-gpu-cpu'}=={release_version}"
 
 
-def mismatches(found: dict[str, str | None], fbgemm_name: str | None, has_gpu: bool) -> list[str]:
-    """What to install, in words: one line for each version that does not fit.
+def mismatches(versions: dict[str, str | None], fbgemm_name: str | None, has_gpu: bool) -> list[str]:
+    """Return what to install, one line for each version that does not fit.
 
-    found: versions of torch, triton, torchrec and fbgemm, None where absent; fbgemm_name: the distribution found.
+    versions: of torch, triton, torchrec and fbgemm, None if absent; fbgemm_name: the installed distribution.
     """
     fbgemm = "fbgemm-gpu" if has_gpu else "fbgemm-gpu-cpu"
-    release = ".".join((found["torch"] or "").split("+")[0].split(".")[:2])
+    release = ".".join((versions["torch"] or "").split("+")[0].split(".")[:2])
     lines = []
-    if found["torch"] is None:
+    if versions["torch"] is None:
         release = TESTED
         lines.append(f"torch is missing: pip install torch=={TESTED}.0")
     elif release not in COMBINATIONS:
         lines.append(
-            f"torch {found['torch']} is none of the known {', '.join(COMBINATIONS)}: pip install torch=={TESTED}.0"
+            f"torch {versions['torch']} is none of the known {', '.join(COMBINATIONS)}: pip install torch=={TESTED}.0"
         )
         release = TESTED
-    for name, wanted in COMBINATIONS[release].items():
+    for name, expected in COMBINATIONS[release].items():
         package = fbgemm if name == "fbgemm" else name
-        command = f"pip install {'--no-deps ' if name == 'torchrec' else ''}{package}=={wanted}"
-        have = found[name]
-        if have is None:
+        command = f"pip install {'--no-deps ' if name == 'torchrec' else ''}{package}=={expected}"
+        installed = versions[name]
+        if installed is None:
             lines.append(f"{package} is missing: {command}")
-        elif have.split("+")[0].split(".")[:2] != wanted.split(".")[:2]:
-            lines.append(f"{name} {have} does not go with torch {release}: {command}")
-    if found["fbgemm"] and has_gpu and fbgemm_name == "fbgemm-gpu-cpu":
-        wanted = COMBINATIONS[release]["fbgemm"]
+        elif installed.split("+")[0].split(".")[:2] != expected.split(".")[:2]:
+            lines.append(f"{name} {installed} does not go with torch {release}: {command}")
+    if versions["fbgemm"] and has_gpu and fbgemm_name == "fbgemm-gpu-cpu":
+        expected = COMBINATIONS[release]["fbgemm"]
         lines.append(
-            f"fbgemm-gpu-cpu has no CUDA operators: pip uninstall fbgemm-gpu-cpu; pip install fbgemm-gpu=={wanted}"
+            f"fbgemm-gpu-cpu has no CUDA operators: pip uninstall fbgemm-gpu-cpu; pip install fbgemm-gpu=={expected}"
         )
     return lines
 
 
 def check(label: str, test) -> str | None:
-    """Runs `test`, prints its outcome; returns the failure in one line, or None."""
+    """Run `test` and print its result; return the failure in one line, or None."""
     try:
         print(f"  {label:<28} {test()}")
         return None
-    except Exception as error:  # whatever a broken installation throws is the finding
+    except Exception as error:  # a broken installation may raise anything
         first = (str(error).strip().splitlines() or [""])[0]
         print(f"  {label:<28} FAILS: {type(error).__name__}: {first}")
         return f"{label}: {first}"
@@ -172,11 +172,11 @@ def main() -> int:
     if not problems and not failures:
         print("Everything fits.")
     elif failures and not problems:
-        print("! The versions fit and yet a check fails: remove .venv and run make setup again.")
+        print("! The versions fit but a check fails: remove .venv and run make setup again.")
     return 1 if problems or failures else 0
 
 
 if __name__ == "__main__":
-    # As a file, Python puts this folder first on the path, where nothing must be found by accident.
+    # When this is run as a file, Python puts its folder first on the path, where nothing must be imported by accident.
     sys.path.pop(0)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Jagged tensors: validation, and the way to and from padded ones.
+"""Validate jagged tensors, and convert them to and from padded ones.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, n the padded length (the longest sequence, or N).
 
@@ -14,43 +14,43 @@ import torch
 from hstu_sparse.doctor import fbgemm_command
 from hstu_sparse.registration import plain
 
-# Checks that read values on a device wait for it, so there they run only when asked for.
+# Checks that read values on a device wait for it, so they run there only on request.
 DEBUG = os.environ.get("HSTU_SPARSE_DEBUG", "0") not in ("", "0")
 
-LARGEST = 2**63 - 1  # of whole numbers: int64's
+LARGEST = 2**63 - 1  # of int64
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def concrete(x) -> bool:
-    """Whether x is a tensor with values, and neither torch.compile, torch.func nor a dispatch mode looks on."""
+    """Return whether x is a tensor with values, outside of torch.compile, torch.func and dispatch modes."""
     if torch.compiler.is_compiling() or not plain(x) or x.is_meta:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def readable(x: torch.Tensor) -> bool:
-    """Whether checks may read x's values: on a CPU, where that is next to nothing, elsewhere with the debug switch.
+    """Return whether checks may read x's values: on a CPU, where that costs little, elsewhere with the debug switch.
 
-    Never where it is not `concrete`: there are no values, or reading them would be recorded.
+    They may never read a tensor that is not `concrete`: it has no values, or reading them would be recorded.
     """
     return concrete(x) and (DEBUG or x.device.type == "cpu")
 
 
 def fingerprint(*tensors: torch.Tensor | None) -> str | None:
-    """A digest of what tensors of integers hold, by which a plan knows its batch; None where that may not be read."""
-    given = [x for x in tensors if x is not None]
-    if not all(readable(x) for x in given):
+    """Return a digest of integer tensors, by which a plan identifies its batch; None if they may not be read."""
+    present = [x for x in tensors if x is not None]
+    if not all(readable(x) for x in present):
         return None
-    found = hashlib.sha256()
-    for x in given:
-        found.update(f"{x.shape}".encode() + x.cpu().long().contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
+    digest = hashlib.sha256()
+    for x in present:
+        digest.update(f"{x.shape}".encode() + x.cpu().long().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def check_storage(name: str, x: torch.Tensor, *, values: bool = False) -> None:
-    """TypeError for a tensor whose numbers do not lie in strided memory: sparse, nested, mkldnn.
+    """Raise TypeError for a tensor without strided memory: sparse, nested, mkldnn.
 
-    values: they are read here, so that a meta tensor, which has none, is refused too.
+    values: the caller reads them, so that a meta tensor, which has none, is refused too.
     """
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").removeprefix("_")
@@ -60,20 +60,20 @@ def check_storage(name: str, x: torch.Tensor, *, values: bool = False) -> None:
 
 
 def shown(value: float) -> str:
-    """A whole number for an error: those of very many digits by their size."""
+    """Format a whole number for an error; one with very many digits by its size."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"{'-' * (value < 0)}2^{value.bit_length() - 1} or more"
     return str(value)
 
 
 def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.Tensor | None) -> None:
-    """Validates jagged tensors that share one `seq_offsets`; the one place where this is done.
+    """Validate jagged tensors that share one `seq_offsets`; the one place where this is done.
 
-    Shapes, dtypes, devices; of offsets on a CPU also the values: they start at 0, never fall, end at T, and lengths fit
-    in N. On a GPU that waits for the device, and is done with HSTU_SPARSE_DEBUG=1 in the environment (or
-    `jagged.DEBUG = True`). The switch also has the tensors checked for NaN and infinity. A mask multiplies by 0, and 0
-    times NaN is NaN: in the kernels one in a value at token t may reach outputs before t of the same tile, so this is
-    where it is found.
+    It checks shapes, dtypes, devices; for offsets on a CPU also the values: they start at 0, never fall, end at T, and
+    lengths fit in N. On a GPU that would wait for the device, and is done with HSTU_SPARSE_DEBUG=1 in the environment
+    (or `jagged.DEBUG = True`). The switch also checks the tensors for NaN and infinity. A mask multiplies by 0, and 0
+    times NaN is NaN: in the kernels a NaN in a value at token t may reach outputs before t of the same tile, so it is
+    detected here.
 
     Args:
         seq_offsets: [B+1], int32 or int64.
@@ -115,7 +115,7 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
 
 
 def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int | None) -> None:
-    """The half of `check_jagged` that reads the offsets. Raises ValueError."""
+    """Check the values of the offsets, for `check_jagged`. Raises ValueError."""
     values = seq_offsets.tolist()
     if values[0] != 0:
         raise ValueError(f"seq_offsets must begin at 0, got {values[0]}")
@@ -129,28 +129,31 @@ def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int 
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """No NaN and no infinity in [T, ...]: for the debug switch alone. ValueError names the first token that has one."""
+    """Check [T, ...] for NaN and infinity, with the debug switch. ValueError names the first token that has one."""
     wrong = ~torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else ~torch.isfinite(tensor)
     if wrong.any():
         raise ValueError(f"{name} has NaN or infinity, first at token {int(wrong.nonzero()[0, 0])}")
 
 
 def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """weights @ values for weights [..., n, m] that are 0 where `hidden` (bool, broadcasts to them), [..., m, V].
+    """Compute weights @ values for weights [..., n, m] that are 0 where `hidden` (bool, broadcasts), values [..., m,
+    V].
 
-    0 times NaN is NaN, so a product alone would carry what is not finite to queries that it is hidden from. On a CPU
-    it reaches only those that see it.
+    0 times NaN is NaN, so a product alone would pass non-finite values to queries that must not see them. On a CPU they
+    reach only those that see them.
     """
     out = weights @ values
-    if not readable(values) or values.detach().sum().isfinite():  # a sum with one of them is none, and costs little
+    if (
+        not readable(values) or values.detach().sum().isfinite()
+    ):  # the sum is finite only if all values are, and costs little
         return out
     wrong = ~values.isfinite()
-    reached = (~hidden).to(values.dtype) @ wrong.to(values.dtype) > 0
-    return torch.where(reached, out, weights @ values.masked_fill(wrong, 0))
+    sees_nonfinite = (~hidden).to(values.dtype) @ wrong.to(values.dtype) > 0
+    return torch.where(sees_nonfinite, out, weights @ values.masked_fill(wrong, 0))
 
 
 def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
-    """lengths [B] -> seq_offsets [B+1], same integer dtype and device.
+    """Convert lengths [B] to seq_offsets [B+1], same integer dtype and device.
 
     Examples:
         >>> offsets_from_lengths(torch.tensor([2, 3]))
@@ -162,7 +165,7 @@ def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def padded_index(seq_offsets: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each cell of a padded [B, length] tensor is in the jagged one: (index int64, valid bool).
+    """Return the index in the jagged tensor of each cell of a padded [B, length] tensor: (index int64, valid bool).
 
     Cells past a sequence's end have index 0 and valid False.
     """
@@ -173,7 +176,7 @@ def padded_index(seq_offsets: torch.Tensor, length: int) -> tuple[torch.Tensor, 
 
 
 def sequence_ids(seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """[T] int64: the sequence of each token. `total` is T; no device sync.
+    """Return [T] int64, the sequence of each token. `total` is T; no device sync.
 
     Examples:
         >>> sequence_ids(torch.tensor([0, 2, 5]), 5)
@@ -184,10 +187,10 @@ def sequence_ids(seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def jagged_to_padded(values: torch.Tensor, seq_offsets: torch.Tensor, length: int) -> torch.Tensor:
-    """[T, ...] -> [B, length, ...], zero past each sequence's end; tokens past `length` are dropped.
+    """Pad [T, ...] to [B, length, ...], zero past each sequence's end; tokens past `length` are dropped.
 
-    Differentiable. fbgemm's operator does it for fp32, fp16 and bf16; it has no kernel for fp64 and integers on CPU,
-    those go through an index.
+    It is differentiable. fbgemm's operator handles fp32, fp16 and bf16; it has no kernel for fp64 and integers on a
+    CPU, which are gathered by index.
     """
     batch, inner = seq_offsets.shape[0] - 1, values.shape[1:]
     if values.dtype in _FBGEMM_DTYPES and values.numel() and batch:
@@ -202,7 +205,9 @@ def jagged_to_padded(values: torch.Tensor, seq_offsets: torch.Tensor, length: in
 
 
 def padded_to_jagged(padded: torch.Tensor, seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """[B, length, ...] -> [T, ...], the inverse of `jagged_to_padded`; `total` is T, given to avoid a device sync."""
+    """Convert [B, length, ...] to [T, ...], the inverse of `jagged_to_padded`; passing T as `total` avoids a device
+    sync.
+    """
     batch, length, inner = padded.shape[0], padded.shape[1], padded.shape[2:]
     if padded.dtype in _FBGEMM_DTYPES and padded.numel() and total:
         dense = padded.flatten(2) if inner else padded[:, :, None]
@@ -215,7 +220,7 @@ def padded_to_jagged(padded: torch.Tensor, seq_offsets: torch.Tensor, total: int
 
 
 def _fbgemm():
-    """Return torch.ops.fbgemm; ImportError with the command to install fbgemm where it is absent."""
+    """Return torch.ops.fbgemm; ImportError with the command to install fbgemm if it is absent."""
     try:
         import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm, fakes and autograd
     except ModuleNotFoundError as error:

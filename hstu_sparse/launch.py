@@ -1,6 +1,6 @@
-"""What every launcher of Triton kernels needs on the host: configurations, precision of products, the launch itself.
+"""Provide what every launcher of Triton kernels needs: configurations, precision of products, the launch itself.
 
-Imports no triton, so that `import hstu_sparse` works where it is absent.
+It imports no triton, so that `import hstu_sparse` works without it.
 
 Two environments run the same kernel source. On CUDA the kernels are compiled; under `TRITON_INTERPRET=1`, which must be
 set before triton is first imported, they run on the CPU, in fp32 as a rule: the interpreter is wrong for bf16.
@@ -25,16 +25,16 @@ def cdiv(a: int, b: int) -> int:
 
 
 def padded_head(size: int) -> int:
-    """Width of the tile that holds a head of `size`: a power of two, at least 16 (the least that tl.dot takes)."""
+    """Return the width of the tile for a head of `size`: a power of two, at least 16 (the least that tl.dot takes)."""
     return max(16, next_power_of_2(size))
 
 
-# What CPU tensors pass for: the interpreter's, and those for whose kernels `ahead.py` compiles.
+# The properties of CPU tensors: the interpreter's, and those for which `ahead.py` compiles kernels.
 cpu_architecture, cpu_multiprocessors = 90, 2
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability as one number, 90 for 9.0."""
+    """Return the compute capability as one number, 90 for 9.0."""
     return _capability(device) if device.type == "cuda" else cpu_architecture
 
 
@@ -55,13 +55,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def on_device(device: torch.device):
-    """Inside, `device` is the current one, which kernels are launched on."""
+    """Make `device` the current one inside, since kernels are launched on the current device."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def allow_descriptors() -> None:
-    """Before a launch whose programs make tensor descriptors: they put them on the current device."""
+    """Prepare a launch whose programs create tensor descriptors, which are stored on the current device."""
     import triton
 
     triton.set_allocator(_scratch)
@@ -72,31 +72,32 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 def precision(dtype: torch.dtype, parts: str = "ieee") -> str:
-    """`input_precision` of tl.dot: the one rule for fp32 products, in every operator (docs/performance.md).
+    """Return `input_precision` of tl.dot: the one rule for fp32 products, in every operator (docs/performance.md).
 
-    Products of 16-bit numbers are exact. Products of fp32 are TF32's where the user allowed that for torch's own;
-    else each is as good as fp32's, in the way that the kernel names.
+    Products of 16-bit numbers are exact. fp32 products are TF32 if the user allowed that for torch's own; otherwise
+    each is as accurate as fp32, by the method that the kernel names.
 
     Args:
-        dtype: of the operands.
-        parts: "ieee", one product outside of the tensor cores; "tf32x3" or "bf16x6", several on them, of parts of each
-            number: sums as near to fp32's as a few more roundings, for kernels where that was measured faster.
+        dtype: the dtype of the operands.
+            parts: "ieee", one product outside of the tensor cores; "tf32x3" or "bf16x6", several on them, of parts of
+            each
+                number: sums accurate to fp32 plus a few roundings, for kernels where that was measured to be faster.
     """
     if dtype != torch.float32:
         return "ieee"
-    # The setting that both of torch's interfaces write: `allow_tf32` itself raises once a user has mixed them.
+    # This setting reflects both of torch's interfaces: `allow_tf32` itself raises once a user has mixed them.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else parts
 
 
 class LaunchConfig:
-    """How one kernel is launched: the sizes of its tiles with its other constants, and Triton's options.
+    """The configuration of a kernel's launch: the sizes of its tiles with its other constants, and Triton's options.
 
-    `run(kernel, grid, *arguments, **config)` hands all of it to the kernel but `programs`; `config.BLOCK_M` reads one
-    setting, `config.replace(BLOCK_M=64)` is another configuration. Cached and shared, so nothing can be assigned.
+    `run(kernel, grid, *arguments, **config)` passes everything except `programs` to the kernel; `config.BLOCK_M` reads
+    one setting, `config.replace(BLOCK_M=64)` is another configuration. It is cached and shared, so it is immutable.
 
     Args:
         num_warps, num_stages, maxnreg: Triton's options; None leaves it to Triton.
-        programs: the number of programs that a multiprocessor is given at once, for launchers that divide work by it.
+        programs: the number of programs for each multiprocessor, for launchers that divide work by it.
         settings: constants of the kernel by name, and Triton's other options (enable_fp_fusion).
     """
 
@@ -115,7 +116,7 @@ class LaunchConfig:
         self.__dict__["_settings"] = settings
 
     def __setattr__(self, name: str, value):
-        raise AttributeError(f"a LaunchConfig is not changed: use replace({name}=...)")
+        raise AttributeError(f"a LaunchConfig is immutable: use replace({name}=...)")
 
     def keys(self):
         return self._settings.keys()
@@ -133,17 +134,17 @@ class LaunchConfig:
         return hash((self.programs, *sorted(self._settings.items())))
 
     def __repr__(self):
-        given = self._settings | ({} if self.programs is None else {"programs": self.programs})
-        return f"LaunchConfig({', '.join(f'{name}={value}' for name, value in given.items())})"
+        fields = self._settings | ({} if self.programs is None else {"programs": self.programs})
+        return f"LaunchConfig({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
 
 _overrides: dict[Callable, Callable] = {}
 
 
 def configuration(function: Callable) -> Callable:
-    """Decorates a function that chooses how a kernel is launched (a `LaunchConfig`, or one choice between ways).
+    """Decorate a function that chooses how a kernel is launched (a `LaunchConfig`, or one choice between ways).
 
-    It is cached, and `override` changes what it says.
+    The result is cached, and `override` changes it.
     """
     cached = functools.cache(function)
 
@@ -161,9 +162,9 @@ _overridable: set[Callable] = set()
 
 @contextlib.contextmanager
 def override(function: Callable, change: Callable):
-    """Inside, the `configuration` `function` gives change(what it gives else, *its arguments).
+    """Make the `configuration` `function` return change(its result, *its arguments) inside.
 
-    The one way in which benchmarks and tests launch kernels otherwise than the library does.
+    This is the only way in which benchmarks and tests change the library's launches.
 
     Raises:
         TypeError: the function is no `configuration`.
@@ -182,29 +183,29 @@ def override(function: Callable, change: Callable):
 
 
 class _Kernel:
-    """What `run` knows of one kernel."""
+    """The launches of one kernel."""
 
     def __init__(self, kernel):
-        self.kernel = kernel  # held, so that no other object gets its id
+        self.kernel = kernel  # a reference, so that no other object gets its id
         self.exempt = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in kernel.params)
         self.compiled: dict[tuple, tuple] = {}  # key -> compiled kernel, its constants in the order of the signature
 
 
-# By a kernel's id: a triton.jit function takes a lock and a string to hash itself.
+# Indexed by a kernel's id: hashing a triton.jit function takes a lock and a string.
 _kernels: dict[int, _Kernel] = {}
 
 
 def run(kernel, grid: int | tuple[int, ...], *arguments, **settings) -> None:
-    """kernel[grid](*arguments, **settings); on a GPU without Triton's dispatch from the second time on.
+    """Launch kernel[grid](*arguments, **settings); on a GPU without Triton's dispatch from the second time on.
 
-    The one way in which kernels are launched. Triton finds out in every call what it specialised on, builds strings of
-    it and looks them up, which takes longer than a short kernel. Here the key comes from the kernel's own signature
-    (`specialization`), so that a call gets the kernel that Triton would have given it.
+    This is the one way in which kernels are launched. Triton determines the specialisation in every call, builds
+    strings from it and looks them up, which takes longer than a short kernel. Here the key is computed from the
+    kernel's own signature (`specialization`), so that a call gets the kernel that Triton would have chosen.
 
     Args:
-        kernel: a triton.jit function whose constexprs stand behind all other parameters.
+        kernel: a triton.jit function whose constexprs follow all other parameters.
         grid: the number of programs, or up to three of them.
-        arguments: all that are not constexprs, in their order; the first tensor among them says on which device.
+        arguments: all non-constexpr arguments, in their order; the device is that of the first tensor among them.
         settings: the constexprs by name, and Triton's options (num_warps, num_stages, maxnreg, enable_fp_fusion).
     """
     grid = (grid,) if isinstance(grid, int) else grid
@@ -212,54 +213,54 @@ def run(kernel, grid: int | tuple[int, ...], *arguments, **settings) -> None:
     if device < 0:  # interpreted, or compiled ahead of time
         kernel[grid](*arguments, **settings)
         return
-    known = _kernels.get(id(kernel))
-    if known is None:
-        known = _kernels[id(kernel)] = _Kernel(kernel)
-    key = (device, *specialization(arguments, known.exempt), *_settings_key(settings))
-    found = known.compiled.get(key)
-    if found is None:
+    state = _kernels.get(id(kernel))
+    if state is None:
+        state = _kernels[id(kernel)] = _Kernel(kernel)
+    key = (device, *specialization(arguments, state.exempt), *_settings_key(settings))
+    cached_launch = state.compiled.get(key)
+    if cached_launch is None:
         constants = _constants(kernel, len(arguments), settings)
-        known.compiled[key] = _first(kernel, grid, arguments, settings), constants
+        state.compiled[key] = _first(kernel, grid, arguments, settings), constants
     else:
-        compiled, constants = found
+        compiled, constants = cached_launch
         compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
 
 
 def _settings_key(settings: dict) -> tuple:
-    """Names, values and types: 1, 1.0 and True are equal, but not the same constant."""
+    """Return names, values and types: 1, 1.0 and True are equal, but not the same constant."""
     values = settings.values()
     return *settings, *values, *map(type, values)
 
 
-def _constants(kernel, given: int, settings: dict) -> tuple:
-    """Values of the parameters behind the first `given`, which a compiled kernel takes with the others.
+def _constants(kernel, count: int, settings: dict) -> tuple:
+    """Return the values of the parameters behind the first `count`, which a compiled kernel takes with the others.
 
     Raises:
         TypeError: one of them is not a constexpr, or has no value.
     """
     values = []
-    for p in kernel.params[given:]:
+    for p in kernel.params[count:]:
         if not p.is_constexpr or (p.name not in settings and not p.has_default):
-            what = "has no value" if p.is_constexpr else "must be given by position"
-            raise TypeError(f"{kernel.__name__}: {p.name} {what}")
+            fault = "has no value" if p.is_constexpr else "must be given by position"
+            raise TypeError(f"{kernel.__name__}: {p.name} {fault}")
         values.append(settings.get(p.name, p.default))
     return tuple(values)
 
 
 def specialization(arguments: tuple, exempt: Sequence[tuple[bool, bool]]) -> tuple:
-    """What Triton tells calls of a kernel apart by, but for their constexprs.
+    """Return everything on which Triton specialises a kernel, except its constexprs.
 
-    exempt: of each argument whether it is in the kernel's do_not_specialize and do_not_specialize_on_alignment.
+    exempt: whether each argument is in the kernel's do_not_specialize and do_not_specialize_on_alignment.
     """
     return tuple([_kind(x, *e) for x, e in zip(arguments, exempt)])
 
 
 def _kind(x, value: bool, alignment: bool):
-    """What Triton compiles another kernel for where an argument differs in it.
+    """Return the properties of an argument for which Triton compiles another kernel.
 
-    A tensor's dtype and whether it begins at a multiple of 16 bytes; whether an integer is 1, a multiple of 16, and how
-    wide it is; the type of other numbers and of None; a tensor descriptor's dtype, block and layout; the parts of a
-    tuple, which no exemption reaches.
+    These are a tensor's dtype and whether it begins at a multiple of 16 bytes; whether an integer is 1, a multiple of
+    16, and its width; the type of other numbers and of None; a tensor descriptor's dtype, block and layout; the parts
+    of a tuple, to which no exemption applies.
     """
     kind = type(x)
     if isinstance(x, torch.Tensor):
@@ -277,10 +278,10 @@ def _kind(x, value: bool, alignment: bool):
 
 
 def _first(kernel, grid: tuple[int, ...], arguments: tuple, settings: dict):
-    """The first launch of a kernel by Triton's dispatch; the compiled kernel.
+    """Launch a kernel for the first time by Triton's dispatch; return the compiled kernel.
 
-    Triton does not know of the static shared memory of inline assembly: it asks the driver for more than 48 KB only if
-    the dynamic part alone exceeds that. If the sum does, the launch is refused; then it is asked for here.
+    Triton does not know of the static shared memory of inline assembly: it requests more than 48 KB from the driver
+    only if the dynamic part alone exceeds that. If the sum does, the launch is refused; then it is requested here.
     """
     try:
         return kernel[grid](*arguments, **settings)

@@ -1,12 +1,13 @@
-"""Which dtype an operator computes in: inputs as they are, 16-bit ones in fp32, and no autocast.
+"""Define the dtype of an operator's computation: that of the inputs, fp32 for 16-bit ones, and no autocast.
 
-References compute with 16-bit inputs in fp32 and round the result alone (`widened`), as kernels sum in fp32: what is
-ordinary in the end overflows nowhere on the way. fp32 and fp64 stay what they are.
+References compute with 16-bit inputs in fp32 and round only the result (`widened`), as kernels sum in fp32, so that no
+intermediate overflows if the result does not. fp32 and fp64 stay unchanged.
 
-`torch.autocast` changes nothing about an operator: every public function switches it off for its own time
-(`without_autocast`), so that products, choices and the dtype of the result are what its docstring says. Linear layers
-around an operator stay under autocast and hand it 16-bit inputs. backward belongs outside of autocast, as torch's
-documentation says: what a reference left to torch's autograd is differentiated under the autocast of that moment.
+`torch.autocast` changes nothing about an operator: every public function switches it off while it runs
+(`without_autocast`), so that products, choices and the dtype of the result are as documented. Linear layers around an
+operator stay under autocast and pass 16-bit inputs to it. backward belongs outside of autocast, as torch's
+documentation says: the parts of a reference that torch's autograd differentiates use the autocast setting of that
+moment.
 """
 
 import functools
@@ -20,9 +21,9 @@ Result = TypeVar("Result")
 
 
 def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`function` with torch.autocast off while it runs, on CPUs and GPUs, in eager mode and under torch.compile.
+    """Wrap `function` so that torch.autocast is off while it runs, on CPUs and GPUs, in eager mode and torch.compile.
 
-    Sets the switch itself: torch.autocast as a context takes ten times as long, as long as a short kernel's call.
+    It sets the switch itself: torch.autocast as a context takes ten times as long, as long as a short kernel's call.
     """
 
     @functools.wraps(function)
@@ -42,10 +43,10 @@ def without_autocast(function: Callable[Arguments, Result]) -> Callable[Argument
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What references compute in for inputs of this dtype: fp32 for 16-bit ones, else the dtype itself."""
+    """Return the dtype in which references compute for inputs of this dtype: fp32 for 16-bit ones, else the same."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widened(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Each floating point tensor in the dtype that references compute in; None stays None. Differentiable."""
+    """Convert each floating point tensor to the dtype in which references compute; None stays None. Differentiable."""
     return [None if x is None else x.to(working_dtype(x.dtype)) for x in tensors]

@@ -1,10 +1,10 @@
-"""How an operator with kernels of its own becomes one of torch's: registration, autograd, device and contiguity.
+"""Register operators with kernels in torch: schema, autograd, device and contiguity.
 
-An operator brings two launchers, of its forward and of its backward pass, and says what its arguments are called. Here
-they are registered with torch.library (with fakes and autograd, so that torch.compile and opcheck take them), run on
-the tensors' device, which need not be the current one, and given contiguous metadata.
+An operator has two launchers, for its forward and its backward pass, and the names of its arguments. They are
+registered with torch.library (with fakes and autograd, so that torch.compile and opcheck support them), run on the
+tensors' device, which need not be the current one, and get contiguous metadata.
 
-A short kernel costs what its call takes on the host. Calls in eager mode with plain tensors therefore go to an
+The cost of a short kernel is that of its call on the host. Calls in eager mode with plain tensors therefore go to an
 autograd.Function that launches the kernels itself; everything else (torch.compile, fake tensors, tensor subclasses,
 dispatch modes) goes through the registered operators. torch.library.custom_op takes several times as long as all this.
 """
@@ -18,6 +18,7 @@ from hstu_sparse.launch import on_device
 from hstu_sparse.precision import without_autocast
 
 _library = torch.library.Library("hstu_sparse", "FRAGMENT")
+"""Return whether x is a plain tensor (not a subclass such as a fake tensor) outside of modes, so a launcher may run."""
 
 
 def plain(x: torch.Tensor) -> bool:
@@ -26,14 +27,14 @@ def plain(x: torch.Tensor) -> bool:
 
 
 def _places(arguments: str) -> tuple[int, ...]:
-    """Which arguments of a schema are tensors."""
+    """Return the indices of a schema's tensor arguments."""
     types = (argument.split(" ")[0] for argument in arguments.split(", "))
     return tuple(i for i, type_ in enumerate(types) if type_ in ("Tensor", "Tensor?"))
 
 
 def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
-    """`launch` on the device of the first argument that there is; of the arguments at `tensors` those of integers or of
-    one dimension are made contiguous.
+    """Wrap `launch` to run on the device of the first given argument; of the arguments at `tensors` those of integers
+    or of one dimension are made contiguous.
     """
 
     @functools.wraps(launch)
@@ -52,23 +53,24 @@ def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
 
 
 class Operator:
-    """torch.ops.hstu_sparse.<name>_fwd and <name>_bwd; called, the forward operator with autograd.
+    """An operator torch.ops.hstu_sparse.<name>_fwd and <name>_bwd; a call runs the forward operator with autograd.
 
     Args:
-        name: of the operator.
+        name: the name of the operator.
         arguments: their schema, like "Tensor q, Tensor? u, Tensor?[] plan, SymInt n, float eps"; the first is a Tensor.
         forward: (*arguments) -> the output, or a tuple of `outputs` tensors. Only the first `graded` have gradients;
-            the others are kept for the backward pass.
-        backward: (gradients of the graded outputs, *arguments, *kept outputs) -> one gradient for each differentiable
-            argument that is not None, in their order, contiguous, shape and dtype as the argument. Among several
-            graded outputs some may have no gradient: None.
+            the others are saved for the backward pass.
+        backward: (gradients of the graded outputs, *arguments, *saved outputs) -> one gradient for each differentiable
+                argument that is not None, in their order, contiguous, with the argument's shape and dtype. Among
+                several graded outputs some may have no gradient: None.
         fake: (*arguments) -> outputs of the right shape and dtype (new_empty), computed without the data.
         differentiable: names of the arguments with gradients.
-        outputs: how many tensors forward returns.
-        graded: how many of them have gradients.
-        keep_output: the backward pass takes the first output too, before the kept ones.
-        spends: `backward` overwrites the last kept output. A second pass through a graph that was retained gets another
-            one from `forward`; the registered backward operator works on a copy.
+        outputs: the number of tensors that forward returns.
+        graded: the number of outputs that have gradients.
+        keep_output: the backward pass also gets the first output, before the saved ones.
+            spends: `backward` overwrites the last saved output. A second pass through a retained graph gets another one
+            from
+                `forward`; the registered backward operator works on a copy.
     """
 
     def __init__(
@@ -96,12 +98,12 @@ class Operator:
         self.backward = without_autocast(_ready(backward, tensors))
         self.function = _autograd(self)
 
-        kept = "".join(f", Tensor kept_{i}" for i in range(0 if keep_output else graded, outputs))
+        saved_outputs = "".join(f", Tensor kept_{i}" for i in range(0 if keep_output else graded, outputs))
         grads = "Tensor grad" if graded == 1 else ", ".join(f"Tensor? grad_{i}" for i in range(graded))
         result = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
         for part, schema in (
             ("fwd", f"({arguments}) -> {result}"),
-            ("bwd", f"({grads}, {arguments}{kept}) -> Tensor[]"),
+            ("bwd", f"({grads}, {arguments}{saved_outputs}) -> Tensor[]"),
         ):
             _library.define(f"{name}_{part}{schema}", tags=torch.Tag.pt2_compliant_tag)
         backward = self._spend_copy if spends else self.backward
@@ -125,8 +127,8 @@ class Operator:
         return self.backward(*arguments[:-1], arguments[-1].clone())
 
     def _fake_gradients(self, *arguments):
-        given = (arguments[i + self.graded] for i in self.differentiable)
-        return [x.new_empty(x.shape) for x in given if x is not None]
+        differentiable = (arguments[i + self.graded] for i in self.differentiable)
+        return [x.new_empty(x.shape) for x in differentiable if x is not None]
 
 
 def _autograd(operator: Operator) -> type[torch.autograd.Function]:
@@ -179,10 +181,10 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
 
 
 def once_only(name: str) -> Callable:
-    """Decorates backward of an autograd.Function that has no second derivative: under create_graph it raises.
+    """Decorate the backward of an autograd.Function without second derivative: under create_graph it raises.
 
-    torch's own once_differentiable raises only where the incoming gradient has one; else the second derivative would
-    count as 0 without a word.
+    torch's own once_differentiable raises only if the incoming gradient has one; otherwise the second derivative would
+    silently be 0.
     """
 
     def decorate(backward: Callable) -> Callable:
@@ -199,15 +201,16 @@ def once_only(name: str) -> Callable:
 
 
 def register_preparation(name: str, arguments: str, *, launch: Callable, fake: Callable) -> Callable:
-    """torch.ops.hstu_sparse.<name>: tensors that depend on a batch's metadata alone, computed before the operators run.
+    """Register torch.ops.hstu_sparse.<name>: tensors that depend only on a batch's metadata, computed before the
+    operators.
 
     Args:
-        name, arguments: as an `Operator`'s.
+        name, arguments: as for an `Operator`.
         launch: (*arguments) -> list of new tensors, without gradients.
         fake: (*arguments) -> the same list of the right shapes and dtypes, computed without the data.
 
     Returns:
-        (*arguments) -> the list. Calls with plain tensors launch at once.
+        A function (*arguments) -> the list. Calls with plain tensors launch at once.
     """
     ready = _ready(launch, _places(arguments))
     _library.define(f"{name}({arguments}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
@@ -216,7 +219,11 @@ def register_preparation(name: str, arguments: str, *, launch: Callable, fake: C
     torch.library.register_fake(f"hstu_sparse::{name}", fake, lib=_library)
     registered = getattr(torch.ops.hstu_sparse, name).default
 
-    def call(*given):
-        return registered(*given) if torch.compiler.is_compiling() or not plain(given[0]) else ready(*given)
+    def call(*arguments_in):
+        return (
+            registered(*arguments_in)
+            if torch.compiler.is_compiling() or not plain(arguments_in[0])
+            else ready(*arguments_in)
+        )
 
     return call

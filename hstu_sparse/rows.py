@@ -1,4 +1,4 @@
-"""Tensors whose rows kernels can read: adjacent channels, aligned to 16 bytes, heads padded with zeros.
+"""Prepare tensors so that kernels can read their rows: adjacent channels, aligned to 16 bytes, heads padded with zeros.
 
 Letters: T tokens, H heads.
 """
@@ -29,7 +29,7 @@ def pad_heads_kernel(
     d_stride_t, d_stride_h, R, H: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of each of four [T, H, size], as far as they are given, into [T, H, size padded to 16]."""
+    """Copy ROWS rows of up to four tensors [T, H, size] into [T, H, size padded to 16]."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _pad(a, to_a, a_stride_t, a_stride_h, r, R, H, A, WIDTH)
     if b is not None:
@@ -41,16 +41,17 @@ def pad_heads_kernel(
 
 
 def as_rows(*tensors: torch.Tensor | None, align: bool = True) -> list[torch.Tensor | None]:
-    """Return tensors whose rows kernels can read; those that are so already pass as they are.
+    """Return tensors whose rows kernels can read; suitable tensors are returned unchanged.
 
     Channels become adjacent. With `align` rows can be read 16 bytes at a time: the last dimension is padded with zeros
-    to a multiple of 16, and what is not aligned, or expanded (tensor descriptors take no stride of 0), is copied. The
-    views of a fused projection pass. A copy costs less than reading a head of, say, 25 two bytes at a time, once for
-    every block; zeros change no sum.
+    to a multiple of 16, and tensors that are not aligned, or are expanded (tensor descriptors do not support stride 0),
+    are copied. The views of a fused projection are returned unchanged. A copy costs less than reading a head of e.g. 25
+    two bytes at a time, once for every block; zeros change no sum.
 
     Args:
-        tensors: [..., size], or None, which passes. Heads [T, H, size] are padded by one kernel, up to four of one T
-            and H.
+        tensors: [..., size], or None, which is returned. Heads [T, H, size] are padded by one kernel, up to four with
+        the
+                same T and H.
         align: False for kernels that read any row whose channels are adjacent.
     """
     if not align:
@@ -61,12 +62,12 @@ def as_rows(*tensors: torch.Tensor | None, align: bool = True) -> list[torch.Ten
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     *strides, last = x.stride()
-    whole = last == 1 and all(stride and stride % 16 == 0 for stride in strides) and x.data_ptr() % 16 == 0
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
+    is_aligned = last == 1 and all(stride and stride % 16 == 0 for stride in strides) and x.data_ptr() % 16 == 0
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors with their last dimension padded to a multiple of 16, by one kernel where it takes them."""
+    """Pad the last dimension of the tensors to a multiple of 16, by one kernel if possible."""
     first = tensors[0] if tensors else None
     if (
         not 0 < len(tensors) <= _MOST
@@ -75,13 +76,13 @@ def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     ):
         return [torch.nn.functional.pad(x, (0, -x.shape[-1] % 16)) for x in tensors]
     tokens, heads, _ = first.shape
-    made = [x.new_empty(tokens, heads, launch.cdiv(x.shape[2], 16) * 16) for x in tensors]
+    padded = [x.new_empty(tokens, heads, launch.cdiv(x.shape[2], 16) * 16) for x in tensors]
     spare = [None] * (_MOST - len(tensors))
     strides = [stride for x in tensors for stride in x.stride()[:2]] + [0, 0] * len(spare)
     sizes = dict(zip("ABCD", [x.shape[2] for x in tensors] + [0] * len(spare)))
-    width = launch.next_power_of_2(max(x.shape[2] for x in made))
+    width = launch.next_power_of_2(max(x.shape[2] for x in padded))
     launch.run(
-        pad_heads_kernel, launch.cdiv(tokens * heads, _ROWS), *tensors, *spare, *made, *spare, *strides, tokens * heads,
-        H=heads, **sizes, WIDTH=width, ROWS=_ROWS, num_warps=4,
+        pad_heads_kernel, launch.cdiv(tokens * heads, _ROWS), *tensors, *spare, *padded, *spare, *strides,
+        tokens * heads, H=heads, **sizes, WIDTH=width, ROWS=_ROWS, num_warps=4,
     )  # fmt: skip
-    return made
+    return padded

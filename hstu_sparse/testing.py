@@ -1,4 +1,4 @@
-"""For the tests and benchmarks of every operator: jagged inputs, and the assert that budgets a kernel's error.
+"""Support the tests and benchmarks of every operator: jagged inputs, and the assertion on a kernel's error budget.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len.
 """
@@ -21,7 +21,7 @@ EDGE_CASES: dict[str, tuple[tuple[int, ...], int]] = {
 
 
 def make_offsets(lengths: Sequence[int], *, device="cpu", dtype=torch.int64) -> torch.Tensor:
-    """seq_offsets [B+1] of sequences with these lengths."""
+    """Return seq_offsets [B+1] of sequences with these lengths."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     offsets[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
     return offsets.to(device=device, dtype=dtype)
@@ -37,10 +37,10 @@ def make_jagged(
     requires_grad: bool = False,
     contiguous: bool = True,
 ) -> torch.Tensor:
-    """[T, *inner] ~ N(0, 1), drawn on the CPU so that a seed means the same numbers on every device.
+    """Return [T, *inner] ~ N(0, 1), drawn on the CPU so that a seed gives the same numbers on every device.
 
-    `contiguous=False` gives a view into a wider tensor (rows farther apart than they are long, last stride 1), as a
-    fused projection that is split into u, v, q, k gives them.
+    `contiguous=False` gives a view into a wider tensor (rows are not adjacent, last stride 1), as from a fused
+    projection that is split into u, v, q, k.
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(lengths), *inner, generator=generator).to(device=device, dtype=dtype)
@@ -52,7 +52,7 @@ def make_jagged(
 
 
 def make_timestamps(lengths: Sequence[int], *, device="cpu", seed: int = 0, scale: float = 4e4) -> torch.Tensor:
-    """[T] int64 seconds, ascending within each sequence, gaps log-distributed from a second to days."""
+    """Return [T] int64 seconds, ascending within each sequence, gaps log-distributed from a second to days."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.zeros(0, dtype=torch.int64)]
     for length in lengths:
@@ -64,16 +64,18 @@ def make_timestamps(lengths: Sequence[int], *, device="cpu", seed: int = 0, scal
 def gradients(
     function: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], grad: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """{"output": function(**inputs), "grad of q": ...} for every floating-point input; `grad` is the output's."""
+    """Return {"output": function(**inputs), "grad of q": ...} for every floating-point input; `grad` is the
+    output's.
+    """
     leaves = {
         name: x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
         for name, x in inputs.items()
     }
     output = function(**leaves)
-    wanted = {n: x for n, x in leaves.items() if isinstance(x, torch.Tensor) and x.requires_grad}
-    found = torch.autograd.grad(output, list(wanted.values()), grad.to(output), allow_unused=True)
+    differentiable = {n: x for n, x in leaves.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    grads = torch.autograd.grad(output, list(differentiable.values()), grad.to(output), allow_unused=True)
     result = {"output": output.detach()}
-    for (name, leaf), value in zip(wanted.items(), found):
+    for (name, leaf), value in zip(differentiable.items(), grads):
         result[f"grad of {name}"] = torch.zeros_like(leaf) if value is None else value.detach()
     return result
 
@@ -88,11 +90,11 @@ def compare_with_reference(
     floor: dict[str, float] | None = None,
     terms: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None,
 ) -> None:
-    """Runs kernel, reference in the inputs' dtype and reference in fp64, forward and every gradient, and asserts.
+    """Compare the kernel with the reference in the inputs' dtype and in fp64, forward and every gradient.
 
-    `kernel` and `reference` take the inputs as keywords and return one tensor. Floating-point inputs get gradients;
-    the others (None, integers) are passed as they are. See `assert_within_budget`, whose `terms` a function of the
-    output's gradient gives by name, once and only if they are asked for.
+    `kernel` and `reference` take the inputs as keywords and return one tensor. Floating-point inputs get gradients; the
+    others (None, integers) are passed unchanged. See `assert_within_budget`; its `terms` come by name from a function
+    of the output's gradient, which is called once and only if needed.
     """
 
     def wide(x):
@@ -122,20 +124,22 @@ def assert_within_budget(
     floor: float | None = None,
     terms: Callable[[], torch.Tensor | None] = lambda: None,
 ) -> None:
-    """The kernel may lose `factor` times what the reference itself loses in this dtype, and not more.
+    """Assert that the kernel's error is at most `factor` times that of the reference in this dtype.
 
     Args:
-        actual: what the kernel gave.
-        lossy: what the reference gave on the same inputs in the same dtype.
-        exact: what the reference gave in fp64.
-        floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the dtype.
-            For few numbers more is: what the reference loses on n of them is known to 1/sqrt(n), and of one it may be
-            nothing by chance.
-        terms: gives the size of what cancels in `exact`, where that may be nearly all: of its elements, or a number for
-            all. The floor is relative to it if that is larger. Called if the error is over the budget without.
+        actual: the kernel's result.
+            lossy: the reference's result for the same inputs in the same dtype.
+            exact: the reference's result in fp64.
+            floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the
+            dtype.
+                Few numbers need more: the reference's error on n of them is known to 1/sqrt(n), and may be 0 by chance
+                on one.
+            terms: returns the size of the terms that cancel in `exact`, if nearly all may: for its elements, or a
+            number for
+                all. The floor is relative to it if that is larger. Called if the error is over the budget without it.
 
-    Two errors are held against the budget: the norm of the difference, and its largest element (with twice the
-    allowance, since a maximum scatters).
+    Two errors are compared with the budget: the norm of the difference, and its largest element (with twice the
+    allowance, since a maximum varies more).
     """
     assert actual.shape == exact.shape, f"{name}: shape {list(actual.shape)}, expected {list(exact.shape)}"
     assert actual.dtype == lossy.dtype, f"{name}: dtype {actual.dtype}, expected {lossy.dtype}"
@@ -145,19 +149,19 @@ def assert_within_budget(
         floor = 2 * torch.finfo(actual.dtype).eps
     actual, lossy, exact = (x.detach().cpu().double() for x in (actual, lossy, exact))
     assert torch.isfinite(actual).all(), f"{name}: {int((~torch.isfinite(actual)).sum())} elements are not finite"
-    error, own = actual - exact, lossy - exact
+    error, reference_error = actual - exact, lossy - exact
     floor *= 1 + 3 / exact.numel() ** 0.5
-    for what, measure, allowance in (
+    for kind, measure, allowance in (
         ("norm", lambda x: x.norm().item(), factor),
         ("largest element", lambda x: x.abs().max().item(), 2 * factor),
     ):
         size, got = measure(exact), measure(error)
-        if got > allowance * max(measure(own), floor * size) and (cancels := terms()) is not None:
+        if got > allowance * max(measure(reference_error), floor * size) and (cancels := terms()) is not None:
             size = max(size, measure(cancels.detach().cpu().double()))
-        budget = allowance * max(measure(own), floor * size)
+        budget = allowance * max(measure(reference_error), floor * size)
         where = int(error.abs().argmax())
         assert got <= budget, (
-            f"{name}: {what} of the error is {got:.3e}, the budget {budget:.3e} ({allowance:g} times the reference's "
-            f"own {measure(own):.3e} or {floor:.1e} of {size:.3e}); worst at flat index {where}: "
+            f"{name}: {kind} of the error is {got:.3e}, the budget {budget:.3e} ({allowance:g} times the reference's "
+            f"own {measure(reference_error):.3e} or {floor:.1e} of {size:.3e}); worst at flat index {where}: "
             f"got {actual.flatten()[where].item():.6e}, expected {exact.flatten()[where].item():.6e}"
         )

@@ -1,10 +1,10 @@
-"""Device functions that the operators' kernels share: activations, and tiles of jagged tensors.
+"""Define device functions that the operators' kernels share: activations, and tiles of jagged tensors.
 
 Letters: T tokens of the batch, B sequences, H heads.
 
-Numbering of tiles without a look at the offsets on the host: sequence b has its tiles of SIZE tokens at the slots
-`offsets[b] // SIZE + b` and after, one slot per started tile. Slots of different sequences never meet, there are
-T // SIZE + B of them in all, and those that stay unused cost an early return.
+Tiles are numbered without reading the offsets on the host: sequence b has its tiles of SIZE tokens from slot
+`offsets[b] // SIZE + b` on, one slot per started tile. Slots of different sequences never overlap, there are
+T // SIZE + B of them in all, and unused ones cost an early return.
 """
 
 import triton
@@ -12,13 +12,13 @@ import triton.language as tl
 
 from hstu_sparse.launch import INTERPRET
 
-# A constexpr switch: inline assembly is there only in compiled kernels, tanh in one instruction too.
+# A constexpr switch: inline assembly exists only in compiled kernels, including tanh in one instruction.
 COMPILED = tl.constexpr(not INTERPRET)
 
 
 @triton.jit
 def tanh_approx(x):
-    """tanh in one special-function instruction (relative error 2^-11): only where the result is rounded to 16 bits."""
+    """Compute tanh in one special-function instruction (relative error 2^-11): only for results rounded to 16 bits."""
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -26,7 +26,7 @@ def tanh_approx(x):
 
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x)) in fp32. FAST uses tanh.approx, good to 2^-11: for fp16 and bf16 inputs."""
+    """Compute 1 / (1 + exp(-x)) in fp32. FAST uses tanh.approx, accurate to 2^-11: for fp16 and bf16 inputs."""
     if FAST and COMPILED:
         return 0.5 * tanh_approx(0.5 * x) + 0.5
     else:
@@ -35,7 +35,7 @@ def sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def silu(x, FAST: tl.constexpr):
-    """x * sigmoid(x) in fp32."""
+    """Compute x * sigmoid(x) in fp32."""
     if FAST and COMPILED:
         half = 0.5 * x
         return half * tanh_approx(half) + half
@@ -45,7 +45,7 @@ def silu(x, FAST: tl.constexpr):
 
 @triton.jit
 def silu_and_grad(x, FAST: tl.constexpr):
-    """(silu(x), its derivative) in fp32: the derivative is s + x s (1 - s) = s + y (1 - s) with y = x s."""
+    """Return (silu(x), its derivative) in fp32: the derivative is s + x s (1 - s) = s + y (1 - s) with y = x s."""
     s = sigmoid(x, FAST)
     y = x * s
     return y, s + y * (1.0 - s)
@@ -53,7 +53,7 @@ def silu_and_grad(x, FAST: tl.constexpr):
 
 @triton.jit
 def silu_of_twice(x, FAST: tl.constexpr):
-    """silu(2 x) in fp32: what comes of a score whose scale and bias were halved, with one product less."""
+    """Compute silu(2 x) in fp32, for a score whose scale and bias were halved, with one product less."""
     if FAST and COMPILED:
         return x * tanh_approx(x) + x
     else:
@@ -62,7 +62,9 @@ def silu_of_twice(x, FAST: tl.constexpr):
 
 @triton.jit
 def silu_and_grad_of_twice(x, FAST: tl.constexpr):
-    """(silu(y), its derivative) at y = 2 x in fp32; with u = tanh(x) the latter is 1 + (silu(y) - 1) (1 - u) / 2."""
+    """Return (silu(y), its derivative) at y = 2 x in fp32; with u = tanh(x) the latter is 1 + (silu(y) - 1) (1 - u) /
+    2.
+    """
     if FAST and COMPILED:
         u = tanh_approx(x)
         y = x * u + x
@@ -73,7 +75,7 @@ def silu_and_grad_of_twice(x, FAST: tl.constexpr):
 
 @triton.jit
 def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Zeroes what the mask of (seed, row, column) drops, divides the rest by 1 - dropout.
+    """Zero the values that the mask of (seed, row, column) drops, and divide the others by 1 - dropout.
 
     One Philox call gives four columns their random numbers, of which 24 bits decide.
     """
@@ -82,13 +84,13 @@ def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
         tl.load(seed), zero + tl.arange(0, BLOCK_C // 4)[None, :], zero + row, zero, zero
     )
     bits = tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(ROWS, BLOCK_C)
-    kept = (bits >> 8).to(tl.float32) >= dropout * 16777216.0
-    return tl.where(kept, values / (1.0 - dropout), 0.0)
+    is_kept = (bits >> 8).to(tl.float32) >= dropout * 16777216.0
+    return tl.where(is_kept, values / (1.0 - dropout), 0.0)
 
 
 @triton.jit
 def sequence_of(offsets, token, B):
-    """The sequence of a token."""
+    """Return the sequence of a token."""
     low = 0
     high = B - 1
     while low < high:
@@ -102,7 +104,9 @@ def sequence_of(offsets, token, B):
 
 @triton.jit
 def locate(offsets, slot, B, SIZE):
-    """(sequence, its first token, its length, tile within the sequence) of a slot; the tile may lie past the end."""
+    """Return (sequence, its first token, its length, tile within the sequence) of a slot; the tile may lie past the
+    end.
+    """
     low = 0
     high = B - 1
     while low < high:
@@ -118,23 +122,25 @@ def locate(offsets, slot, B, SIZE):
 
 @triton.jit
 def head_and_slot(number, slots, H, together):
-    """The inverse of `numbered`."""
+    """Invert `numbered`."""
     chunk = number // (together * H)
-    rest = number - chunk * (together * H)
+    in_chunk = number - chunk * (together * H)
     size = tl.minimum(together, slots - chunk * together)
-    return rest // size, chunk * together + rest % size
+    return in_chunk // size, chunk * together + in_chunk % size
 
 
 @triton.jit
 def numbered(h, slot, slots, H, together):
-    """The number of a head's slot among all heads' where of each `together` slots head follows upon head."""
+    """Return the number of a head's slot if slots are in groups of `together`, which all heads process one after
+    another.
+    """
     first = slot // together * together
     return first * H + h * tl.minimum(together, slots - first) + (slot - first)
 
 
 @triton.jit
 def load_rows(base, rows, stride, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """A tile [rows, PADDED] of the matrix at `base`, zero outside of the mask and past SIZE columns."""
+    """Load a tile [rows, PADDED] of the matrix at `base`, zero outside of the mask and past SIZE columns."""
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
     if SIZE == PADDED:
@@ -145,10 +151,11 @@ def load_rows(base, rows, stride, mask, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr):
-    """load_rows of consecutive rows; with TMA `base` is a tensor descriptor and the tile begins at (row, column) of it.
+    """Apply load_rows to consecutive rows; with TMA `base` is a tensor descriptor and the tile begins at (row, column)
+    of it.
 
-    A descriptor knows no sequence: behind the last token it gives the next sequence's rows, which the caller must give
-    the weight zero.
+    A descriptor ignores sequences: behind the last token it loads the next sequence's rows, which the caller must
+    weight with zero.
     """
     if TMA:
         return base.load([row, column])
@@ -158,9 +165,9 @@ def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED:
 
 @triton.jit
 def block_source(base, stride, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """What `load_block` reads blocks of BLOCK rows from: `base`, or its tensor descriptor."""
+    """Return the source from which `load_block` reads blocks of BLOCK rows: `base`, or its tensor descriptor."""
     if TMA:
-        # Nothing is read of an empty matrix, but a descriptor has at least one row.
+        # An empty matrix is never read, but a descriptor has at least one row.
         return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), SIZE], [stride, 1], [BLOCK, WIDTH])
     else:
         return base
@@ -171,9 +178,9 @@ def load_block(
     base, start, rows, stride, limit, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     TMA: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows start + rows of a `block_source`; zeros past `limit` (only MASKED looks) and past SIZE columns.
+    """Load rows start + rows of a `block_source`; zeros past `limit` (if MASKED) and past SIZE columns.
 
-    One address in 64 bits, of the block; within it 32 bits do, which spares registers in the inner loop.
+    Only the block's address has 64 bits; offsets within it have 32, which saves registers in the inner loop.
     """
     if TMA:
         return base.load([start, 0])
@@ -193,7 +200,7 @@ def load_block(
 
 @triton.jit
 def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """The reverse of load_rows; converts to the dtype of `base`."""
+    """Store rows, the reverse of load_rows; converts to the dtype of `base`."""
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
     tl.store(pointers, value.to(base.dtype.element_ty), mask=mask[:, None] & (columns < SIZE)[None, :])
@@ -201,8 +208,8 @@ def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.c
 
 @triton.jit
 def opaque(x):
-    """x (int32 or int64), without the compiler's knowing it: what is computed from it is computed anew, not kept in
-    registers, and no multiple of anything.
+    """Return x (int32 or int64) through assembly that hides its value from the compiler: expressions of it are
+    recomputed instead of staying in registers, and no divisibility is assumed.
     """
     if COMPILED:
         if x.dtype.primitive_bitwidth == 64:
@@ -215,7 +222,9 @@ def opaque(x):
 
 @triton.jit
 def row_norms(x):
-    """Norms of the rows of x, fp32, each divided by its largest element first: no square leaves fp32's range."""
+    """Compute the norms of the rows of x, fp32, each divided by its largest element first, so that no square
+    overflows.
+    """
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
     ratio = x * (1.0 / largest)[:, None]
     return largest * tl.sqrt(tl.sum(ratio * ratio, 1))
@@ -223,9 +232,10 @@ def row_norms(x):
 
 @triton.jit
 def in_registers(x, WANTED: tl.constexpr):
-    """x, the left operand of products, WANTED in registers and not read from shared memory for every one of them.
+    """Put x, the left operand of products, into registers if WANTED, instead of reading it from shared memory every
+    time.
 
-    Triton does so only with what comes out of a product: this one adds zeros.
+    Triton does so only with results of products: this one adds zeros.
     """
     if WANTED:
         none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))

@@ -1,7 +1,8 @@
-"""Validation of what operators are given: tensors by shape, dtype and device, options, backends.
+"""Validate the arguments of operators: tensors by shape, dtype and device, options, backends.
 
-Metadata only, no device sync. Every function raises TypeError or ValueError that says what was expected and what came.
-Jagged offsets are checked in `jagged.py`. Letters: T tokens, H heads, D query/key and V value head size, N max_seq_len.
+Only metadata are checked, without device sync. Every function raises TypeError or ValueError with the expected and the
+actual value. Jagged offsets are checked in `jagged.py`. Letters: T tokens, H heads, D query/key and V value head size,
+N max_seq_len.
 """
 
 import math
@@ -16,14 +17,14 @@ from hstu_sparse.registration import plain
 BACKENDS = ("auto", "triton", "reference")
 FLOATING, INTEGER = "floating point", "int32 or int64"
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-FLOATING_DTYPES = (*KERNEL_DTYPES, torch.float64)  # torch has smaller ones, which hardly any of its functions takes
+FLOATING_DTYPES = (*KERNEL_DTYPES, torch.float64)  # few of torch's functions support its smaller dtypes
 
 
 def choose_backend(backend: str, x: torch.Tensor, op: str, more: tuple[str, ...] = ()) -> str:
-    """ "triton" or "reference": `auto` is triton for CUDA tensors and reference for CPU tensors.
+    """Return "triton" or "reference": `auto` is triton for CUDA tensors and reference for CPU tensors.
 
-    Nothing falls back in silence: triton where it cannot run on x raises. more: backends that the caller has besides,
-    for the message.
+    Nothing falls back silently: triton raises if it cannot run on x. more: further backends of the caller, for the
+    message.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op} takes tensors, got {type(x).__name__}")
@@ -53,13 +54,13 @@ def check_tensor(
     dtype: str | torch.dtype = FLOATING,
     device: torch.device | None = None,
 ) -> None:
-    """Checks one tensor.
+    """Check one tensor.
 
     Args:
         shape: a letter for each dimension, like "T H D".
-        sizes: letter -> size. A letter that is not in it is entered; one that is must agree.
-        dtype: FLOATING, INTEGER, or the one dtype that is right.
-        device: where it must be; absent, anywhere.
+        sizes: letter -> size. A new letter is entered; a known one must agree.
+            dtype: FLOATING, INTEGER, or the one valid dtype.
+            device: the required device; by default any.
     """
     letters = shape.split()
     if not isinstance(x, torch.Tensor):
@@ -88,9 +89,9 @@ def check_tensor(
 def check_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int, *, kv_heads="H"
 ) -> dict[str, int]:
-    """Checks q [T, H, D], k [T, kv_heads, D], v [T, kv_heads, V] and what makes them jagged; returns letter -> size.
+    """Check q [T, H, D], k [T, kv_heads, D], v [T, kv_heads, V] and their offsets; return letter -> size.
 
-    kv_heads: "H" where keys have as many heads as queries, "Hkv" where these share out: H is then a multiple.
+    kv_heads: "H" if keys have as many heads as queries, "Hkv" if several query heads share one: H is then a multiple.
     """
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
@@ -104,14 +105,14 @@ def check_qkv(
 
 
 def check_some(sizes: dict[str, int], *letters: str) -> None:
-    """None of these sizes is 0: heads, channels."""
+    """Check that none of these sizes is 0: heads, channels."""
     for letter in letters:
         if sizes[letter] < 1:
             raise ValueError(f"{letter} must be at least 1, got {letter}={sizes[letter]}")
 
 
 def check_int(name: str, value: int, least: int, most: int = LARGEST) -> None:
-    """A whole number from `least` to `most`; neither a bool nor a float that happens to be whole."""
+    """Check for a whole number from `least` to `most`; neither a bool nor a float with an integral value."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
@@ -121,16 +122,16 @@ def check_int(name: str, value: int, least: int, most: int = LARGEST) -> None:
 
 
 def check_bool(name: str, value: bool) -> None:
-    """True or False, and nothing that merely counts as one of them: "no" would count as True."""
+    """Check for True or False, not for a value with a truth value: "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_number(name: str, value: float, *, above: float = -math.inf, below: float = math.inf) -> float:
-    """A finite number with above < value < below, as a float."""
+    """Check for a finite number with above < value < below; return it as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not above < value < below:  # NaN is neither; the bounds are infinite at most
+    if not above < value < below:  # false for NaN; infinite bounds exclude infinity
         bounds = [f"above {above:g}"] * (above > -math.inf) + [f"below {below:g}"] * (below < math.inf)
         raise ValueError(f"{name} must be a finite number {' and '.join(bounds)}".rstrip() + f", got {shown(value)}")
     try:
@@ -140,19 +141,19 @@ def check_number(name: str, value: float, *, above: float = -math.inf, below: fl
 
 
 def check_plan(plan: object, kind: type, purpose: NamedTuple) -> None:
-    """Whether a plan of this kind was made for `purpose`; for which batch, is known where both could read it."""
+    """Check that a plan of this kind was made for `purpose`; the batch is compared if both could read it."""
     if not isinstance(plan, kind):
         raise TypeError(f"plan must be of {kind.__name__} or None, got {type(plan).__name__}")
-    made: Any = plan.purpose  # type: ignore[attr-defined]  # every kind of plan has one
-    wanted: Any = purpose
-    if made.batch is None or wanted.batch is None:
-        made, wanted = made._replace(batch=None), wanted._replace(batch=None)
-    if made != wanted:
-        raise ValueError(f"plan was made for {made}, this call needs one for {wanted}")
+    planned: Any = plan.purpose  # type: ignore[attr-defined]  # every kind of plan has one
+    needed: Any = purpose
+    if planned.batch is None or needed.batch is None:
+        planned, needed = planned._replace(batch=None), needed._replace(batch=None)
+    if planned != needed:
+        raise ValueError(f"plan was made for {planned}, this call needs one for {needed}")
 
 
 def check_dropout(dropout: float) -> float:
-    """The share that is dropped, from 0 to less than 1."""
+    """Check the dropout probability, from 0 to less than 1."""
     dropout = check_number("dropout", dropout)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
@@ -160,7 +161,7 @@ def check_dropout(dropout: float) -> float:
 
 
 def check_seed(seed: torch.Tensor, device: torch.device) -> None:
-    """Where random numbers begin: a tensor, so that drawing it does not wait for the device."""
+    """Check the seed of random numbers: a tensor, so that drawing it does not wait for the device."""
     if not isinstance(seed, torch.Tensor):
         raise TypeError(f"seed must be an int64 tensor of one element, got {type(seed).__name__}")
     check_storage("seed", seed)
@@ -172,18 +173,18 @@ def check_seed(seed: torch.Tensor, device: torch.device) -> None:
 
 
 def check_scale(scale: float | None, head_size: int, name: str = "scale") -> float:
-    """The scale of the scores: as given, or head_size ** -0.5."""
+    """Return the scale of the scores: the given one, or head_size ** -0.5."""
     check_some({"D": head_size}, "D")
     return head_size**-0.5 if scale is None else check_number(name, scale)
 
 
 def check_normalizer(normalizer: float | None, max_seq_len: int) -> float:
-    """The number that a SiLU operator's sums are divided by: as given, or max_seq_len."""
+    """Return the divisor of a SiLU operator's sums: the given one, or max_seq_len."""
     return float(max_seq_len) if normalizer is None else check_number("normalizer", normalizer, above=0.0)
 
 
 def check_kernel(op: str, x: torch.Tensor, heads: dict[str, int], most: int = 256) -> None:
-    """What the kernels do not take and the reference does: dtypes, head sizes (letter -> size)."""
+    """Check dtypes and head sizes (letter -> size) that the kernels do not support but the reference does."""
     if x.dtype not in KERNEL_DTYPES:
         raise TypeError(f"{op}: the kernels take fp16, bf16 and fp32, got {x.dtype}; use backend='reference'")
     for letter, size in heads.items():

@@ -1,4 +1,4 @@
-"""Softmax loss over a catalogue of items: the public function, its validation, the choice of backend.
+"""Define the public function of the softmax loss over a catalogue of items, its validation, the choice of backend.
 
 Letters: T tokens, I items, E embedding size, K negatives.
 """
@@ -29,7 +29,7 @@ def catalogue_loss(
     part: Part | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """How well each output finds its target among the items: mean softmax cross-entropy over the targets >= 0.
+    """Compute the mean softmax cross-entropy of each output's target among the items, over the targets >= 0.
 
     The logit of item i at token t is l(t, i) = out[t].items[i] / temperature, both divided by their norms first if
     `normalize` (norms below 1e-6 count as 1e-6). Without `negatives` the loss of a token with target y is
@@ -37,38 +37,41 @@ def catalogue_loss(
 
         -l(t, y) + ln(exp l(t, y) + sum over k with neg_k != y of exp(l(t, neg_k) - c_k))
 
-    with c_k = log_q[neg_k] + ln K, or 0 without log_q: the positive is not corrected, repeated negatives count as often
-    as they stand, and without a valid negative the row counts 0.
+    with c_k = log_q[neg_k] + ln K, or 0 without log_q: the positive is not corrected, repeated negatives count
+    repeatedly, and a row without a valid negative counts 0.
 
-    In Triton nothing of size T x I is ever written, and forward keeps numbers for each token and item only, with
-    negatives [T, K] at most their logits. Gradients are the same bits in every run, but for the table's with negatives
-    [T, K]: entries are added by atomics, in no order, unless I is small beside K * E, the table is over 2^28 numbers or
-    torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients: docs/catalogue_loss.md.
+    In Triton nothing of size T x I is ever written, and forward saves only numbers for each token and item, and with
+    negatives [T, K] at most their logits. Gradients have the same bits in every run, except the table's with negatives
+    [T, K]: entries are added by atomics, in no order, unless I is small beside K * E, the table has over 2^28 numbers
+    or torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients: docs/catalogue_loss.md.
 
     Args:
         out: [T, E], fp16, bf16 or fp32 (the reference also fp64); E up to 512 in Triton.
-        items: [I, E], dtype of out. Rows that do not start on 16 bytes are copied, in out too.
+        items: [I, E], dtype of out. Rows of either tensor that are not aligned to 16 bytes are copied.
         targets: [T] int32 or int64 below I; a negative one does not count.
         temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient; its value is
             checked on a CPU.
         negatives: [K] for all tokens, or [T, K], int32 or int64 below I; negative ones do not count. The [T, K] form
-            never holds [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4), takes
-            products with all items, some thousand tokens at a time.
-        log_q: [I], logarithm of the probability with which each item is drawn as a negative. No gradient.
+                never allocates [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4),
+                computes products with all items, some thousand tokens at a time.
+        log_q: [I], logarithm of the probability with which each item is drawn as a negative. It gets no gradient.
         label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
-        skip_below: backward leaves out tiles of the softmax (128 x 128 or so) without a target in which no probability
-            reaches this, which spares it their products, for one more product with the whole catalogue, and loses up
-            to I * skip_below of a token's probability. 0: nothing is left out. Without negatives in Triton only;
-            elsewhere without effect.
-        part: where `items` are some of the catalogue, `part.first` and those behind it, and targets count in the whole
-            of it: `part.merge` makes of their log-sum-exps and their targets' logits those of the whole catalogue, as
-            processes that share it do. The loss is the whole one; gradients are those of this part, of which out's sum
-            over all parts is the gradient. Without negatives, label_smoothing and skip_below.
+        skip_below: backward skips tiles of the softmax (128 x 128 or so) without a target in which no probability
+        reaches
+                this, which saves their products, for one more product with the whole catalogue, and loses up to I *
+                skip_below of a token's probability. 0 skips nothing. Only in Triton without negatives; elsewhere
+                without effect.
+        part: if `items` are only some of the catalogue, starting with item `part.first`, while targets are numbers in
+        the
+                whole catalogue: `part.merge` turns the log-sum-exps and the targets' logits of the part into those of
+                the whole catalogue, for processes that share it. The loss is that of the whole catalogue; gradients are
+                those of this part, and out's gradient is the sum over all parts. Without negatives, label_smoothing and
+                skip_below.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
         The loss, a tensor of no dimension, fp32 (fp64 for fp64 inputs); 0 if no target counts. Gradients flow to out,
-        items and temperature; the kernels have no second ones.
+        items and temperature; the kernels have no second derivatives.
 
     Examples:
         >>> out, items = torch.zeros(3, 8), torch.randn(100, 8)
@@ -79,8 +82,8 @@ def catalogue_loss(
         tensor(1.3863)
 
     Raises:
-        TypeError, ValueError: what was expected and what came. Ids out of range are found on a CPU, and
-            elsewhere under HSTU_SPARSE_DEBUG.
+        TypeError, ValueError: with the expected and the actual value. Ids out of range are detected on a CPU, and
+                elsewhere with HSTU_SPARSE_DEBUG.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), for the whole
     catalogue; Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, for the correction by log_q.

@@ -1,10 +1,11 @@
-"""Launches the catalogue loss's kernels and registers them as torch.ops.hstu_sparse.catalogue_loss_fwd and _bwd.
+"""Launch the catalogue loss's kernels; register them as torch.ops.hstu_sparse.catalogue_loss_fwd and _bwd.
 
-Letters: T tokens, I items, E embedding size, K negatives, W rows of the matrix that a product walks over.
+Letters: T tokens, I items, E embedding size, K negatives, W rows of the matrix that a product iterates over.
 
-Forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K, E] and walked
-over like a catalogue; negatives [T, K], with kernels of their own, or over a small catalogue with small.py. Backward
-computes anew what it needs: kept are lse and scales of the outputs, [T] each, and the scales of the matrix walked over.
+There are three forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K,
+E] that is treated like a catalogue; negatives [T, K], with kernels of their own, or over a small catalogue with
+small.py. Backward recomputes what it needs: saved are lse and scales of the outputs, [T] each, and the scales of the
+matrix.
 """
 
 import math
@@ -39,20 +40,20 @@ from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
 LOG2E = math.log2(math.e)
-# Logits within this of 0, in base 2, need no running maximum: 2^-(2 * 60) is a number in fp32.
+# Logits within this of 0, in base 2, need no running maximum: fp32 can represent 2^-(2 * 60).
 BOUND = 60.0
-# Bytes that the fp32 parts of a gradient may take where a product is split.
+# Bytes for the fp32 parts of a gradient when a product is split.
 SPLIT_BYTES = 48 * 2**20
-# Bytes that an fp32 table for atomic additions may take.
+# Bytes for an fp32 table for atomic additions.
 ATOMIC_BYTES = 2**30
-# Items whose norms are found once, where tokens gather rows: fewer than there are gathered, whatever the batch.
+# Items whose norms are computed once when tokens gather rows: fewer than are gathered in any batch.
 FEW_ITEMS = 2**16
-# Numbers of a tile of rows in the kernels that go over a matrix once.
+# Numbers of a tile of rows in the kernels that read a matrix once.
 ROW_TILE = 2048
 CHUNK, PIECE = 32, 1024
 
-# Tile sizes and options of the three products, for 16-bit inputs by padded E; `programs` of a
-# multiprocessor: by them the work is split.
+# Tile sizes and options of the three products, for 16-bit inputs by padded E; `programs` of a multiprocessor, by which
+# the work is split.
 _WIDE = {
     "fwd": LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=True, programs=2),
     "dout": LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, programs=2),
@@ -91,7 +92,7 @@ def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> Laun
         config = (_WIDE if width > 128 else _NARROW)[part]
     if arch < 90:
         config = config.replace(TMA=False)
-    if arch != 90:  # left operands come from registers in Hopper's products alone
+    if arch != 90:  # only Hopper's products read left operands from registers
         config = config.replace(REGISTERS=False)
     return _fitting(config, width * dtype.itemsize, _SHARED.get(arch, 99) * 1024)
 
@@ -101,10 +102,12 @@ _SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
 def _fitting(config: LaunchConfig, row_bytes: int, limit: int) -> LaunchConfig:
-    """The config with tiles made smaller until they fit: one of rows owned, one walked over for each stage."""
+    """Return the config with tiles reduced until they fit: one of the program's rows, and one streamed for each
+    stage.
+    """
     while (config.BLOCK_M + config.num_stages * config.BLOCK_N) * row_bytes + 4096 > limit:
         larger = "BLOCK_N" if config.BLOCK_N >= config.BLOCK_M else "BLOCK_M"
-        if config.num_stages > 2 or config[larger] == 16:  # products take no less
+        if config.num_stages > 2 or config[larger] == 16:  # 16 is the least size of a product
             config = config.replace(num_stages=config.num_stages - 1)
         else:
             config = config.replace(**{larger: config[larger] // 2})
@@ -112,26 +115,30 @@ def _fitting(config: LaunchConfig, row_bytes: int, limit: int) -> LaunchConfig:
 
 
 def chunk_width(size: int) -> int:
-    """Columns of a chunk in which tiles are held: E whole and padded up to 64, then 64 or 128, what pads less."""
+    """Return the columns of a chunk of a tile: E padded up to 64 in one chunk, otherwise 64 or 128, whichever pads
+    less.
+    """
     if size <= 64:
         return max(16, next_power_of_2(size))
     return 64 if cdiv(size, 64) % 2 else 128
 
 
 def config_of(part: str, x: Tensor) -> LaunchConfig:
-    """The configuration of a product kernel."""
+    """Return the configuration of a product kernel."""
     width = max(16, next_power_of_2(x.shape[1]))
     config = product_config(part, x.dtype, width, launch.architecture(x.device))
     return config.replace(**{"BLOCK_E": chunk_width(x.shape[1]), **config})
 
 
-def plan_splits(rows: int, walked: int, config: LaunchConfig, device: torch.device, row_bytes: int) -> tuple[int, int]:
-    """(splits, rows walked over by each): as few as keep nine tenths of the GPU busy, or as near to it as can be.
+def plan_splits(
+    rows: int, streamed: int, config: LaunchConfig, device: torch.device, row_bytes: int
+) -> tuple[int, int]:
+    """Return (splits, rows of each): the fewest that keep nine tenths of the GPU busy, or as many as come closest.
 
-    row_bytes: of a split's results, for each row owned; all of them have to stay within SPLIT_BYTES.
+    row_bytes: of a split's results, for each row of a program; their total has to stay within SPLIT_BYTES.
     """
     block = config.BLOCK_N
-    tiles, steps = max(1, cdiv(rows, config.BLOCK_M)), max(1, cdiv(walked, block))
+    tiles, steps = max(1, cdiv(rows, config.BLOCK_M)), max(1, cdiv(streamed, block))
     slots = launch.multiprocessors(device) * config.programs
     most = min(steps, cdiv(4 * slots, tiles), max(1, SPLIT_BYTES // max(1, rows * row_bytes)))
     best, busiest = 1, 0.0
@@ -143,18 +150,20 @@ def plan_splits(rows: int, walked: int, config: LaunchConfig, device: torch.devi
         if busiest >= 0.9:
             break
     per_split = cdiv(steps, best) * block
-    return max(1, cdiv(walked, per_split)), per_split
+    return max(1, cdiv(streamed, per_split)), per_split
 
 
 def _gather_config(width: int) -> LaunchConfig:
-    """Return the configuration of the kernels that gather ROWS of a token's negatives: loads wait for each other, so a
-    few at a time.
+    """Return the configuration of the kernels that gather ROWS of a token's negatives: few at a time, since loads wait
+    for each other.
     """
     return LaunchConfig(1, ROWS=max(1, min(8, 1024 // width)))
 
 
 def _walk(config: LaunchConfig, matrix: Tensor, *vectors: Tensor | None):
-    """What a product's kernel walks over, as it is or as tensor descriptors; and the settings that say which."""
+    """Return a product kernel's streamed inputs, as tensors or as tensor descriptors, and the settings for that
+    choice.
+    """
     if not config.TMA or not len(matrix):
         return matrix, *vectors, _settings(config, False)
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -167,12 +176,12 @@ def _walk(config: LaunchConfig, matrix: Tensor, *vectors: Tensor | None):
 
 
 def _settings(config: LaunchConfig, tma: bool) -> LaunchConfig:
-    """Kernels pipeline their loops by STAGES; num_stages is for what else is in them."""
+    """Set STAGES, by which kernels pipeline their loops; num_stages is for the other code in them."""
     return config.replace(TMA=tma, STAGES=config.num_stages)
 
 
 class _Call:
-    """What both directions derive from the arguments of one call."""
+    """The values that both directions derive from the arguments of a call."""
 
     def __init__(self, out, items, targets, temperature, negatives, log_q, scale, normalize, smoothing, skip):
         if len(out) >= 2**31 or len(items) >= 2**31:
@@ -181,7 +190,7 @@ class _Call:
         self.I = len(items)
         self.out, self.items = as_rows(out, items, align=False)
         self.targets = targets.to(torch.int32)
-        if self.targets.data_ptr() % 16:  # a tensor descriptor's base
+        if self.targets.data_ptr() % 16:  # the base of a tensor descriptor is aligned
             self.targets = self.targets.clone()
         self.temperature, self.normalize = temperature, normalize
         self.smoothing, self.skip = smoothing, skip
@@ -198,25 +207,29 @@ class _Call:
         self.small = self.per_token and small.takes_products(self.I, self.K, self.E, out.dtype)
 
     def walked(self):
-        """The matrix that outputs are multiplied with, its rows' ids and corrections (None: the catalogue's own)."""
+        """Return the matrix that outputs are multiplied with, its rows' ids and corrections (None: the catalogue's
+        own).
+        """
         if self.negatives is None:
             return self.items, None, None
         ids = self.negatives.to(torch.int32)
-        known = ids.clamp(min=0)
-        shift = None if self.log_q is None else (self.log_q.float()[known] + math.log(max(1, self.K))) * LOG2E
-        return self.items.index_select(0, known), ids, shift
+        valid_ids = ids.clamp(min=0)
+        shift = None if self.log_q is None else (self.log_q.float()[valid_ids] + math.log(max(1, self.K))) * LOG2E
+        return self.items.index_select(0, valid_ids), ids, shift
 
     def gathered(self) -> tuple[Tensor, Tensor | None]:
-        """The table as rows are gathered from it: contiguous [I, WIDTH], and its rows' scales, if they are few."""
+        """Return the table from which rows are gathered, contiguous [I, WIDTH], and its rows' scales, if they are
+        few.
+        """
         table = as_rows(self.items)[0].contiguous()
-        few = self.normalize and self.I <= FEW_ITEMS
-        return table, self.scales(self.items, 1.0, None) if few else None
+        with_scales = self.normalize and self.I <= FEW_ITEMS
+        return table, self.scales(self.items, 1.0, None) if with_scales else None
 
     def new(self, *shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=self.out.device)
 
     def over_rows(self, kernel, count: int, *arguments, **constants):
-        """Launches a kernel that goes over `count` rows; returns its number of programs."""
+        """Launch a kernel over `count` rows; return its number of programs."""
         constants = self.rows | constants
         programs = cdiv(count, constants["ROWS"])
         if programs:
@@ -224,12 +237,12 @@ class _Call:
         return programs
 
     def scales(self, x: Tensor, factor: float, temperature: Tensor | None) -> Tensor:
-        found = self.new(len(x))
-        self.over_rows(catalogue_loss_scale_kernel, len(x), x, x.stride(0), temperature, found, factor, len(x))
-        return found
+        result = self.new(len(x))
+        self.over_rows(catalogue_loss_scale_kernel, len(x), x, x.stride(0), temperature, result, factor, len(x))
+        return result
 
     def sum(self, x: Tensor, scales: Tensor | None, targets: Tensor | None) -> Tensor:
-        """[E]: the sum of the rows, scaled, of those with a target."""
+        """Return [E], the sum of the scaled rows that have a target."""
         constants = {name: value for name, value in self.rows.items() if name != "NORMALIZE"}
         programs = max(1, min(512, cdiv(len(x), constants["ROWS"])))
         sums = self.new(programs, self.E)
@@ -238,7 +251,7 @@ class _Call:
 
     def mean(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         loss, inverse_count = self.new(), self.new(1)
-        # One program: it adds in one order, and the fewer turns the sooner.
+        # One program, since it adds in one fixed order; few iterations make it fast.
         size = 1024 if len(parts) <= 4096 else 8192
         run(
             catalogue_loss_mean_kernel, 1, parts, loss, inverse_count, len(parts), SIZE=size, num_warps=size // 512
@@ -247,13 +260,13 @@ class _Call:
 
 
 def _forward(*arguments):
-    """The loss, then lse, row_scale, item_scale, positive, inverse_count and picked, kept for backward."""
+    """Return the loss, then lse, row_scale, item_scale, positive, inverse_count and picked, saved for backward."""
     call = _Call(*arguments)
     return _forward_per_token(call) if call.per_token else forward_products(call)
 
 
 def forward_products(call: _Call):
-    """`_forward` of a catalogue, or of negatives [K], that is walked over."""
+    """Do the work of `_forward` for a catalogue, or for negatives [K]."""
     matrix, ids, shift = call.walked()
     row_scale = call.scales(call.out, call.scale, call.temperature)
     item_scale = call.scales(matrix, 1.0, None) if call.normalize else call.new(0)
@@ -296,7 +309,7 @@ def _forward_per_token(call: _Call):
             WIDTH=table.shape[1], **call.sizes, **call.drawn,
         )  # fmt: skip
     loss, inverse_count = call.mean(parts)
-    # Without the temperature the outputs' scales are one number, which ends the items' gradient.
+    # Without the temperature the outputs' scale is one number, by which the items' gradient is multiplied at the end.
     row_scale = call.new(0 if call.normalize else 1)
     if call.T and not call.normalize:
         row_scale = call.scales(call.out[:1], call.scale, call.temperature)
@@ -305,13 +318,13 @@ def _forward_per_token(call: _Call):
     return loss, lse, row_scale, call.new(0), positive, inverse_count, picked
 
 
-def _backward(grad, *given):
-    """Gradients of out, items and, if it is a tensor, temperature."""
-    *arguments, lse, row_scale, item_scale, positive, inverse_count, picked = given
+def _backward(grad, *inputs):
+    """Return the gradients of out, items and, if it is a tensor, temperature."""
+    *arguments, lse, row_scale, item_scale, positive, inverse_count, picked = inputs
     call = _Call(*arguments)
     if not call.T:
-        given = (call.out, call.items, call.temperature)
-        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given if x is not None]
+        inputs = (call.out, call.items, call.temperature)
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
     dout = torch.empty_like(call.out, memory_format=torch.contiguous_format)
     along = call.new(call.T)
     if call.small:
@@ -320,15 +333,17 @@ def _backward(grad, *given):
         ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along)
     else:
         ditems = backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along)
-    found = [dout, ditems]
+    gradients = [dout, ditems]
     if call.temperature is not None:
         slope = -along.sum() * inverse_count[0] * grad / call.temperature
-        found.append(slope.to(call.temperature.dtype))
-    return found
+        gradients.append(slope.to(call.temperature.dtype))
+    return gradients
 
 
 def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along, hits=None):
-    """Writes dout and along; returns ditems. hits: where some targets are elsewhere (parts.py), the others, else -1."""
+    """Write dout and along; return ditems. hits: local targets, else -1, if some targets are in other parts
+    (parts.py).
+    """
     matrix, ids, shift = call.walked()
     sampled = ids is not None
     logits = positive if sampled or hits is not None else None
@@ -391,9 +406,11 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
 
 
 def _marks(call, out, matrix, item_scale, row_scale, lse):
-    """(marks of the tiles that backward takes, uint8 [rows, columns]; tokens of a row, items of a column)."""
+    """Return (marks of the tiles that backward processes, uint8 [rows, columns]; tokens of a row, items of a
+    column).
+    """
     config, dout, ditems = (config_of(part, call.out) for part in ("fwd", "dout", "ditems"))
-    # Powers of two: a tile of any of the kernels lies within one.
+    # Powers of two, so that a tile of any kernel lies within one.
     tokens = max(config.BLOCK_M, dout.BLOCK_M, ditems.BLOCK_N)
     items = max(config.BLOCK_N, dout.BLOCK_N, ditems.BLOCK_M)
     marks = call.new(cdiv(call.T, tokens), cdiv(call.I, items), dtype=torch.uint8).zero_()
@@ -433,16 +450,16 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
 
 
 def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, drawn):
-    """[I, E]: the entries' sums, each item's written once."""
+    """Return [I, E], the entries' sums, with each item's row written once."""
     ditems = torch.zeros_like(call.items, memory_format=torch.contiguous_format)
-    # Sorting takes as long as a key has bits.
+    # The time of sorting is proportional to the bits of a key.
     key = torch.int16 if call.I < 2**15 else torch.int32
     entries = torch.cat([call.targets.to(key), negatives.flatten().to(key)])
     keys, order = torch.where(entries < 0, call.I, entries).sort(stable=True)
     windows = cdiv(len(keys), PIECE)
     slots = call.new(windows, 2, call.E)
     scalars = (row_scale, grad, inverse_count, ditems, slots, len(keys))
-    # Entries of a run at a time: about as many as it has.
+    # Entries processed at a time: about as many as a run has.
     rows = 16 if len(keys) < 32 * call.I else max(16, min(64, 2 * ROW_TILE // call.width))
     run(
         catalogue_loss_table_bwd_kernel, cdiv(len(keys), CHUNK),
@@ -469,8 +486,8 @@ def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, 
 
     T, W = out.shape[0], items.shape[0]
     if negatives is not None and negatives.dim() == 2:
-        few = small.takes_products(W, negatives.shape[1], out.shape[1], out.dtype)
-        positive, picked = (empty(T), empty(*negatives.shape)) if few else (empty(0), empty(0))
+        uses_products = small.takes_products(W, negatives.shape[1], out.shape[1], out.dtype)
+        positive, picked = (empty(T), empty(*negatives.shape)) if uses_products else (empty(0), empty(0))
         return empty(), empty(T), empty(0 if normalize else 1), empty(0), positive, empty(1), picked
     if negatives is not None:
         W = negatives.shape[0]

@@ -1,6 +1,6 @@
-"""The catalogue loss where a process has some of the items: its part of each log-sum-exp, merged with the others'.
+"""Compute the catalogue loss if a process has some of the items: its part of each log-sum-exp, merged with the others'.
 
-Letters: T tokens, I items that are here, E embedding size.
+Letters: T tokens, I local items, E embedding size.
 """
 
 import math
@@ -17,15 +17,15 @@ from hstu_sparse.launch import on_device
 from hstu_sparse.precision import widened
 
 LN2 = math.log(2)
-CHUNK = 2**22  # logits that the reference holds at a time
+CHUNK = 2**22  # logits that the reference computes at a time
 
 
 class Part(NamedTuple):
-    """Some items of a catalogue, `first` and those behind it.
+    """Consecutive items of a catalogue, starting with item `first`.
 
-    merge: called once, in forward, with (log-sum-exp [T], logit of the target [T]) over these items, fp32 (fp64), the
-    logit being 0 where the target is not among them and the sum -inf where there are no items; returns both over the
-    whole catalogue. Processes that have a part each exchange theirs in it.
+    merge: called once, in forward, with (log-sum-exp [T], logit of the target [T]) over these items, fp32 (fp64); the
+    logit is 0 if the target is not among them, and the log-sum-exp -inf if there are no items. It returns both over the
+    whole catalogue; processes that have a part each exchange theirs in it.
     """
 
     first: int
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def loss_of_part(out, items, targets, temperature, normalize: bool, part: Part, backend: str) -> Tensor:
-    """`catalogue_loss` over the whole catalogue, of which `items` is a part; the gradients are this part's."""
+    """Compute `catalogue_loss` over the whole catalogue, of which `items` is a part; the gradients are this part's."""
     if backend == "triton" and len(items):
         return _Kernels.apply(out, items, targets, temperature, normalize, part)
     out, items = widened(out, items)
@@ -43,19 +43,19 @@ def loss_of_part(out, items, targets, temperature, normalize: bool, part: Part, 
 
 
 def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """(targets as rows of the items that are here, 0 for others; whether they are here)."""
+    """Return (targets as rows of the local items, 0 for others; whether they are local)."""
     inside = (targets >= first) & (targets < first + count)
     return torch.where(inside, targets - first, 0), inside
 
 
 def _mean(lse: Tensor, logit: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    known = targets >= 0
-    share = 1 / known.sum().clamp(min=1)
-    return torch.where(known, lse - logit, 0.0).sum() * share, share
+    has_target = targets >= 0
+    share = 1 / has_target.sum().clamp(min=1)
+    return torch.where(has_target, lse - logit, 0.0).sum() * share, share
 
 
 class _Reference(torch.autograd.Function):
-    """Compute with outputs and items as they are multiplied, a chunk of tokens at a time; no second derivative."""
+    """Compute with prepared outputs and items, a chunk of tokens at a time; no second derivative."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, part: Part) -> Tensor:
@@ -88,7 +88,9 @@ class _Reference(torch.autograd.Function):
 
 
 class _Kernels(torch.autograd.Function):
-    """By the kernels of the whole catalogue. A token whose target is elsewhere has a softmax and no hit here."""
+    """Compute with the kernels of the whole catalogue. A token whose target is elsewhere has a softmax and no local
+    hit.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, temperature, normalize: bool, part: Part):
@@ -97,13 +99,13 @@ class _Kernels(torch.autograd.Function):
         ctx.learned = temperature if isinstance(temperature, Tensor) else None
         ctx.given = (1.0 if ctx.learned is not None else temperature, normalize)
         rows, inside = _here(targets, part.first, len(items))
-        known = targets >= 0
+        has_target = targets >= 0
         with _device(out):
-            call = _call(ctx, out, items, torch.where(known, rows, -1))
+            call = _call(ctx, out, items, torch.where(has_target, rows, -1))
             _, lse, row_scale, item_scale, logit, *_ = launches.forward_products(call)
         lse, logit = part.merge(lse * LN2, torch.where(inside, logit * LN2, 0.0))
         loss, share = _mean(lse, logit, targets)
-        ctx.save_for_backward(out, items, rows, inside, known, lse, row_scale, item_scale, share)
+        ctx.save_for_backward(out, items, rows, inside, has_target, lse, row_scale, item_scale, share)
         return loss
 
     @staticmethod
@@ -111,13 +113,13 @@ class _Kernels(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor):
         from hstu_sparse.cross_entropy import launches
 
-        out, items, rows, inside, known, lse, row_scale, item_scale, share = ctx.saved_tensors
-        lse = torch.where(known, lse / LN2, math.inf)
+        out, items, rows, inside, has_target, lse, row_scale, item_scale, share = ctx.saved_tensors
+        lse = torch.where(has_target, lse / LN2, math.inf)
         with _device(out):
-            call = _call(ctx, out, items, torch.where(known, rows, -1))
+            call = _call(ctx, out, items, torch.where(has_target, rows, -1))
             dout, along = torch.empty_like(call.out, memory_format=torch.contiguous_format), call.new(call.T)
-            # The target's share of a gradient is 2^(positive - lse) - 1: -1 where it is here, else 0.
-            positive = torch.where(inside, -math.inf, torch.where(known, lse, 0.0))
+            # The target's factor in a gradient is 2^(positive - lse) - 1: -1 for a local target, else 0.
+            positive = torch.where(inside, -math.inf, torch.where(has_target, lse, 0.0))
             hits = torch.where(inside, rows, -1).to(torch.int32)
             ditems = launches.backward_products(
                 call, grad, lse, row_scale, item_scale, positive, share[None], dout, along, hits=hits

@@ -1,21 +1,21 @@
-"""The kernels that multiply outputs with items, tile by tile, and never write a logit.
+"""Define the kernels that multiply outputs with items, tile by tile, and never write a logit.
 
-Letters: T tokens, I items, E embedding size; W rows of the matrix that is walked over. In the kernels m: the rows of
-the tile that a program owns, n: the rows of the tile at hand of those it walks over.
+Letters: T tokens, I items, E embedding size; W rows of the streamed matrix. In the kernels m: the rows of the program's
+own (resident) tile, n: the rows of the current streamed tile.
 
-A program owns a tile of outputs (forward, dout) or of items (ditems) and walks over the other side, so every sum has a
-fixed order. Where there are too few tiles to fill the GPU each is shared by several programs (`splits`), which walk
-over a part each; their results, log-sum-exps or fp32 gradients, are merged by the kernels of rows.py. Tiles are held in
-chunks of BLOCK_E columns, as tuples, so that what ends a gradient needs few registers.
+A program has a resident tile of outputs (forward, dout) or of items (ditems) and iterates over the other side, so every
+sum has a fixed order. With too few tiles to fill the GPU each is shared by several programs (`splits`), which process a
+part each; their results, log-sum-exps or fp32 gradients, are merged by the kernels of rows.py. Tiles are tuples of
+chunks of BLOCK_E columns, so that the end of a gradient needs few registers.
 
-Logits are kept in base 2: with row_scale[t] = log2(e) / (temperature * |out_t|) and item_scale[i] = 1 / |items_i|
-(norms 1 without `normalize`) the logit is <out_t, items_i> * row_scale[t] * item_scale[i], scaled behind the product so
-that 16-bit inputs enter the tensor cores as they are.
+Logits are in base 2: with row_scale[t] = log2(e) / (temperature * |out_t|) and item_scale[i] = 1 / |items_i| (norms 1
+without `normalize`) the logit is <out_t, items_i> * row_scale[t] * item_scale[i], scaled after the product so that
+16-bit inputs enter the tensor cores unchanged.
 
-The items are the catalogue, or (sampled) the rows drawn for the whole batch: these come with their `ids`, by which
-accidental hits are taken out, and with the correction `shift` of each.
+The items are the catalogue, or (sampled) the rows drawn for the whole batch, with their `ids`, by which accidental hits
+are removed, and the correction `shift` of each.
 
-In backward the softmax, rounded to the inputs' dtype, is the left side of a second product. fp16 has no exponents for a
+In backward the softmax, rounded to the inputs' dtype, is the left side of a second product. fp16 cannot represent a
 small probability times 1 / |item|: there the right side is normalised, and the probability multiplied by 2^15.
 """
 
@@ -33,7 +33,7 @@ GIVEN = ["targets", "ids"]
 @triton.jit
 def _chunk(base, start, first_column, stride, limit, E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
            MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """A tile [ROWS, WIDTH] of a matrix [limit, E] or of its tensor descriptor, zeros outside of it."""
+    """Load a tile [ROWS, WIDTH] of a matrix [limit, E] or of its tensor descriptor, zeros outside of it."""
     if TMA:
         return base.load([start, first_column])
     else:
@@ -54,26 +54,28 @@ def _chunk(base, start, first_column, stride, limit, E: tl.constexpr, WIDTH: tl.
 @triton.jit
 def _tile(base, start, stride, limit, E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
           TMA: tl.constexpr, REGISTERS: tl.constexpr):  # fmt: skip
-    """ROWS whole rows of a matrix: a tuple of chunks of WIDTH columns."""
+    """Load ROWS whole rows of a matrix: a tuple of chunks of WIDTH columns."""
     tile = ()
     for chunk in tl.static_range((E + WIDTH - 1) // WIDTH):
         part = _chunk(base, start, chunk * WIDTH, stride, limit, E, WIDTH, ROWS, MASKED, TMA)
-        tile = tile + (in_registers(part, REGISTERS),)  # noqa: RUF005  Triton knows no starred tuples
+        tile = tile + (in_registers(part, REGISTERS),)  # noqa: RUF005  Triton does not support starred tuples
     return tile
 
 
 @triton.jit
-def _scores(own, tile, PRECISION: tl.constexpr):
-    """[M, N]: own times tile, transposed."""
-    scores = tl.dot(own[0], tl.trans(tile[0]), input_precision=PRECISION)
-    for chunk in tl.static_range(1, len(own)):
-        scores = tl.dot(own[chunk], tl.trans(tile[chunk]), scores, input_precision=PRECISION)
+def _scores(resident, tile, PRECISION: tl.constexpr):
+    """Compute [M, N]: resident times tile, transposed."""
+    scores = tl.dot(resident[0], tl.trans(tile[0]), input_precision=PRECISION)
+    for chunk in tl.static_range(1, len(resident)):
+        scores = tl.dot(resident[chunk], tl.trans(tile[chunk]), scores, input_precision=PRECISION)
     return scores
 
 
 @triton.jit
 def _add_product(acc, weights, tile, length, PRECISION: tl.constexpr):
-    """The chunks of acc + weights times tile. With length [N] the tile is multiplied by it, weights are for fp16."""
+    """Return the chunks of acc + weights times tile. With length [N] the tile is multiplied by it; weights are for
+    fp16.
+    """
     added = ()
     for chunk in tl.static_range(len(acc)):
         right = tile[chunk]
@@ -102,9 +104,9 @@ def _times(acc, factor):
 
 @triton.jit
 def _numbers(base, start, limit, other, SIZE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
-    """SIZE numbers of a vector from `start` on; behind its end `other`, of a tensor descriptor 0."""
+    """Load SIZE numbers of a vector from `start` on; behind its end `other`, from a tensor descriptor 0."""
     if TMA:
-        # Through shared memory: every thread wants its columns' numbers, which as loads would be one for each.
+        # Through shared memory: every thread needs its columns' numbers, and would otherwise issue one load for each.
         return base.load([start])
     else:
         n = start + tl.arange(0, SIZE)
@@ -116,9 +118,9 @@ def _numbers(base, start, limit, other, SIZE: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def _range(rows, per_split, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(tile, split, bounds): walked are bounds[0] .. bounds[1] in whole tiles, bounds[1] .. bounds[2] with a mask.
+    """Return (tile, split, bounds): whole tiles from bounds[0] to bounds[1], masked ones from bounds[1] to bounds[2].
 
-    Programs of one split are neighbours: what they walk over stays in the cache.
+    Programs of one split are neighbours, so that their streamed data stay in the cache.
     """
     tiles = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0) % tiles
@@ -130,15 +132,17 @@ def _range(rows, per_split, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _sum_exp(
-    top, total, own, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, bound, W,
+    top, total, resident, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, bound, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(top, total) [M] with the items first .. last: the sum of 2^logit is total * 2^top; BOUNDED: total * 2^bound."""
+    """Return (top, total) [M] with the items first .. last: sum of 2^logit = total * 2^top; BOUNDED: total *
+    2^bound.
+    """
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
-        logits = _scores(own, tile, PRECISION)
+        logits = _scores(resident, tile, PRECISION)
         if item_scale is not None:
             logits *= _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
         logits *= row_scale
@@ -164,49 +168,49 @@ def catalogue_loss_fwd_kernel(
     E: tl.constexpr, BOUNDED: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """lse [splits, T]: log2 of the sum of 2^logit over a split's items (-1e30 for none), for BLOCK_M outputs.
+    """Compute lse [splits, T]: log2 of the sum of 2^logit over a split's items (-1e30 for none), for BLOCK_M outputs.
 
-    BOUNDED: all logits are known to lie within `bound` of 0, little enough for fp32, and no maximum is looked for.
+    BOUNDED: all logits are within `bound` of 0, small enough for fp32, so that no maximum is needed.
     """
     tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
     t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    own = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
+    resident = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
     scale = tl.load(row_scale + t, t < T, 0.0)[:, None]
     target = -1
     if ids is not None:
         target = tl.load(targets + t, t < T, -1)[:, None]
-    # Finite, so that nothing is subtracted from itself where a tile has no item that counts.
+    # Finite, so that infinity is never subtracted from itself in a tile without a valid item.
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for part in tl.static_range(2):
-        # Around a loop that never runs zero times ptxas does not serialise the products.
+        # ptxas does not serialise the products in a loop that has at least one iteration.
         if bounds[part] < bounds[part + 1]:
             top, total = _sum_exp(
-                top, total, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift,
-                target, bound, W, E, BLOCK_E, BOUNDED, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
+                top, total, resident, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids,
+                shift, target, bound, W, E, BLOCK_E, BOUNDED, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if BOUNDED:
         top = tl.zeros([BLOCK_M], tl.float32) + bound
-    # Comparisons that are false for NaN: an item that is not finite must not leave a loss that is.
+    # These comparisons are false for NaN: an item that is not finite must not give a finite loss.
     log_sum = tl.where(total == 0.0, -1e30, top + tl.log2(tl.where(total < 1e-37, 1e-37, total)))
     tl.store(lse + split.to(tl.int64) * T + t, log_sum, t < T)
 
 
 @triton.jit
 def _mark(
-    marks, own, first, last, items, items_stride, row_scale, item_scale, limit, W,
+    marks, resident, first, last, items, items_stride, row_scale, item_scale, limit, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
-        logits = _scores(own, tile, PRECISION)
+        logits = _scores(resident, tile, PRECISION)
         if item_scale is not None:
             logits *= _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
         if MASKED:
             logits = tl.where((start + tl.arange(0, BLOCK_N) < W)[None, :], logits, float("-inf"))
         reaches = tl.max(logits, 1) * row_scale >= limit
-        # Every token that finds something writes the same.
+        # All tokens that set a mark write the same value.
         tl.store(marks + start // MARK + tl.zeros([BLOCK_M], tl.int32), tl.full([BLOCK_M], 1, tl.uint8), reaches)
 
 
@@ -217,13 +221,14 @@ def catalogue_loss_mark_kernel(
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """marks [rows of OWN_MARK tokens, columns of MARK items]: 1 where a probability reaches 2^log_skip, or a target is.
+    """Set marks [rows of OWN_MARK tokens, columns of MARK items] to 1 for a probability of at least 2^log_skip or a
+    target.
 
-    row_scale is positive: the greatest logit of a row is the greatest product.
+    row_scale is positive, so that the greatest logit of a row is the greatest product.
     """
     tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
     t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    own = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
+    resident = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
     scale = tl.load(row_scale + t, t < T, 0.0)
     # Tokens without a target have an lse of infinity: they mark nothing.
     limit = tl.load(lse + t, t < T, float("inf")) + log_skip
@@ -234,21 +239,21 @@ def catalogue_loss_mark_kernel(
     for part in tl.static_range(2):
         if bounds[part] < bounds[part + 1]:
             _mark(
-                marks, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, limit, W, E,
+                marks, resident, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, limit, W, E,
                 BLOCK_E, PRECISION, TMA, BLOCK_M, BLOCK_N, STAGES, MARK, part == 1,
             )  # fmt: skip
 
 
 @triton.jit
 def _weigh_item_tile(
-    acc, own, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W,
+    acc, resident, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc + softmax of BLOCK_N items times the (normalised) items."""
+    """Return acc + softmax of BLOCK_N items times the (normalised) items."""
     n = start + tl.arange(0, BLOCK_N)
     tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
-    logits = _scores(own, tile, PRECISION)
+    logits = _scores(resident, tile, PRECISION)
     length = None
     if item_scale is not None:
         length = _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
@@ -271,22 +276,24 @@ def _weigh_item_tile(
 
 @triton.jit
 def _weigh_items(
-    acc, own, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse, marks, W,
+    acc, resident, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse, marks, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc + softmax of the items first .. last times the (normalised) items; with marks, of every MARK items marked."""
+    """Return acc + softmax of the items first .. last times the (normalised) items; with marks, only of marked
+    tiles.
+    """
     if marks is None:
         for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             acc = _weigh_item_tile(
-                acc, own, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W, E, BLOCK_E,
-                HALF, PRECISION, TMA, BLOCK_N, MASKED,
+                acc, resident, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W, E,
+                BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, MASKED,
             )  # fmt: skip
     else:
         for start in tl.range(first, last, BLOCK_N, num_stages=1):
             if tl.load(marks + start // MARK) != 0:
                 acc = _weigh_item_tile(
-                    acc, own, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W, E,
+                    acc, resident, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W, E,
                     BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, MASKED,
                 )  # fmt: skip
     return acc
@@ -300,15 +307,15 @@ def catalogue_loss_bwd_dout_kernel(
     MARK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of dout [T, SIZE], or (with `partial` [splits, T, SIZE]) a split's softmax times items.
+    """Compute BLOCK_M rows of dout [T, SIZE], or (with `partial` [splits, T, SIZE]) a split's softmax times items.
 
-    E: columns of the matrices, SIZE and zeros behind them. marks [rows of OWN_MARK tokens, columns of MARK items]:
-    what is not marked is left out.
+    E: columns of the matrices, SIZE padded with zeros. marks [rows of OWN_MARK tokens, columns of MARK items]: unmarked
+    tiles are skipped.
     """
     tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
     t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     HALF: tl.constexpr = out.dtype.element_ty == tl.float16
-    own = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
+    resident = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
     scale = tl.load(row_scale + t, t < T, 0.0)[:, None]
     # Tokens without a target have an lse of infinity, and no softmax.
     log_sum = tl.load(lse + t, t < T, float("inf"))[:, None]
@@ -321,8 +328,8 @@ def catalogue_loss_bwd_dout_kernel(
     for part in tl.static_range(2):
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_items(
-                acc, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift, target,
-                log_sum, marks, W, E, BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, STAGES, MARK, part == 1,
+                acc, resident, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift,
+                target, log_sum, marks, W, E, BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, STAGES, MARK, part == 1,
             )  # fmt: skip
     if HALF:
         acc = _times(acc, 1.0 / 32768.0)
@@ -339,14 +346,14 @@ def catalogue_loss_bwd_dout_kernel(
 
 @triton.jit
 def _weigh_output_tile(
-    acc, own, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W,
+    acc, resident, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc + gradient of the logits at BLOCK_N outputs times the (scaled) outputs."""
+    """Return acc + gradient of the logits at BLOCK_N outputs times the (scaled) outputs."""
     n = start + tl.arange(0, BLOCK_N)
     tile = _tile(out, start, out_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
-    logits = _scores(own, tile, PRECISION)
+    logits = _scores(resident, tile, PRECISION)
     if NORMALIZE:
         logits *= item_scale
     scale = _numbers(row_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
@@ -371,23 +378,25 @@ def _weigh_output_tile(
 
 @triton.jit
 def _weigh_outputs(
-    acc, own, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, marks, W,
+    acc, resident, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, marks, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc + gradient of the logits at the outputs first .. last times the outputs; with marks, as `_weigh_items`."""
+    """Return acc + gradient of the logits at the outputs first .. last times the outputs; marks as in
+    `_weigh_items`.
+    """
     if marks is None:
         for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             acc = _weigh_output_tile(
-                acc, own, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W, E, BLOCK_E,
-                NORMALIZE, SAMPLED, HALF, PRECISION, TMA, BLOCK_N, MASKED,
+                acc, resident, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W, E,
+                BLOCK_E, NORMALIZE, SAMPLED, HALF, PRECISION, TMA, BLOCK_N, MASKED,
             )  # fmt: skip
     else:
         for start in tl.range(first, last, BLOCK_N, num_stages=1):
             if tl.load(marks + start // MARK) != 0:
                 acc = _weigh_output_tile(
-                    acc, own, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W, E,
+                    acc, resident, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W, E,
                     BLOCK_E, NORMALIZE, SAMPLED, HALF, PRECISION, TMA, BLOCK_N, MASKED,
                 )  # fmt: skip
     return acc
@@ -401,7 +410,7 @@ def catalogue_loss_bwd_ditems_kernel(
     PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of ditems [I, SIZE], or (with `partial` [splits, I, SIZE]) a split's sum over outputs.
+    """Compute BLOCK_M rows of ditems [I, SIZE], or (with `partial` [splits, I, SIZE]) a split's sum over outputs.
 
     TMA: out, row_scale, targets and lse are tensor descriptors. first_scale: row_scale as a pointer. I: rows of
     `items`, W: T. marks [rows of OWN_MARK items, columns of MARK tokens].
@@ -409,14 +418,14 @@ def catalogue_loss_bwd_ditems_kernel(
     tile, split, bounds = _range(I, per_split, W, BLOCK_M, BLOCK_N)
     i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     HALF: tl.constexpr = items.dtype.element_ty == tl.float16
-    own = _tile(items, tile * BLOCK_M, items_stride, I, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
+    resident = _tile(items, tile * BLOCK_M, items_stride, I, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
     scale = 1.0
     if NORMALIZE:
         scale = tl.load(item_scale + i, i < I, 0.0)[:, None]
-    known = i[:, None]
+    item_ids = i[:, None]
     correction = 0.0
     if ids is not None:
-        known = tl.load(ids + i, i < I, -1)[:, None]
+        item_ids = tl.load(ids + i, i < I, -1)[:, None]
     if shift is not None:
         correction = tl.load(shift + i, i < I, 0.0)[:, None]
     if marks is not None:
@@ -425,7 +434,7 @@ def catalogue_loss_bwd_ditems_kernel(
     for part in tl.static_range(2):
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_outputs(
-                acc, own, bounds[part], bounds[part + 1], out, out_stride, row_scale, scale, known,
+                acc, resident, bounds[part], bounds[part + 1], out, out_stride, row_scale, scale, item_ids,
                 None if shift is None else correction, targets, lse, 1.0 - smoothing, marks, W, E, BLOCK_E, NORMALIZE,
                 ids is not None, HALF, PRECISION, TMA, BLOCK_N, STAGES, MARK, part == 1,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The catalogue loss in plain PyTorch: the specification.
+"""Compute the catalogue loss in plain PyTorch: the specification.
 
 Letters: T tokens, I items, E embedding size, K negatives.
 """
@@ -24,14 +24,14 @@ def catalogue_loss_reference(
     log_q: torch.Tensor | None,
     label_smoothing: float,
 ) -> torch.Tensor:
-    """Arguments and result as `hstu_sparse.catalogue_loss`. 16-bit inputs are computed with in fp32."""
+    """Compute `hstu_sparse.catalogue_loss`. 16-bit inputs are converted to fp32."""
     dtype = working_dtype(out.dtype)
     out, items = widened(out, items)
 
     def ready(x):
         return F.normalize(x, dim=-1, eps=NORM_EPS) if normalize else x
 
-    out, known = ready(out), targets >= 0
+    out, has_target = ready(out), targets >= 0
     rows = targets.clamp(min=0)
     if negatives is None:
         logits = out @ ready(items).T / temperature
@@ -47,4 +47,4 @@ def catalogue_loss_reference(
             logits = logits - (log_q[drawn].to(dtype) + math.log(negatives.shape[-1]))
         logits = logits.masked_fill((negatives == targets[:, None]) | (negatives < 0), float("-inf"))
         losses = torch.cat([positive[:, None], logits], 1).logsumexp(1) - positive
-    return losses.masked_fill(~known, 0.0).sum() / known.sum().clamp(min=1)
+    return losses.masked_fill(~has_target, 0.0).sum() / has_target.sum().clamp(min=1)

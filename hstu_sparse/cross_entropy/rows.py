@@ -1,12 +1,12 @@
-"""The kernels that go over outputs or items once: scales, losses, the end of the gradients.
+"""Define the kernels that read outputs or items once: scales, losses, the end of the gradients.
 
 Letters: T tokens, I items, E embedding size, R rows of either matrix. m: the rows of a program's tile.
 
 With h_t the sum over items of dloss/dlogit times the normalised item, and likewise h_i over outputs, the gradients
 through the normalisation of x (an output or an item, |x| above eps) are
     (h - x <x, h> / |x|^2) / |x|
-times what the logits were scaled with, the gradient of the mean and, for an item, the outputs' own scales, which are in
-h_i already.
+times the scale of the logits, the gradient of the mean and, for an item, the outputs' own scales, which h_i already
+includes.
 """
 
 import triton
@@ -19,7 +19,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load_fp32(base, r, inside, stride, E: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr = 0):
-    """WIDTH columns from CHUNK * WIDTH on of rows r of a matrix, as fp32; zeros where not inside."""
+    """Load WIDTH columns from CHUNK * WIDTH on of rows r of a matrix, as fp32; zeros where not inside."""
     columns = CHUNK * WIDTH + tl.arange(0, WIDTH)[None, :]
     pointers = base + r[:, None].to(tl.int64) * stride + columns
     return tl.load(pointers, inside[:, None] & (columns < E), 0.0).to(tl.float32)
@@ -27,7 +27,7 @@ def load_fp32(base, r, inside, stride, E: tl.constexpr, WIDTH: tl.constexpr, CHU
 
 @triton.jit
 def inverse_norm(x):
-    """1 / max(|x|, eps) of the rows of x: [M]."""
+    """Return 1 / max(|x|, eps) of the rows of x: [M]."""
     return 1.0 / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), EPS)
 
 
@@ -36,7 +36,9 @@ def catalogue_loss_scale_kernel(
     x, stride, temperature, scales, scale, R, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """scales[r] = scale / |x_r| (scale alone without NORMALIZE), divided by the temperature if that is a tensor."""
+    """Compute scales[r] = scale / |x_r| (scale alone without NORMALIZE), divided by the temperature if it is a
+    tensor.
+    """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     factor = tl.zeros([ROWS], tl.float32) + scale
     if temperature is not None:
@@ -50,7 +52,7 @@ def catalogue_loss_scale_kernel(
 def catalogue_loss_sum_kernel(
     x, stride, scales, targets, sums, R, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """sums [programs, E]: sum of the x_r (times scales[r], if given) of every programs-th tile of ROWS rows.
+    """Compute sums [programs, E]: sum of the x_r (times scales[r], if given) of every programs-th tile of ROWS rows.
 
     With targets only rows with a target count.
     """
@@ -70,7 +72,7 @@ def catalogue_loss_sum_kernel(
 
 @triton.jit
 def add_exp2(a, b):
-    """log2(2^a + 2^b)."""
+    """Return log2(2^a + 2^b)."""
     return tl.maximum(a, b) + tl.log2(1.0 + tl.exp2(-tl.abs(a - b)))
 
 
@@ -79,9 +81,9 @@ def catalogue_loss_rows_fwd_kernel(
     out, items, out_stride, items_stride, row_scale, targets, partial, item_sum, lse, positive, parts, smoothing, T, I,
     splits, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """lse [T] from partial [splits, T], and parts [programs, 2]: the sum of a program's losses, and their number.
+    """Compute lse [T] from partial [splits, T], and parts [programs, 2]: a program's sum of losses, and their number.
 
-    lse is infinity for a token without target. SAMPLED: partial has the negatives alone. positive [T]: the logit of the
+    lse is infinity for a token without target. SAMPLED: partial has only the negatives. positive [T]: the logit of the
     target. item_sum [E]: the sum of the normalised items, for smoothing.
     """
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -112,7 +114,7 @@ def catalogue_loss_rows_fwd_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def catalogue_loss_mean_kernel(parts, loss, inverse_count, programs, SIZE: tl.constexpr):
-    """The mean of all losses, and one over their number; 0 and 1 if there are none."""
+    """Compute the mean of all losses, and one over their number; 0 and 1 if there are none."""
     total = tl.zeros([SIZE], tl.float32)
     number = tl.zeros([SIZE], tl.float32)
     for first in range(0, programs, SIZE):
@@ -126,7 +128,7 @@ def catalogue_loss_mean_kernel(parts, loss, inverse_count, programs, SIZE: tl.co
 
 @triton.jit
 def store_rows(base, r, inside, value, E: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes a chunk of rows r of a matrix of E columns."""
+    """Write a chunk of rows r of a matrix of E columns."""
     columns = CHUNK * WIDTH + tl.arange(0, WIDTH)[None, :]
     pointers = base + r[:, None].to(tl.int64) * E + columns
     tl.store(pointers, value.to(base.dtype.element_ty), inside[:, None] & (columns < E))
@@ -134,7 +136,7 @@ def store_rows(base, r, inside, value, E: tl.constexpr, WIDTH: tl.constexpr, CHU
 
 @triton.jit
 def _smooth(mean, factor, E: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """A chunk of mean [E] times factor: [1, WIDTH]."""
+    """Return a chunk of mean [E] times factor: [1, WIDTH]."""
     e = CHUNK * WIDTH + tl.arange(0, WIDTH)
     return tl.load(mean + e, e < E, 0.0)[None, :] * factor
 
@@ -144,10 +146,10 @@ def finish_outputs(
     acc, t, out, out_stride, row_scale, targets, lse, positive, table, table_stride, item_sum, grad, inverse_count,
     dout, along, smoothing, T, I, E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes dout and along[t] = sum over items of logit times its gradient, from acc: the softmax times the items.
+    """Write dout and along[t] = sum over items of logit times its gradient, from acc, the softmax times the items.
 
-    acc: a tuple of chunks [M, WIDTH]. table: the catalogue, whose rows the targets are. positive: None where acc has
-    the positives too.
+    acc: a tuple of chunks [M, WIDTH]. table: the catalogue, of which the targets are rows. positive: None if acc
+    includes the positives.
     """
     target = tl.load(targets + t, t < T, -1)
     counts = target >= 0
@@ -163,7 +165,7 @@ def finish_outputs(
         share *= 1.0 / tl.maximum(tl.sqrt(square), EPS)
     projection = tl.zeros_like(share)
     square = tl.zeros_like(share)
-    whole = ()
+    complete = ()
     for chunk in tl.static_range(len(acc)):
         y = load_fp32(table, target, counts, table_stride, E, WIDTH, chunk)
         part = acc[chunk] + share[:, None] * y
@@ -172,13 +174,13 @@ def finish_outputs(
         x = load_fp32(out, t, counts, out_stride, E, WIDTH, chunk)
         projection += tl.sum(x * part, 1)
         square += tl.sum(x * x, 1)
-        whole = whole + (part,)  # noqa: RUF005  Triton knows no starred tuples
+        complete = complete + (part,)  # noqa: RUF005  Triton does not support starred tuples
     scale = tl.load(row_scale + t, counts, 0.0) * LN2
     tl.store(along + t, projection * scale, t < T)
     projection = tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)
     factor = scale * (tl.load(grad).to(tl.float32) * tl.load(inverse_count))
     for chunk in tl.static_range(len(acc)):
-        part = whole[chunk]
+        part = complete[chunk]
         if NORMALIZE:
             part -= load_fp32(out, t, counts, out_stride, E, WIDTH, chunk) * projection[:, None]
         store_rows(dout, t, t < T, part * factor[:, None], E, WIDTH, chunk)
@@ -189,7 +191,7 @@ def finish_items(
     acc, i, inside, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I,
     E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows i of ditems from acc: the logits' gradients times the outputs, scaled if NORMALIZE.
+    """Write rows i of ditems from acc: the logits' gradients times the outputs, scaled if NORMALIZE.
 
     acc: a tuple of chunks [M, WIDTH].
     """
@@ -222,7 +224,7 @@ def finish_items(
 
 @triton.jit
 def _merge(partial, r, R, splits, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
-    """The sum over splits of rows r of partial [splits, R, E]."""
+    """Return the sum over splits of rows r of partial [splits, R, E]."""
     acc = tl.zeros([ROWS, PAD_E], tl.float32)
     for split in range(0, splits):
         acc += load_fp32(partial + tl.cast(split, tl.int64) * R * E, r, r < R, E, E, PAD_E)

@@ -1,18 +1,18 @@
-"""The kernels of sampled negatives: each token with its own, and the table's gradient of both forms.
+"""Define the kernels of sampled negatives: each token with its own, and the table's gradient of both forms.
 
 Letters: T tokens, I items, E embedding size, K negatives. Logits are in base 2, as in products.py.
 
-With negatives [T, K] there is no matrix to multiply with: a program owns a token and gathers its K rows, in forward and
-again in backward, where it leaves the K + 1 numbers with which the token's output enters the gradients of those rows.
-Rows are read 16 bytes at a time: where E does not allow that, the table is copied, its rows padded to WIDTH columns.
-Over a small catalogue item_scale [I] has one over the norm of each row; else a program finds it anew.
+With negatives [T, K] there is no matrix product: a program has a token and gathers its K rows, in forward and again in
+backward, where it writes the K + 1 factors of the token's output in the gradients of those rows. Rows are read 16 bytes
+at a time: if E does not allow that, the table is copied with its rows padded to WIDTH columns. For a small catalogue
+item_scale [I] has one over the norm of each row; otherwise a program computes it.
 
-The table's gradient is a sum over entries, the T targets and the negatives behind them. Where negatives are each
-token's own, the program that owns the token adds to an fp32 table by atomic additions, in no order, if that table is
-small and torch is not to be deterministic. Else entries are sorted by item (stable), and each item's run is summed in
-that order by one program, which then writes the item's row: no atomics, the same bits in every run. Runs are cut at
-multiples of PIECE entries, so that a popular item does not keep one program for long: a cut run's pieces go to slots,
-at most two for each PIECE entries, and are summed up by a second kernel.
+The table's gradient is a sum over entries, the T targets followed by the negatives. If negatives are each token's own,
+the token's program adds to an fp32 table by atomic additions, in no order, provided that the table is small and torch
+need not be deterministic. Otherwise entries are sorted by item (stable), and each item's run is summed in that order by
+one program, which then writes the item's row: no atomics, the same bits in every run. Runs are cut at multiples of
+PIECE entries, so that a popular item does not occupy one program for long: a cut run's pieces are written to slots, at
+most two for each PIECE entries, and summed up by a second kernel.
 """
 
 import triton
@@ -24,11 +24,11 @@ from hstu_sparse.cross_entropy.rows import EPS, LN2, LOG2E, finish_items, invers
 @triton.jit
 def _token(t, out, out_stride, targets, table, temperature, scale, E: tl.constexpr, WIDTH: tl.constexpr,
            PAD_E: tl.constexpr, NORMALIZE: tl.constexpr):  # fmt: skip
-    """(x [1, PAD_E], its scale, target, y [1, PAD_E], y's scale, logit of the target) of one token."""
-    one = tl.arange(0, 1)
+    """Return (x [1, PAD_E], its scale, target, y [1, PAD_E], y's scale, logit of the target) of one token."""
+    zero = tl.arange(0, 1)
     target = tl.load(targets + t).to(tl.int64)
-    x = load_fp32(out, t + one, t + one >= 0, out_stride, E, PAD_E)
-    y = load_fp32(table, target + one, target + one >= 0, WIDTH, WIDTH, PAD_E)
+    x = load_fp32(out, t + zero, t + zero >= 0, out_stride, E, PAD_E)
+    y = load_fp32(table, target + zero, target + zero >= 0, WIDTH, WIDTH, PAD_E)
     factor = tl.zeros([1], tl.float32) + scale
     if temperature is not None:
         factor /= tl.load(temperature).to(tl.float32)
@@ -42,7 +42,7 @@ def _token(t, out, out_stride, targets, table, temperature, scale, E: tl.constex
 @triton.jit
 def _drawn(t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH: tl.constexpr,
            PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """(rows [ROWS, PAD_E], their scales, corrected logits) of a token's negatives first .. first + ROWS."""
+    """Return (rows [ROWS, PAD_E], their scales, corrected logits) of a token's negatives first .. first + ROWS."""
     k = first + tl.arange(0, ROWS)
     ids = tl.load(negatives + t.to(tl.int64) * K + k, k < K, -1)
     counts = (ids >= 0) & (ids != target)
@@ -63,12 +63,12 @@ def catalogue_loss_sampled_fwd_kernel(
     out, out_stride, targets, negatives, log_q, table, item_scale, temperature, lse, positive, picked, parts, scale,
     log_k, K, E: tl.constexpr, WIDTH: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """lse [T] of a token's target and negatives, and its loss and 1 in parts [T, 2] (0 and 0 without a target).
+    """Compute lse [T] of a token's target and negatives, and its loss and 1 in parts [T, 2] (0 and 0 without a target).
 
-    For small.py also the logits, positive [T] and picked [T, K], -inf for negatives that do not count.
+    For small.py also write the logits, positive [T] and picked [T, K], -inf for negatives that do not count.
     """
     t = tl.program_id(0)
-    one = tl.arange(0, 1)
+    zero = tl.arange(0, 1)
     if tl.load(targets + t) < 0:
         tl.store(parts + 2 * t, 0.0)
         tl.store(parts + 2 * t + 1, 0.0)
@@ -76,8 +76,8 @@ def catalogue_loss_sampled_fwd_kernel(
     x, factor, target, _y, _y_scale, logit = _token(
         t, out, out_stride, targets, table, temperature, scale, E, WIDTH, PAD_E, NORMALIZE
     )
-    # A maximum and a sum for each row of the tile, put together at the end: threads of different rows would wait for
-    # each other in every turn.
+    # A maximum and a sum for each row of the tile, merged at the end: otherwise threads of different rows would
+    # synchronise in every iteration.
     top = tl.zeros([ROWS], tl.float32) + logit
     total = tl.zeros([ROWS], tl.float32)
     for first in range(0, K, ROWS):
@@ -92,10 +92,10 @@ def catalogue_loss_sampled_fwd_kernel(
         top = higher
     most = tl.max(top, 0)
     log_sum = most + tl.log2(tl.exp2(logit - most) + tl.sum(total * tl.exp2(top - most), 0))
-    tl.store(lse + t + one, log_sum)
+    tl.store(lse + t + zero, log_sum)
     if positive is not None:
-        tl.store(positive + t + one, logit)
-    tl.store(parts + 2 * t + one, (log_sum - logit) * LN2)
+        tl.store(positive + t + zero, logit)
+    tl.store(parts + 2 * t + zero, (log_sum - logit) * LN2)
     tl.store(parts + 2 * t + 1, 1.0)
 
 
@@ -105,12 +105,12 @@ def catalogue_loss_sampled_bwd_dout_kernel(
     shares, sums, scale, log_k, T, K, E: tl.constexpr, WIDTH: tl.constexpr, PAD_E: tl.constexpr,
     NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A row of dout; along[t] = sum of logit times its gradient; the output's part in rows of the table's gradient.
+    """Compute a row of dout; along[t] = sum of logit times its gradient; the output's factors in the table's gradient.
 
-    That part is shares [T + T * K], or added to sums [I, WIDTH] if they are given.
+    Those are written to shares [T + T * K], or the products are added to sums [I, WIDTH] if given.
     """
     t = tl.program_id(0)
-    one = tl.arange(0, 1)
+    zero = tl.arange(0, 1)
     e = tl.arange(0, PAD_E)
     place = T + t.to(tl.int64) * K
     if tl.load(targets + t) < 0:
@@ -125,15 +125,17 @@ def catalogue_loss_sampled_bwd_dout_kernel(
     x, factor, target, y, y_scale, logit = _token(
         t, out, out_stride, targets, table, temperature, scale, E, WIDTH, PAD_E, NORMALIZE
     )
-    log_sum = tl.load(lse + t + one)
+    log_sum = tl.load(lse + t + zero)
     share = tl.exp2(logit - log_sum) - 1.0
-    # Summed over its rows at the end: threads of different rows would wait for each other in every turn.
+    # Summed over its rows at the end: otherwise threads of different rows would synchronise in every iteration.
     acc = tl.zeros([ROWS, PAD_E], tl.float32)
-    own = share * factor if NORMALIZE else share
+    target_share = share * factor if NORMALIZE else share
     if sums is None:
-        tl.store(shares + t + one, own)
+        tl.store(shares + t + zero, target_share)
     else:
-        tl.atomic_add(sums + target * WIDTH + e[None, :], own[:, None] * x, (e < WIDTH)[None, :], sem="relaxed")
+        tl.atomic_add(
+            sums + target * WIDTH + e[None, :], target_share[:, None] * x, (e < WIDTH)[None, :], sem="relaxed"
+        )
     for first in range(0, K, ROWS):
         rows, scales, logits = _drawn(
             t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH, PAD_E, NORMALIZE, ROWS
@@ -153,7 +155,7 @@ def catalogue_loss_sampled_bwd_dout_kernel(
             )  # fmt: skip
     total = tl.sum(acc, 0)[None, :] + y * (share * y_scale)[:, None]
     projection = tl.sum(x * total, 1)
-    tl.store(along + t + one, projection * factor * LN2)
+    tl.store(along + t + zero, projection * factor * LN2)
     if NORMALIZE:
         square = tl.sum(x * x, 1)
         total -= x * tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)[:, None]
@@ -164,26 +166,26 @@ def catalogue_loss_sampled_bwd_dout_kernel(
 
 @triton.jit
 def _key(keys, p, inside, other):
-    """The item of a sorted entry, or `other`; keys are int16 where that holds every item."""
+    """Return the item of a sorted entry, or `other`; keys are int16 if that can hold every item."""
     return tl.load(keys + p, inside, other).to(tl.int32)
 
 
 @triton.jit
 def _entries(first, keys, order, item, end, rows, rows_stride, shares, drawn, T, K, E: tl.constexpr,
              PAD_E: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """(sum [1, PAD_E] of the item's entries at first .. first + ROWS, how many they are)."""
+    """Return (sum [1, PAD_E] of the item's entries at first .. first + ROWS, their number)."""
     p = first + tl.arange(0, ROWS)
-    mine = (p < end) & (_key(keys, p, p < end, -1) == item)
-    entry = tl.load(order + p, mine, 0)
+    belongs = (p < end) & (_key(keys, p, p < end, -1) == item)
+    entry = tl.load(order + p, belongs, 0)
     if drawn is None:
         token = tl.where(entry < T, entry, (entry - T) // tl.maximum(K, 1))
-        acc = load_fp32(rows, token, mine, rows_stride, E, PAD_E) * tl.load(shares + entry, mine, 0.0)[:, None]
+        acc = load_fp32(rows, token, belongs, rows_stride, E, PAD_E) * tl.load(shares + entry, belongs, 0.0)[:, None]
     else:
-        is_target = mine & (entry < T)
+        is_target = belongs & (entry < T)
         acc = load_fp32(rows, entry, is_target, rows_stride, E, PAD_E)
         acc *= tl.load(shares + entry, is_target, 0.0)[:, None]
-        acc += load_fp32(drawn, entry - T, mine & (entry >= T), E, E, PAD_E)
-    return tl.sum(acc, 0)[None, :], tl.sum(mine.to(tl.int32), 0)
+        acc += load_fp32(drawn, entry - T, belongs & (entry >= T), E, E, PAD_E)
+    return tl.sum(acc, 0)[None, :], tl.sum(belongs.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["entries", "T", "K", "I"])
@@ -192,11 +194,12 @@ def catalogue_loss_table_bwd_kernel(
     entries, T, K, I, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """The pieces that begin at CHUNK entries: whole runs into dtable, pieces of cut ones into slots [windows, 2, E].
+    """Sum the pieces that begin at CHUNK entries: whole runs into dtable, pieces of cut ones into slots [windows, 2,
+    E].
 
-    keys: the items of the sorted entries; order: where they stood. rows [T, E]: the outputs. An entry below T is a
-    target, which adds shares[entry] * rows[entry]. One above it is a negative: of token (entry - T) // K, likewise;
-    with drawn [K, E] it adds the row entry - T of that. Entries of no item (key I) come last.
+    keys: the items of the sorted entries; order: their original indices. rows [T, E]: the outputs. An entry below T is
+    a target, which adds shares[entry] * rows[entry]. Others are negatives: of token (entry - T) // K, likewise; with
+    drawn [K, E] such an entry adds the row entry - T of that. Entries of no item (key I) come last.
     """
     e = tl.arange(0, PAD_E)[None, :]
     begin = tl.program_id(0).to(tl.int64) * CHUNK
@@ -207,20 +210,20 @@ def catalogue_loss_table_bwd_kernel(
         at_cut = p % PIECE == 0
         if (item < I) & ((item != before) | at_cut):
             end = tl.minimum((p // PIECE + 1) * PIECE, entries)
-            acc, found = _entries(p, keys, order, item, end, rows, rows_stride, shares, drawn, T, K, E, PAD_E, ROWS)
+            acc, count = _entries(p, keys, order, item, end, rows, rows_stride, shares, drawn, T, K, E, PAD_E, ROWS)
             q = p + ROWS
-            more = found == ROWS
-            while more & (q < end):
-                part, found = _entries(
+            has_more = count == ROWS
+            while has_more & (q < end):
+                part, count = _entries(
                     q, keys, order, item, end, rows, rows_stride, shares, drawn, T, K, E, PAD_E, ROWS
                 )
                 acc += part
                 q += ROWS
-                more = found == ROWS
+                has_more = count == ROWS
             last = _key(keys, end - 1, end <= entries, -1) == item
             after = _key(keys, end, end < entries, -1)
             if (item == before) | (last & (after == item)):
-                # The first piece of a window is its slot 0, even where it begins a run.
+                # The first piece of a window is its slot 0, even if it begins a run.
                 slot = slots + (p // PIECE * 2 + tl.where(at_cut, 0, 1)) * E
                 tl.store(slot + e, acc, e < E)
             else:
@@ -236,7 +239,7 @@ def catalogue_loss_pieces_bwd_kernel(
     keys, table, table_stride, row_scale, grad, inverse_count, dtable, slots, entries, I,
     E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """The cut run that begins in a window and goes on into the next: the sum of its pieces into dtable."""
+    """Sum the pieces of the cut run that begins in a window and continues in the next, into dtable."""
     e = tl.arange(0, PAD_E)[None, :]
     window = tl.program_id(0).to(tl.int64)
     begin = window * PIECE

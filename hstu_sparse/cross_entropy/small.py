@@ -1,13 +1,13 @@
-"""Negatives of each token over a small catalogue: the gradients as products with all items.
+"""Compute the gradients of each token's negatives over a small catalogue as products with all items.
 
-Letters: T tokens, I items, E embedding size, K negatives. R rows: as many tokens as have their logits held at a time.
-Logits are in base 2, as in products.py.
+Letters: T tokens, I items, E embedding size, K negatives. R rows: the number of tokens whose logits are in memory at a
+time. Logits are in base 2, as in products.py.
 
-The gradients of K gathered rows of E numbers a token move more than products with a small catalogue cost. So forward,
-which gathers rows as sampled.py does, keeps the logits, [T, K] of them. In backward a kernel writes the gradient of the
-logits as rows [R, I], zeros but for what was drawn, and torch's products make the gradients of it, some thousand tokens
-at a time. A program owns a row, repeated negatives are counted and each writes the same sum, and products follow in one
-order: the gradients are the same bits in every run.
+The gradients of K gathered rows of E numbers a token move more data than products with a small catalogue cost. So
+forward, which gathers rows as sampled.py does, saves the logits [T, K]. In backward a kernel writes the gradient of the
+logits as rows [R, I], zero except for drawn items, and torch's products compute the gradients from it, some thousand
+tokens at a time. A program has a row, repeated negatives are counted and each writes the same sum, and products follow
+in a fixed order: the gradients have the same bits in every run.
 """
 
 import torch
@@ -22,16 +22,16 @@ from hstu_sparse.cross_entropy.rows import (
 )
 from hstu_sparse.rows import as_rows
 
-# Logits whose gradients are held at a time, about.
+# Approximate number of logits whose gradients are in memory at a time.
 HELD = 2**26
 # Rows and columns of a tile of torch's products.
 _TILE = 128
 
 
 def takes_products(items: int, negatives: int, size: int, dtype: torch.dtype) -> bool:
-    """Whether products with all items are the smaller work: I numbers a token against K * E added.
+    """Return whether products with all items are less work: I numbers a token against K * E added.
 
-    Where they take the same time, measured on an H200: 13,000 items for 128 negatives of 256 in bf16 (docs).
+    Both take the same time, measured on an H200, for 13,000 items and 128 negatives of 256 in bf16 (docs).
     """
     return items * (4.0 if dtype == torch.float32 else 2.5) <= negatives * size
 
@@ -41,7 +41,9 @@ def catalogue_loss_pick_bwd_kernel(
     gradients, width, targets, negatives, picked, lse, positive, factor, begin, K, ROWS: tl.constexpr,
     OTHERS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Row r of gradients [R, width]: factor times those of token begin + r's logits; zeros for what it did not draw."""
+    """Write row r of gradients [R, width]: factor times those of token begin + r's logits; zeros for items not
+    drawn.
+    """
     r = tl.program_id(0).to(tl.int64)
     t = begin + r
     row = gradients + r * width
@@ -50,7 +52,7 @@ def catalogue_loss_pick_bwd_kernel(
         tl.store(row + i, tl.zeros([ZEROS], gradients.dtype.element_ty), i < width)
     target = tl.load(targets + t)
     if target >= 0:
-        # The zeros stand before any thread writes over one.
+        # The zeros are written before any thread overwrites one.
         tl.debug_barrier()
         log_sum = tl.load(lse + t)
         share = tl.exp2(tl.load(positive + t) - log_sum) - 1.0
@@ -61,30 +63,31 @@ def catalogue_loss_pick_bwd_kernel(
             times = tl.zeros([ROWS], tl.int32)
             for begin_others in range(0, K, OTHERS):
                 o = begin_others + tl.arange(0, OTHERS)
-                others = tl.load(negatives + t * K + o, o < K, -1).to(tl.int32)
-                times += tl.sum((ids[:, None] == others[None, :]).to(tl.int32), 1)
+                other_ids = tl.load(negatives + t * K + o, o < K, -1).to(tl.int32)
+                times += tl.sum((ids[:, None] == other_ids[None, :]).to(tl.int32), 1)
             weights = tl.exp2(tl.load(picked + t * K + k, k < K, float("-inf")) - log_sum) * times
             counts = (ids >= 0) & (ids != target)
             tl.store(row + ids, (weights * factor).to(gradients.dtype.element_ty), counts)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32."""
+    """Return a @ b in fp32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def _with_zero_rows(x: Tensor, rows: int) -> Tensor:
-    """x with rows and columns of zeros that make products of it aligned."""
+    """Return x with rows and columns of zeros that align its products."""
     (x,) = as_rows(x)
     return x if len(x) == rows else torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
 
 
 def _chunks(call, width: int):
-    """(begin, end) of the tokens whose rows are held at a time: as many as give each multiprocessor a tile of dout.
+    """Yield (begin, end) of the tokens whose rows are in memory at a time: enough for a tile of dout on each
+    multiprocessor.
 
-    (As many multiprocessors as make a power of two: tiles come in clusters.)
+    The number of multiprocessors is rounded down to a power of two, since tiles are grouped in clusters.
     """
     rows, processors = HELD // width, launch.multiprocessors(call.out.device)
     wave = max(1, 2 ** (processors.bit_length() - 1) // launch.cdiv(call.E, _TILE)) * _TILE
@@ -98,10 +101,10 @@ def _width(call) -> int:
 
 
 def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> Tensor:
-    """Writes dout and along; returns the items' gradient."""
+    """Write dout and along; return the items' gradient."""
     row_scale = call.scales(call.out, call.scale, call.temperature)
     width = _width(call)
-    # Rows are scaled before the products: fp16 has no exponents for a small probability times 1 / |item|.
+    # Rows are scaled before the products: fp16 cannot represent a small probability times 1 / |item|.
     (out,), items = as_rows(call.out), _with_zero_rows(call.items, width)
     rows = torch.mul(out, row_scale[:, None], out=torch.empty_like(out)) if call.normalize else out
     columns = items
@@ -121,7 +124,7 @@ def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> T
         part = _product(gradients, columns)[:, : call.E]
         part = part.mul_(1 / factor).contiguous() if factor != 1 else part.contiguous()
         tokens = slice(begin, end)
-        # The targets' own -1 is in the product: with smoothing 1 nothing is added.
+        # The product includes the targets' own -1: with smoothing 1 nothing is added.
         call.over_rows(
             catalogue_loss_merge_bwd_dout_kernel, end - begin, part, call.out[tokens], call.out.stride(0),
             row_scale[tokens], call.targets[tokens], lse[tokens], None, call.items, call.items.stride(0), None, grad,

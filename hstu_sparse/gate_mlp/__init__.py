@@ -1,4 +1,4 @@
-"""Gates of queries: a small network that makes a few numbers in (0, 1) of each head's query."""
+"""Gates of queries: a small network that computes a few numbers in (0, 1) from each head's query."""
 
 from hstu_sparse.gate_mlp.api import query_gates
 

@@ -1,4 +1,4 @@
-"""Gates of queries: the public function, its validation, the choice of backend.
+"""Define the gates of queries: the public function, its validation, the choice of backend.
 
 Letters: T tokens of the batch, H heads, D size of a query, F size of the hidden layer, G gates.
 """
@@ -14,7 +14,7 @@ MAX_SIZE, MAX_HIDDEN, MAX_GATES = 128, 64, 16
 
 
 def takes_kernel(size: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels take D and F: both products' matrices have to fit, padded, with a tile of rows."""
+    """Return whether the kernels support D and F: both products' padded matrices have to fit, with a tile of rows."""
     room = 4096 if dtype == torch.float32 else 8192
     return size <= MAX_SIZE and hidden <= MAX_HIDDEN and padded_head(size) * padded_head(hidden) <= room
 
@@ -23,19 +23,20 @@ def takes_kernel(size: int, hidden: int, dtype: torch.dtype) -> bool:
 def query_gates(
     q: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """sigmoid(w2 relu(w1 q + b1) + b2): G gates for each token and head, of one network that the heads share.
+    """Compute sigmoid(w2 relu(w1 q + b1) + b2): G gates for each token and head, by one network that the heads share.
 
-    In Triton one kernel forward, which keeps nothing but its inputs, and two backward; products are of q's dtype, sums
-    fp32. Gradients are the same bits in every run.
+    In Triton this is one kernel forward, which saves only its inputs, and two backward; products are in q's dtype, sums
+    in fp32. Gradients have the same bits in every run.
 
     Args:
-        q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64). Tokens and heads may lie apart.
+        q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64). Tokens and heads need not be adjacent.
         w1, b1: [F, D] and [F], any floating dtype; weights are rounded to q's.
         w2, b2: [G, F] and [G], likewise.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [G, T, H], contiguous, of q's dtype. Gradients flow to q and the weights; the kernels have no second ones.
+        [G, T, H], contiguous, of q's dtype. Gradients flow to q and the weights; the kernels have no second
+        derivatives.
 
     Examples:
         >>> q, w1, b1 = torch.randn(5, 2, 16), torch.randn(32, 16), torch.zeros(32)
@@ -45,7 +46,8 @@ def query_gates(
         (torch.Size([3, 5, 2]), tensor(0.5000))
 
     Raises:
-        TypeError, ValueError: what was expected and what came. The kernels take D up to 128 with F up to 64, in fp32
+        TypeError, ValueError: with the expected and the actual value. The kernels take D up to 128 with F up to 64, in
+        fp32
             D up to 64 or F up to 32, and G up to 16.
     """
     backend = choose_backend(backend, q, "query_gates")

@@ -1,8 +1,8 @@
-"""Gates of queries: Triton kernels and launchers. Letters: see api.py; R = T * H rows.
+"""Define the Triton kernels and launchers of the gates of queries. Letters: see api.py; R = T * H rows.
 
-A program owns a tile of rows. What stands between the two products stays in registers, and backward computes it anew.
-The weights' gradients are sums over all rows: each program of backward walks over every so-manieth tile and leaves its
-sums in a row of `parts`, whose sum another kernel makes: one order, the same bits in every run.
+A program has a tile of rows. The values between the two products stay in registers, and backward recomputes them. The
+weights' gradients are sums over all rows: each program of backward processes every n-th tile and writes its sums to a
+row of `parts`, which another kernel sums up: one order, the same bits in every run.
 """
 
 import torch
@@ -22,14 +22,14 @@ from hstu_sparse.launch import (
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
-# Programs of the backward kernel for each multiprocessor.
+# Programs of the backward kernel per multiprocessor.
 _RESIDENT = 2
-_GATES = 16  # G padded: the least that a product takes
+_GATES = 16  # G padded: the least size of a product
 
 
 @triton.jit
 def _rows(r, q, stride_t, stride_h, inside, H: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr):
-    """Pointers and mask of rows r of a [T, H, D] tensor."""
+    """Return pointers and mask of rows r of a [T, H, D] tensor."""
     d = tl.arange(0, PAD_D)[None, :]
     pointers = q + ((r // H).to(tl.int64) * stride_t + (r % H) * stride_h)[:, None] + d
     return pointers, inside[:, None] & (d < D)
@@ -37,7 +37,7 @@ def _rows(r, q, stride_t, stride_h, inside, H: tl.constexpr, D: tl.constexpr, PA
 
 @triton.jit
 def _matrix(w, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD_R: tl.constexpr, PAD_C: tl.constexpr):
-    """A contiguous [ROWS, COLUMNS] matrix, padded with zeros."""
+    """Load a contiguous [ROWS, COLUMNS] matrix, padded with zeros."""
     i = tl.arange(0, PAD_R)[:, None]
     j = tl.arange(0, PAD_C)[None, :]
     return tl.load(w + i * COLUMNS + j, (i < ROWS) & (j < COLUMNS), 0.0)
@@ -51,7 +51,7 @@ def _vector(b, SIZE: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def _network(x, w1, b1, w2, b2, PRECISION: tl.constexpr):
-    """(hidden [M, F] in fp32, gates [M, G]) of rows x."""
+    """Compute (hidden [M, F] in fp32, gates [M, G]) of rows x."""
     hidden = tl.maximum(tl.dot(x, tl.trans(w1), input_precision=PRECISION) + b1, 0.0)
     logits = tl.dot(hidden.to(x.dtype), tl.trans(w2), input_precision=PRECISION) + b2
     return hidden, 1.0 / (1.0 + tl.exp(-logits))
@@ -62,14 +62,14 @@ def query_gates_fwd_kernel(
     q, w1, b1, w2, b2, gates, stride_t, stride_h, R, H: tl.constexpr, D: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
     PAD_D: tl.constexpr, PAD_F: tl.constexpr, PAD_G: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """gates [G, R] of ROWS rows."""
+    """Compute gates [G, R] of ROWS rows."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pointers, inside = _rows(r, q, stride_t, stride_h, r < R, H, D, PAD_D)
     x = tl.load(pointers, inside, 0.0)
     first, second = (_matrix(w1, F, D, PAD_F, PAD_D).to(x.dtype), _matrix(w2, G, F, PAD_G, PAD_F).to(x.dtype))
-    _hidden, found = _network(x, first, _vector(b1, F, PAD_F), second, _vector(b2, G, PAD_G), PRECISION)
+    _hidden, result = _network(x, first, _vector(b1, F, PAD_F), second, _vector(b2, G, PAD_G), PRECISION)
     g = tl.arange(0, PAD_G)[None, :]
-    tl.store(gates + g.to(tl.int64) * R + r[:, None], found.to(gates.dtype.element_ty), (r < R)[:, None] & (g < G))
+    tl.store(gates + g.to(tl.int64) * R + r[:, None], result.to(gates.dtype.element_ty), (r < R)[:, None] & (g < G))
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -78,7 +78,7 @@ def query_gates_bwd_kernel(
     G: tl.constexpr, PAD_D: tl.constexpr, PAD_F: tl.constexpr, PAD_G: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq [R, D], and in the program's row of parts its rows' part in the gradients of w1, b1, w2 and b2."""
+    """Compute dq [R, D], and in the program's row of parts its rows' share of the gradients of w1, b1, w2 and b2."""
     g = tl.arange(0, PAD_G)[None, :]
     w1 = _matrix(w1, F, D, PAD_F, PAD_D).to(q.dtype.element_ty)
     w2 = _matrix(w2, G, F, PAD_G, PAD_F).to(q.dtype.element_ty)
@@ -92,8 +92,8 @@ def query_gates_bwd_kernel(
         pointers, inside = _rows(r, q, stride_t, stride_h, r < R, H, D, PAD_D)
         x = tl.load(pointers, inside, 0.0)
         hidden, gates = _network(x, w1, b1, w2, b2, PRECISION)
-        given = tl.load(grad + g.to(tl.int64) * R + r[:, None], (r < R)[:, None] & (g < G), 0.0).to(tl.float32)
-        dlogits = given * gates * (1.0 - gates)
+        upstream = tl.load(grad + g.to(tl.int64) * R + r[:, None], (r < R)[:, None] & (g < G), 0.0).to(tl.float32)
+        dlogits = upstream * gates * (1.0 - gates)
         narrow = dlogits.to(x.dtype)
         dhidden = tl.where(hidden > 0.0, tl.dot(narrow, w2, input_precision=PRECISION), 0.0)
         dw2 = tl.dot(tl.trans(narrow), hidden.to(x.dtype), dw2, input_precision=PRECISION)
@@ -101,8 +101,8 @@ def query_gates_bwd_kernel(
         db1 += tl.sum(dhidden, 0)
         narrow = dhidden.to(x.dtype)
         dw1 = tl.dot(tl.trans(narrow), x, dw1, input_precision=PRECISION)
-        own, inside = _rows(r, dq, H * D, D, r < R, H, D, PAD_D)
-        tl.store(own, tl.dot(narrow, w1, input_precision=PRECISION).to(dq.dtype.element_ty), inside)
+        dq_pointers, inside = _rows(r, dq, H * D, D, r < R, H, D, PAD_D)
+        tl.store(dq_pointers, tl.dot(narrow, w1, input_precision=PRECISION).to(dq.dtype.element_ty), inside)
     f, d = tl.arange(0, PAD_F), tl.arange(0, PAD_D)
     parts += tl.program_id(0) * (F * D + F + G * F + G)
     tl.store(parts + f[:, None] * D + d[None, :], dw1, (f < F)[:, None] & (d < D)[None, :])
@@ -117,7 +117,7 @@ def query_gates_bwd_kernel(
 def _config(q, w2, hidden: int) -> LaunchConfig:
     _, H, D = q.shape
     width, inner = padded_head(D), padded_head(hidden)
-    # What a program's products and sums leave room for in registers.
+    # Tile sizes for which a program's products and sums fit into registers.
     small = q.dtype != torch.float32 and width * inner <= 4096
     rows = 16 if INTERPRET else 64 if small else 32
     return LaunchConfig(
@@ -127,7 +127,7 @@ def _config(q, w2, hidden: int) -> LaunchConfig:
 
 
 def _ready(q, *weights):
-    """Channels and weights side by side."""
+    """Make channels and weights contiguous."""
     return *as_rows(q, align=False), *(x.contiguous() for x in weights)
 
 
@@ -145,7 +145,7 @@ def _forward(*arguments):
 
 
 def _backward(grad, *arguments):
-    """Gradients of q, w1, b1, w2 and b2."""
+    """Return the gradients of q, w1, b1, w2 and b2."""
     q, *weights = _ready(*arguments)
     config = _config(q, weights[2], len(weights[0]))
     rows = q.shape[0] * q.shape[1]
@@ -157,11 +157,11 @@ def _backward(grad, *arguments):
             query_gates_bwd_kernel, programs, q, *weights, grad.contiguous(), dq, parts, q.stride(0), q.stride(1),
             rows, **config,
         )  # fmt: skip
-    found, begin = [dq], 0
+    gradients, begin = [dq], 0
     for x in weights:
-        found.append(parts[:, begin : begin + x.numel()].sum(0).view(x.shape).to(x.dtype))
+        gradients.append(parts[:, begin : begin + x.numel()].sum(0).view(x.shape).to(x.dtype))
         begin += x.numel()
-    return found
+    return gradients
 
 
 def _fake(q, w1, b1, w2, b2):

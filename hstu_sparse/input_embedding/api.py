@@ -1,4 +1,4 @@
-"""A model's input: the public function, its validation, the choice of backend.
+"""Define a model's input embedding: the public function, its validation, the choice of backend.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, E embedding size.
 """
@@ -33,23 +33,23 @@ def embed_inputs(
     seed: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """dropout(rows * scale + position[t] + more), t the place of each token in its sequence.
+    """Compute dropout(rows * scale + position[t] + more), t being the position of each token in its sequence.
 
-    In Triton one kernel forward and two backward, one for the tokens and one for the positions, which keep nothing but
-    their inputs. Gradients are the same bits in every run: a position's is summed over the sequences in one order.
+    In Triton this is one kernel forward and two backward, for the tokens and for the positions, which save only their
+    inputs. Gradients have the same bits in every run: a position's is summed over the sequences in a fixed order.
 
     Args:
-        rows: [T, E], fp16, bf16 or fp32 (the reference also fp64), what was looked up for each token.
-        position: [N, E], a row for each place, of any floating dtype.
+        rows: [T, E], fp16, bf16 or fp32 (the reference also fp64), the looked-up row of each token.
+        position: [N, E], a row for each position, of any floating dtype.
         seq_offsets: [B+1], int32 or int64, from 0 to T; no sequence is longer than N.
-        scale: of rows.
-        more: [T, E], added as it is, or None.
+        scale: factor of rows.
+            more: [T, E], added without a factor, or None.
         dropout, seed: as `norm_gate`'s.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
         [T, E], contiguous, of the dtype that rows + position (+ more) has. Gradients flow to rows, position and more;
-        the kernels have no second ones.
+        the kernels have no second derivatives.
 
     Examples:
         >>> rows, position = torch.ones(3, 2), torch.tensor([[0.0, 0], [10, 20]])
@@ -59,7 +59,7 @@ def embed_inputs(
                 [12., 22.]])
 
     Raises:
-        TypeError, ValueError: what was expected and what came. The kernels take E up to 4,096.
+        TypeError, ValueError: with the expected and the actual value. The kernels take E up to 4,096.
     """
     backend = choose_backend(backend, rows, "embed_inputs")
     sizes: dict[str, int] = {}

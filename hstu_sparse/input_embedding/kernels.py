@@ -1,8 +1,8 @@
-"""A model's input: Triton kernels and launchers. Letters: see api.py.
+"""Define the Triton kernels and launchers of a model's input embedding. Letters: see api.py.
 
-Forward and the tokens' gradients: a program owns a tile of a sequence's tokens (`tiles.locate`), whose places are
-neighbours. The positions' gradient: a program owns a tile of places and walks over every so-manieth sequence; where
-there are many sequences, several share a tile, and their parts are summed up after it.
+Forward and the tokens' gradients: a program has a tile of a sequence's tokens (`tiles.locate`), which have consecutive
+positions. The positions' gradient: a program has a tile of positions and iterates over every n-th sequence; with many
+sequences, several programs share a tile, and their parts are summed up afterwards.
 """
 
 import torch
@@ -15,13 +15,13 @@ from hstu_sparse.tiles import drop, locate
 
 # Numbers of a program's tile.
 TILE = 2048
-# Sequences that a program of the positions' gradient walks over at least, and programs that share a tile at most.
+# The least number of sequences of a program of the positions' gradient, and the greatest number of programs of a tile.
 _WALKED, _SHARING = 8, 16
 
 
 @triton.jit
 def _own(seq_offsets, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
-    """(tokens [ROWS, 1], their places, channels [1, PAD_E], mask) of a program's tile."""
+    """Return (tokens [ROWS, 1], their positions, channels [1, PAD_E], mask) of a program's tile."""
     _b, start, length, tile = locate(seq_offsets, tl.program_id(0), B, ROWS)
     place = tile * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PAD_E)[None, :]
@@ -33,7 +33,7 @@ def embed_inputs_fwd_kernel(
     rows, position, seq_offsets, more, seed, out, scale, dropout, B, N, E: tl.constexpr, PAD_E: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens: the sum of what there is, dropped out."""
+    """Compute a tile of tokens: the sum of the given tensors, with dropout."""
     token, place, column, inside = _own(seq_offsets, B, E, PAD_E, ROWS)
     at = token * E + column
     x = tl.load(rows + at, inside, 0.0).to(tl.float32) * scale
@@ -49,7 +49,7 @@ def embed_inputs_fwd_kernel(
 def embed_inputs_bwd_rows_kernel(
     grad, seq_offsets, seed, drows, dmore, scale, dropout, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
 ):
-    """A tile of tokens: the gradients of rows and, if there is one, more."""
+    """Compute the gradients of rows and, if given, more for a tile of tokens."""
     token, _place, column, inside = _own(seq_offsets, B, E, PAD_E, ROWS)
     at = token * E + column
     x = tl.load(grad + at, inside, 0.0).to(tl.float32)
@@ -64,7 +64,9 @@ def embed_inputs_bwd_rows_kernel(
 def embed_inputs_bwd_position_kernel(
     grad, seq_offsets, seed, parts, dropout, B, N, sharing, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
 ):
-    """parts [sharing, N, E]: the sums of a tile of places over the sequences s, s + sharing, .. for s of `sharing`."""
+    """Compute parts [sharing, N, E]: the sums of a tile of positions over the sequences s, s + sharing, .., s <
+    sharing.
+    """
     first = tl.program_id(0) // sharing * ROWS
     share = tl.program_id(0) % sharing
     place = first + tl.arange(0, ROWS)[:, None]
@@ -106,7 +108,7 @@ def _forward(rows, position, seq_offsets, more, seed, scale, dropout):
 
 
 def _backward(grad, rows, position, seq_offsets, more, seed, scale, dropout):
-    """Gradients of rows, position and, if there is one, more."""
+    """Return the gradients of rows, position and, if given, more."""
     drows, dposition, *dmore = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (rows, position, more) if x is not None
     )

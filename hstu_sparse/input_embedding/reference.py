@@ -1,4 +1,4 @@
-"""A model's input in plain PyTorch: the specification. Letters: see api.py."""
+"""Compute a model's input embedding in plain PyTorch: the specification. Letters: see api.py."""
 
 import functools
 
@@ -10,7 +10,7 @@ from hstu_sparse.precision import widened
 
 
 def embed_inputs_reference(rows, position, seq_offsets, *, scale, more, dropout) -> torch.Tensor:
-    """dropout(rows * scale + position[place in the sequence] + more); the mask is drawn by torch's own generator."""
+    """Compute dropout(rows * scale + position[place in the sequence] + more); torch's own generator draws the mask."""
     tokens = torch.arange(rows.shape[0], device=rows.device)
     places = tokens - seq_offsets[sequence_ids(seq_offsets, rows.shape[0])]
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (rows, position, more) if x is not None))

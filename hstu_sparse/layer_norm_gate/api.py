@@ -1,4 +1,4 @@
-"""Layer norm without affine, alone, beside a residual or times a gate with dropout: the public functions.
+"""Define layer norm without affine, alone, beside a residual or times a gate with dropout: the public functions.
 
 They validate and choose the backend.
 
@@ -23,19 +23,20 @@ def norm_gate(
     seed: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """dropout(LayerNorm(x) * u): what stands between attention and output projection in an HSTU layer.
+    """Compute dropout(LayerNorm(x) * u), the step between attention and output projection in an HSTU layer.
 
-    The norm is over C, without affine parameters. In Triton one kernel each for forward and backward; nothing but x, u
-    and the seed is kept for the backward pass, which computes mean, scale and keep mask anew.
+    The norm is over C, without affine parameters. In Triton there is one kernel each for forward and backward; only x,
+    u and the seed are saved for the backward pass, which recomputes mean, scale and mask.
 
-    Dropout keeps element (t, c) with probability 1 - dropout and divides what it keeps by that. In Triton the mask is a
-    function of (seed, t, c) alone (Philox 4x32, 10 rounds), so equal seeds give equal masks whatever T and C are: take
-    another seed for every layer and step. The reference ignores `seed` and draws from torch's default generator, so its
-    mask is another one.
+    Dropout retains element (t, c) with probability 1 - dropout and divides it by that. In Triton the mask is a function
+    of (seed, t, c) alone (Philox 4x32, 10 rounds), so equal seeds give equal masks for any T and C: use another seed
+    for every layer and step. The reference ignores `seed` and draws from torch's default generator, so that its mask
+    differs.
 
     Args:
-        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows may lie apart (a slice of a wider tensor) and are
-            not copied; channels that are not adjacent are.
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent (a slice of a wider tensor is
+        not
+                copied); a tensor whose channels are not adjacent is copied.
         u: [T, C], its dtype may differ from x's; strides as x.
         eps: added to the variance.
         dropout: probability of zeroing, 0 <= dropout < 1; pass 0 in evaluation.
@@ -43,7 +44,8 @@ def norm_gate(
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, C], contiguous, of the dtype that x * u has. Gradients flow to x and u; the kernels have no second ones.
+        [T, C], contiguous, of the dtype that x * u has. Gradients flow to x and u; the kernels have no second
+        derivatives.
 
     Examples:
         >>> x, u = torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 5.0]])
@@ -51,7 +53,7 @@ def norm_gate(
         tensor([[-2.0000,  5.0000]])
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3, equation 3 (arXiv 2402.17152).
     """
@@ -69,18 +71,18 @@ def norm_gate(
 def layer_norm(
     x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """LayerNorm(x) over C without affine parameters: (x - mean) / sqrt(variance + eps), as torch's.
+    """Compute LayerNorm(x) over C without affine parameters: (x - mean) / sqrt(variance + eps), as torch does.
 
-    For few channels: torch's CUDA kernel gives each row a block of threads, these kernels give it a tile of many rows.
+    It is for few channels: torch's CUDA kernel uses a block of threads for each row, these kernels a tile of many rows.
 
     Args:
-        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows may lie apart, as for `norm_gate`.
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent, as for `norm_gate`.
         eps: added to the variance.
-        dtype: of the result, floating point; absent, x's. Statistics are fp32 whatever it is.
+        dtype: dtype of the result, floating point; by default x's. Statistics are always fp32.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, C], contiguous, of that dtype. Gradients flow to x; the kernels have no second ones.
+        [T, C], contiguous, of that dtype. Gradients flow to x; the kernels have no second derivatives.
 
     Examples:
         >>> hstu_sparse.layer_norm(torch.tensor([[1.0, 3.0], [5.0, 1.0]]))
@@ -88,7 +90,7 @@ def layer_norm(
                 [ 1.0000, -1.0000]])
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     eps, backend, _ = _check(x, eps, backend, "layer_norm")
     _check_dtype(dtype)
@@ -103,8 +105,8 @@ def layer_norm(
 def residual_norm(
     x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, layer_norm(x)), for a block whose result is added to x again: in Triton one kernel of backward adds up both
-    gradients of x, where torch adds them after it.
+    """Return (x, layer_norm(x)), for a block whose result is added to x again: in Triton one backward kernel adds up
+    both gradients of x, which torch adds afterwards.
 
     Arguments and errors as `layer_norm`.
 
@@ -128,25 +130,26 @@ def residual_norm(
 def residual_add(
     x: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """x + added + bias, the end of a block: added is a product without its bias, as a rule of fewer bits than x.
+    """Compute x + added + bias, the end of a block: added is a product without its bias, usually of fewer bits than x.
 
-    In Triton one kernel, and backward one that gives `added` its gradient in its own dtype and sums up the bias's on
-    the way, in one order. The sum is fp32 whatever the dtypes are.
+    In Triton this is one kernel, and one backward kernel that gives `added` its gradient in its own dtype and sums up
+    the bias's gradient at the same time, in a fixed order. The sum is fp32 for all dtypes.
 
     Args:
-        x, added: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows may lie apart, as for `norm_gate`.
+        x, added: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent, as for `norm_gate`.
         bias: [C] of any floating dtype, or None.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, C], contiguous, of the dtype that x + added has. Gradients flow to all three; the kernels have no second.
+        [T, C], contiguous, of the dtype that x + added has. Gradients flow to all three; the kernels have no second
+        derivatives.
 
     Examples:
         >>> hstu_sparse.residual_add(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), torch.tensor([10.0, 20.0]))
         tensor([[13., 24.]])
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     backend = choose_backend(backend, x, "residual_add")
     sizes: dict[str, int] = {}
@@ -164,7 +167,7 @@ def residual_add(
 
 
 def _check(x, eps, backend, op) -> tuple[float, str, dict[str, int]]:
-    """eps as a float, the backend that is taken, letter -> size."""
+    """Return eps as a float, the chosen backend, letter -> size."""
     sizes: dict[str, int] = {}
     check_tensor("x", x, "T C", sizes)
     if not sizes["C"]:

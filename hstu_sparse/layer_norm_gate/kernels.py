@@ -1,10 +1,10 @@
-"""Layer norm times a gate, with dropout: Triton kernels, and launchers.
+"""Define the Triton kernels and launchers of layer norm times a gate, with dropout.
 
 Letters: T tokens of the batch, C channels.
 
-One program owns a tile of whole rows, a few thousand elements, so that a row is read once and its statistics never
-leave the registers. The backward pass has the rows at hand too and computes the statistics anew: with nothing but the
-inputs to keep, the forward pass allocates its output alone.
+One program has a tile of whole rows, a few thousand elements, so that a row is read once and its statistics stay in
+registers. The backward pass reads the rows too and recomputes the statistics: since only the inputs are saved, the
+forward pass allocates only its output.
 
 With y the normalised row, g the incoming gradient through the dropout and h = g u:
     du = g y,    dx = (h - mean(h) - y mean(h y)) / sqrt(variance + eps)
@@ -33,21 +33,21 @@ def _load(base, row, column, stride, inside):
 
 @triton.jit
 def _normalise(x, column, eps, C: tl.constexpr):
-    """(normalised rows with zeros past C, 1 / sqrt(variance + eps) [ROWS, 1]) of rows with zeros past C."""
+    """Return (normalised rows with zeros past C, 1 / sqrt(variance + eps) [ROWS, 1]) of rows with zeros past C."""
     mean = tl.sum(x, 1, keep_dims=True) / C
     centred = tl.where(column < C, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / C + eps)
     return centred * rstd, rstd
 
 
-# T is not specialised on: another batch, another T, the same kernel. Nor is the seed's alignment: it may be an element
-# of a tensor with the seeds of all layers.
+# Kernels are not specialised on T, which varies by batch, nor on the seed's alignment: it may be an element of a tensor
+# with the seeds of all layers.
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["seed"])
 def norm_gate_fwd_kernel(
     x, u, out, x_stride_t, u_stride_t, tokens, eps, seed, dropout,
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the output; no gate without u, no dropout without seed."""
+    """Compute ROWS rows of the output; no gate without u, no dropout without seed."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < tokens) & (column < C)
@@ -61,10 +61,10 @@ def norm_gate_fwd_kernel(
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["seed"])
 def norm_gate_bwd_kernel(
-    grad, x, u, beside, dx, du, grad_stride_t, x_stride_t, u_stride_t, beside_stride_t, tokens, eps, seed, dropout,
+    grad, x, u, more_grad, dx, du, grad_stride_t, x_stride_t, u_stride_t, more_stride_t, tokens, eps, seed, dropout,
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the gradients of x and, if there is one, u. beside: another gradient of x, which is added."""
+    """Compute ROWS rows of the gradients of x and, if given, u. more_grad: another gradient of x to add."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < tokens) & (column < C)
@@ -79,23 +79,23 @@ def norm_gate_bwd_kernel(
     mean = tl.sum(h, 1, keep_dims=True) / C
     along = tl.sum(h * y, 1, keep_dims=True) / C
     total = (h - mean - y * along) * rstd
-    if beside is not None:
-        total += _load(beside, row, column, beside_stride_t, inside)
+    if more_grad is not None:
+        total += _load(more_grad, row, column, more_stride_t, inside)
     tl.store(dx + target, total, inside)
 
 
 @functools.cache
 def rows_config(channels: int) -> LaunchConfig:
-    """The configuration of the kernels for C channels: ROWS rows of a program."""
+    """Return the configuration of the kernels for C channels: ROWS rows of a program."""
     width = max(4, next_power_of_2(channels))
-    # Fused into h - mean(h), the product h = g u would not be rounded as it was in the mean: with one channel the
-    # difference would not be 0.
+    # Fused into h - mean(h), the product h = g u would not be rounded as in the mean: with one channel the difference
+    # would not be 0.
     warps, rows = max(4, width // 512), max(1, TILE // width)
     return LaunchConfig(warps, C=channels, ROWS=rows, BLOCK_C=width, enable_fp_fusion=False)
 
 
 def stride(x: torch.Tensor | None) -> int:
-    """Elements between rows; a tensor that is not there has none."""
+    """Return the elements between rows, for a missing tensor a default."""
     return 0 if x is None else x.stride(0)
 
 
@@ -120,24 +120,24 @@ def _forward(x, u, seed, eps, dropout, dtype):
 
 
 def _backward(grad, x, u, seed, eps, dropout, _):
-    """[dx, du], or [dx] without u."""
+    """Return [dx, du], or [dx] without u."""
     return _gradients(grad, x, u, None, seed, eps, dropout)
 
 
-def _gradients(grad, x, u, beside, seed, eps, dropout):
+def _gradients(grad, x, u, more_grad, seed, eps, dropout):
     tokens, channels = x.shape
-    grad, x, u, beside = as_rows(grad, x, u, beside, align=False)
-    found = [torch.empty((tokens, channels), dtype=a.dtype, device=x.device) for a in (x, u) if a is not None]
+    grad, x, u, more_grad = as_rows(grad, x, u, more_grad, align=False)
+    outputs = [torch.empty((tokens, channels), dtype=a.dtype, device=x.device) for a in (x, u) if a is not None]
     if tokens:
         if not dropout:
             seed = None
         config = rows_config(channels)
         run(
-            norm_gate_bwd_kernel, cdiv(tokens, config.ROWS), grad, x, u, beside, found[0],
-            None if u is None else found[1], stride(grad), stride(x), stride(u), stride(beside), tokens, eps, seed,
+            norm_gate_bwd_kernel, cdiv(tokens, config.ROWS), grad, x, u, more_grad, outputs[0],
+            None if u is None else outputs[1], stride(grad), stride(x), stride(u), stride(more_grad), tokens, eps, seed,
             dropout, **config,
         )  # fmt: skip
-    return found
+    return outputs
 
 
 def _fake(x, u, seed, eps, dropout, dtype):
@@ -154,12 +154,14 @@ norm_gate_operator = Operator(
 )
 
 
-def check_sizes(**given: torch.Tensor | None) -> None:
-    """What the kernels do not take of [T, C] tensors, the first of them by name x, and the reference does."""
-    for name, x in given.items():
+def check_sizes(**tensors: torch.Tensor | None) -> None:
+    """Check the sizes of [T, C] tensors, the first of them named x, that the kernels do not support but the reference
+    does.
+    """
+    for name, x in tensors.items():
         if x is not None:
             check_kernel(name, x, {})
-    tokens, channels = given["x"].shape
+    tokens, channels = tensors["x"].shape
     if channels > MAX_CHANNELS:
         raise ValueError(f"the kernels take C up to {MAX_CHANNELS}, got {channels}; use backend='reference'")
     if tokens >= 2**31:
@@ -167,7 +169,7 @@ def check_sizes(**given: torch.Tensor | None) -> None:
 
 
 def norm_gate_triton(x, u, eps, dropout, seed, dtype=None):
-    """Arguments and result as `hstu_sparse.norm_gate`, without u `hstu_sparse.layer_norm`; on CUDA or interpreted."""
+    """Compute `hstu_sparse.norm_gate`, or without u `hstu_sparse.layer_norm`, on CUDA or interpreted."""
     check_sizes(x=x, u=u)
     if dropout:
         if seed is None:

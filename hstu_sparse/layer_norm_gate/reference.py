@@ -1,4 +1,4 @@
-"""Layer norm times a gate, with dropout, and the sum of a residual, in plain PyTorch: the specification.
+"""Compute layer norm times a gate, with dropout, and the sum of a residual, in plain PyTorch: the specification.
 
 Letters: T tokens of the batch, C channels.
 """
@@ -12,9 +12,9 @@ from hstu_sparse.precision import widened, working_dtype
 def norm_gate_reference(
     x: torch.Tensor, u: torch.Tensor | None, *, eps: float, dropout: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """dropout(LayerNorm(x) * u), or LayerNorm(x) without u: [T, C]. The keep mask is drawn by torch's own generator.
+    """Compute dropout(LayerNorm(x) * u), or LayerNorm(x) without u: [T, C]. torch's own generator draws the mask.
 
-    dtype: of the result; absent, the one that x * u has.
+    dtype: dtype of the result; by default that of x * u.
     """
     dtype = dtype or (x.dtype if u is None else torch.promote_types(x.dtype, u.dtype))
     x, u = widened(x, u)
@@ -24,7 +24,7 @@ def norm_gate_reference(
 
 
 def residual_add_reference(x: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x + added + bias, of the dtype that x + added has: [T, C]."""
+    """Compute x + added + bias in the dtype of x + added: [T, C]."""
     dtype = torch.promote_types(x.dtype, added.dtype)
     x, added = widened(x, added)
     total = x + added

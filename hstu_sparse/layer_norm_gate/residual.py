@@ -1,11 +1,11 @@
-"""A residual stream: x's norm beside x itself, and the sum at the end. Triton kernels and autograd functions.
+"""Define a residual stream: x's norm beside x itself, and the sum at the end. Triton kernels and autograd functions.
 
 Letters: T tokens of the batch, C channels.
 
-Two gradients meet at x, of its norm and of the stream that goes on: the norm's kernel adds the other. The sum's
-gradient goes on as it is; what was added gets it in its own dtype, and its bias the sum over tokens, by one kernel that
-reads it once. Under torch.compile and dispatch modes the norm is the registered operator of `norm_gate`, and x goes by
-itself.
+Two gradients meet at x, that of its norm and that of the stream: the norm's kernel adds the other. The sum's gradient
+is passed on unchanged; `added` gets it in its own dtype, and its bias the sum over tokens, by one kernel that reads it
+once. Under torch.compile and dispatch modes the norm is the registered operator of `norm_gate`, and x is passed
+separately.
 """
 
 import torch
@@ -17,7 +17,7 @@ from hstu_sparse.layer_norm_gate.kernels import _gradients, _load, norm_gate_ope
 from hstu_sparse.registration import once_only, register_preparation
 from hstu_sparse.rows import as_rows
 
-# Programs of the sum's backward kernel for each multiprocessor.
+# Programs of the sum's backward kernel per multiprocessor.
 _RESIDENT = 8
 
 
@@ -31,12 +31,12 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     @once_only("residual_norm in Triton")
-    def backward(ctx, beside, grad):
+    def backward(ctx, stream_grad, grad):
         if grad is None:
-            return beside, None, None
+            return stream_grad, None, None
         (x,) = ctx.saved_tensors
         with on_device(x.device):
-            (dx,) = _gradients(grad, x, None, beside, None, ctx.eps, 0.0)
+            (dx,) = _gradients(grad, x, None, stream_grad, None, ctx.eps, 0.0)
         return dx, None, None
 
 
@@ -44,7 +44,7 @@ class _Fork(torch.autograd.Function):
 def residual_add_fwd_kernel(
     x, added, bias, out, x_stride_t, added_stride_t, tokens, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """ROWS rows of x + added + bias."""
+    """Compute ROWS rows of x + added + bias."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < tokens) & (column < C)
@@ -58,23 +58,23 @@ def residual_add_fwd_kernel(
 def residual_add_bwd_kernel(
     grad, dadded, parts, grad_stride_t, tokens, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """dadded: grad in its dtype, where that is another; parts [programs, C]: each program's share of the sum."""
+    """Compute dadded, grad in its dtype, if that differs; parts [programs, C]: each program's share of the sum."""
     column = tl.arange(0, BLOCK_C)[None, :]
     total = tl.zeros([ROWS, BLOCK_C], tl.float32)
     for first in range(tl.program_id(0) * ROWS, tokens, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
         inside = (row < tokens) & (column < C)
-        given = _load(grad, row, column, grad_stride_t, inside)
-        total += given
+        upstream = _load(grad, row, column, grad_stride_t, inside)
+        total += upstream
         if dadded is not None:
-            tl.store(dadded + row.to(tl.int64) * C + column, given, inside)
+            tl.store(dadded + row.to(tl.int64) * C + column, upstream, inside)
     if parts is not None:
         c = tl.arange(0, BLOCK_C)
         tl.store(parts + tl.program_id(0) * C + c, tl.sum(total, 0), c < C)
 
 
 def _sum(x, added, bias) -> list[torch.Tensor]:
-    """[x + added + bias]."""
+    """Return [x + added + bias]."""
     out = _fake_sum(x, added, bias)
     tokens, channels = x.shape
     if tokens:
@@ -91,7 +91,7 @@ def _fake_sum(x, added, bias) -> list[torch.Tensor]:
 
 
 def _shares(grad, dtype) -> list[torch.Tensor]:
-    """[the sum of grad over tokens, fp32, grad in `dtype` unless that is None]."""
+    """Return [the sum of grad over tokens, fp32, grad in `dtype` unless that is None]."""
     (total, *dadded), (tokens, channels) = _fake_shares(grad, dtype), grad.shape
     if not tokens:
         return [total.zero_(), *dadded]
@@ -118,7 +118,9 @@ _shares_operator = register_preparation(
 
 
 class _Add(torch.autograd.Function):
-    """What backward hands on as it is cannot be an operator's output: the operators are what it launches."""
+    """Add a residual. Backward passes a gradient on unchanged, which an operator's output cannot be: so it launches
+    operators.
+    """
 
     @staticmethod
     def forward(ctx, x, added, bias):
@@ -137,10 +139,10 @@ class _Add(torch.autograd.Function):
 
 
 def residual_norm_triton(x, eps, dtype):
-    """Arguments and results as `hstu_sparse.residual_norm`, checked; on CUDA or interpreted."""
+    """Compute `hstu_sparse.residual_norm` for checked arguments, on CUDA or interpreted."""
     return _Fork.apply(x, eps, dtype)
 
 
 def residual_add_triton(x, added, bias):
-    """Arguments and result as `hstu_sparse.residual_add`, checked; on CUDA or interpreted."""
+    """Compute `hstu_sparse.residual_add` for checked arguments, on CUDA or interpreted."""
     return _Add.apply(x, added, None if bias is None else bias.contiguous())

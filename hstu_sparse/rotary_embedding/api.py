@@ -1,5 +1,5 @@
-"""Rotation of queries and keys by position and time, the public function: with it a score depends on how far apart two
-tokens are.
+"""Define the rotation of queries and keys by position and time, after which a score depends on the distance of two
+tokens.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D head size, n = D // 2 pairs of channels.
 """
@@ -24,26 +24,29 @@ def rotary(
     positions: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """x with pairs of channels turned by angles that grow with the token's position and time.
+    """Rotate pairs of channels of x by angles that grow with the token's position and time.
 
-    Channel i is paired with channel i + D // 2; an odd last channel stays. With position and times the first
-    ceil(n / 2) of the n pairs turn by position and the others by time, else all by the one given. Pair i of m turns by
+    Channel i is paired with channel i + D // 2; an odd last channel is unchanged. With position and times the first
+    ceil(n / 2) of the n pairs rotate by position and the others by time, otherwise all by the given one. Pair i of m
+    rotates by
 
         position * 2 pi / (4 * (N / 4) ** (i / (m - 1)))
         (time - origin) * 2 pi / (60 * (1.3e8 / 60) ** (i / (m - 1)))    times in seconds
 
-    (the first period where m is 1). Turns are counted in fp64, so that years of seconds lose nothing.
+    (the first period if m is 1). Turns are counted in fp64, so that years of seconds lose no precision.
 
     Args:
         x: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
         max_seq_len: N, the longest period of positions.
-        times: [T] int64, in seconds; absent, nothing turns by time. Queries take the times at which they ask, keys
-            those of their events.
-        origins: [B] int64, the time that counts as 0 in each sequence; absent, the first of its `times`. Queries and
-            keys need the same for their difference to be that of their times.
-        position: whether pairs turn by position.
-        positions: [T] int64, where the tokens stand, for sequences of which x has parts; absent, they count from 0.
+        times: [T] int64, in seconds; by default nothing rotates by time. Pass query times for queries, and for keys the
+        times
+                of their events.
+        origins: [B] int64, the time 0 of each sequence; by default the first of its `times`. Queries and keys need the
+        same,
+                so that the angles depend on the difference of their times.
+        position: whether pairs rotate by position.
+        positions: [T] int64, the tokens' positions, if x has parts of sequences; by default they count from 0.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -56,7 +59,7 @@ def rotary(
         (True, tensor([2., 2., 2.]))
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2; half-split pairs and the periods are this package's.
     """

@@ -1,7 +1,7 @@
-"""The rotation's kernel and launchers; backward is the same rotation the other way.
+"""Define the rotation's kernel and launchers; backward is the inverse rotation.
 
-Letters: T tokens of the batch, B sequences, H heads, D head size, n = D // 2 pairs of channels. One program turns a
-tile of tokens of one sequence, all heads: an angle serves all of them.
+Letters: T tokens of the batch, B sequences, H heads, D head size, n = D // 2 pairs of channels. One program rotates a
+tile of tokens of one sequence, all heads, which share the angles.
 """
 
 import torch
@@ -18,7 +18,7 @@ TILE = 2048  # angles of a program
 
 @triton.jit
 def _turned(units, turns, SIGN: tl.constexpr):
-    """(cos, sin) of units * turns whole turns; units int64, turns fp64."""
+    """Return (cos, sin) of units * turns whole turns; units int64, turns fp64."""
     turned = units.to(tl.float64) * turns
     angle = (turned - tl.floor(turned)).to(tl.float32) * 6.283185307179586
     return tl.cos(angle), SIGN * tl.sin(angle)
@@ -32,7 +32,7 @@ def rotary_kernel(
     H: tl.constexpr, D: tl.constexpr, BY_POSITION: tl.constexpr, SIGN: tl.constexpr,
     ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens of a sequence; the first BY_POSITION of the D // 2 pairs turn by position, the others by time."""
+    """Rotate ROWS tokens of a sequence; the first BY_POSITION of the D // 2 pairs by position, the others by time."""
     b, start, length, tile = locate(seq_offsets, tl.program_id(0), num_seqs, ROWS)
     if tile * ROWS >= length:
         return
@@ -69,9 +69,9 @@ def _rotate(x, seq_offsets, times, origins, positions, max_seq_len, position, si
     if out.numel():
         num_seqs, pairs = seq_offsets.shape[0] - 1, next_power_of_2(max(1, size // 2))
         rows = min(64, TILE // pairs)
-        given = x, out, *x.stride(), seq_offsets, times, origins, positions, turns, num_seqs
+        arguments = x, out, *x.stride(), seq_offsets, times, origins, positions, turns, num_seqs
         run(
-            rotary_kernel, tokens // rows + num_seqs, *given, H=heads, D=size, BY_POSITION=by_position, SIGN=sign,
+            rotary_kernel, tokens // rows + num_seqs, *arguments, H=heads, D=size, BY_POSITION=by_position, SIGN=sign,
             ROWS=rows, PAIRS=pairs, num_warps=4,
         )  # fmt: skip
     return out
@@ -81,8 +81,8 @@ def _forward(*arguments):
     return _rotate(*arguments, sign=1)
 
 
-def _backward(grad, x, *others):
-    return [_rotate(grad, *others, sign=-1)]
+def _backward(grad, x, *options):
+    return [_rotate(grad, *options, sign=-1)]
 
 
 rotary_operator = Operator(

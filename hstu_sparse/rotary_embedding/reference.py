@@ -1,4 +1,4 @@
-"""The rotation in plain PyTorch, and the pairs' periods, which the kernel reads too.
+"""Compute the rotation in plain PyTorch, and the pairs' periods, which the kernel reads too.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, D head size, n = D // 2 pairs of channels.
 """
@@ -19,7 +19,7 @@ SHORTEST_TIME, LONGEST_TIME = 60.0, 1.3e8
 def rotary_reference(
     x, seq_offsets, max_seq_len, *, times=None, origins=None, position=True, positions=None
 ) -> torch.Tensor:
-    """Arguments and result as `rotary`, in plain PyTorch; differentiable."""
+    """Compute `rotary` in plain PyTorch; differentiable."""
     tokens, _, size = x.shape
     n, sequence = size // 2, sequence_ids(seq_offsets, tokens)
     by_position = split(size, position, times is not None)
@@ -34,30 +34,30 @@ def rotary_reference(
     wide = working_dtype(x.dtype)
     angles = (turned * (2 * math.pi)).to(wide)[:, None]
     cos, sin = angles.cos(), angles.sin()
-    first, second, rest = x.to(wide).split([n, n, size - 2 * n], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
+    first, second, unpaired = x.to(wide).split([n, n, size - 2 * n], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, unpaired], -1).to(x.dtype)
 
 
 def split(head_size: int, position: bool, timed: bool) -> int:
-    """How many of a head's pairs turn by position; the others turn by time."""
+    """Return how many of a head's pairs rotate by position; the others rotate by time."""
     pairs = head_size // 2
     return (pairs + 1) // 2 if position and timed else pairs if position else 0
 
 
 @functools.lru_cache(maxsize=64)
 def turns_per_unit(pairs: int, by_position: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
-    """[n] fp64: whole turns of each pair in one token or one second."""
+    """Return [n] fp64: whole turns of each pair in one token or one second."""
 
     def turns(count, shortest, longest):
         return [1 / (shortest * (longest / shortest) ** (i / max(count - 1, 1))) for i in range(count)]
 
-    found = turns(by_position, SHORTEST_POSITION, float(max_seq_len))
-    found += turns(pairs - by_position, SHORTEST_TIME, LONGEST_TIME)
-    return torch.tensor(found, dtype=torch.float64, device=device)
+    frequencies = turns(by_position, SHORTEST_POSITION, float(max_seq_len))
+    frequencies += turns(pairs - by_position, SHORTEST_TIME, LONGEST_TIME)
+    return torch.tensor(frequencies, dtype=torch.float64, device=device)
 
 
 def first_times(times: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
-    """[B]: the time of each sequence's first token; of an empty one, whatever stands there."""
+    """Return [B]: the time of each sequence's first token; arbitrary for an empty one."""
     if not len(times):
         return times.new_zeros(seq_offsets.shape[0] - 1)
     return times[seq_offsets[:-1].long().clamp(max=len(times) - 1)]

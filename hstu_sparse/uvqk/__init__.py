@@ -1,4 +1,4 @@
-"""SiLU of a product's columns, in parts that stand each by itself."""
+"""SiLU of a product's columns, in separate parts."""
 
 from hstu_sparse.uvqk.api import silu_parts
 

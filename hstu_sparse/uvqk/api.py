@@ -1,4 +1,4 @@
-"""SiLU in parts: the public function, its validation, the choice of backend. Letters: T tokens, C channels."""
+"""Define SiLU in parts: the public function, its validation, the choice of backend. Letters: T tokens, C channels."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,20 @@ MAX_SIZE = 4096
 
 @without_autocast
 def silu_parts(x: torch.Tensor, sizes: Sequence[int], *, backend: str = "auto") -> tuple[torch.Tensor, ...]:
-    """SiLU(x) cut into four parts of columns: what an HSTU layer does with its product, whose parts are u, v, q and k.
+    """Split SiLU(x) into four parts of columns: an HSTU layer does this with its product, whose parts are u, v, q and
+    k.
 
-    In Triton the parts are tensors of their own, and one kernel of backward writes the whole gradient from the four,
-    where torch puts them together first. Nothing but x is kept.
+    In Triton the parts are separate tensors, and one backward kernel writes the whole gradient from the four, which
+    torch would concatenate first. Only x is saved.
 
     Args:
         x: [T, C], fp16, bf16 or fp32 (the reference also fp64).
-        sizes: of the parts, four that sum up to C, each from 1 to 4,096.
+        sizes: the sizes of the four parts, which sum up to C, each from 1 to 4,096.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        Four tensors [T, size] of x's dtype, in Triton contiguous. Gradients flow to x; the kernels have no second ones.
+        Four tensors [T, size] of x's dtype, in Triton contiguous. Gradients flow to x; the kernels have no second
+        derivatives.
 
     Examples:
         >>> u, v, q, k = hstu_sparse.silu_parts(torch.zeros(5, 12), [4, 4, 2, 2])
@@ -33,7 +35,7 @@ def silu_parts(x: torch.Tensor, sizes: Sequence[int], *, backend: str = "auto") 
         (torch.Size([5, 4]), torch.Size([5, 2]))
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     backend = choose_backend(backend, x, "silu_parts")
     check_tensor("x", x, "T C", {})

@@ -1,6 +1,7 @@
-"""SiLU in parts: Triton kernels and launchers. Letters: T tokens, C channels; A, B, M, N columns of the four parts.
+"""Define the Triton kernels and launchers of SiLU in parts. Letters: T tokens, C channels; A, B, M, N columns of parts.
 
-A program owns whole rows. Both kernels move bytes and nothing else: reading x anew in backward is all they have to do.
+A program has whole rows. Both kernels are limited by memory traffic, so that reading x again in backward costs little
+more.
 """
 
 import torch
@@ -18,7 +19,7 @@ TILE = 2048
 
 @triton.jit
 def _place(base, row, stride, tokens, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """Pointers to SIZE columns of the rows, and the mask of those that there are."""
+    """Return pointers to SIZE columns of the rows, and the mask of valid ones."""
     column = tl.arange(0, PAD)[None, :]
     return base + row[:, None].to(tl.int64) * stride + column, (row < tokens)[:, None] & (column < SIZE)
 
@@ -36,7 +37,7 @@ def silu_parts_fwd_kernel(
     x, a, b, m, n, tokens, A: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PAD_A: tl.constexpr,
     PAD_B: tl.constexpr, PAD_M: tl.constexpr, PAD_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The four parts of ROWS rows of x."""
+    """Compute the four parts of ROWS rows of x."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _forward_part(x, a, row, tokens, A + B + M + N, A, PAD_A)
     _forward_part(x + A, b, row, tokens, A + B + M + N, B, PAD_B)
@@ -51,9 +52,9 @@ def _backward_part(grad, grad_stride, x, dx, row, tokens, C: tl.constexpr, SIZE:
         tl.store(target, tl.zeros(target.shape, dx.dtype.element_ty), inside)
     else:
         source, _ = _place(x, row, C, tokens, SIZE, PAD)
-        given, _ = _place(grad, row, grad_stride, tokens, SIZE, PAD)
+        grad_pointers, _ = _place(grad, row, grad_stride, tokens, SIZE, PAD)
         _, slope = silu_and_grad(tl.load(source, inside, 0.0).to(tl.float32), False)
-        value = tl.load(given, inside, 0.0).to(tl.float32) * slope
+        value = tl.load(grad_pointers, inside, 0.0).to(tl.float32) * slope
         tl.store(target, value.to(dx.dtype.element_ty), inside)
 
 
@@ -63,7 +64,7 @@ def silu_parts_bwd_kernel(
     M: tl.constexpr, N: tl.constexpr, PAD_A: tl.constexpr, PAD_B: tl.constexpr, PAD_M: tl.constexpr,
     PAD_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of x's gradient from those of the four parts; None: zero."""
+    """Compute ROWS rows of x's gradient from those of the four parts; None: zero."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _backward_part(da, a_stride, x, dx, row, tokens, A + B + M + N, A, PAD_A)
     _backward_part(db, b_stride, x + A, dx + A, row, tokens, A + B + M + N, B, PAD_B)
@@ -79,11 +80,11 @@ def _config(sizes) -> LaunchConfig:
 
 
 def _forward(x, *sizes):
-    found = tuple(torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes)
+    parts = tuple(torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes)
     if len(x):
         config = _config(sizes)
-        run(silu_parts_fwd_kernel, cdiv(len(x), config.ROWS), x.contiguous(), *found, len(x), **config)
-    return found
+        run(silu_parts_fwd_kernel, cdiv(len(x), config.ROWS), x.contiguous(), *parts, len(x), **config)
+    return parts
 
 
 def _backward(da, db, dm, dn, x, *sizes):
