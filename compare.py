@@ -1,11 +1,11 @@
-"""Compares settings: trains each with several seeds, and tells how they differ over users and seeds.
+"""Compare settings: train each with several seeds, and report how they differ over users and seeds.
 
     python compare.py configs/compare/attention-kinds.yaml --out compared [--quick] [--parallel N]
     python compare.py PLAN.yaml --out DIR --seeds 1,2,3            other seeds than the plan's
-    python compare.py --runs a=runs/a/20260101-120000 b=runs/b/20260101-120000 --out DIR      runs that are there
+    python compare.py --runs a=runs/a/20260101-120000 b=runs/b/20260101-120000 --out DIR      existing runs
 
-The same command again goes on where it was stopped: finished runs are not repeated. DIR gets a folder for each run,
-comparison.json, comparison.csv and report.html. What a plan says: models/experiments/plan.py and docs/comparing.md.
+The same command again continues where it was stopped: finished runs are not repeated. DIR gets a folder for each run,
+comparison.json, comparison.csv and report.html. models/experiments/plan.py and docs/comparing.md describe plans.
 """
 
 from models.command import answer_early, compare_options
@@ -36,7 +36,7 @@ def work(options, interrupts: Interrupts) -> None:
         failed = run_all(training_jobs(plan, options.out), interrupts, options.parallel)
         if not options.no_speed:
             configs = {name: folders[0] / "config.yaml" for name, folders in finished(plan, options.out).items()}
-            failed += run_all(speed_jobs(configs, options.out), interrupts)  # one process alone
+            failed += run_all(speed_jobs(configs, options.out), interrupts)  # one process at a time
         interrupts.stage = "comparing; all runs are finished"
         results = collect(plan, options.out, failed)
         write_file(options.out / "comparison.json", as_json(results))

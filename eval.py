@@ -1,4 +1,4 @@
-"""Judges a run over the full catalogue, predicts, recommends and exports, from the run's folder.
+"""Judge a run over the full catalogue, predict, recommend and export, from the run's folder.
 
 python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 100]      the held-out events
 python eval.py RUN --data NEW                                  the same on other data, in the items that the run knows
@@ -54,7 +54,9 @@ MOST_USERS = 2**32  # bytes of a file of user ids
 
 
 def open_run(folder: Path, overrides: list[str]):
-    """(config, data, model, facts) of a run folder, the model with its final weights, the data as in training."""
+    """Return (config, data, model, facts) of a run folder, the model with its final weights, the data as in
+    training.
+    """
     config, known, weights, source, epoch = open_weights(folder, overrides)
     data = open_data(config, trained_on=known.fingerprint)
     model = trained_model(data.config, known, weights, source)
@@ -102,7 +104,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
 
 
 def of_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig, Ranks | None]:
-    """The configuration for the processes that torchrun started, however many, and these; None without torchrun."""
+    """Return the configuration for the processes that torchrun started, whose number is free, and the ranks or None."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return config, None
     if options.serve or options.export_items:
@@ -115,7 +117,7 @@ def of_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig,
 
 
 def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interrupts: Interrupts) -> None:
-    """Judges the split; the result is written first and shown then."""
+    """Judge the split; write the result first, then show it."""
     split, dataset = options.split, data.dataset
     if options.sampled and options.sampled > dataset.num_items:
         raise ConfigError(f"--sampled {options.sampled}: there are {dataset.num_items} items")
@@ -163,7 +165,7 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
 def recommend(
     options, config: RunConfig, known: Known, model, interrupts: Interrupts, ranks: Ranks | None = None
 ) -> None:
-    """Writes the top-k items that come next after whole histories, without those that a history has."""
+    """Write the top-k items that come next after whole histories, without the items of the history."""
     interrupts.stage = "preparing the data; nothing was written"
     if options.history:
         dataset = load_history(config, known, options.history)
@@ -193,7 +195,7 @@ def recommend(
 
 
 def load_history(config: RunConfig, known: Known, path: Path) -> Dataset:
-    """The events of a file in the run's terms: of the run's format, or CSV or Parquet by the name's end."""
+    """Load the events of a file in the run's terms: of the run's format, or CSV or Parquet by the name's ending."""
     kind: str = config.data.format
     columns: Any = config.data.columns
     if path.suffix in (".csv", ".parquet"):
@@ -208,7 +210,7 @@ def load_history(config: RunConfig, known: Known, path: Path) -> Dataset:
 
 
 def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
-    """Indices of the users whose ids stand in the file, one a line; DataError for ids that the data do not have."""
+    """Return the indices of the users whose ids are in the file, one a line; DataError for ids that the data lack."""
     with access(path, "read"):
         content = read_regular(path, MOST_USERS)
     try:
@@ -220,13 +222,15 @@ def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
         raise DataError(f"{shown(path, 200)}: no user id in it, expected one a line")
     users = index_of(np.array(ids), dataset.user_ids)
     if unknown := [name for name, user in zip(ids, users) if user < 0]:
-        some = ", ".join(shown(name) for name in unknown[:5])
-        raise DataError(f"{shown(path, 200)}: {len(unknown):,} of {len(ids):,} users are not in the data: {some}")
+        examples = ", ".join(shown(name) for name in unknown[:5])
+        raise DataError(f"{shown(path, 200)}: {len(unknown):,} of {len(ids):,} users are not in the data: {examples}")
     return users
 
 
 def result_name(split: str, options: argparse.Namespace, data: str | None = None) -> str:
-    """eval-test.json; options of serving and other data stand in the name, so that results lie beside each other."""
+    """Return eval-test.json, with options of serving and other data in the name, so that results have distinct
+    names.
+    """
     parts = [f"eval-{split}"]
     if data is not None:
         parts.append("of-" + (re.sub(r"[^A-Za-z0-9._]+", "-", Path(data).name)[:100] or "data"))

@@ -1,11 +1,11 @@
-"""Trains the run that a YAML file describes, evaluates it and writes a report.
+"""Train the run that a YAML file describes, evaluate it and write a report.
 
     python train.py configs/synthetic-hstu.yaml [key=value ...]   a new run, under run_dir/name/
-    python train.py --resume RUN [key=value ...] [--override]     go on after an interruption, or with more epochs
+    python train.py --resume RUN [key=value ...] [--override]     continue after an interruption, or with more epochs
     python train.py CONFIG --init-from RUN [key=value ...]        begin with the weights of another run
-    python train.py CONFIG --dry-run                              what a run would take in time and memory
+    python train.py CONFIG --dry-run                              measure time and memory of a run
     python train.py --keys [PREFIX]                               the keys of a configuration
-    python train.py CONFIG --plan                                 the memory of each GPU, known without any
+    python train.py CONFIG --plan                                 predict the memory of each GPU, without a GPU
 
 On the CPU a resumed run ends bit-identical to one that was never stopped, at the same number of threads.
 """
@@ -71,7 +71,7 @@ from models.terminal import Bar, duration, terminal
 from models.tracking import check_tracking, open_tracker
 from models.vocabulary import save_vocabulary
 
-# The other names in a line of metrics.jsonl, which an auxiliary loss cannot have.
+# The other names in a line of metrics.jsonl, which an auxiliary loss must not have.
 TAKEN = {"epoch", "step", "loss", "split", "seconds", "grad_norm", "imbalance"}
 REHEARSED = 3  # steps of a dry run that are timed
 
@@ -85,12 +85,12 @@ def train(
     interrupts: Interrupts | None = None,
     named: tuple[str, ...] = (),
 ) -> None:
-    """The whole run, in `folder`, which is ours alone meanwhile.
+    """Do the whole run in `folder`, which this process claims.
 
-    resume: go on with the run that is there; None: if there is one, from its newest checkpoint that is whole. override:
-    also with a configuration that is not the checkpoint's.
-    named: keys that the command line changes, which is taken over. init_from: another run's folder, whose weights a new
-    run begins with. Stopped when a signal came; all is saved then.
+    resume: continue the run in the folder; None: if there is one, from its newest intact checkpoint. override: even
+    with a configuration that is not the checkpoint's.
+    named: keys that the command line changes, which are accepted. init_from: another run's folder, whose weights a new
+    run starts with. Raises Stopped when a signal arrived; everything is saved then.
     """
     ranks, interrupts = Ranks(config), interrupts or Interrupts()
     folder, auto = ranks.of_first(folder), resume is None
@@ -114,7 +114,7 @@ def train_claimed(
     interrupts: Interrupts,
     named: tuple[str, ...],
 ) -> None:
-    """Several processes, of which the first writes: see models/parallel/ranks.py."""
+    """Train in a claimed folder with one or several processes, of which the first writes: models/parallel/ranks.py."""
     terminal.quiet |= not ranks.first
     interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
     saved = resume and was_saved(folder)
@@ -196,7 +196,7 @@ def train_claimed(
         return Stopped(number)
 
     with interrupts.noted(), terminal.bar(steps, progress.step, unit="steps") as bar:
-        # A run that has lines of metrics has a checkpoint: without one they, or it, were lost.
+        # A run with lines of metrics has a checkpoint; if there is none, it or the lines were lost.
         save(again=override)
         if ranks.first:
             take_over_best(config, folder, progress)
@@ -236,19 +236,19 @@ def train_claimed(
                         batches_shown = Tracked(data.eval_batches(watched), f"evaluating on {watched}", check)
                         metrics = data.task.evaluate(model, cast(Batches, batches_shown), phase)
                 except Stopped as stop:
-                    # Saved as it was before the evaluation, which a resumed run makes again.
+                    # Saved in the state before the evaluation, which a resumed run repeats.
                     raise stopped(stop.number) from None
                 metrics = ranks.of_first(metrics)
             progress.epoch, progress.batch, means = progress.epoch + 1, 0, Means(data.device, {})
-            told = f"epoch {progress.epoch:>4}  {shown(losses)}"
+            summary = f"epoch {progress.epoch:>4}  {shown(losses)}"
             if evaluated:
-                # An earlier phase is another model than the one that is judged: nothing is chosen in it.
+                # An earlier phase trains another model than the one that is judged: nothing is chosen in it.
                 if watched == "valid" and phase == phase_at(config, math.inf):
                     with judged(average):
                         keep_best(config, folder if ranks.first else None, model, progress, metrics, saver)
                 record |= metrics
-                told += f"  {watched} " + shown({name: metrics[name] for name in data.task.headline})
-            terminal.say(told)
+                summary += f"  {watched} " + shown({name: metrics[name] for name in data.task.headline})
+            terminal.say(summary)
             log.write(record, time.monotonic() - started, losses | rates)
             last = progress.epoch == config.train.epochs
             if last or (saver is None and time.monotonic() - saved_at >= config.train.checkpoint_seconds):
@@ -273,7 +273,7 @@ def train_batches(config: RunConfig, data: Data, ranks: Ranks) -> Batches:
 
 
 def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | str) -> None:
-    """What is about to be trained, on what, and what is known of its size before it begins."""
+    """Print the data, the model and the known sizes before training begins."""
     for note in data.dataset.notes:
         terminal.say(f"data: {note}")
     table = model.embedding.sharded
@@ -290,14 +290,14 @@ def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | s
 
 
 def show(bar: Bar, config: RunConfig, progress: Progress, means: Means, rate: float) -> None:
-    """Draws the progress; the losses, which wait for the device, are read only where they are shown."""
+    """Show the progress; the losses, whose reading waits for the device, are read only if they are shown."""
     if bar.due():
         epoch = f"epoch {progress.epoch + 1}/{config.train.epochs}"
         bar.show(progress.step, epoch, f"{shown(means.values())}  {rate:,.0f} events/s")
 
 
 def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
-    """A dry run: the data are prepared, a few steps are made and measured, nothing is kept."""
+    """Do a dry run: prepare the data, make and measure a few steps, save nothing."""
     interrupts.stage = "rehearsing; nothing was written but prepared data"
     ranks = Ranks(config)
     terminal.quiet |= not ranks.first
@@ -328,8 +328,8 @@ def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
 
 
 def tell_plan(config: RunConfig, interrupts: Interrupts) -> None:
-    """Prints what the run would take of each GPU's memory; the data are prepared, nothing else is made."""
-    # It takes a second to import what torchrec plans with.
+    """Print the predicted memory of each GPU; only the data are prepared."""
+    # Importing torchrec's planner takes a second.
     from models.planning.plan import describe, plan
 
     interrupts.stage = "planning; nothing was written but prepared data"
@@ -341,10 +341,10 @@ def tell_plan(config: RunConfig, interrupts: Interrupts) -> None:
 def build_step(
     config: RunConfig, model, device: torch.device, average: WeightAverage | None = None, ranks: Ranks | None = None
 ) -> tuple[torch.optim.Optimizer, Step]:
-    """The optimiser, and the function that makes one step of it: batch -> losses, without waiting for the device.
+    """Return the optimiser, and the function that makes one step: batch -> losses, without waiting for the device.
 
-    The losses by name, 0-d: `loss`, what the step minimises, the auxiliary losses before their weights, and `grad_norm`
-    before clipping (in captured steps only where train.clip_norm needs it).
+    The losses are 0-d by name: `loss`, which the step minimises, the auxiliary losses before their weights, and
+    `grad_norm` before clipping (in captured steps only if train.clip_norm needs it).
     """
     c, ranks = config.train, ranks or Ranks(config)
     if ranks.engine:
@@ -363,16 +363,16 @@ def build_step(
             layer.compile(dynamic=True)
 
     dtype = torch.bfloat16 if c.autocast == "bf16" else None
-    task, taken = build_task(config), TAKEN.union(config.task.metric_names())
+    task, reserved_names = build_task(config), TAKEN.union(config.task.metric_names())
 
     def step(batch: Batch) -> Losses:
-        whole, batch = batch, ranks.cut(batch)
+        whole_batch, batch = batch, ranks.cut(batch)
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model.raw_output(batch)
-        loss, of_task = task.loss(model, out, batch, whole, dtype)
+        loss, of_task = task.loss(model, out, batch, whole_batch, dtype)
         aux |= of_task
-        if wrong := aux.keys() & taken:
+        if wrong := aux.keys() & reserved_names:
             raise ValueError(
                 f"an auxiliary loss cannot be named {', '.join(sorted(wrong))}: metrics.jsonl has that name"
             )
@@ -384,7 +384,7 @@ def build_step(
         norm = {}
         if c.clip_norm is not None:
             norm = {"grad_norm": torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm).detach()}
-        elif not graphed:  # one that nobody asked for is not worth a kernel of a captured step
+        elif not graphed:  # a captured step computes it only on request
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             norm = {"grad_norm": torch.nn.utils.get_total_norm(gradients).detach()}
         optimizer.step()
@@ -398,18 +398,20 @@ def build_step(
 
 
 def phase_at(config: RunConfig, step: float) -> int:
-    """The greatest end of a phase that this step has reached, over all attention layers; 0 before the first."""
+    """Return the greatest end of a phase that this step has reached, over all attention layers; 0 before the first."""
     ends = (end for attention in config.model.attention for end in attention.phase_ends())
     return max((end for end in ends if end <= step), default=0)
 
 
 def judged(average: WeightAverage | None):
-    """Inside, the model has the weights that the run is judged by."""
+    """Give the model the weights that the run is judged with, inside."""
     return nullcontext() if average is None else average.in_the_model()
 
 
 def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> float:
-    """Sets the learning rate of this step, of `steps` in all: rising over the warm-up, then as `train.decay` says."""
+    """Set the learning rate of this step, of `steps` in all: rising during the warm-up, then according to
+    `train.decay`.
+    """
     c = config.train
     lr = c.lr * min(1.0, (step + 1) / max(1, c.warmup_steps))
     past = max(0, step - c.warmup_steps) / max(1, steps - c.warmup_steps)
@@ -442,7 +444,7 @@ def keep_best(
 
 
 def take_over_best(config: RunConfig, folder: Path, progress: Progress) -> None:
-    """The best weights so far as those of a configuration that was taken over; CheckpointError when of another run."""
+    """Accept the best weights so far for a changed configuration; CheckpointError when they belong to another run."""
     best = folder / "best"
     if not exists(best):
         return
@@ -461,7 +463,7 @@ def work(options, interrupts: Interrupts) -> None:
     if options.resume:
         check_run(options.resume)
         config = load_config(options.resume / "config.yaml", options.overrides)
-        # What the command line changes is taken over; what config.yaml alone has changed needs --override.
+        # Changes on the command line are accepted; changes only in config.yaml need --override.
         override = options.override or only_these_change(options.resume, options.overrides)
         train(absolute_paths(config), options.resume, True, override, interrupts=interrupts)
         return

@@ -1,11 +1,11 @@
-"""Searches for good options of a run with Optuna, on the validation split alone.
+"""Search for good options of a run with Optuna, on the validation split alone.
 
     python tune.py configs/synthetic-hstu.yaml configs/tune/synthetic-hstu.yaml --trials 20 --out tuned
     python tune.py CONFIG SPACE.yaml --hours 2 --parallel 2 --out DIR [key=value ...]
 
-The same command again goes on where it was stopped, in the middle of a trial too. DIR gets a folder for each trial,
-best.yaml, the configuration that was found, report.md and trials.csv. What a space says: models/experiments/space.py
-and docs/tuning.md.
+The same command again continues where it was stopped, even in the middle of a trial. DIR gets a folder for each trial,
+best.yaml, the best configuration, report.md and trials.csv. models/experiments/space.py and docs/tuning.md describe
+spaces.
 """
 
 from models.command import answer_early, tune_options
@@ -31,7 +31,7 @@ except ImportError:
 
 
 def with_threads(config: RunConfig, parallel: int) -> RunConfig:
-    """The configuration with its share of the cores: what a CPU computes depends on the threads, to the last bit."""
+    """Return the configuration with its share of the cores: the last bits of a CPU's results depend on the threads."""
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     if config.threads or not on_cpu:
         return config
@@ -48,10 +48,10 @@ def work(options, interrupts: Interrupts) -> None:
     space = load_space(options.space)
     config = with_threads(tuned_config(options.config, space, options.overrides), options.parallel)
     with claimed(options.out, new=False):
-        found = open_search(options.out, options.config, config, space, options.overrides)
-        search(found, interrupts, Limits(options.trials, options.hours, options.parallel))
+        tuning = open_search(options.out, options.config, config, space, options.overrides)
+        search(tuning, interrupts, Limits(options.trials, options.hours, options.parallel))
         interrupts.stage = "reporting; all trials are finished"
-        conclude(found, config)
+        conclude(tuning, config)
 
 
 def main(arguments: list[str] | None = None) -> int:

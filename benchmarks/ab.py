@@ -1,4 +1,4 @@
-"""Two checkouts against each other, before and after a change, on one GPU: their processes take turns case by case.
+"""Compare two checkouts, before and after a change, on one GPU: their processes alternate case by case.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/ab.py /tmp/before . --what dense,biased,planned,bsa,train --lengths 1024,65536
@@ -8,12 +8,12 @@ of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa: the same wit
 and of 2; train: an epoch of ml-1m-hstu, ml-1m-hstu-large and ml-1m-hstu-best on generated data, the median of five;
 steps: a training step as `benchmarks/train.py --parts` has it, of the attention kinds of --kinds.
 
-Both sides compile first, side by side. Then all cases are measured --rounds times, each on one side and at once on the
-other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
+Both sides compile first, side by side. Then all cases are measured --rounds times, each on one side and right away on
+the other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
 
     gpu     a call among several that the host has queued before the GPU begins with them, by CUDA events
     call    a call that begins on an idle GPU, by CUDA events: what the host needs until the last kernel starts counts
-    host    what a call keeps the host until it returns, the fastest tenth of the calls: other programs only add to it
+    host    the host's time until a call returns, the fastest tenth of the calls: other programs only add to it
 
 Prints a JSON line for each measurement, then (when interrupted too) a table: medians over the rounds, the second
 checkout's over the first's, and the same of the fastest. Results are not checked here: the tests and benchmarks/run.py
@@ -44,12 +44,12 @@ EPOCHS = (
 
 
 def measure(function) -> dict[str, float]:
-    """The three times of a call."""
+    """Measure the three times of a call."""
     import torch
 
     def timed(calls: int, pause: float = 0.0) -> tuple[float, float, bool]:
-        """Milliseconds of the GPU and of the host for these calls, and whether the host was done before the GPU began,
-        which it does after a pause of so many ms.
+        """Return the milliseconds of the GPU and of the host for these calls, and whether the host finished before the
+        GPU began, which it does after a pause of so many ms.
         """
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if pause:
@@ -71,12 +71,12 @@ def measure(function) -> dict[str, float]:
     each = (time.perf_counter() - started) / warmed
     calls, hosts, _ = zip(*(timed(1) for _ in range(min(50, max(5, math.ceil(SPENT / each))))))
     host = sorted(hosts)[len(hosts) // 10]
-    many = min(10, max(2, math.ceil(0.01 / each)))
-    queued, pause = [], 2 * many * host
+    batch_calls = min(10, max(2, math.ceil(0.01 / each)))
+    queued, pause = [], 2 * batch_calls * host
     while len(queued) < 5:
-        spent, _, ahead = timed(many, pause)
+        spent, _, ahead = timed(batch_calls, pause)
         if ahead:
-            queued.append(spent / many)
+            queued.append(spent / batch_calls)
         elif pause > 1000:
             raise RuntimeError("the host waits for the GPU within a call, so that no calls can be queued")
         else:
@@ -86,7 +86,7 @@ def measure(function) -> dict[str, float]:
 
 @functools.cache
 def inputs():
-    """q, k, v, the gradient of the output."""
+    """Return q, k, v and the gradient of the output."""
     import torch
 
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def inputs():
 
 @functools.cache
 def jagged(length):
-    """(offsets, timestamps) of sequences of one length."""
+    """Return (offsets, timestamps) of sequences of one length."""
     from hstu_sparse.testing import make_offsets, make_timestamps
 
     lengths = [length] * (TOKENS // length)
@@ -104,7 +104,9 @@ def jagged(length):
 
 
 def dense_call(length, biased, planned=False):
-    """(a forward call, what gets gradients); the bias is passed as this checkout's hstu_attention wants it."""
+    """Return (a forward call, the tensors with gradients); the bias is passed as this checkout's hstu_attention
+    expects.
+    """
     import torch
 
     from hstu_sparse import hstu_attention
@@ -138,8 +140,8 @@ def bsa_call(length, group):
     return lambda: bsa_attention(q, k, v, offsets, length, (*gates, None), **options), [q, k, v, *gates]
 
 
-def attention_cases(what, lengths) -> dict:
-    """Name -> what makes the case."""
+def attention_cases(selected, lengths) -> dict:
+    """Map each name to the function that builds its case."""
     kinds = {
         "dense": ("dense", lambda n: dense_call(n, False)),
         "biased": ("dense, both biases", lambda n: dense_call(n, True)),
@@ -148,20 +150,20 @@ def attention_cases(what, lengths) -> dict:
     cases = {}
     for n in lengths:
         for key, (name, make) in kinds.items():
-            if key in what:
+            if key in selected:
                 cases[f"{name} {n:,}"] = functools.partial(make, n)
         for group in (64, 2):
-            if "bsa" in what:
+            if "bsa" in selected:
                 cases[f"bsa, groups of {group} {n:,}"] = functools.partial(bsa_call, n, group)
     return cases
 
 
-def serve_attention(checkout: str, what: str, lengths: str) -> None:
-    """A process that measures one checkout's attention: a case for each name that it reads."""
+def serve_attention(checkout: str, kinds: str, lengths: str) -> None:
+    """Measure one checkout's attention in a process: a case for each name that it reads."""
     sys.path.insert(0, checkout)
     import torch
 
-    cases = attention_cases(what.split(","), [int(n) for n in lengths.split(",")])
+    cases = attention_cases(kinds.split(","), [int(n) for n in lengths.split(",")])
 
     def parts(name):
         function, leaves = cases[name]()
@@ -176,7 +178,7 @@ def serve_attention(checkout: str, what: str, lengths: str) -> None:
 
 
 def serve_epochs(checkout: str, config: str) -> None:
-    """The same for an epoch as the checkout's own benchmarks/train.py has it, in this process."""
+    """Do the same for an epoch, measured by the checkout's own benchmarks/train.py in this process."""
     path = Path(checkout) / "benchmarks" / "train.py"
     source = path.read_text()
     (line,) = (line for line in EPOCHS if line in source)
@@ -216,14 +218,14 @@ def step_name(kind: str, length: int) -> str:
 
 
 def serve(measured) -> None:
-    """For each name read: a JSON object part -> times, of `measured(name)`. First {}, once it begins to read."""
+    """Print for each name read a JSON object part -> times, of `measured(name)`; first {}, once it begins to read."""
     print("{}", flush=True)
     for name in sys.stdin:
         print(json.dumps(measured(name.strip())), flush=True)
 
 
 class Server:
-    """A process of this script for one side, `serving` what it is asked for."""
+    """A process of this script for one side, `serving` the given measurements."""
 
     def __init__(self, checkout: Path, *serving: str):
         command = [sys.executable, __file__, "--serve", str(checkout), *serving]
@@ -257,16 +259,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often all cases are measured")
     options = parser.parse_args()
     what, lengths = options.what.split(","), [int(n) for n in options.lengths.split(",")]
-    asked = {(f"epoch of {config}",): ("epochs", config) for config in CONFIGS} if "train" in what else {}
+    arguments_of = {(f"epoch of {config}",): ("epochs", config) for config in CONFIGS} if "train" in what else {}
     for kind in options.kinds.split(",") if "steps" in what else ():
-        asked[tuple(step_name(kind, n) for n in lengths)] = "steps", kind, options.lengths
-    asked[tuple(attention_cases(what, lengths))] = "attention", options.what, options.lengths
+        arguments_of[tuple(step_name(kind, n) for n in lengths)] = "steps", kind, options.lengths
+    arguments_of[tuple(attention_cases(what, lengths))] = "attention", options.what, options.lengths
     sides = [options.first.resolve(), options.second.resolve()]
-    pairs = [(cases, [Server(side, *serving) for side in sides]) for cases, serving in asked.items() if cases]
+    pairs = [(cases, [Server(side, *serving) for side in sides]) for cases, serving in arguments_of.items() if cases]
     for _, servers in pairs:
         for server in servers:
             server.answer()
-    found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    measured: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
     try:
         for _ in range(options.rounds):
             for case, servers in [(case, servers) for cases, servers in pairs for case in cases]:
@@ -274,10 +276,10 @@ def main() -> None:
                     for part, times in server.ask(case).items():
                         print(json.dumps({"checkout": str(sides[side]), "case": part, **times}), flush=True)
                         for kind, ms in times.items():
-                            found.setdefault((part, kind), ([], []))[side].append(ms)
+                            measured.setdefault((part, kind), ([], []))[side].append(ms)
     finally:
         print(f"\n{'ms':<54}{'first':>10}{'second':>10}{'ratio':>8}{'fastest':>8}")
-        for (part, kind), times in found.items():
+        for (part, kind), times in measured.items():
             if all(times):
                 first, second = map(statistics.median, times)
                 fastest = min(times[1]) / min(times[0])

@@ -1,4 +1,4 @@
-"""The imbalance of a config's batches by predicted work, balanced and dealt in turn, over ranks that share them.
+"""Measure the imbalance of a config's batches by predicted work, balanced and dealt in turn, over sharing ranks.
 
     python benchmarks/balance.py configs/ml-1m-hstu.yaml [key=value ...]
 
@@ -37,14 +37,14 @@ def main() -> None:
     lengths = split.end - split.begin - 1
     for ranks in (2, 4, 8):
         for batch in (size, size * ranks):
-            rng, found = np.random.default_rng(config.seed), []
+            rng, imbalances = np.random.default_rng(config.seed), []
             for _ in range(3):
                 order = rng.permutation(len(lengths))
                 for begin in range(0, len(order) - batch + 1, batch):
                     part = lengths[order[begin : begin + batch]]
-                    found.append([Deal(0, ranks, cost, even).owners(part)[1] for even in (True, False)])
+                    imbalances.append([Deal(0, ranks, cost, even).owners(part)[1] for even in (True, False)])
             record = {"config": options.config, "ranks": ranks, "batch_size": batch}
-            for name, values in zip(("balanced", "in turn"), np.array(found).T):
+            for name, values in zip(("balanced", "in turn"), np.array(imbalances).T):
                 record[name] = {"mean": round(values.mean(), 4), "most": round(values.max(), 4)}
             print(json.dumps(record), flush=True)
 

@@ -1,4 +1,4 @@
-"""Block-sparse HSTU attention against the project's dense kernel and SDPA's cuDNN backend (dense softmax).
+"""Benchmark block-sparse HSTU attention against the project's dense kernel and SDPA's cuDNN backend (dense softmax).
 
     python benchmarks/run.py --op bsa     the standard cases
     python benchmarks/bsa.py benchmarks/results/bsa.jsonl     from which length each group size beats the dense kernel
@@ -67,7 +67,7 @@ def run_bsa(shape, options, deterministic, biased, planned=False):
 
     def call():
         torch.use_deterministic_algorithms(deterministic)
-        # PyTorch would fill each new buffer with NaN to find reads of what nothing wrote: a check, not the mode's cost.
+        # PyTorch would fill each new buffer with NaN to find reads of unwritten memory: a check, not part of the mode.
         torch.utils.deterministic.fill_uninitialized_memory = False
         return bsa_attention(q, k, v, offsets, shape[1], three, **options, bias=bias, plan=plan)
 
@@ -76,7 +76,7 @@ def run_bsa(shape, options, deterministic, biased, planned=False):
 
 @functools.cache
 def check(heads, size, dtype, biased, *items):
-    """Output and gradients against the reference with the kernel's choice of blocks, at a length it has memory for."""
+    """Compare output and gradients with the reference, given the kernel's choice of blocks, at a length that fits."""
     from hstu_sparse import bsa_attention
     from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.bsa import bsa_attention_reference
@@ -170,24 +170,24 @@ def cases(arguments):
 
 
 def crossovers(records, part="fwd+bwd") -> dict[str, float | None]:
-    """Name -> the length at which it falls below the dense kernel's time, with biases where it has them; log scale."""
+    """Map each name to the length at which it falls below the dense kernel's time, with the same biases; log scale."""
     times = {}
     for record in records:
         if record.get("part") == part and "ms" in record:
             times.setdefault(record["name"], {})[record["length"]] = record["ms"]
     without, biased = times.pop(DENSE), times.pop(DENSE_BIASED, {})
-    found = {}
+    by_name = {}
     for name, measured in times.items():
-        found[name] = None
+        by_name[name] = None
         dense = biased if "both biases" in name else without
         lengths = sorted(set(measured) & set(dense))
         ratio = [math.log(measured[n] / dense[n]) for n in lengths]
         if ratio and ratio[0] <= 0:
-            found[name] = lengths[0]
+            by_name[name] = lengths[0]
         for (short, above), (long, below) in zip(zip(lengths, ratio), zip(lengths[1:], ratio[1:])):
             if above > 0 >= below:
-                found[name] = short * (long / short) ** (above / (above - below))
-    return found
+                by_name[name] = short * (long / short) ** (above / (above - below))
+    return by_name
 
 
 if __name__ == "__main__":

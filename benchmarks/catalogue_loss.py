@@ -1,4 +1,4 @@
-"""The catalogue loss against the path in chunks that it replaced, and cut-cross-entropy's kernel.
+"""Benchmark the catalogue loss against the chunked computation that it replaced, and cut-cross-entropy's kernel.
 
     python benchmarks/run.py --op catalogue_loss --repeats 5 --warmup 2 [--cce FOLDER]
     python benchmarks/run.py --op catalogue_loss --tune --items 100000 --repeats 5 --warmup 2
@@ -59,7 +59,7 @@ def add_arguments(parser):
 
 
 def inputs(tokens, items, size, dtype):
-    """out [T, E], items [I, E], targets [T]."""
+    """Return out [T, E], items [I, E], targets [T]."""
     generator = torch.Generator("cuda").manual_seed(0)
     out, table = (torch.randn(n, size, device="cuda", generator=generator).to(dtype) for n in (tokens, items))
     targets = torch.randint(items, (tokens,), device="cuda", generator=generator)
@@ -100,7 +100,7 @@ def ours(shape, form, negatives, **options):
 
 
 class _Chunked(torch.autograd.Function):
-    """What catalogue_loss replaced: cross-entropy in chunks of rows, gradients taken on the way, in fp32."""
+    """The predecessor of catalogue_loss: cross-entropy in chunks of rows, gradients computed in forward, in fp32."""
 
     @staticmethod
     def forward(ctx, out, items, targets):
@@ -138,7 +138,7 @@ def cut_cross_entropy(shape, folder, **options):
     from cut_cross_entropy import linear_cross_entropy
 
     out, items, targets = (x.detach() for x in inputs(*shape))
-    # It knows neither norms nor temperature: they are in its inputs, at no cost.
+    # It supports neither norms nor temperature: its inputs are scaled before, at no cost.
     out = (F.normalize(out.float(), dim=1) / TEMPERATURE).to(out.dtype).requires_grad_()
     items = F.normalize(items.float(), dim=1).to(items.dtype).requires_grad_()
     return parts(lambda: linear_cross_entropy(out, items, targets, **options), (out, items))
@@ -148,8 +148,8 @@ def tuned(shape, part, config):
     from hstu_sparse.cross_entropy.launches import product_config
     from hstu_sparse.launch import override
 
-    def change(found, product, *_):
-        return found.replace(**dict(zip(NAMES, config))) if product == part else found
+    def change(default, product, *_):
+        return default.replace(**dict(zip(NAMES, config))) if product == part else default
 
     def changed(function):
         with override(product_config, change):
@@ -160,8 +160,8 @@ def tuned(shape, part, config):
     if part == "fwd":
         forward = parts(loss, (out, items))["fwd"]
         return {"fwd": lambda: changed(forward)}
-    kept = changed(loss)
-    return {"bwd": lambda: changed(lambda: torch.autograd.grad(kept, (out, items), retain_graph=True))}
+    retained_loss = changed(loss)
+    return {"bwd": lambda: changed(lambda: torch.autograd.grad(retained_loss, (out, items), retain_graph=True))}
 
 
 def cases(arguments):
@@ -169,8 +169,8 @@ def cases(arguments):
     for items in arguments.items:
         shape = (T, items, E, dtype)
         described = dict(tokens=T, items=items, size=E, dtype=arguments.dtype)
-        one = 2 * T * items * E
-        flops = {"fwd": one, "step": 5 * one, "bwd": 4 * one}
+        product_flops = 2 * T * items * E
+        flops = {"fwd": product_flops, "step": 5 * product_flops, "bwd": 4 * product_flops}
         if arguments.tune:
             for part, *config in TUNE:
                 name = f"{part} " + " ".join(f"{n}={x}" for n, x in zip(NAMES, config))

@@ -1,4 +1,4 @@
-"""From which sequence length a sparse attention kind takes less time than dense HSTU and softmax attention.
+"""Find the sequence length from which a sparse attention kind is faster than dense HSTU and softmax attention.
 
     python benchmarks/crossover.py                      measure, into benchmarks/results/crossover.jsonl; again: go on
     python benchmarks/crossover.py --table              the lengths from which each kind overtakes, and its times
@@ -30,7 +30,7 @@ from benchmarks.parts import NO_BIAS, described, prepare, random_batch, timed
 from models.attention import attention_kind
 from models.config import RunConfig
 
-# The lengths in the middle first: what there is when time is up tells most.
+# The middle lengths come first, since they matter most if the time runs out.
 LENGTHS = [8192, 32768, 2048, 131072, 512, 16384, 65536, 4096, 1024, 256]
 OVERTAKEN = ("dense", "softmax")
 PARTS = ("forward", "both passes", "step")
@@ -54,7 +54,7 @@ KINDS = {
 
 
 def layer_times(options, config: RunConfig, device: torch.device) -> dict[str, float]:
-    """Milliseconds of one attention layer: forward alone, and both passes."""
+    """Measure milliseconds of one attention layer: forward alone, and both passes."""
     attention, sizes = config.model.attention[0], config.model.layer_sizes
     kind = attention_kind(attention.kind)
     torch.manual_seed(0)
@@ -86,25 +86,27 @@ def layer_times(options, config: RunConfig, device: torch.device) -> dict[str, f
 
 
 def median(function: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Milliseconds of a call, behind two that compile."""
+    """Return the median milliseconds of a call, after two calls that compile."""
     for _ in range(2):
         function()
     return statistics.median(timed(lambda _: function(), None, device.type == "cuda") for _ in range(repeats))
 
 
 def step_time(options, attention: dict, length: int, device: torch.device) -> float:
-    """Milliseconds of a training step."""
+    """Measure milliseconds of a training step."""
     _, _, batch, step, _ = prepare(options, attention, length, device)
     return statistics.median(timed(step, batch, device.type == "cuda") for _ in range(options.repeats))
 
 
 def measure(options, device: torch.device) -> None:
-    """Appends a JSON line for each kind and length that the file lacks, until the time is up."""
+    """Append a JSON line for each kind and length that the file lacks, until the time is up."""
     until = math.inf if options.seconds is None else time.monotonic() + options.seconds
-    there = {(record["attention"], record["length"]) for record in read(options.out)} if options.out.exists() else set()
+    measured = (
+        {(record["attention"], record["length"]) for record in read(options.out)} if options.out.exists() else set()
+    )
     for length in options.lengths:
         for name in options.kinds:
-            if (name, length) in there or time.monotonic() > until:
+            if (name, length) in measured or time.monotonic() > until:
                 continue
             record = described(options, name, length, device)
             try:
@@ -120,23 +122,24 @@ def measure(options, device: torch.device) -> None:
 
 
 def read(source: Path) -> list[dict]:
-    """The records of a file of JSON lines."""
+    """Read the records of a file of JSON lines."""
     return [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
 
 
 def times(records: list[dict], part: str) -> dict[str, dict[int, float]]:
-    """kind -> length -> milliseconds of a part; what could not be measured is left out."""
-    found: dict[str, dict[int, float]] = {}
+    """Return kind -> length -> milliseconds of a part, without failed measurements."""
+    by_kind: dict[str, dict[int, float]] = {}
     for record in records:
         if part in record:
-            found.setdefault(record["attention"], {})[record["length"]] = record[part]
-    return {name: dict(sorted(values.items())) for name, values in found.items()}
+            by_kind.setdefault(record["attention"], {})[record["length"]] = record[part]
+    return {name: dict(sorted(values.items())) for name, values in by_kind.items()}
 
 
 def overtakes(ours: dict[int, float], theirs: dict[int, float]) -> float | None:
-    """The length from which `ours` stays below `theirs`, both length -> time; None where it is not below at the end.
+    """Return the length from which `ours` stays below `theirs`, both length -> time; None if it is not below at the
+    end.
 
-    Between two measured lengths the ratio's logarithm is taken for linear in the length's.
+    Between two measured lengths the ratio's logarithm is interpolated linearly in the logarithm of the length.
     """
     lengths = sorted(ours.keys() & theirs.keys())
     ratios = [math.log(ours[length] / theirs[length]) for length in lengths]
@@ -150,7 +153,7 @@ def overtakes(ours: dict[int, float], theirs: dict[int, float]) -> float | None:
 
 
 def table(records: list[dict]) -> list[str]:
-    """Markdown: from which length each sparse kind overtakes; then the times in ms by length."""
+    """Format as Markdown the length from which each sparse kind is faster, then the times in ms by length."""
     lines = ["| from N = | " + " | ".join(f"{part} over {other}" for part in PARTS for other in OVERTAKEN) + " |"]
     lines.append("| --- |" + " ---: |" * len(PARTS) * len(OVERTAKEN))
     names = dict.fromkeys(record["attention"] for record in records)
@@ -160,13 +163,13 @@ def table(records: list[dict]) -> list[str]:
         for part in PARTS:
             for other in OVERTAKEN:
                 ours, theirs = by_part[part].get(name, {}), by_part[part].get(other, {})
-                at, both = overtakes(ours, theirs), sorted(ours.keys() & theirs.keys())
-                if not both:
+                at, common = overtakes(ours, theirs), sorted(ours.keys() & theirs.keys())
+                if not common:
                     cells.append("-")
                 elif at is None:
-                    cells.append(f"not up to {both[-1]:,}")
+                    cells.append(f"not up to {common[-1]:,}")
                 else:
-                    cells.append(f"{both[0]:,} or less" if at == both[0] else f"{float(f'{at:.2g}'):,.0f}")
+                    cells.append(f"{common[0]:,} or less" if at == common[0] else f"{float(f'{at:.2g}'):,.0f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     for part in PARTS:
         lengths = sorted({length for values in by_part[part].values() for length in values})
@@ -179,7 +182,7 @@ def table(records: list[dict]) -> list[str]:
 
 
 def plot(records: list[dict], target: Path) -> None:
-    """A panel for each part: time over that of softmax by length."""
+    """Plot a panel for each part: time over that of softmax by length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,11 +190,13 @@ def plot(records: list[dict], target: Path) -> None:
 
     figure, axes = plt.subplots(1, len(PARTS), figsize=(4.2 * len(PARTS), 3.6), sharey=True, layout="constrained")
     for axis, part in zip(axes, PARTS):
-        found = times(records, part)
-        base = found.get("softmax", {})
-        for name, values in found.items():
-            both = [length for length in values if length in base]
-            axis.plot(both, [values[length] / base[length] for length in both], marker="o", markersize=3, label=name)
+        by_kind = times(records, part)
+        base = by_kind.get("softmax", {})
+        for name, values in by_kind.items():
+            common = [length for length in values if length in base]
+            axis.plot(
+                common, [values[length] / base[length] for length in common], marker="o", markersize=3, label=name
+            )
         axis.set_xscale("log", base=2)
         axis.set(yscale="log", xlabel="tokens a sequence", title=part)
         axis.grid(alpha=0.3)

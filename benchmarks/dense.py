@@ -1,4 +1,5 @@
-"""Dense HSTU attention against softmax attention of the same shape: SDPA (FlashAttention, cuDNN) and flex_attention.
+"""Benchmark dense HSTU attention against softmax attention of the same shape: SDPA (FlashAttention, cuDNN),
+flex_attention.
 
 The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, causal. Softmax attention is not
 the same mathematics, but the same products, and what a user would otherwise run.
@@ -23,9 +24,11 @@ def add_arguments(parser):
 
 
 def flops(tokens, length, heads, size):
-    """Two products forward, five backward (seven done where dq has a kernel of its own), over the causal half."""
-    one = 2 * tokens * (length / 2) * heads * size
-    return {"fwd": 2 * one, "bwd": 5 * one}
+    """Return the operations of two products forward and five backward (seven with a separate dq kernel), causal
+    half.
+    """
+    product = 2 * tokens * (length / 2) * heads * size
+    return {"fwd": 2 * product, "bwd": 5 * product}
 
 
 def inputs(tokens, length, heads, size, dtype, *, biased):
@@ -44,12 +47,12 @@ def inputs(tokens, length, heads, size, dtype, *, biased):
 
 
 def attention(position_bias=None, time_bias=None, timestamps=None, **arguments):
-    """hstu_attention with what makes the bias apart, as `inputs` gives it."""
+    """Call hstu_attention with the parts of the bias separate, as `inputs` returns them."""
     return hstu_attention(**arguments, bias=RelativeBias(position_bias, time_bias, timestamps))
 
 
 def check(heads, size, dtype, biased, backend="auto"):
-    """Output and gradients against the reference, on a batch that the reference has memory for."""
+    """Compare output and gradients with the reference, on a batch that fits into its memory."""
     x = inputs(2048, 1024, heads, size, dtype, biased=biased)
     grad = torch.randn(x["v"].shape, device="cuda")
     reference = functools.partial(attention, backend="reference")
@@ -68,7 +71,7 @@ def differentiable(x):
 
 
 def parts(function, leaves):
-    """Forward alone, and backward alone of a graph that is kept."""
+    """Return forward alone, and backward alone on a retained graph."""
     out = function()
     grad = torch.randn_like(out)
     return {

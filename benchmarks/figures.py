@@ -1,4 +1,4 @@
-"""Where benchmarks keep what they measured, and how they draw it."""
+"""Define where benchmarks store their measurements, and how they save figures."""
 
 import io
 from pathlib import Path
@@ -7,7 +7,7 @@ RESULTS = Path(__file__).parent / "results"  # JSON lines, with hardware, versio
 
 
 def save(figure, target: Path) -> None:
-    """A figure of matplotlib as a small PNG: 80 dots an inch in 64 colours."""
+    """Save a figure of matplotlib as a small PNG: 80 dots an inch in 64 colours."""
     from PIL import Image
 
     drawn = io.BytesIO()

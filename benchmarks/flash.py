@@ -1,4 +1,4 @@
-"""Flash attention over jagged sequences against SDPA (FlashAttention, cuDNN) of the same shape, and FlashAttention-4.
+"""Benchmark flash attention over jagged sequences against SDPA (FlashAttention, cuDNN) and FlashAttention-4.
 
     python benchmarks/run.py --op flash                 131,072 tokens, 16 heads of 128, bf16, causal
     python benchmarks/run.py --op flash --only ours,cute,fa4,fa4-unordered
@@ -60,9 +60,11 @@ def add_arguments(parser):
 
 
 def flops(tokens, length, heads, size):
-    """Two products forward, five backward (seven done, since dq has a kernel of its own), over the causal half."""
-    one = 2 * tokens * (length / 2) * heads * size
-    return {"fwd": 2 * one, "bwd": 5 * one}
+    """Return the operations of two products forward and five backward (seven with a separate dq kernel), causal
+    half.
+    """
+    product = 2 * tokens * (length / 2) * heads * size
+    return {"fwd": 2 * product, "bwd": 5 * product}
 
 
 def inputs(lengths, heads, size, dtype, kv_heads=None):
@@ -73,7 +75,7 @@ def inputs(lengths, heads, size, dtype, kv_heads=None):
 
 
 def check(heads, size, dtype, kv_heads=None, backend="triton"):
-    """Output and gradients against the reference, on a batch that the reference has memory for."""
+    """Compare output and gradients with the reference, on a batch that fits into its memory."""
     lengths = [1024, 700, 1]
     x = dict(zip("qkv", (t.detach() for t in inputs(lengths, heads, size, dtype, kv_heads))))
     grad = torch.randn(x["q"].shape, device="cuda")
@@ -92,7 +94,7 @@ def check(heads, size, dtype, kv_heads=None, backend="triton"):
 
 
 def parts(function, leaves):
-    """Forward alone, and backward alone of a graph that is kept."""
+    """Return forward alone, and backward alone on a retained graph."""
     out = function()
     grad = torch.randn_like(out)
     return {"fwd": function, "bwd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)}
@@ -104,7 +106,7 @@ def ours(lengths, heads, size, dtype, kv_heads=None, backend="triton"):
 
 
 def fa4(lengths, heads, size, dtype, kv_heads, deterministic):
-    """FlashAttention-4's public function."""
+    """Call FlashAttention-4's public function."""
     from flash_attn.cute import flash_attn_varlen_func
 
     leaves = inputs(lengths, heads, size, dtype, kv_heads)
@@ -131,7 +133,7 @@ def sdpa(tokens, length, heads, size, dtype, backend):
 
 
 def padded(lengths, longest, heads, size, dtype):
-    """What the softmax kind did on a GPU: pad, SDPA, cut."""
+    """Pad, call SDPA and cut, as the softmax kind did on a GPU before."""
     leaves, offsets = inputs(lengths, heads, size, dtype), make_offsets(lengths, device="cuda")
 
     def call():
@@ -145,7 +147,7 @@ def padded(lengths, longest, heads, size, dtype):
 
 
 def kernel(part, config, tokens, length, heads, size, dtype):
-    """{part: one kernel with these tile sizes}."""
+    """Return {part: one kernel with these tile sizes}."""
     from hstu_sparse.ring.flash.launch import Launch, bwd_dkv_config, bwd_dq_config, fwd_config, looks_for_bounds
     from hstu_sparse.ring.flash.problem import Layout, Options
 
@@ -190,11 +192,11 @@ def cases(arguments):
         all_flops = flops(tokens, length, heads, size)
         if arguments.sweep:
             forward = dict.fromkeys(("fwd", "fwd of bounded scores"), all_flops["fwd"])
-            done = forward | {"dq": all_flops["fwd"] * 1.5, "dkv": all_flops["fwd"] * 2}
+            flops_done = forward | {"dq": all_flops["fwd"] * 1.5, "dkv": all_flops["fwd"] * 2}
             for part, configs in SWEEP.items():
                 for config in configs:
                     make = functools.partial(kernel, part, config, tokens, length, heads, size, dtype)
-                    yield Case(f"{part} {config}", described, make, flops=done)
+                    yield Case(f"{part} {config}", described, make, flops=flops_done)
             continue
         make = functools.partial(Case, shape=described, flops=all_flops)
         lengths = [length] * (tokens // length)

@@ -1,4 +1,4 @@
-"""Hierarchical tree attention against SDPA's backends (dense causal softmax), one sequence.
+"""Benchmark hierarchical tree attention against SDPA's backends (dense causal softmax), one sequence.
 
     python benchmarks/run.py --op htree --repeats 5 --warmup 1 --sdpa-up-to 65536
     python benchmarks/run.py --op htree --lengths 262144 --repeats 1 --warmup 0 --only sdpa-cudnn
@@ -24,7 +24,7 @@ BACKENDS = {
     "sdpa-cudnn gqa": ("CUDNN_ATTENTION", True),
     "sdpa-efficient": ("EFFICIENT_ATTENTION", False),
 }
-# A length with three layers for which the reference in fp64 has memory.
+# A length with three layers for which the fp64 reference fits into memory.
 CHECKED = 18000
 
 
@@ -58,13 +58,13 @@ def run_ours(shape, options, deterministic=False, config=None):
 
     def call():
         torch.use_deterministic_algorithms(deterministic)
-        # PyTorch would fill each new buffer with NaN to find reads of what nothing wrote: a check, not the mode's cost.
+        # PyTorch would fill each new buffer with NaN to find reads of unwritten memory: a check, not part of the mode.
         torch.utils.deterministic.fill_uninitialized_memory = False
         return htree_attention(q, k, v, offsets, shape[0], **options)
 
     def within(function):
         def run():
-            with override(launch.walk_config, lambda found, *_: config or found):
+            with override(launch.walk_config, lambda default, *_: config or default):
                 return function()
 
         return run
@@ -73,17 +73,17 @@ def run_ours(shape, options, deterministic=False, config=None):
 
 
 @functools.cache
-def check(rest, *items):
-    """Output and gradients against the reference with the kernel's choice, at a length that it has memory for."""
+def check(sizes, *items):
+    """Compare output and gradients with the reference, given the kernel's choice, at a length that fits into memory."""
     from hstu_sparse import htree_attention
     from hstu_sparse.htree.compare import walk_kernel
     from hstu_sparse.htree.reference import htree_attention_reference
     from hstu_sparse.testing import assert_within_budget, gradients, make_offsets
 
     options = dict(items)
-    full = options | dict(scale=rest[2] ** -0.5, rope_base=10000.0)
+    full = options | dict(scale=sizes[2] ** -0.5, rope_base=10000.0)
     torch.use_deterministic_algorithms(False)
-    q, k, v = (x.detach() for x in inputs(CHECKED, *rest))
+    q, k, v = (x.detach() for x in inputs(CHECKED, *sizes))
     offsets = make_offsets([CHECKED], device="cuda")
     rows = torch.arange(CHECKED, device="cuda")
     chosen = walk_kernel(q, k, v, offsets, CHECKED, **full, positions=rows, trace=False).choices
@@ -119,7 +119,7 @@ def run_sdpa(shape, backend, gqa):
 
 
 def sweep():
-    """Launch options of the two walking kernels that are worth a look."""
+    """Return promising launch options of the two walking kernels."""
     from hstu_sparse.htree.launch import TILE
     from hstu_sparse.launch import LaunchConfig
 
@@ -133,10 +133,10 @@ def cases(arguments):
     options = dict(compression_rate=arguments.compression_rate, top_k=arguments.top_k)
     for length in arguments.lengths or LENGTHS:
         shape = (length, arguments.heads, arguments.kv_heads, arguments.head_size, dtype)
-        whole = length * arguments.head_size * dtype.itemsize / 2**20
+        head_mb = length * arguments.head_size * dtype.itemsize / 2**20
         described = dict(
             length=length, heads=arguments.heads, kv_heads=arguments.kv_heads, head_size=arguments.head_size,
-            dtype=arguments.dtype, **options, qo_mb=whole * arguments.heads, kv_mb=2 * whole * arguments.kv_heads,
+            dtype=arguments.dtype, **options, qo_mb=head_mb * arguments.heads, kv_mb=2 * head_mb * arguments.kv_heads,
         )  # fmt: skip
         kv, qo = described["kv_mb"], described["qo_mb"]
         sizes = {"fwd": qo, "bwd": qo + kv, "fwd+bwd": 2 * qo + kv}

@@ -1,4 +1,4 @@
-"""The index loss, sparse attention and the lightning indexer, against torch.compile of the reference and dense SDPA.
+"""Benchmark index loss, sparse attention and lightning indexer against torch.compile of the reference and dense SDPA.
 
     python benchmarks/run.py --op indexer      the standard cases
     python benchmarks/run.py --op indexer --only "gather"          what gathering rows can reach at all
@@ -57,10 +57,10 @@ def loss_inputs(top_k):
 def run_loss(top_k, backend, compiled):
     from hstu_sparse.compat import compute_index_loss_sparse
 
-    given = loss_inputs(top_k)
+    arguments = loss_inputs(top_k)
 
     def call():
-        return compute_index_loss_sparse(**given, backend=backend)
+        return compute_index_loss_sparse(**arguments, backend=backend)
 
     if compiled:
         call = torch.compile(call)
@@ -69,14 +69,19 @@ def run_loss(top_k, backend, compiled):
         with torch.no_grad():
             return call()
 
-    def both():
-        return torch.autograd.grad(call(), given["index_score"])
+    def forward_backward():
+        return torch.autograd.grad(call(), arguments["index_score"])
 
-    return {"fwd": forward, "fwd+bwd": both, "fwd graph": replayed(forward), "fwd+bwd graph": replayed(both)}
+    return {
+        "fwd": forward,
+        "fwd+bwd": forward_backward,
+        "fwd graph": replayed(forward),
+        "fwd+bwd graph": replayed(forward_backward),
+    }
 
 
 def replayed(function):
-    """A function that replays the CUDA graph of another one."""
+    """Return a function that replays the CUDA graph of another one."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -93,27 +98,28 @@ def check_loss(top_k):
     from hstu_sparse.compat import compute_index_loss_sparse
     from hstu_sparse.testing import assert_within_budget, gradients
 
-    given = loss_inputs(top_k)
-    given = given | {
-        n: given[n][:, :, :300] if n == "query" else given[n][:, :300] for n in ("query", "index_score", "indices")
+    arguments = loss_inputs(top_k)
+    arguments = arguments | {
+        n: arguments[n][:, :, :300] if n == "query" else arguments[n][:, :300]
+        for n in ("query", "index_score", "indices")
     }
-    fixed = {n: given.pop(n) for n in ("indices", "scaling", "chunk_offset")}
-    one = torch.ones((), device="cuda")
+    fixed = {n: arguments.pop(n) for n in ("indices", "scaling", "chunk_offset")}
+    upstream = torch.ones((), device="cuda")
     run = lambda backend, **inputs: gradients(
-        functools.partial(compute_index_loss_sparse, **fixed, backend=backend), inputs, one
+        functools.partial(compute_index_loss_sparse, **fixed, backend=backend), inputs, upstream
     )
-    actual, lossy = run("triton", **given), run("reference", **given)
-    exact = run("reference", **{n: x.double() for n, x in given.items()})
+    actual, lossy = run("triton", **arguments), run("reference", **arguments)
+    exact = run("reference", **{n: x.double() for n, x in arguments.items()})
     for name in ("output", "grad of index_score"):
         assert_within_budget(name, actual[name], lossy[name], exact[name], factor=4.0, floor=2e-6)
 
 
-# Gathering alone: what bounds loss and attention.
+# Gathering alone, which bounds loss and attention.
 
 
 @triton.jit
 def gather_kernel(rows, indices, out, K, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up K rows of SIZE, which indices names."""
+    """Add up K rows of SIZE, which indices name."""
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK, SIZE], tl.float32)
     for start in range(0, K, BLOCK):
@@ -177,14 +183,14 @@ def within_lists(lists, function):
     from hstu_sparse.indexer import launch
 
     def run():
-        with override(launch.by_lists, lambda found, _: found or lists):
+        with override(launch.by_lists, lambda default, _: default or lists):
             return function()
 
     return run
 
 
 def check_sparse(tokens, length, lists):
-    """Some tokens' output, and dv, against plain attention over their chosen keys."""
+    """Compare some tokens' output, and dv, with plain attention over their chosen keys."""
     from hstu_sparse import sparse_attention
 
     length = min(length, 8192)
@@ -200,8 +206,8 @@ def check_sparse(tokens, length, lists):
     grad = torch.zeros_like(out)
     grad[some] = torch.randn_like(grad[some])
     dq, dk, dv = within_lists(lists, lambda: torch.autograd.grad(out, (q, k, v), grad))()
-    own = torch.autograd.grad(expected, (q, k, v), grad[some].float())
-    for name, a, b in zip("qkv", (dq, dk, dv), own):
+    expected_grads = torch.autograd.grad(expected, (q, k, v), grad[some].float())
+    for name, a, b in zip("qkv", (dq, dk, dv), expected_grads):
         assert (a - b).float().norm() < 2e-2 * b.float().norm(), f"sparse attention: wrong gradient of {name}"
 
 
@@ -221,38 +227,40 @@ def indexer_inputs(tokens, length):
     from hstu_sparse.testing import make_offsets
 
     shapes = (tokens, INDEX_HEADS, INDEX_SIZE), (tokens, INDEX_SIZE), (tokens, INDEX_HEADS)
-    given = [normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
-    return *given, make_offsets([length] * (tokens // length), device="cuda")
+    tensors = [normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+    return *tensors, make_offsets([length] * (tokens // length), device="cuda")
 
 
 def run_indexer(tokens, length, backward=True):
     from hstu_sparse import lightning_indexer
 
-    given = indexer_inputs(tokens, length)
-    return step_parts(lambda: lightning_indexer(*given, TOP_K)[0], given[:3], backward=backward)
+    arguments = indexer_inputs(tokens, length)
+    return step_parts(lambda: lightning_indexer(*arguments, TOP_K)[0], arguments[:3], backward=backward)
 
 
 def check_indexer(tokens, length):
-    """Some tokens' choice against all of their scores, in fp32."""
+    """Compare some tokens' choice with all of their scores, in fp32."""
     from hstu_sparse import lightning_indexer
 
     iq, ik, w, offsets = (x.detach() for x in indexer_inputs(tokens, length))
     scores, indices = lightning_indexer(iq, ik, w, offsets, TOP_K)
     for token in range(tokens - 1, 0, -(tokens // 40)):
         begin = token // length * length
-        own = ((ik[begin : token + 1].float() @ iq[token].float().T).relu() * w[token].float()).sum(1)
+        all_scores = ((ik[begin : token + 1].float() @ iq[token].float().T).relu() * w[token].float()).sum(1)
         number = min(TOP_K, token + 1 - begin)
-        best, chosen = own.topk(number).values, indices[token, :number].long()
+        best, chosen = all_scores.topk(number).values, indices[token, :number].long()
         assert (chosen.diff() > 0).all() and (indices[token, number:] == -1).all(), "not ascending"
-        assert torch.allclose(own[chosen].sort(descending=True).values, best, rtol=1e-4, atol=1e-4), "a wrong choice"
-        assert torch.allclose(scores[token, :number], own[chosen], rtol=1e-4, atol=1e-4), "wrong scores"
+        assert torch.allclose(all_scores[chosen].sort(descending=True).values, best, rtol=1e-4, atol=1e-4), (
+            "a wrong choice"
+        )
+        assert torch.allclose(scores[token, :number], all_scores[chosen], rtol=1e-4, atol=1e-4), "wrong scores"
 
 
-# Other launch options: what the constants in the launchers were chosen from.
+# Alternative launch options, from which the constants in the launchers were chosen.
 
 
 def tuned(configuration, change, setup):
-    """setup() with a configuration changed whenever one of its parts runs."""
+    """Run setup() with a configuration that is changed whenever one of its parts runs."""
 
     def run():
         with override(configuration, change):
@@ -270,12 +278,12 @@ def tuned(configuration, change, setup):
 def tuning(tokens, length):
     from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
 
-    for top_k, block, held, warps, stages in (
+    for top_k, block, held_blocks, warps, stages in (
         (512, 128, 4, 4, 4), (512, 128, 4, 8, 4), (512, 64, 8, 4, 4), (512, 64, 8, 4, 5), (512, 64, 0, 4, 5),
         (2048, 256, 8, 8, 5), (2048, 256, 8, 8, 4), (2048, 256, 8, 16, 5), (2048, 128, 16, 8, 5), (2048, 64, 0, 4, 5),
         (2048, 128, 0, 4, 5),
     ):  # fmt: skip
-        config = LaunchConfig(warps, stages, BLOCK=block, HELD=held)
+        config = LaunchConfig(warps, stages, BLOCK=block, HELD=held_blocks)
         setup = functools.partial(run_loss, top_k, "triton", False)
         change = lambda *_, config=config: config
         yield Case(f"loss {config}", {"top_k": top_k}, tuned(launch_loss.loss_config, change, setup))
@@ -288,7 +296,7 @@ def tuning(tokens, length):
     for block, warps, stages in ((64, 4, 2), (64, 4, 5), (64, 8, 5), (32, 4, 3), (32, 4, 5), (16, 4, 3)):
         config = LaunchConfig(warps, stages, BLOCK=block)
         setup = functools.partial(run_sparse, tokens, length)
-        change = lambda found, kernel, *_, config=config: config if kernel == "bwd" else found
+        change = lambda default, kernel, *_, config=config: config if kernel == "bwd" else default
         yield Case(f"attention bwd {config}", shape, tuned(launch_attention.attention_config, change, setup))
     for capacity, sample, rows, block, warps, stages in (
         (3072, 4096, 64, 64, 4, 3), (3072, 2048, 64, 64, 4, 3), (4096, 2048, 64, 64, 4, 3), (3072, 4096, 64, 64, 4, 4),

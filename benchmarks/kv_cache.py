@@ -1,4 +1,4 @@
-"""What a packed cache costs in quality: runs of compare.py, ranked again as a service would with their keys in one.
+"""Measure the quality cost of a packed cache: rank runs of compare.py again as a service would, with packed keys.
 
     python compare.py PLAN.yaml --out quality/                   trains the runs (dense, rotatekv, ...)
     python benchmarks/kv_cache.py quality/ --names dense,rotatekv --bits 2,4 --sinks 0,4
@@ -30,7 +30,7 @@ from models.metrics import user_metrics  # noqa: E402
 
 
 def finished_runs(folder: Path) -> list[Path]:
-    """The runs of a setting that came to their end, by their folders."""
+    """Return the folders of a setting's finished runs."""
     return sorted(run for run in folder.glob("seed-*") if is_finished(run))
 
 
@@ -52,8 +52,8 @@ def rank(folder: Path, out: Path, options: dict) -> None:
         return
     target.parent.mkdir(exist_ok=True)
     config, data, model, _ = evaluation.open_run(folder, [])
-    rest = {key: value for key, value in options.items() if key != "bits"}
-    serving = ServingOptions(cache=f"{options['bits']}bit", slide=1, **rest)
+    other_options = {key: value for key, value in options.items() if key != "bits"}
+    serving = ServingOptions(cache=f"{options['bits']}bit", slide=1, **other_options)
     if all(layer.attention.config.kind == "rotatekv" for layer in model.layers):
         serving = ServingOptions(slide=1)  # its own codes, which it was trained for
     served = Recommender(model, config, data.vocabulary, has_timestamps=data.dataset.has_timestamps, options=serving)
@@ -62,7 +62,7 @@ def rank(folder: Path, out: Path, options: dict) -> None:
     line = {"name": name, "seed": int(seed), **options, **served.description, **ranking_metrics(ranks)}
     with (out / "kv_cache.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    # Last: where it is, the setting is done with.
+    # Written last: its existence marks the setting as done.
     content = io.BytesIO()
     np.save(content, ranks)
     replace_file(target, content.getvalue())
@@ -81,7 +81,7 @@ class Row(NamedTuple):
 
 
 def gains(out: Path, name: str) -> dict[str, np.ndarray]:
-    """seed -> NDCG@10 of every user, through a cache, or for a name without + as the run was judged."""
+    """Return seed -> NDCG@10 of every user, through a cache, or for a name without + from the run's own evaluation."""
     if "+" in name:
         paths = sorted((out / "ranks").glob(f"{name}-*.npy"))
         ranks = {path.stem.removeprefix(f"{name}-"): np.load(path, allow_pickle=False) for path in paths}
@@ -93,19 +93,19 @@ def gains(out: Path, name: str) -> dict[str, np.ndarray]:
 
 
 def table(out: Path) -> list[Row]:
-    """All settings, the full caches in bf16 first. A setting is compared with the full runs of its own seeds."""
+    """Return all settings, the full caches in bf16 first. A setting is compared with the full runs of its own seeds."""
     lines = [json.loads(line) for line in (out / "kv_cache.jsonl").read_text(encoding="utf-8").splitlines()]
-    whole, packed = {}, []
-    for name, own in {line["name"]: line for line in lines}.items():
+    full_caches, packed = {}, []
+    for name, line_of in {line["name"]: line for line in lines}.items():
         base = name.partition("+")[0]
         full, served = gains(out, base), gains(out, name)
         seeds = sorted(full.keys() & served.keys())
         if full:
-            whole[base] = Row(base, own["bytes_per_user_bf16"], float(np.mean(list(full.values()))))
-        both = [np.stack([x[seed] for seed in seeds]) for x in (served, full)] if seeds else ()
-        interval = compare(*both, same_runs=True)[:3] if seeds else ()
-        packed.append(Row(name, own["bytes_per_user"], float(np.mean(list(served.values()))), *interval))
-    return [*whole.values(), *packed]
+            full_caches[base] = Row(base, line_of["bytes_per_user_bf16"], float(np.mean(list(full.values()))))
+        pair = [np.stack([x[seed] for seed in seeds]) for x in (served, full)] if seeds else ()
+        interval = compare(*pair, same_runs=True)[:3] if seeds else ()
+        packed.append(Row(name, line_of["bytes_per_user"], float(np.mean(list(served.values()))), *interval))
+    return [*full_caches.values(), *packed]
 
 
 def plot(rows: list[Row], target: Path) -> None:

@@ -1,11 +1,11 @@
-"""What attention kinds remember, by distance: the runs of configs/compare/long-memory.yaml, judged again with options
-that change what a trained layer may look at.
+"""Measure what attention kinds remember, by distance: judge the runs of configs/compare/long-memory.yaml again with
+options that change what a trained layer may attend to.
 
     python compare.py configs/compare/long-memory.yaml --out memory --parallel 4 --no-speed
     python benchmarks/memory.py memory              appends to benchmarks/results/memory.jsonl
     python benchmarks/memory.py --table             accuracy by distance, in Markdown
 
-The weights stay as they were trained: what an option gives then is what it gives to a model that has learned the task.
+The weights are unchanged: the result shows what an option gives to a model that has learned the task without it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from models.folder import FolderError, commit
 from models.report import environment
 from models.run import judge
 
-# kind of the memory layer -> options that it is judged with beside its own
+# kind of the memory layer -> options for further evaluations
 VARIANTS = {
     "bsa": [{"block_counts": 4}, {"block_counts": 64}, {"selection_group": 16}],
     "htree": [{"top_k": 16}, {"top_k": 256}, {"selection_group": 16}],
@@ -32,7 +32,7 @@ VARIANTS = {
 
 
 def measure(folder: Path, out: Path) -> None:
-    """Appends a JSON line for each finished run in the folders of `folder`, and for each variant of its kind."""
+    """Append a JSON line for each finished run in the folders of `folder`, and for each variant of its kind."""
     for setting in sorted(path for path in folder.iterdir() if path.is_dir()):
         try:
             runs = runs_in(setting)
@@ -62,7 +62,7 @@ def measure(folder: Path, out: Path) -> None:
 
 
 def table(records: list[dict]) -> list[str]:
-    """Markdown: a row for each record, accuracy in percent at each distance."""
+    """Format as Markdown: a row for each record, accuracy in percent at each distance."""
     distances = list(records[0]["by_distance"])
     lines = ["| setting | " + " | ".join(distances) + " |", "| --- |" + " ---: |" * len(distances)]
     for record in records:

@@ -1,4 +1,4 @@
-"""Paged attention: a query or candidates of each user against pages, and a history that is appended at once.
+"""Benchmark paged attention: a query or candidates of each user against pages, and a history appended at once.
 
     python benchmarks/run.py --op paged --out paged.jsonl       64 users, 4 heads of 64, both biases, SiLU, bf16
     python benchmarks/run.py --op paged --lengths 4096 --queries 1 --only bf16,2bit
@@ -46,7 +46,7 @@ def draw(tokens, heads, size, seed):
 
 
 def times_of(users, length):
-    """[users * length] seconds, ascending in each user, a quarter of an hour apart on average."""
+    """Return [users * length] seconds, ascending for each user, a quarter of an hour apart on average."""
     generator = torch.Generator().manual_seed(7)
     gaps = torch.randint(1, 1800, (users, length), generator=generator)
     return (1_600_000_000 + gaps.cumsum(1)).flatten().cuda()
@@ -57,7 +57,7 @@ def tables(length):
 
 
 def filled(name, users, length, heads, size):
-    """(pool, pages, lengths, offsets, keys, values, times) of users with histories of `length` in pages."""
+    """Return (pool, pages, lengths, offsets, keys, values, times) of users with histories of `length` in pages."""
     from hstu_sparse import PageFormat, PagePool
     from hstu_sparse.testing import make_offsets
 
@@ -73,7 +73,7 @@ def filled(name, users, length, heads, size):
 
 
 def with_replay(call):
-    """The call from Python, and the same as a captured CUDA graph."""
+    """Return the call from Python, and the same as a captured CUDA graph."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def with_replay(call):
 
 
 def attending(name, users, length, heads, size, queries):
-    """(a call, its queries) of candidates of every user."""
+    """Return (a call, its queries) of candidates of every user."""
     from hstu_sparse import RelativeBias, paged_attention
     from hstu_sparse.testing import make_offsets
 
@@ -101,7 +101,7 @@ def attending(name, users, length, heads, size, queries):
 
 @contextlib.contextmanager
 def launched_with(splits=None, **options):
-    """Paged attention with so many parts of a history and options of Triton, where given."""
+    """Run paged attention with the given number of parts of a history and options of Triton."""
     from hstu_sparse.launch import override
     from hstu_sparse.paged import launch
 
@@ -125,7 +125,7 @@ def run_paged(tried, *arguments):
 
 
 def run_append(name, users, length, heads, size):
-    """A history of `length` events appended at once: written, and attended to by all of its tokens."""
+    """Append a history of `length` events at once: write it, and attend to it by all of its tokens."""
     from hstu_sparse import RelativeBias, paged_attention
 
     pool, pages, lengths, offsets, k, v, times = filled(name, users, length, heads, size)
@@ -141,18 +141,18 @@ def run_dense(users, length, heads, size, queries):
     from hstu_sparse import RelativeBias, hstu_attention
     from hstu_sparse.testing import make_offsets
 
-    whole = length + queries
-    q, k, v = (draw(users * whole, heads, size, seed) for seed in range(3))
-    offsets, times = make_offsets([whole] * users, device="cuda"), times_of(users, whole)
+    total_length = length + queries
+    q, k, v = (draw(users * total_length, heads, size, seed) for seed in range(3))
+    offsets, times = make_offsets([total_length] * users, device="cuda"), times_of(users, total_length)
     targets = torch.full((users,), queries, device="cuda", dtype=torch.int64) if queries else None
-    bias = RelativeBias(*tables(whole), times, times + 60)
-    call = lambda: hstu_attention(q, k, v, offsets, whole, num_targets=targets, bias=bias)
+    bias = RelativeBias(*tables(total_length), times, times + 60)
+    call = lambda: hstu_attention(q, k, v, offsets, total_length, num_targets=targets, bias=bias)
     return {"append": call} if not queries else with_replay(call)
 
 
 @functools.cache
 def check(name, heads, size, queries):
-    """Against the reference in fp64 on the same pages, for 2 users with fewer events."""
+    """Compare with the fp64 reference on the same pages, for 2 users with fewer events."""
     from hstu_sparse.testing import assert_within_budget
 
     call, q = attending(name, 2, 1000, heads, size, queries)

@@ -1,4 +1,5 @@
-"""A training step by part: embedding, projections, attention, loss, optimizer. Run by `benchmarks/train.py --parts`.
+"""Time a training step by part: embedding, projections, attention, loss, optimizer. Run by `benchmarks/train.py
+--parts`.
 
 Sequences of one length N, random items; 4 layers, E 256, 4 heads of 64, bf16 autocast, as many tokens a step whatever
 N. The step is timed as training runs it (CUDA graphs and all). Its parts come from the profile of a step outside of
@@ -87,7 +88,7 @@ def configuration(options, length: int, attention: dict) -> RunConfig:
 
 
 def random_batch(config: RunConfig, items: int, device: torch.device) -> Batch:
-    """Sequences of max_seq_len events, an hour apart on average."""
+    """Return sequences of max_seq_len events, an hour apart on average."""
     length, sequences = config.model.max_seq_len, config.train.batch_size
     generator = torch.Generator().manual_seed(0)
     tokens = length * sequences
@@ -103,22 +104,22 @@ def random_batch(config: RunConfig, items: int, device: torch.device) -> Batch:
 
 
 def marked(function, part: str):
-    def run(*given, **named):
+    def run(*arguments, **named):
         with record_function(f"part:{part}"):
-            return function(*given, **named)
+            return function(*arguments, **named)
 
     return run
 
 
 def part_times(step, batch: Batch, device: torch.device) -> dict[str, float]:
-    """Milliseconds of each part in one step; on a CPU of the operators themselves."""
+    """Measure milliseconds of each part in one step; on a CPU of the operators themselves."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    with profile(activities=activities) as found:
+    with profile(activities=activities) as profiler:
         step(batch)
         if cuda:
             torch.cuda.synchronize()
-    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
 
     def ancestor(event, prefix: str):
         while event is not None and not event.name.startswith(prefix):
@@ -143,7 +144,7 @@ def part_times(step, batch: Batch, device: torch.device) -> dict[str, float]:
 
 
 def bound(config: RunConfig, tokens: int, items: int) -> float | None:
-    """Milliseconds that a step's products take at PEAK; None for kinds whose pairs are not counted here."""
+    """Return the milliseconds of a step's products at PEAK; None for kinds whose pairs are not counted here."""
     m, loss, attention = config.model, config.loss, config.model.attention[0]
     width, heads = m.embedding_dim, m.num_heads
     inner = heads * m.layer_sizes.attention_dim
@@ -164,10 +165,10 @@ def bound(config: RunConfig, tokens: int, items: int) -> float | None:
 
 
 def predicted_memory(config: RunConfig, tokens: int, items: int) -> int:
-    """Bytes at the peak of a step where the catalogue is what counts.
+    """Return the bytes at the peak of a step if the catalogue dominates.
 
-    Five tables: the weights, the optimiser's two, and two gradients, the loss's and the inputs', before they are added.
-    Four bytes an item for its norm. Activations take some 32 bytes for a token, a layer and a channel.
+    There are five tables: the weights, the optimiser's two, and two gradients, the loss's and the inputs', before their
+    sum. Norms take four bytes an item. Activations take about 32 bytes for a token, a layer and a channel.
     """
     m = config.model
     table = items * m.embedding_dim * (2 if m.table_dtype == "bfloat16" else 4)
@@ -177,7 +178,7 @@ def predicted_memory(config: RunConfig, tokens: int, items: int) -> int:
 
 
 def prepare(options, attention: dict, length: int, device: torch.device) -> tuple:
-    """(config, model, batch, step, peak memory in bytes) of a step that has compiled, and was captured."""
+    """Return (config, model, batch, step, peak memory in bytes) of a step that has been compiled and captured."""
     config = configuration(options, length, attention)
     torch.manual_seed(0)
     set_matmul_precision(config.train.matmul_precision)
@@ -185,7 +186,7 @@ def prepare(options, attention: dict, length: int, device: torch.device) -> tupl
     if cuda:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-    with device:  # a table of gigabytes is long in coming from a CPU
+    with device:  # copying a table of gigabytes from the CPU takes long
         model = SequenceModel(config.model, options.items).train()
     batch = random_batch(config, options.items, device)
     if cuda:
@@ -197,7 +198,7 @@ def prepare(options, attention: dict, length: int, device: torch.device) -> tupl
 
 
 def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | None) -> dict:
-    """The record of what `prepare` made."""
+    """Return the record of the result of `prepare`."""
     device = batch.item_ids.device
     times = [timed(step, batch, device.type == "cuda") for _ in range(options.steps)]
 
@@ -205,8 +206,8 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
     for layer in model.layers:
         layer.attention.forward = marked(layer.attention.forward, "attention")
         layer.forward = marked(layer.forward, "projections")
-    whole = retrieval.head_loss
-    retrieval.head_loss = marked(whole, "loss")
+    head_loss = retrieval.head_loss
+    retrieval.head_loss = marked(head_loss, "loss")
     try:
         eager = config.model_copy(update={"train": config.train.model_copy(update={"cuda_graphs": False})})
         optimizer, step = train.build_step(eager, model, device)
@@ -214,7 +215,7 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
         step(batch)
         parts = part_times(step, batch, device)
     finally:
-        retrieval.head_loss = whole
+        retrieval.head_loss = head_loss
     ms = statistics.median(times)
     least = bound(config, batch.num_tokens, options.items)
     return {
@@ -229,15 +230,15 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
 
 
 def described(options, name: str, length: int, device: torch.device) -> dict:
-    """What a record was measured with."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    """Return the settings and versions of a measurement."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     record = {"attention": name, "length": length}
     record |= {part: getattr(options, part) for part in ("tokens", "items", "size", "loss", "model", "train")}
-    return record | {"commit": found.stdout.strip() or "unknown", "environment": environment(device)}
+    return record | {"commit": git.stdout.strip() or "unknown", "environment": environment(device)}
 
 
 def timed(step, batch: Batch, cuda: bool) -> float:
-    """Milliseconds of one step."""
+    """Measure milliseconds of one step."""
     if not cuda:
         started = time.perf_counter()
         step(batch)
@@ -251,7 +252,7 @@ def timed(step, batch: Batch, cuda: bool) -> float:
 
 
 def read(source: Path) -> list[dict]:
-    """The records with timings in a file of JSON lines."""
+    """Read the records with timings in a file of JSON lines."""
     records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
     records = [record for record in records if "ms" in record]
     if not records:
@@ -260,7 +261,7 @@ def read(source: Path) -> list[dict]:
 
 
 def table(source: Path) -> None:
-    """In Markdown: a row for each record, milliseconds."""
+    """Print a Markdown table: a row for each record, milliseconds."""
     heads = ["N", "attention", "step", *PARTS, "tokens/s", "of the bound", "peak memory"]
     print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
     for record in sorted(read(source), key=lambda record: record["length"]):
@@ -273,7 +274,7 @@ def table(source: Path) -> None:
 
 
 def plot(source: Path, target: Path) -> None:
-    """A group of stacked bars for each N, one bar a kind; the line above is the step's time.
+    """Plot a group of stacked bars for each N, one bar a kind; the line above is the step's time.
 
     Records with a `note` were disturbed: no line. Bars of over three times the median are cut, their time beside them.
     """
@@ -293,11 +294,11 @@ def plot(source: Path, target: Path) -> None:
             heights = [record["parts_ms"][part] for record in group]
             axis.bar(names, heights, bottom=below, label=part)
             below = [a + b for a, b in zip(below, heights)]
-        alone = [record for record in group if "note" not in record]
-        if alone:
-            steps = [record["ms"] for record in alone]
+        undisturbed = [record for record in group if "note" not in record]
+        if undisturbed:
+            steps = [record["ms"] for record in undisturbed]
             axis.scatter(
-                [record["attention"] for record in alone], steps, marker="_", s=300, color="black", label="step"
+                [record["attention"] for record in undisturbed], steps, marker="_", s=300, color="black", label="step"
             )
         middle = statistics.median(record["ms"] for record in group)
         top = 1.1 * max(max(record["ms"], height) for record, height in zip(group, below) if record["ms"] <= 3 * middle)
@@ -327,7 +328,7 @@ def main(options) -> None:
             record = described(options, name, length, device)
             try:
                 record |= finish(options, *prepare(options, attention, length, device))
-            except Exception as error:  # a kind may not take such sizes, or not be here: say so and go on
+            except Exception as error:  # a kind may not support such sizes, or not be installed: report it and continue
                 record["error"] = f"{type(error).__name__}: {error}"[:300]
             line = json.dumps(record)
             print(line, flush=True)

@@ -1,4 +1,4 @@
-"""Memory that `train.py --plan` predicts for one GPU, and what a GPU then says: steps with the run's largest batch,
+"""Compare the memory that `train.py --plan` predicts for one GPU with a GPU's: steps with the run's largest batch,
 captured and replayed, and an evaluation.
 
     python benchmarks/plan.py configs/ml-1m-hstu.yaml [key=value ...]    appends to benchmarks/results/plan.jsonl
@@ -40,25 +40,25 @@ STEPS = 4  # of the first epoch, before the largest batch
 
 
 def predict(options) -> dict:
-    """The plan, and its peaks of training alone and of the whole run."""
+    """Return the plan, and its peaks of training alone and of the whole run."""
     config = load_config(options.config, options.overrides)
     data = open_data(config, device=torch.device("cpu"))
-    found = plan(data.config, data, train.build_step)
-    return asdict(found) | {"peak": found.peak, "training_peak": found.training_peak}
+    prediction = plan(data.config, data, train.build_step)
+    return asdict(prediction) | {"peak": prediction.peak, "training_peak": prediction.training_peak}
 
 
 def recorded() -> None:
-    """For each step that `benchmarks/train.py --parts` measured: its peak, what is predicted, their ratio.
+    """Print for each step of `benchmarks/train.py --parts` its peak, the predicted peak, their ratio.
 
-    Where a step was not the first of its process, its record leaves out the workspace that cuBLAS had got before.
+    If a step was not the first of its process, its record lacks the workspace that cuBLAS had allocated before.
     """
     parser = argparse.ArgumentParser()
     parts.add_arguments(parser)
     for record in map(json.loads, (RESULTS / "parts.jsonl").read_text(encoding="utf-8").splitlines()):
         if record["attention"] not in parts.KINDS or not record.get("peak_memory_bytes"):
             continue
-        given = {name: record[name] for name in ("tokens", "items", "size", "loss", "model", "train")}
-        options = argparse.Namespace(**vars(parser.parse_args([])) | given)
+        settings = {name: record[name] for name in ("tokens", "items", "size", "loss", "model", "train")}
+        options = argparse.Namespace(**vars(parser.parse_args([])) | settings)
         config = parts.configuration(options, record["length"], parts.KINDS[record["attention"]])
         uncaptured = config.train.model_copy(update={"cuda_graphs": False})
         tokens = padded_tokens(config.train.batch_size * record["length"])
@@ -80,14 +80,14 @@ def recorded() -> None:
 
 
 def measure(options) -> dict:
-    """Peaks of the memory that torch's allocator gave, in training and in the evaluation after it."""
+    """Measure peaks of torch's allocated memory, in training and in the evaluation after it."""
     config = load_config(options.config, options.overrides)
     ranks = Ranks(config)
     data = open_data(config)
     config = data.config
     torch.manual_seed(config.seed)
     counts = tokens_of_batches(config, data)
-    epoch = int(np.argmax([one.max() for one in counts]))
+    epoch = int(np.argmax([tokens.max() for tokens in counts]))
     model = build_model(config, data.vocabulary, data.device, ranks).train()
     _, step = train.build_step(config, model, data.device, ranks=ranks)
     batches = train.train_batches(config, data, ranks)
@@ -96,17 +96,17 @@ def measure(options) -> dict:
             break
         step(batch)
     largest = next(batches.epoch(epoch, start=int(counts[epoch].argmax())))
-    for _ in range(3):  # as it is, captured, replayed
+    for _ in range(3):  # uncaptured, captured, replayed
         step(largest)
     torch.cuda.synchronize()
-    found: dict = {"training_peak": torch.cuda.max_memory_allocated()}
-    found |= {"training_reserved": torch.cuda.memory_reserved()}
+    record: dict = {"training_peak": torch.cuda.max_memory_allocated()}
+    record |= {"training_reserved": torch.cuda.memory_reserved()}
     judged = next(name for name in ("valid", "test") if getattr(data.splits, name) is not None)
     data.task.evaluate(model, data.eval_batches(judged))
     statistics = torch.cuda.memory_stats()
-    found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    found |= {"requested_peak": statistics["requested_bytes.all.peak"], "tokens": largest.num_tokens}
-    return found | {"environment": environment(data.device)}
+    record |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    record |= {"requested_peak": statistics["requested_bytes.all.peak"], "tokens": largest.num_tokens}
+    return record | {"environment": environment(data.device)}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Time and peak memory of preparing a generated ratings.csv the size of MovieLens 20M.
+"""Measure time and peak memory of preparing a generated ratings.csv the size of MovieLens 20M.
 
     python benchmarks/prepare.py [--rows 20000000] [--folder /tmp/prepare_bench]
     python benchmarks/prepare.py --rows 100000000 --users 10000000 --items 10000000 --partitions 8
@@ -27,7 +27,7 @@ PART = 2_000_000  # rows that are generated at a time
 
 
 def generate_log(file: Path, rows: int, users: int, items: int) -> None:
-    """Rows in the order of time, each of any user: no part of the file has all events of anyone."""
+    """Write rows in the order of time, each of any user: no part of the file has all events of any user."""
     import numpy as np
     import polars as pl
 
@@ -47,7 +47,7 @@ def generate_log(file: Path, rows: int, users: int, items: int) -> None:
 
 
 def generate(file: Path, rows: int) -> None:
-    """Users one after another as in the original, but each user's events in no order of time."""
+    """Write users one after another as in the original, but each user's events in no order of time."""
     import numpy as np
     import polars as pl
 
@@ -67,7 +67,7 @@ def generate(file: Path, rows: int) -> None:
 
 
 class Watch(threading.Thread):
-    """Samples the memory of this process that is no mapped file's, and what lies in a folder; `peaks` in bytes."""
+    """Sample this process's memory without mapped files, and the size of a folder; `peaks` in bytes."""
 
     def __init__(self, folder: Path):
         super().__init__(daemon=True)
@@ -82,7 +82,7 @@ class Watch(threading.Thread):
 
 
 def prepare(file: Path, cache: Path, partitions: int | None, tell: bool) -> None:
-    """Runs in the child: prepare, then check what came out."""
+    """Prepare in a child process, then check the result."""
     sys.path.insert(0, str(REPOSITORY))
     from data.datasets import load_dataset
 

@@ -1,4 +1,4 @@
-"""Ring attention against SDPA on one GPU and against a ring of SDPA calls: errors first, then times.
+"""Benchmark ring attention against SDPA on one GPU and against a ring of SDPA calls: errors first, then times.
 
     torchrun --nproc-per-node 2 benchmarks/ring.py                   errors, then 16,384 and 131,072 tokens
     torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --trace traces
@@ -38,7 +38,7 @@ BOUNDS = {"out": 1e-2, "lse": 1e-2, "dq": 5e-2, "dk": 5e-2, "dv": 5e-2}
 
 
 class SDPARing(torch.autograd.Function):
-    """A ring of SDPA's FlashAttention, causal, plain placement; blocks' outputs in bf16 are merged in fp32."""
+    """Compute a ring of SDPA's FlashAttention, causal, plain placement; blocks' outputs in bf16 are merged in fp32."""
 
     @staticmethod
     def forward(ctx, q, k, v, ring):
@@ -47,10 +47,10 @@ class SDPARing(torch.autograd.Function):
         for source, (key, value) in ring.blocks([k, v], [k.shape[0]] * ring.world):
             if source > ring.rank:
                 continue
-            block, block_lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(
+            block, block_lse, *saved_state = torch.ops.aten._scaled_dot_product_flash_attention(
                 q, key, value, 0.0, source == ring.rank, False
             )
-            ctx.kept[source] = rest[:6]
+            ctx.kept[source] = saved_state[:6]
             if out is None:
                 out, lse = block.float(), block_lse
                 continue
@@ -68,15 +68,15 @@ class SDPARing(torch.autograd.Function):
         ring, dq = ctx.ring, torch.zeros_like(q, dtype=torch.float32)
 
         def find_dkv(source, block, sums):
-            found = [torch.zeros_like(x, dtype=torch.float32) for x in block]
+            gradients = [torch.zeros_like(x, dtype=torch.float32) for x in block]
             if source <= ring.rank:
                 *sizes, seed, offset = ctx.kept[source]
-                more, *found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                more, *gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                     grad, q, *block, out, lse, *sizes, 0.0, source == ring.rank, seed, offset
                 )
                 dq.add_(more)
-                found = [x.float() for x in found]
-            return found if sums is None else [x.add_(y) for x, y in zip(found, sums, strict=True)]
+                gradients = [x.float() for x in gradients]
+            return gradients if sums is None else [x.add_(y) for x, y in zip(gradients, sums, strict=True)]
 
         sizes = [k.shape[0]] * ring.world
         dk, dv = backward_round(ring, [k, v], sizes, lambda source, block: None, find_dkv)
@@ -84,7 +84,7 @@ class SDPARing(torch.autograd.Function):
 
 
 def whole(tokens, heads, size, dtype):
-    """q, k, v and the output's gradient, [N, H, D], the same on every rank."""
+    """Return q, k, v and the output's gradient, [N, H, D], the same on every rank."""
     generator = torch.Generator("cuda").manual_seed(0)
     return [torch.randn(tokens, heads, size, generator=generator, device="cuda").to(dtype) for _ in range(4)]
 
@@ -118,15 +118,15 @@ def with_gradients(attend, q, k, v, grad):
 
 
 def gathered(part, index, shape):
-    """The whole tensor of every rank's part [T, ...]."""
-    found = torch.zeros(shape, dtype=torch.float64, device="cuda")
-    found[index] = part.double()
-    dist.all_reduce(found)
-    return found
+    """Gather the whole tensor from every rank's part [T, ...]."""
+    total = torch.zeros(shape, dtype=torch.float64, device="cuda")
+    total[index] = part.double()
+    dist.all_reduce(total)
+    return total
 
 
 def errors(arguments, ring) -> list[dict]:
-    """Largest error, RMSE and relative error of every tensor, against fp64."""
+    """Return largest error, RMSE and relative error of every tensor, against fp64."""
     tensors = whole(arguments.check, arguments.heads, arguments.size, torch.bfloat16)
     offsets = torch.arange(2, device="cuda") * arguments.check
     q, k, v, grad = (x.double() for x in tensors)
@@ -138,12 +138,12 @@ def errors(arguments, ring) -> list[dict]:
     leaves = [x[index].requires_grad_() for x in tensors[:3]]
     options = dict(causal=True, return_attn_probs=True, backend=arguments.backend)
     out, lse, _ = zigzag_triton_ring_flash_attn_func(*(x[None] for x in leaves), **options)
-    found = [out[0].detach(), lse[0].T, *torch.autograd.grad(out[0], leaves, tensors[3][index])]
-    ring_found = {n: gathered(x, index, exact[n].shape) for n, x in zip(NAMES, found)}
+    local_results = [out[0].detach(), lse[0].T, *torch.autograd.grad(out[0], leaves, tensors[3][index])]
+    ring_found = {n: gathered(x, index, exact[n].shape) for n, x in zip(NAMES, local_results)}
     single = dict(zip(("out", "dq", "dk", "dv"), with_gradients(sdpa, *tensors)))
     records = []
-    for name, found in (("ours", ring_found), ("sdpa, one GPU", single)):
-        for tensor, x in found.items():
+    for name, local_results in (("ours", ring_found), ("sdpa, one GPU", single)):
+        for tensor, x in local_results.items():
             error = x.double() - exact[tensor]
             records.append(
                 dict(
@@ -155,10 +155,10 @@ def errors(arguments, ring) -> list[dict]:
                     relative=(error.norm() / exact[tensor].norm()).item(),
                 )
             )
-    own = {r["tensor"]: r["relative"] for r in records if r["name"] != "ours"}
+    sdpa_errors = {r["tensor"]: r["relative"] for r in records if r["name"] != "ours"}
     for record in records:
         if record["name"] == "ours":
-            bound = min(BOUNDS[record["tensor"]], 2 * own.get(record["tensor"], float("inf")))
+            bound = min(BOUNDS[record["tensor"]], 2 * sdpa_errors.get(record["tensor"], float("inf")))
             record |= {"bound": bound, "within": record["relative"] <= bound}
     return records
 
@@ -186,7 +186,7 @@ def timed(step, repeats) -> dict:
 
 
 def traced(step, path) -> tuple[dict, list[str]]:
-    """Where the time of one step goes, from a trace that is written to `path`; and a line for each of its kernels.
+    """Trace one step to `path`; return the division of its time, and a line for each of its kernels.
 
     Milliseconds: communication, `hidden` the share of it beside which an attention kernel runs; attention kernels; the
     others; idle, in which none of any kind runs; host, until the last is queued.
@@ -220,12 +220,12 @@ def traced(step, path) -> tuple[dict, list[str]]:
             f"{e['ts'] - begin:9.0f} +{e['dur']:7.0f} us, queued at {called:6.0f}, stream {e['args'].get('stream')}: "
             f"{e['name'][:60]}"
         )
-    total = {kind: sum(end - start for start, end in found) for kind, found in spans.items()}
+    total = {kind: sum(end - start for start, end in intervals) for kind, intervals in spans.items()}
     hidden = sum(
         max(0, min(end, e) - max(start, s)) for start, end in spans["communication"] for s, e in spans["attention"]
     )
     busy, until = 0.0, kernels[0]["ts"]
-    for start, end in sorted(span for found in spans.values() for span in found):
+    for start, end in sorted(span for intervals in spans.values() for span in intervals):
         busy += max(0, end - max(start, until))
         until = max(until, end)
     record = {f"{kind}_ms": us / 1e3 for kind, us in total.items()}
@@ -236,13 +236,13 @@ def traced(step, path) -> tuple[dict, list[str]]:
 
 
 def say(ring, lines: list[str]) -> None:
-    """Prints every rank's lines, one rank behind the other, on rank 0; long ones without their middle."""
+    """Print every rank's lines, rank by rank, on rank 0; long ones without their middle."""
     if len(lines) > 2 * SHOWN:
         lines = [*lines[:SHOWN], f"... {len(lines) - 2 * SHOWN} more", *lines[-SHOWN:]]
-    found = [None] * ring.world
-    dist.all_gather_object(found, lines)
+    lines_by_rank = [None] * ring.world
+    dist.all_gather_object(lines_by_rank, lines)
     if ring.rank == 0:
-        for rank, those in enumerate(found):
+        for rank, those in enumerate(lines_by_rank):
             print(f"rank {rank}:", *those, sep="\n  ", flush=True)
 
 
@@ -284,15 +284,15 @@ def main() -> int:
             tensors = whole(tokens, arguments.heads, arguments.size, torch.bfloat16)
             step = functools.partial(with_gradients, attend, *tensors)
             inputs = sum(x.nbytes for x in tensors) / 2**20
-            one = {"name": alone, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments.repeats)}
-            emit(one | {"inputs_mb": inputs})
+            single = {"name": alone, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments.repeats)}
+            emit(single | {"inputs_mb": inputs})
             index, _ = cut_sequences(torch.tensor([0, tokens]), ring.rank, ring.world, zigzag=True)
             tensors = [x[index.cuda()] for x in tensors]
             step = functools.partial(with_gradients, attend_ring, *tensors)
             record = {"name": spread, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments.repeats)}
-            record["efficiency"] = one["ms"] / (ring.world * record["ms"])
+            record["efficiency"] = single["ms"] / (ring.world * record["ms"])
             record["inputs_mb"] = inputs / ring.world
-            share = (inputs + one["beyond_inputs_mb"]) / ring.world
+            share = (inputs + single["beyond_inputs_mb"]) / ring.world
             record["extra_memory"] = (inputs / ring.world + record["beyond_inputs_mb"]) / share - 1
             lines = []
             if kind == "ours" and arguments.trace:

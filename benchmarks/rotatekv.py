@@ -1,4 +1,4 @@
-"""RotateKV: attention on the packed cache against SDPA on a bf16 cache, against two stages, and compression.
+"""Benchmark RotateKV: attention on the packed cache against SDPA on a bf16 cache, against two stages, and compression.
 
     python benchmarks/run.py --op rotatekv       the cases of 64 users with 8,192 events
     python benchmarks/run.py --op rotatekv --queries 1 --only fused,sdpa-flash,sdpa-cudnn
@@ -53,17 +53,17 @@ def packed(k, v, offsets, bits, sparsity, ordered):
 
 
 def attend(name, q, q_offsets, cache, length):
-    """One call of the named way; softmax, as SDPA has it."""
+    """Call the named way once; softmax, as in SDPA."""
     from hstu_sparse import rotatekv_attention, rotatekv_decompress
     from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.rotatekv import launch_attention, unpacked_attention
 
-    given = dict(activation="softmax", rope_base=BASE if "rope" in name else None)
+    options = dict(activation="softmax", rope_base=BASE if "rope" in name else None)
     if name.startswith("fused"):
-        return rotatekv_attention(q, q_offsets, cache, length, **given)
+        return rotatekv_attention(q, q_offsets, cache, length, **options)
     if name.startswith("two stages"):
-        found = rotatekv_decompress(cache)
-        return unpacked_attention(q, q_offsets, *found, cache.seq_offsets, length, **given)
+        restored = rotatekv_decompress(cache)
+        return unpacked_attention(q, q_offsets, *restored, cache.seq_offsets, length, **options)
     return launch_attention.attention(
         q, q_offsets, cache, length, softmax=True, scale=q.shape[2] ** -0.5, normalizer=1.0, bias=RelativeBias(),
         rope_base=None, return_lse=False, way=name,
@@ -72,7 +72,7 @@ def attend(name, q, q_offsets, cache, length):
 
 @functools.cache
 def check(name, heads, size, queries, *options):
-    """Against the fp64 reference on the same cache, for 2 users with fewer events."""
+    """Compare with the fp64 reference on the same cache, for 2 users with fewer events."""
     from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.rotatekv import reference
     from hstu_sparse.testing import assert_within_budget
@@ -90,7 +90,9 @@ def check(name, heads, size, queries, *options):
 
 
 def with_replay(call):
-    """The call, and its replay as a captured graph: what the GPU takes, without the host's planning and launching."""
+    """Return the call, and its replay as a captured graph: the GPU's time, without the host's planning and
+    launching.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -124,7 +126,7 @@ def run_sdpa(backend, users, length, heads, size, queries):
 
 
 def run_compress(users, length, heads, size, bits, sparsity, ordered):
-    """The kernel alone, into the pages of a cache that has them."""
+    """Run only the kernel, into the pages of an existing cache."""
     from hstu_sparse.pages.launch import write_pages
 
     _, _, k, v, offsets = inputs(users, length, heads, size, 1)
@@ -151,12 +153,12 @@ def cases(arguments):
     users, heads, size = arguments.users, arguments.heads, arguments.head_size
     for length in arguments.lengths or [8192]:
         shape = dict(users=users, length=length, heads=heads, head_size=size)
-        whole = users * length * heads * size * 4 / 1e9
+        cache_gb = users * length * heads * size * 4 / 1e9
         for bits in arguments.bits:
             for sparsity in arguments.sparsity:
                 more = dict(bits=bits, sparsity=sparsity, ordered=arguments.ordered)
                 sizes = (users, length, heads, size, *more.values())
-                yield Case("compress", shape | more | {"gb": whole}, functools.partial(run_compress, *sizes))
+                yield Case("compress", shape | more | {"gb": cache_gb}, functools.partial(run_compress, *sizes))
                 yield Case("decompress", shape | more, functools.partial(run_decompress, *sizes))
                 for queries in arguments.queries:
                     for name in PARTS:
@@ -166,8 +168,8 @@ def cases(arguments):
                             functools.partial(run_packed, name, users, length, heads, size, queries, *more.values()),
                             functools.partial(check, name, heads, size, queries, *more.values()),
                         )
-        yield Case("copy", shape | {"gb": whole}, functools.partial(run_copy, users, length, heads, size))
+        yield Case("copy", shape | {"gb": cache_gb}, functools.partial(run_copy, users, length, heads, size))
         for queries in arguments.queries:
             for name, backend in SDPA.items():
-                described = shape | {"queries": queries, "gb": whole}
+                described = shape | {"queries": queries, "gb": cache_gb}
                 yield Case(name, described, functools.partial(run_sdpa, backend, users, length, heads, size, queries))

@@ -1,4 +1,4 @@
-"""Benchmarks of the operators: checks the result first, then times; one JSON line per case.
+"""Run benchmarks of the operators: check the result first, then time; one JSON line per case.
 
     python benchmarks/run.py --op dense      the standard cases, added to benchmarks/results/dense.jsonl
     python benchmarks/run.py --op dense --lengths 4096 --only ours,sdpa-flash --out /tmp/dense.jsonl
@@ -46,7 +46,7 @@ class Case:
 
 
 def parts(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
-    """Forward alone, backward alone of a graph that is kept, and a training step's two together."""
+    """Return forward alone, backward alone on a retained graph, and both together as in training."""
     out = function()
     grad = torch.randn_like(out)
     return {
@@ -57,7 +57,9 @@ def parts(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> d
 
 
 def time_call(function: Callable[[], object], *, warmup: int, repeats: int, queued: bool = False) -> dict:
-    """{"ms", "ms_p10", "ms_p90", "peak_mb"} of one function; queued: no call waits for the one before on the host."""
+    """Return {"ms", "ms_p10", "ms_p90", "peak_mb"} of one function; queued: no call waits on the host for the previous
+    one.
+    """
     for _ in range(warmup):
         function()
     torch.cuda.synchronize()
@@ -82,13 +84,13 @@ def time_call(function: Callable[[], object], *, warmup: int, repeats: int, queu
 
 
 def environment() -> dict:
-    """What the numbers depend on."""
+    """Return the versions and hardware that the numbers depend on."""
     import triton
 
     root = pathlib.Path(__file__).resolve().parent.parent
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
     return {
-        "commit": found.stdout.strip() or "unknown",
+        "commit": git.stdout.strip() or "unknown",
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -96,7 +98,7 @@ def environment() -> dict:
 
 
 def measure(op: str, cases, *, emit: Callable[[dict], None], parts=None, checked: bool = True, **timing) -> None:
-    """parts: names of those to time, None for all; timing: `time_call`'s options."""
+    """Measure cases; parts: names of those to time, None for all; timing: `time_call`'s options."""
     described = environment() | ({"queued": True} if timing.get("queued") else {})
     for case in cases:
         record = {"op": op, "name": case.name, **case.shape, **described}
@@ -118,12 +120,12 @@ def measure(op: str, cases, *, emit: Callable[[dict], None], parts=None, checked
                 emit({**record, "part": part, **result})
         except AssertionError:
             raise
-        except Exception as error:  # a competitor may not support a shape: say so and go on
+        except Exception as error:  # a competitor may not support a shape: report it and continue
             emit({**record, "error": f"{type(error).__name__}: {error}"[:300]})
 
 
 def plot(source: pathlib.Path, target: pathlib.Path) -> None:
-    """One panel per part; sequence length against time, a line per name."""
+    """Plot one panel per part; sequence length against time, a line per name."""
     import matplotlib
 
     matplotlib.use("Agg")

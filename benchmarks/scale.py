@@ -1,4 +1,4 @@
-"""A training step over ranks that share batches and the item table: its time and memory, on random sequences.
+"""Measure a training step over ranks that share batches and the item table: time and memory, on random sequences.
 
     python benchmarks/scale.py configs/ml-1m-hstu-large.yaml --items 10000000            the plain step of one GPU
     torchrun --standalone --nproc-per-node 2 benchmarks/scale.py CONFIG --items 10000000 parallel.data=auto \\
@@ -36,14 +36,14 @@ from models.run import open_device
 
 
 def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest: bool, device) -> Batch:
-    """This rank's part of a batch of train.batch_size sequences for each rank."""
+    """Return this rank's part of a batch of train.batch_size sequences for each rank."""
     rng, most = np.random.default_rng([config.seed, step]), config.model.max_seq_len
     lengths = np.full(config.train.batch_size * ranks.data, most)
     if not longest:
         lengths = np.minimum(most, np.maximum(19, rng.lognormal(4.6, 0.9, len(lengths)).astype(int)))
     deal, starts = deal_of(config, ranks), np.cumsum(lengths) - lengths
     mine, imbalance = (np.arange(len(lengths)), 1.0) if deal is None else deal.mine(lengths)
-    rows = np.concatenate([np.arange(starts[one], starts[one] + lengths[one]) for one in mine])
+    rows = np.concatenate([np.arange(starts[sequence], starts[sequence] + lengths[sequence]) for sequence in mine])
     ids = torch.from_numpy(rng.integers(0, items, (2, lengths.sum()))[:, rows])
     times = torch.from_numpy(rows * 3600)
     batch = Batch(
@@ -72,7 +72,7 @@ def main() -> None:
     torch.manual_seed(config.seed)
     table = ShardedTable(config, options.items, ranks, device) if config.parallel.sharded else None
     began = time.monotonic()
-    # Which rows tables begin with changes no time, and to draw them on the host takes a minute.
+    # The initial rows of tables do not affect the time, and drawing them on the host takes a minute.
     with patch.object(ShardedTable, "draw"), patch.object(embedding, "truncated_normal_"):
         model = SequenceModel(config.model, options.items, table=table).to(device).train()
     tables = model.embedding.parameters() if table is None else [*model.embedding.parameters(), table.weight]
@@ -83,7 +83,7 @@ def main() -> None:
     built = time.monotonic() - began
     batches = [random_batch(config, options.items, ranks, n, options.longest, device) for n in range(options.steps)]
     seconds, losses, gpu = [], [], device.type == "cuda"
-    # Each padded size is met, captured and replayed.
+    # Each padded size is run, captured and replayed.
     for number, batch in enumerate(batches * (3 if gpu else 2)):
         if number == len(batches) and gpu:
             torch.cuda.reset_peak_memory_stats()

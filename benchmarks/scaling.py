@@ -1,4 +1,4 @@
-"""A model of training with 100 million items and 100 million users on 8 to 1,024 GPUs, from measured constants.
+"""Model training with 100 million items and 100 million users on 8 to 1,024 GPUs, from measured constants.
 
     python benchmarks/scaling.py                                   the tables of docs/scaling.md, in Markdown
     python benchmarks/scaling.py --items 10000000 --tokens 32768   others
@@ -81,34 +81,39 @@ def records(name: str) -> Iterator[dict]:
 
 
 def measured_step() -> dict:
-    """The record of a step by part."""
-    (found,) = (one for one in records("parts") if one["attention"] == ATTENTION and one["length"] == LENGTH)
-    return found
+    """Return the record of a step by part."""
+    (record,) = (
+        candidate
+        for candidate in records("parts")
+        if candidate["attention"] == ATTENTION and candidate["length"] == LENGTH
+    )
+    return record
 
 
 def measured_loss(setting: Setting) -> float:
-    """Milliseconds of the loss, forward and backward, with MEASURED_TOKENS over a million items."""
+    """Return milliseconds of the loss, forward and backward, with MEASURED_TOKENS over a million items."""
     name = {"per token": "ours 128 negatives per token", "shared": "ours 128 negatives shared", "whole": "ours"}
-    found = [
-        one["ms"]
-        for one in records("catalogue_loss")
-        if (one["name"], one["items"], one.get("part")) == (name[setting.loss], 10**6, "step") and one.get("checked")
+    times = [
+        record["ms"]
+        for record in records("catalogue_loss")
+        if (record["name"], record["items"], record.get("part")) == (name[setting.loss], 10**6, "step")
+        and record.get("checked")
     ]
-    return found[-1]
+    return times[-1]
 
 
 def rows_looked_up(setting: Setting, tokens: int, items: int) -> float:
-    """R: the ids of a step drawn alike from all items, each counted once. Popular items make them fewer."""
+    """Return R: the distinct ids of a step with uniform ids over all items. Popular items make them fewer."""
     drawn = {"per token": tokens * (2 + NEGATIVES), "shared": 2 * tokens + NEGATIVES, "whole": tokens}[setting.loss]
     return items * -math.expm1(-drawn / items)
 
 
 def step(setting: Setting, gpus: int, tokens: int, items: int) -> Step:
-    """One of G GPUs with T tokens each, the table row-wise."""
+    """Return the step of one of G GPUs with T tokens each, the table row-wise."""
     of_parts, share, row = measured_step(), tokens / MEASURED_TOKENS, 4 * SIZE
     shard, rows = items * row / gpus, rows_looked_up(setting, tokens, items)
     elsewhere, outside = (gpus - 1) / gpus, max(0, gpus - OF_A_MACHINE) / gpus
-    # Rows come and their gradients go.
+    # Rows arrive and their gradients are sent.
     moved = 2 * rows * row
     outputs = 0.0
     if setting.loss == "whole":
@@ -154,7 +159,7 @@ def table(setting: Setting, tokens: int, items: int) -> Iterator[str]:
 
 
 def users(count: int, events: int, items: int) -> Iterator[str]:
-    """What so many users ask for beside the step."""
+    """Describe what so many users need beside the step."""
     columns, order = 16 * events, 6 * 8 * count
     products = 2 * count * items * SIZE
     yield "| GPUs | evaluation of every user | epoch | checkpoint of each GPU | between two interruptions |"

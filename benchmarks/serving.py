@@ -1,4 +1,4 @@
-"""Serving measured: the pages' capacity, a model on a CPU or GPU, and an open-loop client of the HTTP service.
+"""Measure serving: the pages' capacity, a model on a CPU or GPU, and an open-loop client of the HTTP service.
 
 python benchmarks/serving.py --capacity                      users with full windows in a GB, by format
 python benchmarks/serving.py --cpu                           recommend over 50,000 items and append, N = 200, on a CPU
@@ -35,7 +35,7 @@ GB = 10**9
 
 
 class Results:
-    """Lines of JSON, as they come, each with the commit, the versions and the hardware."""
+    """Print lines of JSON as they come, each with the commit, the versions and the hardware."""
 
     def __init__(self, path: Path | None):
         import torch
@@ -54,7 +54,7 @@ class Results:
 
 
 def make(name: str, device: str, *, task="retrieval", items=3706, autocast="none", **options):
-    """(a recommender of random weights, item ids) of one of MODELS; options: of ServingOptions."""
+    """Return (a recommender of random weights, item ids) of one of MODELS; options: of ServingOptions."""
     import torch
 
     from data.vocabulary import Vocabulary
@@ -84,7 +84,7 @@ def make(name: str, device: str, *, task="retrieval", items=3706, autocast="none
 
 
 def fill(recommender, users: int, events: int, seed: int = 0) -> int:
-    """Gives each user so many events; returns the time of the last one."""
+    """Give each user so many events; return the time of the last one."""
     rng = np.random.default_rng(seed)
     for user in range(users):
         times = np.cumsum(rng.integers(1, 5000, events))
@@ -96,23 +96,23 @@ def fill(recommender, users: int, events: int, seed: int = 0) -> int:
 
 
 def timed(call, repeats: int, device: str = "cpu", warmup: int = 3) -> dict[str, float]:
-    """Median, p99 and least time of a call in milliseconds, the device's work included."""
+    """Return median, p99 and least time of a call in milliseconds, including the device's work."""
     import torch
 
-    found = []
+    times = []
     for i in range(warmup + repeats):
         began = time.perf_counter()
         call()
         if device == "cuda":
             torch.cuda.synchronize()
         if i >= warmup:
-            found.append(1000 * (time.perf_counter() - began))
-    return {"median_ms": round(float(np.median(found)), 3), "p99_ms": round(float(np.percentile(found, 99)), 3),
-            "least_ms": round(min(found), 3)}  # fmt: skip
+            times.append(1000 * (time.perf_counter() - began))
+    return {"median_ms": round(float(np.median(times)), 3), "p99_ms": round(float(np.percentile(times, 99)), 3),
+            "least_ms": round(min(times), 3)}  # fmt: skip
 
 
 def capacity(results: Results) -> None:
-    """Fills pools of a GB with users of full windows until there is no room."""
+    """Fill pools of a GB with users of full windows until there is no room."""
     from hstu_sparse import PagePool, PoolFull
     from models.serving.options import ServingOptions, page_format
 
@@ -153,7 +153,7 @@ def cpu(results: Results) -> None:
 
 
 def recomputed(recommender):
-    """(layers, run) of the model without pages: one pass over whole windows, candidates by `num_targets`."""
+    """Return (layers, run) of the model without pages: one pass over whole windows, candidates by `num_targets`."""
     import copy
 
     import torch
@@ -189,7 +189,7 @@ def recomputed(recommender):
 
     @torch.no_grad()
     def run(batch):
-        batch._shared.clear()  # what layers share lasts for one pass
+        batch._shared.clear()  # results that layers share last for one pass
         with torch.autocast(batch.item_ids.device.type, torch.bfloat16, enabled=enabled):
             x = model.embedding(batch)
             for layer in layers:
@@ -200,7 +200,7 @@ def recomputed(recommender):
 
 
 def whole_batch(recommender, users, at, candidates=None):
-    """The batch of whole windows of users, with candidates [B, M] behind them for ranking."""
+    """Return the batch of whole windows of users, with candidates [B, M] behind them for ranking."""
     import torch
 
     from data.batch import Cut
@@ -241,16 +241,16 @@ def whole_batch(recommender, users, at, candidates=None):
 
 
 def gpu(results: Results, seconds: float, device: str = "cuda", quick: bool = False) -> None:
-    """Everything of the issue's third point, the most important first; begins nothing after `seconds`."""
+    """Measure everything on a GPU, the most important first; begin nothing after `seconds`."""
     until = time.monotonic() + seconds
     sizes = dict(count=16, repeats=3) if quick else dict(count=1024, repeats=20)
     name, other = ("large-200",) * 2 if quick else ("4x256-4096", "large-200")
     some = ("bf16", "2bit+4sinks") if quick else ("bf16", "2bit+4sinks", "4bit", "8bit", "fp32")
-    few, counts = 2 if quick else 8, (2, 1) if quick else (64, 256, 1)
+    num_users, counts = 2 if quick else 8, (2, 1) if quick else (64, 256, 1)
     repeats = sizes["repeats"]
-    parts = [(candidates_of, name, device, few, *sizes.values(), True)]
+    parts = [(candidates_of, name, device, num_users, *sizes.values(), True)]
     parts += [(requests_of, name, cache, device, count, repeats, True) for count in counts for cache in some[:2]]
-    parts += [(candidates_of, name, device, few, *sizes.values(), False)]
+    parts += [(candidates_of, name, device, num_users, *sizes.values(), False)]
     parts += [(requests_of, name, cache, device, counts[0], repeats, False) for cache in some[:2]]
     parts += [(requests_of, other, cache, device, count, repeats, True) for count in counts for cache in some[:2]]
     parts += [(candidates_of, model, device, users, *sizes.values(), True) for model, users in ((name, 64), (other, 8))]
@@ -262,7 +262,7 @@ def gpu(results: Results, seconds: float, device: str = "cuda", quick: bool = Fa
 
 
 def free(device: str) -> None:
-    """Gives back what earlier recommenders held."""
+    """Free the memory of earlier recommenders."""
     import gc
 
     import torch
@@ -273,7 +273,9 @@ def free(device: str) -> None:
 
 
 def requests_of(results: Results, name: str, cache: str, device: str, count: int, repeats: int, graphs: bool) -> None:
-    """Lists for `count` users: from pages, behind an event more, and (beside bf16) from whole windows recomputed."""
+    """Request lists for `count` users: from pages, after one more event, and (beside bf16) from recomputed whole
+    windows.
+    """
     from models.heads import normalized
     from models.retrieval import best_items
 
@@ -309,39 +311,41 @@ def requests_of(results: Results, name: str, cache: str, device: str, count: int
     if cache == "bf16":
         results(**line, route="recompute", events=recommender.history(0).count, **timed(recompute, 5, device, 2))
     results(**line, route="append one", **timed(append, 8, device, 1), note="the first one slides, and is left out")
-    found, before = [], 0
+    slide_times, before = [], 0
     for turn in range(sliding + 1):
         more = longest + (turn + 1) * slide - recommender.history(0).count
         now[0] += 1
         recommender.append(users * more, [5] * (more * count), [now[0]] * (more * count))
         call()
         before = recommender.statistics["tokens_encoded"]
-        found.append(timed(after_an_event, 1, device, 0)["least_ms"])
+        slide_times.append(timed(after_an_event, 1, device, 0)["least_ms"])
     encoded = (recommender.statistics["tokens_encoded"] - before) // count
-    results(**line, route="append one that slides, recommend", encoded=encoded, median_ms=float(np.median(found[1:])))
+    results(
+        **line, route="append one that slides, recommend", encoded=encoded, median_ms=float(np.median(slide_times[1:]))
+    )
     if device == "cuda" and recommender._engine.graphs:
         results(**line, route="the device alone", **device_times(recommender))
 
 
 def device_times(recommender) -> dict:
-    """Milliseconds of each captured pass without the host, by its kind; the bytes that PyTorch holds."""
+    """Return milliseconds of each captured pass without the host, by its kind; the bytes that PyTorch holds."""
     import torch
 
-    found = {}
-    for key, known in recommender._engine.graphs.captured.items():
+    facts = {}
+    for key, captured in recommender._engine.graphs.captured.items():
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
         for _ in range(20):
-            known.graph.replay()
+            captured.graph.replay()
         end.record()
         torch.cuda.synchronize()
-        found[f"{key[0]}_ms"] = round(begin.elapsed_time(end) / 20, 4)
-    return found | {"bytes": torch.cuda.memory_reserved(), "pool_bytes": recommender.statistics["page_bytes"]}
+        facts[f"{key[0]}_ms"] = round(begin.elapsed_time(end) / 20, 4)
+    return facts | {"bytes": torch.cuda.memory_reserved(), "pool_bytes": recommender.statistics["page_bytes"]}
 
 
 def candidates_of(results: Results, name: str, device: str, users: int, count: int, repeats: int, graphs: bool) -> None:
-    """Candidates scored on top of pages against one pass over history and candidates."""
+    """Score candidates on top of pages against one pass over history and candidates."""
     import torch
 
     recommender = make(name, device, task="ranking", autocast="bf16", cache="bf16", cuda_graphs=graphs)
@@ -350,11 +354,11 @@ def candidates_of(results: Results, name: str, device: str, users: int, count: i
     rng = np.random.default_rng(2)
     rows = np.stack([rng.permutation(len(recommender.items))[:count] for _ in range(users)])
     keys = [str(user) for user in range(users)]
-    found = recommender.candidate_outputs(keys, list(rows), [now] * users)
+    outputs = recommender.candidate_outputs(keys, list(rows), [now] * users)
     run = recomputed(recommender)
     batch = whole_batch(recommender, keys, now, rows)
     expected = run(batch).unflatten(0, (users, -1))[:, -count:].flatten(0, 1)
-    error = float((found - expected).norm() / expected.norm())
+    error = float((outputs - expected).norm() / expected.norm())
     line = dict(part="candidates", model=name, users=users, candidates=count, tokens=2 * events, cuda_graphs=graphs)
     results(**line, route="difference", relative=round(error, 5))
 
@@ -380,7 +384,7 @@ def candidates_of(results: Results, name: str, device: str, users: int, count: i
 
 
 async def client(results: Results, url: str, run: Path, rate: float, seconds: float, token: str | None) -> None:
-    """Requests of all routes at a fixed rate, each sent at its time whether or not the others were answered."""
+    """Send requests of all routes at a fixed rate, each at its time whether or not the others were answered."""
     import httpx
 
     items = np.load(run / "vocabulary" / "item_ids.npy", allow_pickle=False).tolist()

@@ -1,4 +1,4 @@
-"""Time of one training epoch and one full evaluation of a config, on generated data of MovieLens 1M's shape.
+"""Time one training epoch and one full evaluation of a config, on generated data of MovieLens 1M's shape.
 
     python benchmarks/train.py configs/ml-1m-hstu.yaml [key=value ...]
     python benchmarks/train.py configs/ml-1m-sasrec.yaml --padded   and the same with softmax attention over padded rows
@@ -81,27 +81,29 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def with_features(config: RunConfig) -> RunConfig:
-    """The configuration with three features of each item that no file has: two categories, a list of up to six."""
+    """Return the configuration with three made-up features of each item: two categories, a list of up to six."""
     kinds = {"brand": "category", "shop": "category", "genres": "list"}
     items = ItemFile(format="csv", path="none", columns={name: {"kind": kind} for name, kind in kinds.items()})
     without, load = config, run.load_data
 
-    def load_data(config: RunConfig, **others):
-        dataset = load(without, **others)
+    def load_data(config: RunConfig, **options):
+        dataset = load(without, **options)
         rng, count = np.random.default_rng(0), dataset.num_items
-        made = []
+        features = []
         for (name, kind), size in zip(kinds.items(), (300, 20, 18)):
             lengths = rng.integers(1, 7, count) if kind == "list" else np.ones(count, np.int64)
             rows = np.repeat(np.arange(count), lengths)
-            made.append(feature_of("items", name, kind, count, rows, rng.integers(size, size=len(rows)).astype(str)))
-        return replace(dataset, features=tuple(made))
+            features.append(
+                feature_of("items", name, kind, count, rows, rng.integers(size, size=len(rows)).astype(str))
+            )
+        return replace(dataset, features=tuple(features))
 
     run.load_data = load_data
     return config.model_copy(update={"data": config.data.model_copy(update={"features": Features(items=items)})})
 
 
 def measure_step(config) -> dict:
-    """Events a second of STEPS steps of training, and the most memory that their process needs.
+    """Return events a second of STEPS steps of training, and the peak memory of their process.
 
     On a GPU the steps are made twice before: compiled, then captured. The attention is in its last phase.
     """
@@ -131,7 +133,7 @@ def measure_step(config) -> dict:
 
 
 def measure(config, profiled: bool, **described) -> None:
-    """Prints the record of one configuration."""
+    """Print the record of one configuration."""
     torch.manual_seed(config.seed)
     data = open_data(config)
     model = build_model(data.config, data.vocabulary, data.device)
