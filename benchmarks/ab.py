@@ -238,7 +238,7 @@ class Server:
                 return json.loads(line)
         raise SystemExit(f"{self.checkout} failed, see above")
 
-    def ask(self, name: str) -> dict:
+    def request(self, name: str) -> dict:
         print(name, file=self.process.stdin, flush=True)
         return self.answer()
 
@@ -273,7 +273,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for case, servers in [(case, servers) for cases, servers in pairs for case in cases]:
                 for side, server in enumerate(servers):
-                    for part, times in server.ask(case).items():
+                    for part, times in server.request(case).items():
                         print(json.dumps({"checkout": str(sides[side]), "case": part, **times}), flush=True)
                         for kind, ms in times.items():
                             measured.setdefault((part, kind), ([], []))[side].append(ms)

@@ -43,14 +43,14 @@ class SDPARing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ring):
         out = lse = None
-        ctx.kept = {}
+        ctx.saved_state = {}
         for source, (key, value) in ring.blocks([k, v], [k.shape[0]] * ring.world):
             if source > ring.rank:
                 continue
             block, block_lse, *saved_state = torch.ops.aten._scaled_dot_product_flash_attention(
                 q, key, value, 0.0, source == ring.rank, False
             )
-            ctx.kept[source] = saved_state[:6]
+            ctx.saved_state[source] = saved_state[:6]
             if out is None:
                 out, lse = block.float(), block_lse
                 continue
@@ -70,7 +70,7 @@ class SDPARing(torch.autograd.Function):
         def find_dkv(source, block, sums):
             gradients = [torch.zeros_like(x, dtype=torch.float32) for x in block]
             if source <= ring.rank:
-                *sizes, seed, offset = ctx.kept[source]
+                *sizes, seed, offset = ctx.saved_state[source]
                 more, *gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                     grad, q, *block, out, lse, *sizes, 0.0, source == ring.rank, seed, offset
                 )

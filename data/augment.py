@@ -12,7 +12,10 @@ from .options import Options
 
 
 class Augment(Options):
-    """What is varied in every training sequence in every epoch; validation and test sequences are never varied."""
+    """Options of the variation of every training sequence in every epoch.
+
+    Validation and test sequences are never varied.
+    """
 
     window: float = Field(0.0, ge=0, le=1)
     """The probability that a user with more events than the model's window trains on an earlier window, drawn

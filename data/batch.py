@@ -19,7 +19,7 @@ from hstu_sparse.ring import RingPlan
 
 
 class Layout(NamedTuple):
-    """How a tensor of a batch is laid out.
+    """The layout of a tensor of a batch.
 
     kind     what the first dimension counts: tokens (T), sequences (B), values (S); or the tensor holds offsets (B+1)
     padding  the value of padding
@@ -52,7 +52,7 @@ OFFSETS = {"layout": Layout("offsets")}  # the metadata of a field [B+1], first 
 
 
 class Cut(NamedTuple):
-    """What a rank that holds a part of each sequence knows of the whole batch (models/parallel/context.py).
+    """The whole batch as seen by a rank that holds a part of each sequence (models/parallel/context.py).
 
     index      [T] int64, the index in the whole batch of each of the part's tokens
     positions  [T] int64, their positions in the whole sequences

@@ -42,7 +42,7 @@ class DownloadError(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a public data set is downloaded from.
+    """The place from which a public data set is downloaded.
 
     url: a .zip, .tar.gz or plain file. md5: as the publisher states it, None if none is published. format: the key of
     datasets.FORMATS that reads the files. folder: where the files end up, below the target folder.

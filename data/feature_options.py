@@ -110,7 +110,7 @@ class EventFeatures(Options):
 
 
 class Features(Options):
-    """What is known of items, users and events beside their ids."""
+    """Features of items, users and events beside their ids."""
 
     items: ItemFile | None = None
     """Features of items."""

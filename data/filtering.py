@@ -61,6 +61,7 @@ def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: i
 
 
 def nothing_left(name: str, min_user_events: int, min_item_events: int) -> DataError:
+    """Return the error of a filter that leaves no event."""
     return DataError(
         f"{name}: no event is left with min_user_events={min_user_events} and min_item_events={min_item_events}; "
         "lower them"

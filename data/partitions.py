@@ -127,7 +127,7 @@ def read_in_partitions(
 
 @dataclasses.dataclass
 class _State:
-    """How much of the raw files has been read.
+    """The part of the raw files that has been read.
 
     pieces, rows: how many have been read. file, begin: where the next piece begins. bad, described: as in `BadRows`.
     first_pieces: maps each file to its first piece.

@@ -217,5 +217,6 @@ def _fingerprint(recipe: dict, sums: list[str]) -> str:
 
 
 def file_sha256(file: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal text."""
     with literal(file) as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

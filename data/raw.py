@@ -32,7 +32,7 @@ NOTED_ACTIONS = 10
 
 @dataclass(frozen=True)
 class Handling:
-    """How rows are handled. on_bad_row: error or drop. duplicates: keep or drop events that equal an earlier one in
+    """The handling of rows. on_bad_row: error or drop. duplicates: keep or drop events that equal an earlier one in
     every column.
     """
 
@@ -130,6 +130,7 @@ def refuse_duplicates(fmt: RawFormat) -> None:
 
 
 def duplicates_note(count: int) -> str:
+    """Return a sentence about the duplicates that were left out."""
     return f"{count:,} events equal to an earlier one were left out (data.duplicates: drop)"
 
 
@@ -193,6 +194,7 @@ def alike(frames: list, files: list[RawFile]) -> list:
 
 
 def time_note(fmt: RawFormat, readings: Readings) -> str:
+    """Return a sentence about how the times were read."""
     reading, column = readings.time, fmt.columns["timestamp"]
     if reading.kind in ("integer", "decimal"):
         source = "" if fmt.timestamp_unit else ", detected from the values"
@@ -222,6 +224,7 @@ def codes_of_actions(texts):
 
 
 def note_of_actions(names: tuple[str, ...]) -> str:
+    """Return a sentence with the code of each text of an action."""
     codes = [f"{shown(text)} {code}" for code, text in enumerate(names[:NOTED_ACTIONS]) if text]
     return f"{ACTION_CODES}{', '.join(codes)}{', ...' if len(names) > len(codes) else ''}"
 

@@ -100,21 +100,21 @@ def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str
     for separator in SEPARATORS:
         candidate = dataclasses.replace(fmt, separator=separator, detect_separator=False)
         names = read_header(source, candidate)
-        if all(column in names for column in wanted(fmt).values()):
+        if all(column in names for column in source_columns(fmt).values()):
             fits.append(candidate)
     chosen = fits[0] if fits else dataclasses.replace(fmt, detect_separator=False)
     name = NAMES.get(chosen.separator, chosen.separator)
     return chosen, [f"fields are separated by {name} (data.separator)"] if chosen.separator != fmt.separator else []
 
 
-def wanted(fmt: RawFormat) -> dict[str, str | int]:
+def source_columns(fmt: RawFormat) -> dict[str, str | int]:
     """Map each role or flag to its source column."""
     return {**fmt.columns, **{flag: flag for flag in fmt.flags}}
 
 
 def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
     """Raise DataError unless every column of the format is there exactly once."""
-    for role, column in wanted(fmt).items():
+    for role, column in source_columns(fmt).items():
         if column not in present:
             owned = f" ({fmt.option}.{role.rpartition(':')[2]})" if fmt.own_columns else ""
             has = ", ".join(shown(c) for c in present[:20])[:400]
@@ -143,7 +143,7 @@ def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy
 
     # polars splits at one byte: if the separator is "::", it splits at ":" and every other column is empty.
     step = len(fmt.separator)
-    columns = {role: names.index(column) * step for role, column in wanted(fmt).items()}
+    columns = {role: names.index(column) * step for role, column in source_columns(fmt).items()}
     schema: dict[str, Any] = {str(i): pl.String for i in range((len(names) - 1) * step + 1)}
     if readings is not None:
         types: dict[str, Any] = {"action": pl.String if readings.text_actions else pl.Float64}
@@ -170,6 +170,7 @@ def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy
 
 
 def is_valid(frame, fmt: RawFormat, readings: Readings) -> bool:
+    """Return whether all values of a typed frame are valid."""
     return all(frame.select(check.all().alias(role) for role, check in checks(frame, fmt, readings).items()).row(0))
 
 
@@ -186,7 +187,7 @@ def _read_in_blocks(source: RawFile, fmt: RawFormat, names: list, readings: Read
 def _no_rows(fmt: RawFormat, readings: Readings):
     import polars as pl
 
-    return typed(pl.DataFrame(schema=dict.fromkeys(wanted(fmt), pl.String)), fmt, readings)
+    return typed(pl.DataFrame(schema=dict.fromkeys(source_columns(fmt), pl.String)), fmt, readings)
 
 
 def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
@@ -225,7 +226,7 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: l
 def _problem(row: bytes, fmt: RawFormat, names: list, readings: Readings) -> str:
     """Return `, column user: message` for the first bad value of a row."""
     fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\r"), fmt)
-    for role, column in wanted(fmt).items():
+    for role, column in source_columns(fmt).items():
         index = names.index(column)
         if index < len(fields) and (message := problem(role, fields[index], fmt, readings)):
             return f", column {column if fmt.header else role}: {message}"

@@ -30,7 +30,7 @@ WRITTEN = {"iso": "a time like 2024-04-23T02:33:42Z", "integer": "an integer", "
 
 @dataclass(frozen=True)
 class Reading:
-    """How the times of a source are read.
+    """The way in which the times of a source are read.
 
     kind: integer, decimal (numbers with a fraction), iso, format (text as `format` says) or datetime (a Parquet type).
     unit: s, ms, us or ns, the unit of the resulting numbers since 1970. low: a number from 10^8 to this one looks like

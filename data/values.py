@@ -18,7 +18,7 @@ FLAG = r"^ *\+?[01]$"
 
 @dataclass(frozen=True)
 class Readings:
-    """How the columns of a source are read: the reading of its times, and whether its actions are text."""
+    """The way in which the columns of a source are read: the reading of its times, and whether its actions are text."""
 
     time: Reading
     text_actions: bool = False

@@ -86,7 +86,9 @@ def report(kernel: CompiledKernel) -> dict:
     """
     # Blackwell has other instructions, with other places for operands.
     uniform = kernel.metadata.target.arch <= 90
-    facts = kept(kernel.asm["cubin"] + b"uniform" * uniform, lambda: _machine_code(kernel.asm["cubin"], uniform))
+    facts = cached_result(
+        kernel.asm["cubin"] + b"uniform" * uniform, lambda: _machine_code(kernel.asm["cubin"], uniform)
+    )
     return {
         "name": kernel.metadata.name,
         "arch": kernel.metadata.target.arch,
@@ -100,7 +102,7 @@ def report(kernel: CompiledKernel) -> dict:
     }
 
 
-def kept(content: bytes, compute: Callable[[], dict]) -> dict:
+def cached_result(content: bytes, compute: Callable[[], dict]) -> dict:
     """Return compute(), a dict for JSON, or its stored result for the same bytes and the same source of this file.
 
     It is stored in Triton's cache (TRITON_CACHE_DIR), so that it exists whenever the kernel does.

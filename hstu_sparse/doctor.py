@@ -147,6 +147,7 @@ def _cute() -> str:
 
 
 def main() -> int:
+    """Print what is installed and what to install; return the exit status."""
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     card = gpu()
     print(f"GPU: {card or 'none (nvidia-smi does not answer)'}")

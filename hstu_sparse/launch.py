@@ -17,10 +17,12 @@ INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least n."""
     return 1 << max(0, (n - 1).bit_length())
 
 
 def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up."""
     return -(-a // b)
 
 
@@ -79,9 +81,9 @@ def precision(dtype: torch.dtype, parts: str = "ieee") -> str:
 
     Args:
         dtype: the dtype of the operands.
-            parts: "ieee", one product outside of the tensor cores; "tf32x3" or "bf16x6", several on them, of parts of
-            each
-                number: sums accurate to fp32 plus a few roundings, for kernels where that was measured to be faster.
+        parts: "ieee", one product outside of the tensor cores; "tf32x3" or "bf16x6", several products on them, of parts
+            of each number: sums accurate to fp32 plus a few roundings, for kernels where that was measured to be
+            faster.
     """
     if dtype != torch.float32:
         return "ieee"
@@ -150,8 +152,8 @@ def configuration(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def chosen(*arguments):
-        found, change = cached(*arguments), _overrides.get(chosen)
-        return found if change is None else change(found, *arguments)
+        default, change = cached(*arguments), _overrides.get(chosen)
+        return default if change is None else change(default, *arguments)
 
     _overridable.add(chosen)
     return chosen

@@ -18,11 +18,10 @@ from hstu_sparse.launch import on_device
 from hstu_sparse.precision import without_autocast
 
 _library = torch.library.Library("hstu_sparse", "FRAGMENT")
-"""Return whether x is a plain tensor (not a subclass such as a fake tensor) outside of modes, so a launcher may run."""
 
 
 def plain(x: torch.Tensor) -> bool:
-    """No tensor subclass (a fake tensor is one) and no mode wants to see the operator: a launcher may be called."""
+    """Return whether x is a plain tensor, no subclass such as a fake tensor, outside of modes: a launcher may run."""
     return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
 
 
@@ -33,8 +32,9 @@ def _places(arguments: str) -> tuple[int, ...]:
 
 
 def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
-    """Wrap `launch` to run on the device of the first given argument; of the arguments at `tensors` those of integers
-    or of one dimension are made contiguous.
+    """Wrap `launch` to run on the device of the first argument that is not None.
+
+    Integer and one-dimensional tensors among the arguments at `tensors` are made contiguous.
     """
 
     @functools.wraps(launch)
@@ -61,16 +61,15 @@ class Operator:
         forward: (*arguments) -> the output, or a tuple of `outputs` tensors. Only the first `graded` have gradients;
             the others are saved for the backward pass.
         backward: (gradients of the graded outputs, *arguments, *saved outputs) -> one gradient for each differentiable
-                argument that is not None, in their order, contiguous, with the argument's shape and dtype. Among
-                several graded outputs some may have no gradient: None.
+            argument that is not None, in their order, contiguous, with the argument's shape and dtype. Among several
+            graded outputs some may have no gradient: None.
         fake: (*arguments) -> outputs of the right shape and dtype (new_empty), computed without the data.
         differentiable: names of the arguments with gradients.
         outputs: the number of tensors that forward returns.
         graded: the number of outputs that have gradients.
         keep_output: the backward pass also gets the first output, before the saved ones.
-            spends: `backward` overwrites the last saved output. A second pass through a retained graph gets another one
-            from
-                `forward`; the registered backward operator works on a copy.
+        spends: `backward` overwrites the last saved output. A second pass through a retained graph gets another one
+            from `forward`; the registered backward operator works on a copy.
     """
 
     def __init__(
@@ -136,19 +135,19 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx, *arguments):
             if plain(arguments[0]):
-                found = operator.forward(*arguments)
+                result = operator.forward(*arguments)
             else:
                 with torch._C._AutoDispatchBelowAutograd():
-                    found = operator.registered_forward(*arguments)
-            every = (found,) if operator.outputs == 1 else found
-            kept, output = list(every[operator.graded :]), every[:1] if operator.keep_output else ()
+                    result = operator.registered_forward(*arguments)
+            outputs = (result,) if operator.outputs == 1 else result
+            saved, output = list(outputs[operator.graded :]), outputs[:1] if operator.keep_output else ()
             ctx.others = [arguments[i] for i in operator.others]
-            ctx.mark_non_differentiable(*kept)
+            ctx.mark_non_differentiable(*saved)
             if operator.spends:
-                ctx.spent = kept.pop()
-            ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *output, *kept)
+                ctx.spent = saved.pop()
+            ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *output, *saved)
             ctx.set_materialize_grads(False)
-            return found
+            return result
 
         @staticmethod
         def backward(ctx, *grads):
@@ -160,19 +159,19 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
             for places, values in ((operator.tensors, saved), (operator.others, ctx.others)):
                 for place, value in zip(places, values):
                     arguments[place] = value
-            given = (*grads, *arguments, *saved[len(operator.tensors) :])
+            inputs = (*grads, *arguments, *saved[len(operator.tensors) :])
             if operator.spends:
                 spent, ctx.spent = ctx.spent, None
-                given += (operator.registered_forward(*arguments)[-1] if spent is None else spent,)
+                inputs += (operator.registered_forward(*arguments)[-1] if spent is None else spent,)
             if not plain(grad):
-                found = operator.registered_backward(*given)
+                computed = operator.registered_backward(*inputs)
             elif torch.is_grad_enabled():
                 raise RuntimeError(f"{operator.name} has no second derivative in Triton: use backend='reference'")
             else:
-                found = operator.backward(*given)
+                computed = operator.backward(*inputs)
             gradients = [None] * len(arguments)
-            wanted = [i for i in operator.differentiable if arguments[i] is not None]
-            for place, gradient in zip(wanted, found, strict=True):
+            differentiable = [i for i in operator.differentiable if arguments[i] is not None]
+            for place, gradient in zip(differentiable, computed, strict=True):
                 gradients[place] = gradient
             return tuple(gradients)
 
@@ -219,11 +218,7 @@ def register_preparation(name: str, arguments: str, *, launch: Callable, fake: C
     torch.library.register_fake(f"hstu_sparse::{name}", fake, lib=_library)
     registered = getattr(torch.ops.hstu_sparse, name).default
 
-    def call(*arguments_in):
-        return (
-            registered(*arguments_in)
-            if torch.compiler.is_compiling() or not plain(arguments_in[0])
-            else ready(*arguments_in)
-        )
+    def call(*inputs):
+        return registered(*inputs) if torch.compiler.is_compiling() or not plain(inputs[0]) else ready(*inputs)
 
     return call

@@ -128,15 +128,13 @@ def assert_within_budget(
 
     Args:
         actual: the kernel's result.
-            lossy: the reference's result for the same inputs in the same dtype.
-            exact: the reference's result in fp64.
-            floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the
-            dtype.
-                Few numbers need more: the reference's error on n of them is known to 1/sqrt(n), and may be 0 by chance
-                on one.
-            terms: returns the size of the terms that cancel in `exact`, if nearly all may: for its elements, or a
-            number for
-                all. The floor is relative to it if that is larger. Called if the error is over the budget without it.
+        lossy: the reference's result for the same inputs in the same dtype.
+        exact: the reference's result in fp64.
+        floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the dtype.
+            A few numbers need more: the reference's error on n of them is known to 1/sqrt(n), and may be 0 by chance on
+            one.
+        terms: returns the size of the terms that cancel in `exact`, if nearly all may: for its elements, or a number
+            for all. The floor is relative to it if that is larger. Called if the error is over the budget without it.
 
     Two errors are compared with the budget: the norm of the difference, and its largest element (with twice the
     allowance, since a maximum varies more).

@@ -59,8 +59,8 @@ def check_tensor(
     Args:
         shape: a letter for each dimension, like "T H D".
         sizes: letter -> size. A new letter is entered; a known one must agree.
-            dtype: FLOATING, INTEGER, or the one valid dtype.
-            device: the required device; by default any.
+        dtype: FLOATING, INTEGER, or the one valid dtype.
+        device: the required device; by default any.
     """
     letters = shape.split()
     if not isinstance(x, torch.Tensor):

@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    def __call__(self, parser, *given):
+    def __call__(self, parser, *arguments):
         from models.folder import commit
 
         try:
@@ -161,8 +161,8 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     ):
         if getattr(options, option) and getattr(options, conflicting):
             parser.error(f"--{option} and --{conflicting.replace('_', '-')}: give one of them{reason}")
-    if options.serve is None and (given := serving_options(options)):
-        parser.error(f"--{next(iter(given)).replace('_', '-')} is an option of --serve, which is not given")
+    if options.serve is None and (serving := serving_options(options)):
+        parser.error(f"--{next(iter(serving)).replace('_', '-')} is an option of --serve, which is not given")
     return options
 
 
@@ -232,10 +232,10 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     if options.parallel < 1:
         parser.error(f"--parallel: expected a whole number of at least 1, got {options.parallel}")
     runs: dict[str, list[Path]] = {}
-    for given in options.runs:
-        name, equals, folder = given.partition("=")
+    for assignment in options.runs:
+        name, equals, folder = assignment.partition("=")
         if not (equals and folder and re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name)):
-            parser.error(f"--runs {given}: expected NAME=FOLDER, the name of letters, digits, dots and dashes")
+            parser.error(f"--runs {assignment}: expected NAME=FOLDER, the name of letters, digits, dots and dashes")
         runs.setdefault(name, []).append(Path(folder))
     options.runs = runs
     return options

@@ -330,7 +330,7 @@ def _count_or_auto(value):
 
 
 class ParallelConfig(Strict):
-    """How a run is spread over processes, which torchrun starts."""
+    """The distribution of a run over processes, which torchrun starts."""
 
     data: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = 1
     """The number of ranks that share each batch; `auto` is as many as torchrun starts for each part of a sequence."""
@@ -540,6 +540,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
 
 
 def as_yaml(config: RunConfig) -> str:
+    """Format a configuration as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 

@@ -206,13 +206,13 @@ class ContextFeatures(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         added = torch.zeros((), device=batch.item_ids.device)
         if self.users is not None:
-            rows = given(batch.user_features, self.num_users, "users")
+            rows = checked_rows(batch.user_features, self.num_users, "users")
             of_users = self.users([Bags.of_padded(part) for part in rows.unbind(1)], batch.num_sequences)
             added = added + F.embedding(sequence_ids(batch.seq_offsets, batch.num_tokens), of_users)
         if self.events is not None:
             parts: list[Tensor] = []
             if self.num_events:
-                rows = given(batch.event_features, self.num_events, "events")
+                rows = checked_rows(batch.event_features, self.num_events, "events")
                 if isinstance(batch, RankingBatch):  # the item token comes before the action
                     rows = torch.where((batch.is_action[:, None] | self.before)[:, :, None], rows, -1)
                 parts += rows.unbind(1)
@@ -226,7 +226,7 @@ def sizes_of(features: list[KnownFeature]) -> dict[str, int]:
     return {f"{feature.entity}_{feature.name}": feature.num_rows for feature in features}
 
 
-def given(rows: Tensor | None, count: int, entity: str) -> Tensor:
+def checked_rows(rows: Tensor | None, count: int, entity: str) -> Tensor:
     """Return the rows [R, F, L] of a batch; ValueError if the batch lacks features that the model has."""
     if rows is None or rows.shape[1] != count:
         raise ValueError(

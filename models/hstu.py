@@ -185,6 +185,7 @@ BLOCKS = {"hstu": HSTULayer, "transformer": TransformerLayer, "pre_norm": PreNor
 
 
 def build_layer(config: ModelConfig, attention: AttentionKind.Config) -> nn.Module:
+    """Build a layer of the kind `config.block` with an attention module."""
     kind = attention_kind(attention.kind)
     kv_heads = kind.kv_heads(attention, config.num_heads)
     return BLOCKS[config.block](config, kind(attention, config.layer_sizes), kv_heads)

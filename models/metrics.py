@@ -38,6 +38,7 @@ def ranking_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, fl
 
 
 def metric_names(ks: tuple[int, ...] = KS) -> list[str]:
+    """Return the names of the metrics at these k."""
     return [f"{name}@{k}" for k in ks for name in ("HR", "NDCG")] + ["MRR"]
 
 

@@ -59,6 +59,8 @@ class Tracked:
 
 @dataclass
 class Data:
+    """The data of a run: the data set, its splits, the device and the configuration that the data decide."""
+
     dataset: Dataset
     splits: Splits
     device: torch.device
@@ -407,6 +409,7 @@ def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
 
 
 def new_folder(config: RunConfig) -> Path:
+    """Return a new folder name below run_dir/name, by the current time."""
     base = Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
     folder, count = base, 1
     while os.path.lexists(folder):

@@ -21,6 +21,8 @@ MOST_PARAMETERS = 100  # accepted by MLflow in one call
 
 
 class Tracker(Protocol):
+    """The interface of trackers."""
+
     def log(self, values: dict[str, float], step: int) -> None:
         """Add a point to the curve of each name."""
 

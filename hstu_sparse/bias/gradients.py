@@ -60,10 +60,10 @@ class TableSums:
 
     Args:
         tables: those of position and time, None for an absent one.
-            copies: the number of copies of each.
-            deterministic: sum in int64, whose sums do not depend on the order of additions.
-            bound: returns an upper bound of the absolute terms of one sum; called only if it is needed.
-            behind: entries behind each copy's, to which kernels may add zeros.
+        copies: the number of copies of each.
+        deterministic: sum in int64, whose sums do not depend on the order of additions.
+        bound: returns an upper bound of the absolute terms of one sum; called only if it is needed.
+        behind: the number of entries after each copy, to which kernels may add zeros.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def add_pairs(position_grad, time_grad, unit, value, distance, seen, bucket, pos
 
 
 class Gradients(NamedTuple):
-    """Where the tables' gradients are summed; members of an absent bias are not read.
+    """The places where the tables' gradients are summed; members of an absent bias are not read.
 
     position, time  pointers to the sums in memory
     ring            shared-memory address of the ring

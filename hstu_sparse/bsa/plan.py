@@ -133,6 +133,7 @@ _entries_operator = register_preparation(
 def purpose_of(
     tokens: int, seq_offsets: torch.Tensor, max_seq_len: int, block_size: int, bias: RelativeBias
 ) -> Purpose:
+    """Return the `Purpose` of a plan for these arguments."""
     buckets = num_time_buckets(bias.time)
     batch = None if buckets is None else fingerprint(seq_offsets, *bias[2:])
     return Purpose(tokens, seq_offsets.shape[0] - 1, max_seq_len, block_size, buckets, batch)

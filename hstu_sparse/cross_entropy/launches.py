@@ -82,6 +82,7 @@ _WIDE_FLOAT32 = {
 
 @configuration
 def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> LaunchConfig:
+    """Return the configuration of a product kernel, before it is fitted into shared memory."""
     if INTERPRET:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, programs=2)
     if dtype == torch.float32:

@@ -97,7 +97,7 @@ class _Kernels(torch.autograd.Function):
         from hstu_sparse.cross_entropy import launches
 
         ctx.learned = temperature if isinstance(temperature, Tensor) else None
-        ctx.given = (1.0 if ctx.learned is not None else temperature, normalize)
+        ctx.scaling = (1.0 if ctx.learned is not None else temperature, normalize)
         rows, inside = _here(targets, part.first, len(items))
         has_target = targets >= 0
         with _device(out):
@@ -137,5 +137,5 @@ def _device(x: Tensor):
 def _call(ctx: Any, out: Tensor, items: Tensor, targets: Tensor):
     from hstu_sparse.cross_entropy.launches import _Call
 
-    scale, normalize = ctx.given
+    scale, normalize = ctx.scaling
     return _Call(out, items, targets, ctx.learned, None, None, scale, normalize, 0.0, 0.0)

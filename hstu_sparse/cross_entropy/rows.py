@@ -237,6 +237,7 @@ def catalogue_loss_merge_bwd_dout_kernel(
     dout, along, smoothing, T, I, splits,
     E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Finish dout from the sum over splits."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     acc = _merge(partial, t, T, splits, E, PAD_E, ROWS)
     finish_outputs(
@@ -250,6 +251,7 @@ def catalogue_loss_merge_bwd_ditems_kernel(
     partial, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I, splits,
     E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Finish ditems from the sum over splits."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     acc = _merge(partial, i, I, splits, E, PAD_E, ROWS)
     finish_items(

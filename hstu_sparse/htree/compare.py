@@ -240,6 +240,7 @@ def misplaced(layer: Walk) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="of the one sequence")
     parser.add_argument("--heads", type=int, default=16)

@@ -62,6 +62,7 @@ def entering_scores(
 
 @triton.jit
 def add_values(acc, p, values, node, c0, end, BV: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """Add p times the values of a tile of nodes to acc."""
     pointers = values + node[:, None] * BV + tl.arange(0, BV)[None, :]
     value = tl.load(pointers, mask=(c0 + tl.arange(0, BN) < end)[:, None], other=0.0)
     return tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)

@@ -139,6 +139,7 @@ def launch_group_backward(
 
 
 def fake_group_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base):
+    """Return empty outputs of `launch_group_forward`."""
     choices, words = table_sizes(q, k, seq_offsets, max_seq_len, rate, top_k, group)
     return (
         q.new_empty(*q.shape[:2], v.shape[2]),

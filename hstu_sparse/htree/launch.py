@@ -80,6 +80,7 @@ def cached_tables(rows: int, head_size: int, padded: int, rope_base: float, devi
 
 
 def tables(rows: int, head_size: int, padded: int, rope_base: float, device: torch.device) -> list[Tensor]:
+    """Return `cached_tables`, computed anew while a graph is captured."""
     # A tensor computed while a graph is captured gets its values when the graph runs, so it must not be cached.
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return (cached_tables.__wrapped__ if capturing else cached_tables)(rows, head_size, padded, rope_base, device)
@@ -233,6 +234,7 @@ def push_gradients(problem: Problem, sums: Tensor, target: Tensor, units: Tensor
 
 
 def fake_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+    """Return empty outputs of `launch_forward`."""
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
@@ -250,6 +252,7 @@ htree_operator = Operator(
 
 
 def check_supported(q: Tensor, k: Tensor, v: Tensor, rate: int, top_k: int) -> None:
+    """Raise ValueError for sizes that the kernels do not support."""
     check_kernel("htree_attention", q, {"D": q.shape[2], "V": v.shape[2]}, most=MAX_HEAD)
     group = q.shape[1] // k.shape[1]
     for name, value, most in (

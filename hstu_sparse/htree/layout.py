@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 
 class Layer(NamedTuple):
+    """A layer of the tree."""
+
     number: int
     size: int  # tokens below a node, r^l
     slots: int

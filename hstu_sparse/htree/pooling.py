@@ -44,6 +44,7 @@ def locate_slots(offsets, slot, B, size, TOKENS: tl.constexpr):
 
 @triton.jit
 def child_angle(cos, sin, place, BH: tl.constexpr):
+    """Return cos and sin of the angles of children at these places."""
     f = tl.arange(0, BH)[None, :]
     return tl.load(cos + place[:, None] * BH + f), tl.load(sin + place[:, None] * BH + f)
 

@@ -146,6 +146,7 @@ def rope_tables(most: int, head_size: int, rope_base: float, device: torch.devic
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channels i and i + D // 2 of x by the angles with these cos and sin."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 

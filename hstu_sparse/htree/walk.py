@@ -99,6 +99,7 @@ def tile_query(
 
 @triton.jit
 def next_query(low, high, step_cos, step_sin, STEPPED: tl.constexpr):
+    """Rotate the queries to the next tile, if they are STEPPED."""
     if STEPPED:
         low, high = turn(low, high, step_cos, -step_sin)
     return low, high

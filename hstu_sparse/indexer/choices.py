@@ -56,6 +56,7 @@ def query_of(rows, row, G, R: tl.constexpr):
 
 
 def rows_shape(total: int, seq_offsets: Tensor, group: int) -> tuple[int, ...]:
+    """Return the shape of `rows`."""
     return (total,) if group == 1 else (3, num_rows(total, seq_offsets, group))
 
 

@@ -43,7 +43,7 @@ def embed_inputs(
         position: [N, E], a row for each position, of any floating dtype.
         seq_offsets: [B+1], int32 or int64, from 0 to T; no sequence is longer than N.
         scale: factor of rows.
-            more: [T, E], added without a factor, or None.
+        more: [T, E], added without a factor, or None.
         dropout, seed: as `norm_gate`'s.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 

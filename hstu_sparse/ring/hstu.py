@@ -115,6 +115,8 @@ def ring_hstu_attention(
 
 
 class RingHSTU(torch.autograd.Function):
+    """Compute HSTU attention round a ring, with gradients of q, k, v and both tables."""
+
     @staticmethod
     def forward(ctx, q, k, v, position, time, timestamps, query_timestamps, positions, ring, plan, options, backend):
         out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=working_dtype(q.dtype), device=q.device)
@@ -159,30 +161,30 @@ class RingHSTU(torch.autograd.Function):
                 where, times = block_of(source, block[2:])
                 block_dq(grad, q, *block[:2], *where, *options, RelativeBias(position, time, *times), dq, *sums)
 
-            def find_dkv(source, block, found):
+            def find_dkv(source, block, dkv):
                 where, times = block_of(source, block[2:])
-                if found is None:
-                    found = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in block[:2]]
-                block_dkv(grad, q, *block[:2], *where, *options, RelativeBias(position, time, *times), *found)
-                return found
+                if dkv is None:
+                    dkv = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in block[:2]]
+                block_dkv(grad, q, *block[:2], *where, *options, RelativeBias(position, time, *times), *dkv)
+                return dkv
 
         else:
 
             def add_dq(source, block):
                 """Do nothing: dq is computed with the other gradients."""
 
-            def find_dkv(source, block, found):
+            def find_dkv(source, block, dkv):
                 where, times = block_of(source, block[2:])
                 with torch.enable_grad():
                     leaves = [x.detach().to(wide).requires_grad_() for x in (q, *block[:2])]
                     tables = [None if x is None else x.detach().requires_grad_() for x in widened(position, time)]
                     out = hstu_block(*leaves, *where, *options, RelativeBias(*tables, *times))
-                    wanted = [*leaves, *(x for x in tables if x is not None)]
-                    more, dk, dv, *parts = torch.autograd.grad(out, wanted, grad.to(out.dtype))
+                    inputs = [*leaves, *(x for x in tables if x is not None)]
+                    more, dk, dv, *parts = torch.autograd.grad(out, inputs, grad.to(out.dtype))
                 dq.add_(more)
                 for total, part in zip((x for x in sums if x is not None), parts, strict=True):
                     total += part
-                return [dk, dv] if found is None else [dk + found[0], dv + found[1]]
+                return [dk, dv] if dkv is None else [dk + dkv[0], dv + dkv[1]]
 
         with on_device(q.device):
             payload = _payload(k, v, positions, timestamps)

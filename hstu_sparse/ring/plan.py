@@ -41,6 +41,7 @@ class RingPlan(NamedTuple):
 
 
 def check_plan(plan) -> None:
+    """Raise TypeError unless `plan` is a RingPlan or None."""
     if plan is not None and not isinstance(plan, RingPlan):
         raise TypeError(f"plan must be a RingPlan or None, got {type(plan).__name__}")
 

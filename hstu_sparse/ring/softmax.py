@@ -100,20 +100,20 @@ def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Option
     own_launch = launch = Launch(q, *block, plan.layout(ring.rank), options)
     rows = own_launch.rows(out, grad, lse)
 
-    def add_dq(source, found):
+    def add_dq(source, key_value):
         last = source == (ring.rank + 1) % ring.world
         launch.dq(grad, rows, dq if last else sums, before=None if source == ring.rank else sums)
 
-    def find_dkv(source, found, known):
+    def find_dkv(source, key_value, earlier):
         nonlocal launch  # used next for the block's dq
-        target = known
+        target = earlier
         if source == ring.rank:
             launch, target = own_launch, dkv
         else:
-            launch = Launch(q, *found, plan.layout(source), options)
-            if known is None:
-                target = [torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in found]
-        launch.dkv(grad, rows, *target, sums=known)
+            launch = Launch(q, *key_value, plan.layout(source), options)
+            if earlier is None:
+                target = [torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in key_value]
+        launch.dkv(grad, rows, *target, sums=earlier)
         return target
 
     backward_round(ring, block, plan.tokens, add_dq, find_dkv)
@@ -131,12 +131,12 @@ def _backward_reference(grad, q, block, ring: Ring, plan: RingPlan, options: Opt
     sums = torch.zeros(dq.shape, dtype=lse.dtype, device=dq.device)
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
 
-    def add_dq(source, found):
-        """Done with the other gradients."""
+    def add_dq(source, key_value):
+        """Do nothing: dq is computed with the other gradients."""
 
-    def find_dkv(source, found, known):
-        more = reference.backward_step(grad, q, *found, plan.layout(source), options, lse, delta, sums)
-        return more if known is None else [x + y for x, y in zip(more, known, strict=True)]
+    def find_dkv(source, key_value, earlier):
+        more = reference.backward_step(grad, q, *key_value, plan.layout(source), options, lse, delta, sums)
+        return more if earlier is None else [x + y for x, y in zip(more, earlier, strict=True)]
 
     for target, x in zip(dkv, backward_round(ring, block, plan.tokens, add_dq, find_dkv), strict=True):
         target.copy_(x)

@@ -148,13 +148,12 @@ def rotatekv_compress(
         bits: bits of a code, 2, 3, 4 or 8.
         head_group: 1, 2 or 4, dividing H.
         quant_group: channels that share a scale and a zero (fp16), a power of two from 16; all channels of a head group
-        if
-            there are fewer.
+            if there are fewer.
         sparsity: share of a rotated key's channels that is dropped, 0 to 0.9: the least magnitudes of each token.
         sink_tokens: the first tokens of each sequence, which are stored unquantised.
-            clip: share of a quantisation group's range, around its middle, that the codes cover; values outside get the
-                nearest code. Few codes are more accurate if they do not cover rare values: 0.75 at 2 bits and 0.9 at 3
-                lose the least (docs/rotatekv.md).
+        clip: share of a quantisation group's range, around its middle, that the codes cover; values outside get the
+            nearest code. Few codes are more accurate if they do not cover rare values: 0.75 at 2 bits and 0.9 at 3 lose
+            the least (docs/rotatekv.md).
         channel_order: [H / head_group, D * head_group] int64, of `calibrate`; the cache stores a copy.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 

@@ -333,7 +333,7 @@ def rotatekv_attention_fwd_kernel(
                 if SCALED_WEIGHTS:
                     # Codes centred at 0, so that the rounding of the weights has the same effect as with values.
                     value = (code - (OFFSET + LEVELS / 2)).to(DTYPE)
-                    own = (weights * v_scale[:, None]).to(DTYPE)
+                    rounded = (weights * v_scale[:, None]).to(DTYPE)
                     constant = constants[i]
                     if i % V_PER == 0 or OUT_V != V_BLOCKS:
                         if SOFTMAX:
@@ -343,9 +343,9 @@ def rotatekv_attention_fwd_kernel(
                 else:
                     value = (v_zero - OFFSET * v_scale)[:, None] + v_scale[:, None] * code.to(tl.float32)
                     value = value.to(DTYPE)
-                    own = weights.to(DTYPE)
+                    rounded = weights.to(DTYPE)
                     new_constants += (constants[i],)
-                new += (tl.dot(tl.trans(value), own, before, input_precision=PRECISION),)
+                new += (tl.dot(tl.trans(value), rounded, before, input_precision=PRECISION),)
             sums = new
             constants = new_constants
 
@@ -360,6 +360,6 @@ def rotatekv_attention_fwd_kernel(
         if SCALED_WEIGHTS:
             x += tl.sum(constants[i // V_PER * V_PER if OUT_V == V_BLOCKS else i], 0)[None, :]
         x = x / divisor[None, :] if SOFTMAX else x * inverse_n
-        own = (channel[:, None] // V == (head - group * G)[None, :]) & real[None, :]
+        belongs = (channel[:, None] // V == (head - group * G)[None, :]) & real[None, :]
         pointers = out + (row * (HG * G) + head)[None, :] * V + (channel % V)[:, None]
-        tl.store(pointers, x.to(out.dtype.element_ty), own)
+        tl.store(pointers, x.to(out.dtype.element_ty), belongs)

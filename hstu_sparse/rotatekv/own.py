@@ -151,11 +151,11 @@ def _gradients(
     tables = outputs[3:]
     sums = torch.zeros(programs, _SUMS, dtype=torch.float32, device=q.device) if tables else None
     if q.numel():
-        given = as_rows(q, k, v, align=False), as_rows(dq, dk, dv, down, align=False)
-        q, k, v = given[0]
+        rows, grads = as_rows(q, k, v, align=False), as_rows(dq, dk, dv, down, align=False)
+        q, k, v = rows
         run(
-            rotatekv_own_bwd_kernel, programs, q, k, v, coded_k, coded_v, *given[1], *outputs[:3],
-            *_strides(*given[0], *given[1]), *_biases(position, time, timestamps, query_timestamps), sums, scale,
+            rotatekv_own_bwd_kernel, programs, q, k, v, coded_k, coded_v, *grads, *outputs[:3],
+            *_strides(*rows, *grads), *_biases(position, time, timestamps, query_timestamps), sums, scale,
             1.0 / normalizer, tokens, **_constants(q, v), SUMS=_SUMS,
         )  # fmt: skip
     if tables:

@@ -29,10 +29,12 @@ def check_flash_backend(backend: str, dropout: float) -> None:
 
 
 def new_table(size: int) -> nn.Parameter:
+    """Create a table of a bias with `size` entries."""
     return nn.Parameter(nn.init.normal_(torch.empty(size), std=0.02))
 
 
 def relative_bias(position: Tensor | None, time: Tensor | None, batch: Batch) -> RelativeBias | None:
+    """Return the bias of these tables with the batch's times; None without tables."""
     if position is None and time is None:
         return None
     return RelativeBias(position, time, batch.timestamps, batch.query_timestamps)

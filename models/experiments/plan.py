@@ -34,6 +34,8 @@ TAKEN = {"comparison.json", "comparison.csv", "report.html"}  # files of the res
 
 
 class PlanFile(Strict):
+    """The content of the YAML file of a plan."""
+
     base: str | None = None
     baseline: str | None = None
     seeds: list[Seed] = Field(default_factory=lambda: list(DEFAULT_SEEDS), min_length=1)

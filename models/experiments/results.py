@@ -119,7 +119,7 @@ def finished(plan: Plan, out: Path) -> dict[str, list[Path]]:
         else:
             folders[name] = [run_folder(out, name, seed) for seed in plan.seeds]
             folders[name] = [folder for folder in folders[name] if is_finished(folder)]
-    return {name: found for name, found in folders.items() if found}
+    return {name: runs for name, runs in folders.items() if runs}
 
 
 def collect(plan: Plan, out: Path, failed: list[Failed]) -> Results:

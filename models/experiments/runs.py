@@ -42,6 +42,7 @@ class Failed(NamedTuple):
 
 
 def run_folder(out: Path, setting: str, seed: int) -> Path:
+    """Return the folder of the run of a setting with a seed."""
     return out / setting / f"seed-{seed}"
 
 

@@ -42,6 +42,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def p_value(p: float | None) -> str:
+    """Format a p value."""
     return ABSENT if p is None else "<.001" if p < 0.001 else f"{p:.3f}".removeprefix("0")
 
 

@@ -181,6 +181,7 @@ def _begin(tuning: Search, trial: optuna.Trial, parallel: int) -> Running | None
 
 
 def without_test(config: RunConfig) -> RunConfig:
+    """Return the configuration without evaluation on the test split."""
     return config.model_copy(update={"eval": config.eval.model_copy(update={"test": False})})
 
 

@@ -79,6 +79,7 @@ def _shown(value: Any) -> str:
 
 
 def summary(tuning: Search, trials: list[FrozenTrial], best: FrozenTrial, default: FrozenTrial | None) -> str:
+    """Return a sentence about the number of trials and the best one."""
     counts = [f"{sum(trial.state is state for trial in trials)} {word}" for state, word in STATES.items()]
     against = ""
     if default is not None and default.state is TrialState.COMPLETE:

@@ -43,7 +43,7 @@ def imagined_gpu() -> Iterator[None]:
 
     with ExitStack() as stack:
         for target, name, value in (
-            (JITFunction, "run", lambda *given, **options: None),
+            (JITFunction, "run", lambda *arguments, **options: None),
             (launch, "cpu_multiprocessors", H200_MULTIPROCESSORS),
             (registration, "plain", always),
             (norm_api, "plain", always),

@@ -56,11 +56,11 @@ class Meter(TorchDispatchMode):
         """Count the allocations in the forward pass of `module` as the part `name`."""
         outer: list[str] = []
 
-        def enter(*given) -> None:
+        def enter(*arguments) -> None:
             outer.append(self.part)
             self.part = name
 
-        def leave(*given) -> None:
+        def leave(*arguments) -> None:
             self.part = outer.pop()
 
         module.register_forward_pre_hook(enter)

@@ -203,11 +203,11 @@ def _measure_step(meter: Meter, step: Callable, batch: Batch, result: Plan, last
     activations: Counter[str] = Counter()
     backward = torch.Tensor.backward
 
-    def noted(loss, *given, **options):
+    def noted(loss, *arguments, **options):
         activations.clear()
         activations.update(meter.by_part - before)
         meter.part = "backward"
-        backward(loss, *given, **options)
+        backward(loss, *arguments, **options)
 
     with patch.object(torch.Tensor, "backward", noted):
         for _ in range(2):
