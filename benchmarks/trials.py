@@ -98,7 +98,7 @@ def drawn_points(search: Search) -> list[dict[str, int]]:
 
     Options of two values, fewer than points, whose number is a power of two, make an orthogonal array: no effect is
     mixed up with another one's. (Columns of a Hadamard matrix; products of two of the first few are not among them.)
-    The first settings, if they are one of its points, are not there twice.
+    An array leaves out the first settings, if they are one of its points.
     """
     count, first = search.drawn, {o: search.start.get(o, 0) for o in search.options}
     if count & (count - 1) == 0 and count > len(search.options) and {len(v) for v in search.options.values()} == {2}:

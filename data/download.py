@@ -25,7 +25,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from .atomic import replace_folder, sweep
 from .formats import FORMATS
@@ -274,7 +274,7 @@ def extract(archive: Path, folder: Path) -> None:
                     z.extractall(unpacked)
             else:
                 with tarfile.open(archive) as t:
-                    t.extractall(unpacked, filter="data")
+                    extract_tar(t, unpacked)
             tops = [p for p in unpacked.iterdir() if p.is_dir() and not p.is_symlink() and p.name != "__MACOSX"]
             if len(tops) != 1:
                 names = ", ".join(shown(p.name) for p in sorted(tops)[:5]) or "none"
@@ -284,6 +284,23 @@ def extract(archive: Path, folder: Path) -> None:
             shutil.rmtree(unpacked)
     except UNPACKING as error:
         raise DownloadError(f"{archive.name}: cannot be unpacked: {shown(error, 200)}") from error
+
+
+def extract_tar(archive: tarfile.TarFile, folder: Path) -> None:
+    """Unpack the files and folders of a tar archive; tarfile.TarError for links, devices and paths out of `folder`.
+
+    Python before 3.11.4 has no extraction filters, so the members are checked here.
+    """
+    members = archive.getmembers()
+    for member in members:
+        path = PurePosixPath(member.name)
+        if not (member.isfile() or member.isdir()) or path.is_absolute() or ".." in path.parts:
+            raise tarfile.TarError(f"{shown(member.name)}: neither a file nor a folder inside the archive")
+        member.mode = 0o755 if member.isdir() else 0o644
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(folder, members, filter="data")
+    else:
+        archive.extractall(folder, members)
 
 
 def _check_first_row(format: str) -> Callable[[Path], None]:

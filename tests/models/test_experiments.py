@@ -155,7 +155,7 @@ def test_plan(tmp_path):
         (
             "train.lr",
             "data.protocol: all, eval.patience: null, train.lr",
-            "settings.bsa: data.protocol=all holds nothing out",
+            "settings.bsa: data.protocol=all has no held-out events to compare settings on",
         ),
         ("train.lr", "eval.filter_seen: none, train.lr", "settings.bsa: eval.filter_seen: history -> none"),
         (PLAN, "[]", "plan.yaml: expected a mapping"),

@@ -71,7 +71,7 @@ def test_nothing_is_written_over_what_is_not_ours(made, place):
     (place / "mine.csv").write_text("mine")
     (place / "mine.parquet").write_text("mine")
     for name in ("mine.csv", "mine.parquet"):
-        refused("--predict", name, says="eval.py did not write; --overwrite replaces it")
+        refused("--predict", name, says="eval.py did not write the existing file; --overwrite replaces it")
         assert (place / name).read_text() == "mine"
         assert run("eval.py", "run", "--predict", name, "--overwrite").returncode == 0
         assert run("eval.py", "run", "--recommend", name).returncode == 0  # an earlier table of ours

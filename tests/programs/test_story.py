@@ -47,7 +47,7 @@ def test_the_story(tmp_path, monkeypatch):
     stops = (
         (train, "open_data", 1, "preparing the data. To begin: the same command again"),
         (train, "set_lr", 2, "training. Saved at step 2 of 4. To continue: python train.py --resume run"),
-        (train.Tracked, "epoch", 1, "training. Saved at step 2 of 4. To go on"),
+        (train.Tracked, "epoch", 1, "training. Saved at step 2 of 4. To continue"),
         (ending, "judge", 1, "evaluating; all epochs are saved. To evaluate: python train.py --resume run"),
     )
     arguments = ("run.yaml", "--run", "run")
@@ -105,7 +105,7 @@ def test_the_story(tmp_path, monkeypatch):
     done = run("train.py", "run.yaml", "--init-from", "run", "--run", "warm", "train.epochs=1", "train.lr=1e-30")
     assert done.returncode == 0 and "with the rows of 20 of 21 items" in done.stdout
     done = run("train.py", "run.yaml", "--init-from", "run", "--run", "other", "model.embedding_dim=32")
-    assert done.returncode == 2 and "of another model" in done.stderr
+    assert done.returncode == 2 and "another model, embedding.position does not fit" in done.stderr
 
 
 def test_protocol_all_recommends_what_comes_after_everything(tmp_path, monkeypatch):

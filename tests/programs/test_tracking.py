@@ -70,7 +70,7 @@ def check_what_an_interrupted_run_leaves(folder):
     assert result["parameters"] > 0 and result["environment"]["torch"] and "model" not in result
     assert f"INTERRUPTED after 1 of 3 epochs, saved at step {result['steps']}" in report and "loss.png" in report
     assert (folder / "loss.png").exists() and not is_finished(folder)
-    with pytest.raises(FolderError, match="of a run that was interrupted"):
+    with pytest.raises(FolderError, match="the run was interrupted"):
         read_result(folder)
 
 
