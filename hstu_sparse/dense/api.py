@@ -67,9 +67,9 @@ def hstu_attention(
         bias: b(t, s) by relative position and time, see `RelativeBias`; its tables get gradients.
         plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
             On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
-        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors. "hopper": forward
-            by the kernel of hopper.py, backward as "triton"; on sm_90, with fp16 or bf16 heads, D = V = 64 or 128, and
-            without a bias.
+        backend: "triton", "reference", "hopper" or "auto". "hopper": output and dq by kernels for sm_90, which take
+            fp16 and bf16 heads with D = V = 64 or 128 and no bias; dk and dv as "triton". "auto": reference for CPU
+            tensors; for CUDA tensors hopper where it can and T / B is at least 1,024, else triton.
 
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
@@ -102,7 +102,7 @@ def hstu_attention(
         return hstu_attention_reference(q, k, v, seq_offsets, **options)
     check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
     if hopper:
-        _check_hopper(q, v, bias)
+        _check_hopper(q, v, any(x is not None for x in bias[:2]))
     from hstu_sparse.dense import plan as planning
     from hstu_sparse.dense.launch import hstu_attention_triton
 
@@ -167,21 +167,20 @@ def attention_plan(
     return make() if once is None else once(purpose.key, make)
 
 
-def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool, str]:
-    """(Whether "hopper" was asked for, the backend otherwise: "triton" or "reference")."""
-    hopper = backend == "hopper"
+def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool | None, str]:
+    """(Whether "hopper" was asked for, None under "auto"; the backend otherwise: "triton" or "reference")."""
+    hopper = None if backend == "auto" else backend == "hopper"
     return hopper, choose_backend("triton" if hopper else backend, q, op, ("hopper",))
 
 
-def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias) -> None:
-    from hstu_sparse.assembly import PROVEN_TRITON, proven
-    from hstu_sparse.launch import architecture
+def _check_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool) -> None:
+    from hstu_sparse.assembly import PROVEN_TRITON
+    from hstu_sparse.dense.configs import hopper_can, hopper_runs
 
-    size, other = q.shape[2], v.shape[2]
-    if q.dtype == torch.float32 or size not in (64, 128) or size != other or any(x is not None for x in bias[:2]):
-        got = f"{q.dtype}, D = {size}, V = {other}, {'a' if any(x is not None for x in bias[:2]) else 'no'} bias"
+    if not hopper_can(q, v, biased):
+        got = f"{q.dtype}, D = {q.shape[2]}, V = {v.shape[2]}, {'a' if biased else 'no'} bias"
         raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64 or 128, without a bias, got {got}")
-    if architecture(q.device) != 90 or not proven(q.device):
+    if not hopper_runs(q.device):
         raise ValueError(f"backend='hopper' needs sm_90 and Triton {' or '.join(PROVEN_TRITON)}, got {q.device}")
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.launch import LaunchConfig, configuration
+from hstu_sparse.assembly import proven
+from hstu_sparse.launch import LaunchConfig, architecture, configuration
 
 
 class Features(NamedTuple):
@@ -44,15 +45,50 @@ def fwd_config(f: Features) -> LaunchConfig:
     return LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1 if wide else 2)
 
 
-@configuration
-def hopper_config(f: Features, rounds: bool) -> LaunchConfig:
-    """Settings of the forward kernel in hopper.py. rounds: programs have several tiles.
+# `backend="auto"` takes the kernels for Hopper where sequences have so many tokens on average, by head size: there they
+# were measured faster. {} leaves everything to the Triton kernels.
+HOPPER_FROM = {64: 1024, 128: 1024}
 
-    Its tiles of queries are those of the forward kernel, whose schedule it reads. Groups that take turns are faster
-    where SiLU takes as long as the products (D = 64), and in rounds.
+
+def hopper_can(q: torch.Tensor, v: torch.Tensor, biased: bool) -> bool:
+    """Whether the kernels for Hopper take these heads, [T, H, D] and [T, H, V]."""
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[2] in (64, 128)
+        and q.shape[2:] == v.shape[2:]
+        and not biased
+    )
+
+
+def hopper_runs(device: torch.device) -> bool:
+    """Whether the kernels for Hopper run on a device, by the installed version of Triton."""
+    return architecture(device) == 90 and proven(device)
+
+
+def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int) -> bool:
+    """Whether `backend="auto"` takes the kernels for Hopper: by shapes alone, so that both passes and a captured CUDA
+    graph take the same.
     """
-    turns = rounds or f.pad_d == 64
-    return LaunchConfig(BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=128, STAGES=3, TURNS=turns, num_warps=4)
+    least = HOPPER_FROM.get(q.shape[2])
+    fast = least is not None and q.shape[0] >= least * num_seqs
+    return fast and hopper_can(q, v, biased) and hopper_runs(q.device)
+
+
+@configuration
+def hopper_fwd_config(f: Features) -> LaunchConfig:
+    """Settings of the forward kernel in hopper_forward.py, whose tiles are those of the forward kernel's schedule.
+
+    TURNS: the groups take turns to multiply.
+    """
+    return LaunchConfig(
+        BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, TURNS=True, num_warps=4
+    )
+
+
+@configuration
+def hopper_dq_config(f: Features) -> LaunchConfig:
+    """Settings of the kernel of dq in hopper_dq.py, whose tiles are those of the forward kernel's schedule."""
+    return LaunchConfig(BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
 
 
 @configuration

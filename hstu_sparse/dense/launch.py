@@ -2,8 +2,8 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
-The kernels: plan_kernels.py (by way of plan.py), forward.py or hopper.py, backward_dq.py, backward_dkv.py, and the
-small ones of hstu_sparse/bias. Their settings: configs.py.
+The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py and backward_dkv.py, hopper_forward.py and
+hopper_dq.py in place of the former two, and the small ones of hstu_sparse/bias. Their settings: configs.py.
 """
 
 import functools
@@ -19,7 +19,15 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import POSITION_MARGIN, halved_tables_kernel
 from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
 from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
-from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config, hopper_config
+from hstu_sparse.dense.configs import (
+    Features,
+    bwd_dkv_config,
+    bwd_dq_config,
+    fwd_config,
+    hopper_dq_config,
+    hopper_fwd_config,
+    prefers_hopper,
+)
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.plan import (
     AttentionPlan,
@@ -27,7 +35,16 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, multiprocessors, padded_head, precision, run
+from hstu_sparse.launch import (
+    INTERPRET,
+    LaunchConfig,
+    allow_descriptors,
+    cdiv,
+    multiprocessors,
+    padded_head,
+    precision,
+    run,
+)
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
@@ -86,9 +103,10 @@ class _Launch:
         self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = as_rows(q, k, v)
         self.strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2]
-        self.scale, self.normalizer, self.hopper = scale, normalizer, hopper
+        self.scale, self.normalizer = scale, normalizer
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
+        self.hopper = prefers_hopper(q, v, self.biased, purpose.num_seqs) if hopper is None else hopper
         self.case = _Case(
             self.features, q.shape[1], self.d_out, self.v_out, purpose.targets, window_size > 0,
             precision(q.dtype, "tf32x3"), proven(q.device),
@@ -137,7 +155,10 @@ class _Launch:
         if self.empty:
             return out.zero_(), tables
         if self.hopper:
-            self._forward_hopper(out)
+            from hstu_sparse.dense.hopper_forward import dense_attention_fwd_hopper_kernel as kernel
+
+            factors = 0.5 * self.scale, 1.0 / self.normalizer
+            self._run_hopper(kernel, (self.q, self.k, self.v), out, factors, hopper_fwd_config(self.features))
             return out, tables
         purpose, tiles = self.plan.purpose, self.plan.forward
         arguments = (
@@ -147,23 +168,20 @@ class _Launch:
         self.run(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
         return out, tables
 
-    def _forward_hopper(self, out: torch.Tensor) -> None:
-        from hstu_sparse.dense.hopper import dense_attention_hopper_fwd_kernel, descriptor
+    def _run_hopper(self, kernel, sources: tuple, output: torch.Tensor, factors: tuple, config: LaunchConfig) -> None:
+        """sources: q, k, v and for dq do. Tiles are those of the forward kernel, whose schedule is read."""
+        from hstu_sparse.dense.hopper import descriptor
 
-        purpose, schedule, heads = self.plan.purpose, self.plan.forward.schedule, self.case.heads
-        programs, tiles = multiprocessors(self.q.device), schedule.shape[0] * heads
-        # Where a round has all tiles of a sequence, heavy and light, rounds give programs about equal shares.
-        rounds = cdiv(purpose.max_seq_len, fwd_config(self.features).BLOCK_M) * heads <= programs
-        config = hopper_config(self.features, rounds)
-        rows = config.BLOCK_M, config.BLOCK_N, config.BLOCK_N
-        sources = [descriptor(x, n) for x, n in zip((self.q, self.k, self.v), rows)]
-        arguments = (
-            *sources, out, *(x.base.stride(1) for x in sources), *out.stride()[:2], *self.metadata[:2],
-            purpose.window_size, 0.5 * self.scale, 1.0 / self.normalizer, schedule, tiles,
-        )  # fmt: skip
+        schedule, heads = self.plan.forward.schedule, self.case.heads
+        rows = config.BLOCK_M, config.BLOCK_N, config.BLOCK_N, config.BLOCK_M
+        descriptors = [descriptor(x, n) for x, n in zip(sources, rows)]
+        slots = schedule.shape[0]
+        taken = torch.zeros(1, dtype=torch.int32, device=self.q.device)
         run(
-            dense_attention_hopper_fwd_kernel, min(programs, tiles) if rounds else tiles, *arguments, H=heads,
-            HAS_TARGETS=self.case.targets, HAS_WINDOW=self.case.window, **config,
+            kernel, min(multiprocessors(self.q.device), slots * heads), *descriptors, output,
+            *(x.base.stride(1) for x in descriptors), *output.stride()[:2], *self.metadata[:2],
+            self.plan.purpose.window_size, *factors, taken, slots, schedule, H=heads, HAS_TARGETS=self.case.targets,
+            HAS_WINDOW=self.case.window, **config,
         )  # fmt: skip
 
     def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
@@ -188,6 +206,12 @@ class _Launch:
         )  # fmt: skip
         self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
 
+        if self.hopper:
+            from hstu_sparse.dense.hopper_dq import dense_attention_bwd_dq_hopper_kernel as kernel
+
+            factors = 0.5 * self.scale, 0.5 * self.scale / self.normalizer
+            self._run_hopper(kernel, (self.q, self.k, self.v, do), dq, factors, hopper_dq_config(self.features))
+            return [dq, dk, dv]
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)
         # A cell of the time bias's histogram takes at most so many terms, of 21 bits before the shift.
@@ -252,7 +276,7 @@ dense_operator = Operator(
     "dense",
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, Tensor? num_targets, Tensor? position_bias, Tensor? time_bias, "
     "Tensor? timestamps, Tensor? query_timestamps, Tensor?[] plan, SymInt max_seq_len, SymInt window_size, "
-    "float scale, float normalizer, bool hopper",
+    "float scale, float normalizer, bool? hopper",
     forward=_forward,
     backward=_backward,
     fake=_fake,
@@ -264,7 +288,10 @@ dense_operator = Operator(
 def hstu_attention_triton(
     q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, scale, normalizer, hopper
 ):
-    """Arguments and result as `hstu_sparse.hstu_attention`, checked; on CUDA or in Triton's interpreter."""
+    """Arguments and result as `hstu_sparse.hstu_attention`, checked; on CUDA or in Triton's interpreter.
+
+    hopper: whether the kernels for Hopper are taken; None where `prefers_hopper` says so.
+    """
     return dense_operator(
         q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale, normalizer, hopper
     )[0]

@@ -173,8 +173,7 @@ def launches():
             plan = plan_for(q, values, offsets, targets, bias, window)
             arguments = (q, q, values, offsets, targets, *bias, plan.flat(), 100, window, 0.5, 100.0, hopper)
             _, tables = dense_operator.forward(*arguments)
-            if not hopper:
-                dense_operator.backward(values, *arguments, tables)
+            dense_operator.backward(values, *arguments, tables)
 
         return Launches(f"{dtype} D={d} V={v} {features}{' hopper' * hopper}", call, local_bytes, architectures)
 
