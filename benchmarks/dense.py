@@ -127,9 +127,9 @@ def cases(arguments):
         )
         if torch.cuda.get_device_capability() == (9, 0) and size in (64, 128) and dtype != torch.float32:
             yield make(
-                "ours hopper",
-                setup=lambda s=shape: ours(s, False, "hopper"),
-                check=lambda: check(heads, size, dtype, False, "hopper"),
+                "ours triton",
+                setup=lambda s=shape: ours(s, False, "triton"),
+                check=lambda: check(heads, size, dtype, False, "triton"),
             )
         yield make("sdpa-flash", setup=lambda s=shape: sdpa(s, SDPBackend.FLASH_ATTENTION))
         yield make("sdpa-cudnn", setup=lambda s=shape: sdpa(s, SDPBackend.CUDNN_ATTENTION))

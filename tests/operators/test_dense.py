@@ -235,6 +235,36 @@ def test_hopper_refuses_what_it_cannot(options, message):
         with_tables(functools.partial(hstu_attention, backend="hopper"))(**x)
 
 
+def heads_of(tokens, d, v, dtype):
+    return (torch.empty(tokens, 1, size, dtype=dtype, device="meta") for size in (d, v))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "d", "v", "dtype", "biased", "expected"),
+    [
+        (3 * 1024, 64, 64, torch.bfloat16, False, True),
+        (3 * 1024, 128, 128, torch.float16, False, True),
+        (3 * 1024 - 1, 128, 128, torch.bfloat16, False, False),
+        (3 * 1024, 64, 64, torch.float32, False, False),
+        (3 * 1024, 64, 128, torch.bfloat16, False, False),
+        (3 * 1024, 96, 96, torch.bfloat16, False, False),
+        (3 * 1024, 64, 64, torch.bfloat16, True, False),
+    ],
+)
+def test_which_calls_auto_gives_to_hopper(tokens, d, v, dtype, biased, expected, monkeypatch):
+    """Three sequences, on a GPU with sm_90 or, then, on another one or with another version of Triton."""
+    from hstu_sparse.dense import configs
+
+    monkeypatch.setattr(configs, "proven", lambda device: True)
+    monkeypatch.setattr(configs, "architecture", lambda device: 90)
+    assert configs.prefers_hopper(*heads_of(tokens, d, v, dtype), biased, 3) == expected
+    monkeypatch.setattr(configs, "architecture", lambda device: 100)
+    assert not configs.prefers_hopper(*heads_of(tokens, d, v, dtype), biased, 3)
+    monkeypatch.setattr(configs, "architecture", lambda device: 90)
+    monkeypatch.setattr(configs, "proven", lambda device: False)
+    assert not configs.prefers_hopper(*heads_of(tokens, d, v, dtype), biased, 3)
+
+
 def op_arguments(x):
     """Arguments of the registered operator for keyword arguments of `kernel`."""
     from hstu_sparse.dense.launch import dense_operator  # noqa: F401  registers it
@@ -244,7 +274,7 @@ def op_arguments(x):
     plan = attention_plan(x["q"], x["v"], x["seq_offsets"], x["max_seq_len"], bias=bias, backend="triton", **rest)
     return (
         *(x[name] for name in ("q", "k", "v", "seq_offsets")), rest["num_targets"], *bias, plan.flat(),
-        x["max_seq_len"], rest["window_size"], 0.25, 13.0, False,
+        x["max_seq_len"], rest["window_size"], 0.25, 13.0, None,
     )  # fmt: skip
 
 

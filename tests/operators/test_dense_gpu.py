@@ -56,18 +56,16 @@ on_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("window", [0, 1, 200])
 @pytest.mark.parametrize("features", [(), ("targets",)])
 def test_hopper(features, window, d, dtype):
-    """By lengths around the sizes of tiles and blocks; with few heads programs have several tiles."""
-    lengths = (128, 1, 0, 64, 129, 127, 256, 63, 65, 700, 192, 2000)
-    for heads in (3, 16):
-        compare(
-            inputs(lengths, 2000, d=d, v=d, features=features, window=window, dtype=dtype, heads=heads), function=hopper
-        )
+    """By lengths around the sizes of tiles and blocks, and in a batch of which programs have several tiles each."""
+    for lengths in ((128, 1, 0, 64, 129, 127, 256, 63, 65, 700, 192, 2000), [37 * i % 200 for i in range(300)]):
+        x = inputs(lengths, 2000, d=d, v=d, features=features, window=window, dtype=dtype, heads=4)
+        compare(x, function=hopper)
 
 
 @on_hopper
 @pytest.mark.parametrize("d", [64, 128])
 def test_hopper_with_many_candidates(d):
-    x = inputs((500, 300, 7, 400), 500, d=d, v=d, features=("targets",))
+    x = inputs((500, 300, 7, 400), 500, d=d, v=d, features=("targets",), heads=4)
     x["num_targets"] = torch.tensor([400, 1, 7, 200], device="cuda")
     compare(x, function=hopper)
 
@@ -85,14 +83,65 @@ def test_hopper_gives_the_same_bits(d):
 
 
 @on_hopper
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_hopper_gives_the_same_gradients(d):
+    x = inputs([37 * i % 600 for i in range(400)], 600, d=d, v=d, heads=4)
+    leaves = [x[name].requires_grad_() for name in "qkv"]
+    passes = [torch.autograd.grad(hopper(**x).float().square().sum(), leaves) for _ in range(4)]
+    for again in passes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(passes[0], again))
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
 def test_hopper_keeps_sequences_apart(name):
-    x = inputs((200, 77, 100), 200)
-    before = hopper(**x)
-    x[name][200:277] = float("inf")
-    after = hopper(**x)
-    assert not after[276].isfinite().all()
-    assert torch.equal(after[:200], before[:200]) and torch.equal(after[277:], before[277:])
+    """What is infinite in one sequence does not get into the output and dq of its neighbours."""
+    x = inputs((200, 77, 100), 200, heads=4)
+    grad = torch.randn_like(x["q"])
+
+    def call():
+        q = x["q"].detach().clone().requires_grad_()
+        out = hopper(**{**x, "q": q})
+        return out.detach(), *torch.autograd.grad(out, q, grad)
+
+    before = call()
+    (grad if name == "grad" else x[name])[200:277] = float("inf")
+    after = call()
+    if name != "grad":
+        assert not after[0][276].isfinite().all()
+    assert not after[1][276].isfinite().all()
+    for old, new in zip(before, after):
+        assert torch.equal(new[:200], old[:200]) and torch.equal(new[277:], old[277:])
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_auto_takes_hopper_for_long_sequences(d, monkeypatch):
+    """In eager mode, compiled and in a CUDA graph, forward and backward; for short sequences not."""
+    from hstu_sparse.dense import configs
+
+    x = inputs((2000, 48, 1024), 2000, d=d, v=d, heads=4)
+    leaves = [x[name].requires_grad_() for name in "qkv"]
+
+    def passes(function, x=x, leaves=leaves):
+        out = function(**x)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    def same(one, other):
+        return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+
+    expected, by_triton = passes(hopper), passes(functools.partial(hstu_attention, backend="triton"))
+    assert not any(same(expected, by_triton)[:2])
+    assert all(same(passes(hstu_attention), expected))
+    assert all(same(passes(torch.compile(hstu_attention, fullgraph=True)), expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = passes(hstu_attention)
+    for _ in range(2):
+        graph.replay()
+        assert all(same(captured, expected))
+    monkeypatch.setattr(configs, "HOPPER_FROM", {64: 1025, 128: 1025})
+    assert all(same(passes(hstu_attention), by_triton))
 
 
 @pytest.mark.parametrize("features", [("position", "time"), ALL])
@@ -298,7 +347,7 @@ def test_opcheck():
     names = ("q", "k", "v", "seq_offsets", "num_targets")
     torch.library.opcheck(
         torch.ops.hstu_sparse.dense_fwd.default,
-        (*(x[name] for name in names), *bias, plan.flat(), 13, 0, 0.25, 13.0, False),
+        (*(x[name] for name in names), *bias, plan.flat(), 13, 0, 0.25, 13.0, None),
         # Compares gradients of two runs, and the time bias's depends on the order of additions.
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
