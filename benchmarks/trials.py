@@ -215,21 +215,24 @@ class State:
 
     def settings(self, trial: Trial) -> dict[str, Any]:
         """All that a trial changes of the configuration, by dotted key, in the order in which it is taken."""
-        given = {"seed": 1, "eval.test": False} | self.search.fixed
+        values = {"seed": 1, "eval.test": False} | self.search.fixed
         for option, place in trial.point.items():
             value = self.search.options[option][place]
-            given |= value if isinstance(value, dict) else {option: value}
-        return given | trial.more
+            values |= value if isinstance(value, dict) else {option: value}
+        return values | trial.more
 
 
 def assignments(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
-def load_plan(path: Path, given: list[str]) -> tuple[Plan, dict[str, State]]:
-    """A plan and its searches, `given` being `search:key=value`; ConfigError names the first setting that cannot be."""
+def load_plan(path: Path, fixed_texts: list[str]) -> tuple[Plan, dict[str, State]]:
+    """Return a plan and its searches; ConfigError names the first impossible setting.
+
+    fixed_texts: settings of the form `search:key=value`.
+    """
     plan = Plan.model_validate(parse_yaml(read_config(path), str(path)))
-    for text in given:
+    for text in fixed_texts:
         name, colon, assignment = text.partition(":")
         key, equals, value = assignment.partition("=")
         if name not in plan.searches or not (colon and equals):
@@ -322,10 +325,10 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
         for state in sorted(states.values(), key=lambda s: (s.seconds + ON_THE_WAY * s.running) / s.search.share):
             if left() < state.search.least or (trial := state.next()) is None:
                 continue
-            given = [state.search.config, *assignments(state.settings(trial)), "--run", str(folder / str(count))]
+            arguments = [state.search.config, *assignments(state.settings(trial)), "--run", str(folder / str(count))]
             live[count] = state, trial, time.monotonic()
             lane_of[count] = lane
-            lanes[lane].put((count, given))
+            lanes[lane].put((count, arguments))
             state.running, count = state.running + 1, count + 1
             return True
         return False
@@ -414,21 +417,21 @@ def table(out: Path) -> None:
     finals = [record for record in records if record["title"] == "final"]
     records = [record for record in records if record["title"] != "final"]
     for name in dict.fromkeys(record["search"] for record in records):
-        own = [record for record in records if record["search"] == name and record["value"] > 0]
-        texts = [{key: json.dumps(value) for key, value in record["settings"].items()} for record in own]
+        of_search = [record for record in records if record["search"] == name and record["value"] > 0]
+        texts = [{key: json.dumps(value) for key, value in record["settings"].items()} for record in of_search]
         keys = sorted({key for text in texts for key in text if len({t.get(key) for t in texts}) > 1} - {"seed"})
-        print(f"\n{name}: {len(own)} trials")
-        for record, text in sorted(zip(own, texts), key=lambda pair: -pair[0]["value"])[:8]:
+        print(f"\n{name}: {len(of_search)} trials")
+        for record, text in sorted(zip(of_search, texts), key=lambda pair: -pair[0]["value"])[:8]:
             changed = {key: text.get(key) for key in [*keys, "seed"] if text.get(key) != texts[0].get(key)}
             print(f"  {record['value']:.5f} at {record['epoch']} ({record['status']})  {changed}")
-        whole = [(record, text) for record, text in zip(own, texts) if record["status"] == 0]
+        whole = [(record, text) for record, text in zip(of_search, texts) if record["status"] == 0]
         columns = [(k, v) for k in keys for v in sorted({str(t.get(k)) for _, t in whole}) if v != str(texts[0].get(k))]
         if len(whole) < 3 or not columns:
             continue
         design = np.array([[1.0, *(str(text.get(k)) == v for k, v in columns)] for _, text in whole])
         logs = np.log([record["value"] for record, _ in whole])
-        found = np.linalg.lstsq(design, logs)[0]
-        for (key, value), effect, tried in zip(columns, found[1:], design[:, 1:].sum(0)):
+        effects = np.linalg.lstsq(design, logs)[0]
+        for (key, value), effect, tried in zip(columns, effects[1:], design[:, 1:].sum(0)):
             print(f"    {key}={value}: {100 * np.expm1(effect):+.1f}% ({int(tried)} trials)")
     for name in dict.fromkeys(record["search"] for record in finals):
         judged = [record["test"] for record in finals if record["search"] == name and "test" in record]

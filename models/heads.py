@@ -147,11 +147,11 @@ class MixtureOfLogits(nn.Module):
         queries = self.queries(out)
         pairs = self.config.query_components * self.config.item_components + self.config.gate_hidden_dim
         width = max(1, CHUNK["cuda"] // (pairs * max(1, len(out))))
-        found = [
+        tiles = [
             self.scores(queries, Side(*(part[begin : begin + width] for part in items)))[0].float()
             for begin in range(0, len(items.gates), width)
         ]
-        return torch.cat(found, 1) if found else out.new_zeros(len(out), 0)
+        return torch.cat(tiles, 1) if tiles else out.new_zeros(len(out), 0)
 
 
 class CataloguePart(NamedTuple):
@@ -200,8 +200,8 @@ def mol_loss(
     source = head.items(item_weight) if once else (item_weight,)
 
     def chunk(out, targets, negatives, *rest):
-        given = dict(zip(names, rest[len(source) :]))
-        return _chunk_loss(head, given, out, targets, negatives, rest[: len(source)], part)
+        head_parameters = dict(zip(names, rest[len(source) :]))
+        return _chunk_loss(head, head_parameters, out, targets, negatives, rest[: len(source)], part)
 
     total = ChunkedSum.apply(chunk, rows, 3, out, targets, negatives, *source, *parameters)
     scored, chosen = targets >= 0, targets.clamp(min=0)
@@ -209,8 +209,8 @@ def mol_loss(
     if part is not None and ranks is not None:  # each rank sees to the targets that it has
         total = as_share(total, ranks.world)
         chosen, scored = _here(targets, part.first, len(item_weight))
-    own = F.embedding(chosen, item_weight)
-    _, pi = head.scores(head.queries(out), head.items(own[:, None]))
+    target_rows = F.embedding(chosen, item_weight)
+    _, pi = head.scores(head.queries(out), head.items(target_rows[:, None]))
     mean = (pi[:, 0] * scored[:, None]).sum(0) / count
     if ranks is not None:  # with the gradient of this rank's part
         mean = mean + (ranks.sum(mean) - mean).detach()
@@ -250,8 +250,10 @@ def _chunk_loss(head, parameters, out, targets, negatives, source, part: Catalog
     whole catalogue, its gradients are those of this part.
     """
 
-    def of(name: str, *given):
-        return torch.func.functional_call(_Method(head, name), {f"head.{n}": p for n, p in parameters.items()}, given)
+    def of(name: str, *arguments):
+        return torch.func.functional_call(
+            _Method(head, name), {f"head.{n}": p for n, p in parameters.items()}, arguments
+        )
 
     queries, chosen = of("queries", out), targets.clamp(min=0)
     if part is not None:
@@ -284,5 +286,5 @@ class _Method(nn.Module):
         super().__init__()
         self.head, self.name = head, name
 
-    def forward(self, *given):
-        return getattr(self.head, self.name)(*given)
+    def forward(self, *arguments):
+        return getattr(self.head, self.name)(*arguments)

@@ -237,10 +237,10 @@ def sampled_loss(
     ids, log_q = drawn or (None, None)
     shared = ids if ids is not None and ids.dim() == 1 else None
 
-    def chunk(out, targets, own, excluded, items):
+    def chunk(out, targets, negatives, excluded, items):
         if excluded is not None:
             return _excluding_loss(config, out, items, targets, excluded, dtype)
-        return _chunk_loss(config, whole, out, items, targets, own if shared is None else shared, log_q)
+        return _chunk_loss(config, whole, out, items, targets, negatives if shared is None else shared, log_q)
 
     total = ChunkedSum.apply(chunk, rows, 4, out, targets, ids if shared is None else None, excluded, items)
     return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)

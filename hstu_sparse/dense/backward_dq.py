@@ -100,11 +100,11 @@ def dense_attention_bwd_dq_kernel(
     query = load_block(q, first_row, m, q_stride_t, sequence.length, D, PAD_D, True)
     dout = load_block(do, first_row, m, do_stride_t, sequence.length, V, PAD_V, True)
     query, dout = in_registers(query, HOLD), in_registers(dout, HOLD)
-    bounds, own = query_tile_bias(
+    bounds, bias_fields = query_tile_bias(
         b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
         HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    bias = Bias(position_bias, time_bias, cells, steps, *own, total)
+    bias = Bias(position_bias, time_bias, cells, steps, *bias_fields, total)
     ring, histogram, lane = 0, 0, 0
     sum_scale, time_scale = half_inverse_n, 1.0
     if EXACT:

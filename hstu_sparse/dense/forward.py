@@ -75,11 +75,11 @@ def dense_attention_fwd_kernel(
     k += begin * k_stride_t + head * k_stride_h
     v += begin * v_stride_t + head * v_stride_h
     query = load_block(q, first_row, m, q_stride_t, sequence.length, D, PAD_D, True)
-    bounds, own = query_tile_bias(
+    bounds, bias_fields = query_tile_bias(
         b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
         HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    bias = Bias(position_bias, time_bias, cells, steps, *own, total)
+    bias = Bias(position_bias, time_bias, cells, steps, *bias_fields, total)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     for part in tl.static_range(4):
         if (part > 0 or HAS_WINDOW) and (part != 2 or HAS_TIME):  # noqa: SIM102  known to the compiler

@@ -23,11 +23,11 @@ from hstu_sparse.registration import register_preparation
 
 
 class Tiling(NamedTuple):
-    """Sizes of a kernel's tiles: `own` tokens of the side that a program owns (queries if by_query), `other` of the
+    """Sizes of a kernel's tiles: `owned` tokens of the side that a program owns (queries if by_query), `other` of the
     blocks of the side that it walks. Without a time bias nothing depends on `other` and `by_query`.
     """
 
-    own: int
+    owned: int
     other: int
     by_query: bool
 
@@ -41,8 +41,9 @@ class TileMap(NamedTuple):
               tiles its lowest bucket times 8 plus the number of bucket edges in it, else -1, as for two more behind,
               since the kernels read ahead. Narrow: no key is younger than a query, the differences reach over at most
               MOST_EDGES edges, and the block is less than 2^24 seconds long
-    runs      [slots] int32: where the run of narrow blocks ends (queries own: the first row after it), or begins
-    near      [slots, min(NEAR, row), own * other] uint8: buckets of the pairs with the nearest blocks, which are not
+    runs      [slots] int32: where the run of narrow blocks ends (for tiles of queries: the first row after it) or, for
+              tiles of keys, begins
+    near      [slots, min(NEAR, row), owned * other] uint8: buckets of the pairs with the nearest blocks, which are not
               in the run; `hidden_bucket` where the query does not see the key
 
     Without a time bias only the schedule is there.
@@ -127,52 +128,52 @@ def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
         Tiling(dq.BLOCK_M, dq.BLOCK_N, True),
         Tiling(dkv.BLOCK_N, dkv.BLOCK_M, False),
     )
-    return sizes if f.time else tuple(Tiling(tiling.own, 1, True) for tiling in sizes)
+    return sizes if f.time else tuple(Tiling(tiling.owned, 1, True) for tiling in sizes)
 
 
 def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max_seq_len, window_size, num_buckets,
-              own, other, by_query, roles, least=torch.sym_min):  # fmt: skip
-    slots = total // own + seq_offsets.shape[0] - 1
+              owned, other, by_query, roles, least=torch.sym_min):  # fmt: skip
+    slots = total // owned + seq_offsets.shape[0] - 1
     new = functools.partial(torch.empty, device=seq_offsets.device)
-    found = [new(slots, 2, dtype=torch.int32)]
+    tensors = [new(slots, 2, dtype=torch.int32)]
     if timestamps is not None:
         row = cdiv(least(max_seq_len, total), other) + 2
-        found += [new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32)]
-        found.append(new(slots, least(NEAR.value, row), own * other, dtype=torch.uint8))
+        tensors += [new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32)]
+        tensors.append(new(slots, least(NEAR.value, row), owned * other, dtype=torch.uint8))
     for _ in range(roles):
-        found += [new(2, total, dtype=torch.float32), new(total, dtype=torch.int32)]
-    return found
+        tensors += [new(2, total, dtype=torch.float32), new(total, dtype=torch.int32)]
+    return tensors
 
 
 def _map(*arguments):
     (
-        seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, own, other,
+        seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, owned, other,
         by_query, _,
     ) = arguments  # fmt: skip
-    found = _fake_map(*arguments, least=min)
+    tensors = _fake_map(*arguments, least=min)
     num_seqs, timed = seq_offsets.shape[0] - 1, timestamps is not None
-    slots = found[0].shape[0]
+    slots = tensors[0].shape[0]
     if total == 0 or num_seqs == 0:
-        return found
+        return tensors
     cells = device_cells(num_buckets, seq_offsets.device) if timed else None
-    row = found[1].shape[0] // slots if timed else 0
-    given = (
-        seq_offsets, num_targets, query_timestamps, timestamps, cells, *found, *[None] * (8 - len(found)), row,
+    row = tensors[1].shape[0] // slots if timed else 0
+    kernel_arguments = (
+        seq_offsets, num_targets, query_timestamps, timestamps, cells, *tensors, *[None] * (8 - len(tensors)), row,
         num_seqs, slots, total, window_size,
     )  # fmt: skip
     constants = dict(
-        HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=own, OTHER=other, BY_QUERY=by_query,
+        HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=owned, OTHER=other, BY_QUERY=by_query,
         HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
     )  # fmt: skip
     grid = num_seqs + (slots if timed else 0)
-    run(dense_attention_plan_kernel, grid, *given, **constants, num_warps=8 if timed else 4)
-    return found
+    run(dense_attention_plan_kernel, grid, *kernel_arguments, **constants, num_warps=8 if timed else 4)
+    return tensors
 
 
 _map_operator = register_preparation(
     "dense_tile_map",
     "Tensor seq_offsets, Tensor? num_targets, Tensor? timestamps, Tensor? query_timestamps, SymInt total, "
-    "SymInt max_seq_len, SymInt window_size, int num_buckets, int own, int other, bool by_query, int roles",
+    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query, int roles",
     launch=_map,
     fake=_fake_map,
 )
@@ -183,11 +184,11 @@ def tile_map(
 ) -> tuple[TileMap, list[TokenTimes]]:
     """(the map, the times of the keys and of the queries), both times or (roles) only those of the first or none."""
     timed = purpose.num_buckets is not None
-    found = _map_operator(
+    tensors = _map_operator(
         seq_offsets, num_targets, timestamps if timed else None, query_timestamps if timed else None, purpose.total,
         purpose.max_seq_len, purpose.window_size, purpose.num_buckets if timed else 0, *tiling, roles,
     )  # fmt: skip
-    return TileMap(*found[:4]), [TokenTimes(*pair) for pair in (found[4:6], found[6:8]) if pair]
+    return TileMap(*tensors[:4]), [TokenTimes(*pair) for pair in (tensors[4:6], tensors[6:8]) if pair]
 
 
 def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, query_timestamps) -> AttentionPlan:
@@ -204,11 +205,11 @@ def make_plan(
     purpose: Purpose, seq_offsets, num_targets, timestamps, query_timestamps, *, backward: bool
 ) -> AttentionPlan:
     """`attention_plan` of checked arguments. Without `backward` only what the forward pass reads."""
-    given = seq_offsets, num_targets, timestamps, query_timestamps
+    batch = seq_offsets, num_targets, timestamps, query_timestamps
     # What is computed of one tensor serves both roles.
     roles = 0 if purpose.num_buckets is None else 1 if query_timestamps is timestamps else 2
     tiling, dq, _ = purpose.tilings
-    forward, times = tile_map(purpose, tiling, *given, roles)
+    forward, times = tile_map(purpose, tiling, *batch, roles)
     keys, queries = (times[0], times[-1]) if roles else (None, None)
     plan = AttentionPlan(purpose, keys, queries, forward, forward if dq == tiling else None, None)
-    return with_backward(plan, *given) if backward else plan
+    return with_backward(plan, *batch) if backward else plan

@@ -61,8 +61,8 @@ def _map_tile(
     own_times += begin
     times += begin
     origin = tl.load(k_times + begin)
-    own = first_row + tl.arange(0, OWN)
-    own_first, own_last = extremes(own_times + own, origin, own < length, 0)
+    owned = first_row + tl.arange(0, OWN)
+    own_first, own_last = extremes(own_times + owned, origin, owned < length, 0)
     low_block, high_block = low // OTHER, high // OTHER
     wide_first, wide_end = high_block, low_block
     for start in range(low_block, high_block + 2, CHUNK):
@@ -92,13 +92,13 @@ def _map_tile(
     tl.store(runs + slot, run)
 
     near += slot * (tl.minimum(row, NEAR) * OWN * OTHER)
-    own = own[:, None]
-    own_high, own_low = load_split_times(own_times + own, own < length)
+    owned = owned[:, None]
+    own_high, own_low = load_split_times(own_times + owned, owned < length)
     for block in range(first, last):
         other = (block * OTHER + tl.arange(0, OTHER))[None, :]
         other_high, other_low = load_split_times(times + other, other < length)
         buckets = bucket_of(tl.abs((own_high - other_high) + (own_low - other_low)), cells, ASM)
-        t, s = (own, other) if BY_QUERY else (other, own)
+        t, s = (owned, other) if BY_QUERY else (other, owned)
         seen = visible(t, s, sequence, HAS_TARGETS, HAS_WINDOW)
         buckets = tl.where(seen, buckets, HIDDEN).to(tl.uint8)
         place = nearest - block if BY_QUERY else block - nearest

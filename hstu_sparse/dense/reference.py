@@ -90,12 +90,12 @@ def _attend(q, k, v, begins, lengths, scale, normalizer, num_targets, window_siz
 
     scores = torch.matmul(pad(q * scale), pad(k).transpose(2, 3))  # [B, H, n, n]
     if bias.position is not None or bias.time is not None:
-        asked = seen = None
+        query_times = key_times = None
         if bias.time is not None:
-            asked = bias.query_timestamps.index_select(0, index).view(batch, longest, 1)
-            seen = bias.timestamps.index_select(0, index).view(batch, 1, longest)
-        found = pair_bias(bias, distance, asked, seen)  # [n, n] or [B, n, n]
-        scores = scores + (found if found.dim() == 2 else found[:, None])
+            query_times = bias.query_timestamps.index_select(0, index).view(batch, longest, 1)
+            key_times = bias.timestamps.index_select(0, index).view(batch, 1, longest)
+        pair_biases = pair_bias(bias, distance, query_times, key_times)  # [n, n] or [B, n, n]
+        scores = scores + (pair_biases if pair_biases.dim() == 2 else pair_biases[:, None])
     weights = F.silu(scores).masked_fill(hidden, 0).to(v.dtype)
     padded = masked_product(weights, pad(v / normalizer), hidden)
     padded = padded.transpose(1, 2).reshape(batch * longest, heads, v.shape[2])

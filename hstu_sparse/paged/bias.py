@@ -26,14 +26,16 @@ def candidate_bias_kernel(
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) * BLOCK > length:
         return
-    asked = 0
+    candidate_time = 0
     times = 0
     if time_table is not None:
-        asked = tl.load(query_times + b)
+        candidate_time = tl.load(query_times + b)
         cached = position < length
         page = tl.load(pages + b * P + (1 if SINKS else 0) + position // PAGE, cached, 0).to(tl.int64)
         times = tl.load(timestamps + page * PAGE + position % PAGE, cached, 0)
         times = tl.where(cached, times, tl.load(new_times + b))
     inside = position <= length
-    found = pair_bias(length - position, inside, asked, times, position_table, time_table, cells, positions)[0]
-    tl.store(bias + b * (P * PAGE + 1) + position, found, inside)
+    pair_biases = pair_bias(
+        length - position, inside, candidate_time, times, position_table, time_table, cells, positions
+    )[0]
+    tl.store(bias + b * (P * PAGE + 1) + position, pair_biases, inside)

@@ -30,9 +30,9 @@ def load_group(base, token, head, mask, b: tl.constexpr, stride_t, stride_h, fir
     """Block `first` + b of a head group's values, [rows, BW], each row its own head's channels and else zeros."""
     channel = (first + b) * BW + tl.arange(0, BW)
     member = channel // SIZE
-    own = mask[:, None] & (first_head + member[None, :] == head[:, None]) & (channel < CHANNELS)[None, :]
+    belongs = mask[:, None] & (first_head + member[None, :] == head[:, None]) & (channel < CHANNELS)[None, :]
     pointers = base + token[:, None] * stride_t + head[:, None].to(tl.int64) * stride_h + (channel % SIZE)[None, :]
-    return tl.load(pointers, own, 0.0)
+    return tl.load(pointers, belongs, 0.0)
 
 
 @triton.jit
@@ -106,9 +106,9 @@ def paged_attention_fwd_kernel(
     at = row * 0 + length if CANDIDATES else length + index
     # Where the last row's positions end, which are those that any row sees.
     last = length if CANDIDATES else length + tl.minimum(count, q_tile * BQ + BQ) - 1
-    asked = 0
+    query_time = 0
     if time_table is not None:
-        asked = tl.load(query_times + query, real, 0)[:, None]
+        query_time = tl.load(query_times + query, real, 0)[:, None]
     if candidate_bias is not None:
         candidate_bias += b.to(tl.int64) * (P * PAGE + 1)
     pages += b.to(tl.int64) * P
@@ -127,22 +127,22 @@ def paged_attention_fwd_kernel(
     if split == 0:
         own_row = query[:, None] * k_stride_t + head[:, None].to(tl.int64) * k_stride_h
         own_k = tl.load(k + own_row + column, inside_head, 0.0)
-        own = tl.sum(q_rows.to(tl.float32) * own_k.to(tl.float32), 1) * score_scale
+        own_score = tl.sum(q_rows.to(tl.float32) * own_k.to(tl.float32), 1) * score_scale
         if candidate_bias is not None:
-            own += tl.load(candidate_bias + length)
+            own_score += tl.load(candidate_bias + length)
         elif not CANDIDATES:
-            given = 0
+            new_time = 0
             if time_table is not None:
-                given = tl.load(new_times + query, real, 0)[:, None]
+                new_time = tl.load(new_times + query, real, 0)[:, None]
             none = tl.zeros([ROWS, 1], tl.int32)
-            bias, _ = pair_bias(none, real[:, None], asked, given, position_table, time_table, cells, positions)
-            own += tl.sum(bias, 1)
+            bias, _ = pair_bias(none, real[:, None], query_time, new_time, position_table, time_table, cells, positions)
+            own_score += tl.sum(bias, 1)
         if SOFTMAX:
-            greatest = own
+            greatest = own_score
             total = tl.full([ROWS], 1.0, tl.float32)
             own_weight = total
         else:
-            own_weight = silu(own, FAST)
+            own_weight = silu(own_score, FAST)
     sums = ()
     constants = ()
     for i in tl.static_range(OUT_V):
@@ -163,12 +163,12 @@ def paged_attention_fwd_kernel(
             for h in tl.static_range(HEADS):
                 base = sink_k + (group * G + first_member + h) * D
                 key = load_rows(base, sink + position, H * D, inside, D, PAD_D).to(DTYPE)
-                found = tl.dot(q_rows, tl.trans(key), input_precision=PRECISION)
-                scores = tl.where((row // BQ == h)[:, None], found, scores)
+                product = tl.dot(q_rows, tl.trans(key), input_precision=PRECISION)
+                scores = tl.where((row // BQ == h)[:, None], product, scores)
             page = tl.load(pages + 1 + position // PAGE, inside, 0).to(tl.int64)
             seen = inside[None, :] & (position[None, :] < at[:, None])
             scores = biased(
-                scores * score_scale, inside, at, position, page * PAGE + position % PAGE, asked, timestamps,
+                scores * score_scale, inside, at, position, page * PAGE + position % PAGE, query_time, timestamps,
                 position_table, time_table, cells, positions, candidate_bias,
             )  # fmt: skip
             weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
@@ -221,7 +221,7 @@ def paged_attention_fwd_kernel(
                 scores = tl.dot(queries[i], tl.trans(key), scores, input_precision=PRECISION)
         seen = inside[None, :] & (position[None, :] < at[:, None])
         scores = biased(
-            scores * score_scale, inside, at, position, page * PAGE + slot, asked, timestamps, position_table,
+            scores * score_scale, inside, at, position, page * PAGE + slot, query_time, timestamps, position_table,
             time_table, cells, positions, candidate_bias,
         )  # fmt: skip
         weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
@@ -271,7 +271,7 @@ def paged_attention_fwd_kernel(
 
 @triton.jit
 def biased(
-    scores, inside, at, position, at_time, asked, timestamps, position_table, time_table, cells, positions,
+    scores, inside, at, position, at_time, query_time, timestamps, position_table, time_table, cells, positions,
     candidate_bias,
 ):  # fmt: skip
     """Scores [rows, R] with the bias of position and time."""
@@ -283,5 +283,5 @@ def biased(
         if time_table is not None:
             times = tl.load(timestamps + at_time, inside, 0)[None, :]
         seen = inside[None, :] & (distance > 0)
-        scores += pair_bias(distance, seen, asked, times, position_table, time_table, cells, positions)[0]
+        scores += pair_bias(distance, seen, query_time, times, position_table, time_table, cells, positions)[0]
     return scores

@@ -66,14 +66,14 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: 
 def sizes(format: PageFormat, dtype: torch.dtype, few: bool) -> dict:
     """The kernel's constants that follow from the pages; few: a program takes all heads of a group."""
     heads, D, V, layout = format.heads, format.head_size, format.value_size, format.layout
-    found = dict(H=heads, D=D, V=V, PAD_D=padded_head(D), PAGE=format.page_size, SINKS=format.sink_tokens > 0)
+    common = dict(H=heads, D=D, V=V, PAD_D=padded_head(D), PAGE=format.page_size, SINKS=format.sink_tokens > 0)
     if layout is None:
         none = dict(G=1, BITS=0, OFFSET=0, CODED=D, K_WORDS=0, K_GROUPS=1, V_WORDS=0, V_GROUPS=1, SCALED=False, HEADS=1)
-        return found | none | dict(K_BLOCK=padded_head(D), K_BLOCKS=1, V_BLOCK=padded_head(V), V_BLOCKS=1, OUT_V=1)
+        return common | none | dict(K_BLOCK=padded_head(D), K_BLOCKS=1, V_BLOCK=padded_head(V), V_BLOCKS=1, OUT_V=1)
     keys, values, group = layout.keys, layout.values, format.head_group
     whole = V % values.block == 0
     blocks = V // values.block if whole else min(values.blocks, (V - 1) // values.block + 2)
-    return found | dict(
+    return common | dict(
         G=group, BITS=format.bits, OFFSET=code_offset(format.bits, dtype), CODED=format.coded_size, K_BLOCK=keys.block,
         K_BLOCKS=keys.blocks, K_WORDS=keys.words, K_GROUPS=keys.groups, V_BLOCK=values.block, V_BLOCKS=values.blocks,
         V_WORDS=values.words, V_GROUPS=values.groups, OUT_V=values.blocks if few else blocks, SCALED=few,
@@ -94,14 +94,14 @@ def candidate_bias(pool: PagePool, pages: Tensor, lengths: Tensor, bias: Relativ
     """Return the bias of each sequence's candidates, fp32, [B, tokens that `pages` has room for, and one]."""
     format, batch = pool.format, len(lengths)
     room = pages.shape[1] * format.page_size + 1
-    found = pages.new_empty(batch, room, dtype=torch.float32)
+    bias_values = pages.new_empty(batch, room, dtype=torch.float32)
     run(
-        candidate_bias_kernel, (batch, cdiv(room, BIAS_BLOCK)), found, pages, lengths,
+        candidate_bias_kernel, (batch, cdiv(room, BIAS_BLOCK)), bias_values, pages, lengths,
         None if bias.time is None else pool.timestamps, bias.position, bias.time, cells, bias.timestamps,
         bias.query_timestamps, pages.shape[1], 0 if bias.position is None else len(bias.position),
         PAGE=format.page_size, SINKS=format.sink_tokens > 0, BLOCK=BIAS_BLOCK, num_warps=4,
     )  # fmt: skip
-    return found
+    return bias_values
 
 
 def attention(

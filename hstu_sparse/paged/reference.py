@@ -41,34 +41,34 @@ def paged_reference(
     position = torch.arange(longest, device=device)
     inside = position < seen_from_last[:, None]  # [B, n]
     sequence, place = inside.nonzero(as_tuple=True)
-    found = store.read(pool.tensors[layer], pool.format, pages, sequence, place, q.dtype)
+    cached_rows = store.read(pool.tensors[layer], pool.format, pages, sequence, place, q.dtype)
     keys, values = (
-        x.new_zeros(*inside.shape, *x.shape[1:]).index_put((sequence, place), x).transpose(1, 2) for x in found
+        x.new_zeros(*inside.shape, *x.shape[1:]).index_put((sequence, place), x).transpose(1, 2) for x in cached_rows
     )  # [B, H, n, D] and V
     scores = queries @ keys.transpose(2, 3)
-    own = (queries * own_k).sum(-1, keepdim=True)  # [B, H, m, 1]
+    own_score = (queries * own_k).sum(-1, keepdim=True)  # [B, H, m, 1]
     if bias.position is not None or bias.time is not None:
         times, own_times = (), ()
         if bias.time is not None:
             cached = torch.zeros_like(inside, dtype=torch.int64)
             cached[sequence, place] = pool.timestamps[store.place(pool.format, pages, sequence, place)]
-            asked, given = bias.query_timestamps[:, None], bias.timestamps[:, None]
+            query_times, new_times = bias.query_timestamps[:, None], bias.timestamps[:, None]
             if not candidates:
-                asked, given = (padded(x[:, 0]) for x in (asked, given))
-            times, own_times = (asked[:, :, None], cached[:, None]), (asked, given)
+                query_times, new_times = (padded(x[:, 0]) for x in (query_times, new_times))
+            times, own_times = (query_times[:, :, None], cached[:, None]), (query_times, new_times)
         distance = at[:, : 1 if candidates else most, None] - position
         scores = scores + pair_bias(bias, distance, *times)[:, None]
         here = pair_bias(bias, torch.zeros_like(at[:, :1]), *own_times)
-        own = own + here[:, None, :, None]
+        own_score = own_score + here[:, None, :, None]
     hidden = ~(inside[:, None] & (position < at[:, :, None]))[:, None]  # [B, 1, m, n]
     if activation == "silu":
-        weights, own_weight = F.silu(scores).masked_fill(hidden, 0) / normalizer, F.silu(own) / normalizer
+        weights, own_weight = F.silu(scores).masked_fill(hidden, 0) / normalizer, F.silu(own_score) / normalizer
     else:
-        greatest = own
+        greatest = own_score
         if longest:
-            greatest = torch.maximum(own, scores.masked_fill(hidden, float("-inf")).amax(-1, keepdim=True))
+            greatest = torch.maximum(own_score, scores.masked_fill(hidden, float("-inf")).amax(-1, keepdim=True))
         weights = torch.exp(scores - greatest).masked_fill(hidden, 0)
-        own_weight = torch.exp(own - greatest)
+        own_weight = torch.exp(own_score - greatest)
         total_weight = weights.sum(-1, keepdim=True) + own_weight
         weights, own_weight = weights / total_weight, own_weight / total_weight
     out = masked_product(weights, values, hidden) + own_weight * own_v

@@ -93,23 +93,23 @@ def load_codes(
 
 @triton.jit
 def load_kept(
-    base, row, mask, kept, before, BITS: tl.constexpr, DTYPE: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr
+    base, row, mask, is_kept, before, BITS: tl.constexpr, DTYPE: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Codes [R, BW] of DTYPE of the channels that `kept` (int32 0 or 1) marks, else 0.
+    """Codes [R, BW] of DTYPE of the channels that `is_kept` (int32 0 or 1) marks, else 0.
 
     row: [R] of WORDS words each, which hold KEPT codes one after another; before: [R], those ahead of this block.
     """
-    rank = before[:, None] + tl.cumsum(kept, 1) - kept
-    wanted = mask[:, None] & (kept != 0)
+    rank = before[:, None] + tl.cumsum(is_kept, 1) - is_kept
+    inside = mask[:, None] & (is_kept != 0)
     LOW: tl.constexpr = 2 if BITS == 3 else BITS
     PER: tl.constexpr = 32 // LOW
     pointers = base + row[:, None] * WORDS
-    words = tl.load(pointers + rank // PER, wanted, 0)
+    words = tl.load(pointers + rank // PER, inside, 0)
     codes = (words >> LOW * (rank % PER)) & ((1 << LOW) - 1)
     if BITS == 3:
-        words = tl.load(pointers + (KEPT * 2 + 31) // 32 + rank // 32, wanted, 0)
+        words = tl.load(pointers + (KEPT * 2 + 31) // 32 + rank // 32, inside, 0)
         codes += 4 * ((words >> (rank % 32)) & 1)
-    return tl.where(wanted, codes, 0).to(DTYPE)
+    return tl.where(inside, codes, 0).to(DTYPE)
 
 
 @triton.jit
@@ -151,16 +151,16 @@ def store_range(pointers, mask, scale, zero):
 
 
 @triton.jit
-def store_kept(base, row, mask, codes, kept, before, BITS: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr):
+def store_kept(base, row, mask, codes, is_kept, before, BITS: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr):
     """Packs the kept of codes [R, BW] int32 behind the `before` [R] ones; the words hold zeros in their place."""
-    rank = before[:, None] + tl.cumsum(kept, 1) - kept
-    wanted = mask[:, None] & (kept != 0)
+    rank = before[:, None] + tl.cumsum(is_kept, 1) - is_kept
+    inside = mask[:, None] & (is_kept != 0)
     pointers = base + row[:, None] * WORDS
     LOW: tl.constexpr = 2 if BITS == 3 else BITS
     PER: tl.constexpr = 32 // LOW
-    tl.atomic_or(pointers + rank // PER, (codes & ((1 << LOW) - 1)) << LOW * (rank % PER), wanted)
+    tl.atomic_or(pointers + rank // PER, (codes & ((1 << LOW) - 1)) << LOW * (rank % PER), inside)
     if BITS == 3:
-        tl.atomic_or(pointers + (KEPT * 2 + 31) // 32 + rank // 32, (codes >> 2) << (rank % 32), wanted)
+        tl.atomic_or(pointers + (KEPT * 2 + 31) // 32 + rank // 32, (codes >> 2) << (rank % 32), inside)
 
 
 @triton.jit
@@ -208,14 +208,14 @@ def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr):
     room = tl.full([R], KEPT, tl.int32)
     for b in tl.static_range(BLOCKS):
         room -= tl.sum((tl.abs(x[b]).to(tl.int32, bitcast=True) > least[:, None]).to(tl.int32), 1)
-    found = ()
+    masks = ()
     for b in tl.static_range(BLOCKS):
         size = tl.abs(x[b]).to(tl.int32, bitcast=True)
         equal = (size == least[:, None]).to(tl.int32)
         first = tl.cumsum(equal, 1) <= room[:, None]
-        found += (((size > least[:, None]) | ((equal != 0) & first)).to(tl.int32),)
+        masks += (((size > least[:, None]) | ((equal != 0) & first)).to(tl.int32),)
         room -= tl.sum(equal, 1)
-    return found
+    return masks
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def rotated_blocks(
 @triton.jit
 def key_ranges(
     x,
-    kept,
+    masks,
     INSET: tl.constexpr,
     PER: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -64,8 +64,8 @@ def key_ranges(
             low = x[g * PER + b]
             high = low
             if SPARSE:
-                low = tl.where(kept[g * PER + b] != 0, low, float("inf"))
-                high = tl.where(kept[g * PER + b] != 0, high, float("-inf"))
+                low = tl.where(masks[g * PER + b] != 0, low, float("inf"))
+                high = tl.where(masks[g * PER + b] != 0, high, float("-inf"))
             least = tl.minimum(least, tl.min(low, 1))
             most = tl.maximum(most, tl.max(high, 1))
         scale, zero = value_range(least, most, INSET, LEVELS)
@@ -100,10 +100,10 @@ def value_blocks(
 
 
 @triton.jit
-def store_bitmap(bitmap, row, slot, mask, kept, b: tl.constexpr, C: tl.constexpr, BW: tl.constexpr):
+def store_bitmap(bitmap, row, slot, mask, is_kept, b: tl.constexpr, C: tl.constexpr, BW: tl.constexpr):
     """Sets the bits of kept channels; the tile's tokens lie in at most two pages; `row`: page and head group."""
     column = b * BW + tl.arange(0, BW)
-    bits = tl.where((kept != 0) & mask[:, None], tl.full([1, 1], 1, tl.int64) << slot[:, None].to(tl.int64), 0)
+    bits = tl.where((is_kept != 0) & mask[:, None], tl.full([1, 1], 1, tl.int64) << slot[:, None].to(tl.int64), 0)
     first = tl.min(tl.where(mask, row, 0x7FFFFFFFFFFFFFFF), 0)
     last = tl.max(tl.where(mask, row, -1), 0)
     if last >= 0:
@@ -168,18 +168,18 @@ def write_codes_kernel(
     x = rotated_blocks(
         k, token, packed, group * G, k_stride_t, k_stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER, REAL
     )
-    kept = x
+    masks = x
     if SPARSE:
-        kept = greatest(x, KEPT, K_BLOCKS, R)
+        masks = greatest(x, KEPT, K_BLOCKS, R)
     K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
-    scales, zeros = key_ranges(x, kept, INSET, K_PER, K_GROUPS, LEVELS, SPARSE, R)
+    scales, zeros = key_ranges(x, masks, INSET, K_PER, K_GROUPS, LEVELS, SPARSE, R)
     before = tl.zeros([R], tl.int32)
     for i in tl.static_range(K_BLOCKS):
         codes = encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
         if SPARSE:
-            store_bitmap(k_bitmap, row, slot, packed, kept[i], i, C, K_BLOCK)
-            store_kept(k_codes, row * PAGE + slot, packed, codes, kept[i], before, BITS, KEPT, KEPT_WORDS)
-            before += tl.sum(kept[i], 1)
+            store_bitmap(k_bitmap, row, slot, packed, masks[i], i, C, K_BLOCK)
+            store_kept(k_codes, row * PAGE + slot, packed, codes, masks[i], before, BITS, KEPT, KEPT_WORDS)
+            before += tl.sum(masks[i], 1)
         else:
             store_codes(k_codes, (row * K_BLOCKS + i) * PAGE + slot, packed, codes, BITS, R, K_BLOCK, K_WORDS)
     for g in tl.static_range(K_GROUPS):

@@ -73,23 +73,23 @@ def read_whole(path, kind: str, build):
 
 
 def checksum(facts: str, tensors: dict[str, Tensor]) -> str:
-    found = hashlib.sha256(facts.encode())
+    digest = hashlib.sha256(facts.encode())
     for name in sorted(tensors):
         x = tensors[name].contiguous()
-        found.update(f"{name} {list(x.shape)} {x.dtype}".encode())
+        digest.update(f"{name} {list(x.shape)} {x.dtype}".encode())
         if x.numel():
-            found.update(memoryview(x.flatten().view(torch.uint8).numpy()))
-    return found.hexdigest()
+            digest.update(memoryview(x.flatten().view(torch.uint8).numpy()))
+    return digest.hexdigest()
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     """ValueError where a file's tensors are not those that are expected."""
     if tensors.keys() != expected.keys():
         raise ValueError(f"holds other tensors than its facts say: {', '.join(tensors.keys() ^ expected.keys())}")
-    for name, (shape, wanted) in expected.items():
+    for name, (shape, dtype) in expected.items():
         x = tensors[name]
-        if tuple(x.shape) != tuple(shape) or x.dtype != wanted:
-            raise ValueError(f"{name} must be {list(shape)} {wanted}, got {list(x.shape)} {x.dtype}")
+        if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+            raise ValueError(f"{name} must be {list(shape)} {dtype}, got {list(x.shape)} {x.dtype}")
 
 
 def describe(format: PageFormat) -> dict:
@@ -127,8 +127,8 @@ def save(pool, path, rows: Sequence[array], lengths: Sequence[int], channel_orde
         tensors["timestamps"] = pool.timestamps[page]
     if channel_order is not None:
         tensors["channel_order"] = channel_order
-    for layer, found in enumerate(pool.tensors):
-        for name, x in found.items():
+    for layer, layer_tensors in enumerate(pool.tensors):
+        for name, x in layer_tensors.items():
             tensors[f"{layer}.{name}"] = x[sequence if name.startswith("sink") else page]
     facts = {"format": describe(format), "layers": pool.layers, "timed": pool.timed}
     facts |= {"num_pages": pool.num_pages, "num_sequences": pool.num_sequences}
@@ -155,7 +155,9 @@ def load(kind, path, device, num_pages: int | None, num_sequences: int | None, c
         device=device,
     )
     rows = [pool.reserve([], length) for length in lengths]  # a new pool gives pages in order
-    into = {f"{layer}.{name}": x for layer, found in enumerate(pool.tensors) for name, x in found.items()}
+    into = {
+        f"{layer}.{name}": x for layer, layer_tensors in enumerate(pool.tensors) for name, x in layer_tensors.items()
+    }
     for name, x in (into | ({"timestamps": pool.timestamps} if pool.timed else {})).items():
         x[: len(tensors[name])] = tensors[name].to(pool.device)
     order = tensors.get("channel_order")
@@ -198,6 +200,6 @@ def _check_bitmap(layout: Layout, bitmap: Tensor, lengths: Tensor) -> None:
     position = place[:, None] * layout.page + torch.arange(layout.page)
     packed = (position >= layout.options.sink_tokens) & (position < lengths.repeat_interleave(counts)[:, None])
     bytes_ = bitmap.contiguous().view(torch.uint8).unflatten(-1, (-1, 8))  # [P, HG, C, 8], low bits first
-    found = torch.stack([(bytes_ >> bit & 1).sum(2) for bit in range(8)], -1).flatten(-2)  # [P, HG, slots]
-    if not torch.equal(found, (packed * layout.kept)[:, None].expand_as(found)):
-        raise ValueError(f"k_bitmap does not keep {layout.kept} channels of every token, as its options say")
+    num_marked = torch.stack([(bytes_ >> bit & 1).sum(2) for bit in range(8)], -1).flatten(-2)  # [P, HG, slots]
+    if not torch.equal(num_marked, (packed * layout.num_kept)[:, None].expand_as(num_marked)):
+        raise ValueError(f"k_bitmap does not keep {layout.num_kept} channels of every token, as its options say")

@@ -55,7 +55,7 @@ def _sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
     return dict(
         HG=layout.head_groups, G=layout.options.head_group, D=layout.head_size, V=layout.value_size, PAGE=layout.page,
         BITS=layout.options.bits, K_BLOCK=keys.block, K_BLOCKS=keys.blocks, K_WORDS=keys.words, K_GROUPS=keys.groups,
-        KEPT=layout.kept, KEPT_WORDS=layout.shapes(0)["k_codes"][-1] if layout.sparse else 0, V_BLOCK=values.block,
+        KEPT=layout.num_kept, KEPT_WORDS=layout.shapes(0)["k_codes"][-1] if layout.sparse else 0, V_BLOCK=values.block,
         V_BLOCKS=values.blocks, V_WORDS=values.words, V_GROUPS=values.groups, SPARSE=layout.sparse,
         HAS_ORDER=ordered, R=tile_tokens(layout, dtype),
     )  # fmt: skip
@@ -75,12 +75,12 @@ def write_pages(
         return
     k, v = as_rows(k, v, align=False)
     batch, layout = offsets.shape[0] - 1, format.layout
-    given = k, *k.stride()[:2], v, *v.stride()[:2], offsets.contiguous(), lengths.contiguous(), pages.contiguous()
+    inputs = k, *k.stride()[:2], v, *v.stride()[:2], offsets.contiguous(), lengths.contiguous(), pages.contiguous()
     with on_device(k.device):
         if layout is None:
             rows = 16
             run(
-                write_pages_kernel, (len(k) // rows + batch, format.heads), *given, tensors["k"], tensors["v"], batch,
+                write_pages_kernel, (len(k) // rows + batch, format.heads), *inputs, tensors["k"], tensors["v"], batch,
                 pages.shape[1], H=format.heads, D=format.head_size, V=format.value_size,
                 PAD_D=padded_head(format.head_size), PAD_V=padded_head(format.value_size), PAGE=format.page_size,
                 R=rows, num_warps=4,
@@ -88,7 +88,7 @@ def write_pages(
             return
         config = codes_config(layout, k.dtype)
         run(
-            write_codes_kernel, (len(k) // config.R + batch, layout.head_groups), *given, channel_order,
+            write_codes_kernel, (len(k) // config.R + batch, layout.head_groups), *inputs, channel_order,
             tensors.get("sink_k"), tensors.get("sink_v"), tensors["k_codes"], words(tensors["k_ranges"]),
             tensors.get("k_bitmap"), tensors["v_codes"], words(tensors["v_ranges"]), batch, pages.shape[1],
             format.sink_tokens, layout.keys.channels**-0.5,
@@ -100,15 +100,15 @@ def write_pages(
 
 
 def write_timestamps(
-    timestamps: Tensor, format: PageFormat, given: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor
+    timestamps: Tensor, format: PageFormat, new_times: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor
 ) -> None:
     """Writes seconds [T] as `PagePool.write_timestamps` says."""
-    if len(given) == 0:
+    if len(new_times) == 0:
         return
     batch, rows = offsets.shape[0] - 1, 128
-    with on_device(given.device):
+    with on_device(new_times.device):
         run(
-            write_timestamps_kernel, len(given) // rows + batch, given.contiguous(), offsets.contiguous(),
+            write_timestamps_kernel, len(new_times) // rows + batch, new_times.contiguous(), offsets.contiguous(),
             lengths.contiguous(), pages.contiguous(), timestamps, batch, pages.shape[1],
             SINKS=format.sink_tokens > 0, PAGE=format.page_size, R=rows, num_warps=4,
         )  # fmt: skip

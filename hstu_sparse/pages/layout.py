@@ -97,9 +97,9 @@ def block_words(width: int, bits: int) -> int:
     return sum(plane_words(width, plane) for plane in planes(bits))
 
 
-def kept_words(kept: int, bits: int) -> int:
-    """Words of a token's codes when `kept` channels are left, packed one after another in each plane."""
-    return sum(cdiv(kept * plane, 32) for plane in planes(bits))
+def kept_words(num_kept: int, bits: int) -> int:
+    """Words of a token's codes when `num_kept` channels are left, packed one after another in each plane."""
+    return sum(cdiv(num_kept * plane, 32) for plane in planes(bits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Layout:
         return Side.of(self.value_size * self.options.head_group, self.options.quant_group, self.options.bits)
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         """Channels of a key that pruning leaves. 1 - sparsity is rounded: sparsity 0.9 leaves 10% and no more."""
         return math.ceil(round((1 - self.options.sparsity) * self.keys.channels, 9))
 
@@ -146,16 +146,16 @@ class Layout:
         groups, keys, values, page = self.head_groups, self.keys, self.values, self.page
         codes = (keys.blocks, page, keys.words)
         if self.sparse:
-            codes = (page, kept_words(self.kept, self.options.bits))
-        found = {
+            codes = (page, kept_words(self.num_kept, self.options.bits))
+        tensor_shapes = {
             "k_codes": (pages, groups, *codes),
             "k_ranges": (pages, groups, keys.groups, page, 2),
             "v_codes": (pages, groups, values.blocks, page, values.words),
             "v_ranges": (pages, groups, values.groups, page, 2),
         }
         if self.sparse:
-            found["k_bitmap"] = (pages, groups, keys.channels)
-        return found
+            tensor_shapes["k_bitmap"] = (pages, groups, keys.channels)
+        return tensor_shapes
 
 
 def check_heads(heads: int, head_size: int, head_group: int) -> None:

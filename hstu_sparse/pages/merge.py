@@ -21,10 +21,10 @@ def merge_parts_kernel(
         at = split * rows.to(tl.int64) + row
         x = tl.load(parts + at[:, None] * V + column, inside, 0.0)
         if SOFTMAX:
-            own = tl.load(part_lse + at, real, float("-inf"))
-            new = tl.maximum(greatest, own)
+            split_lse = tl.load(part_lse + at, real, float("-inf"))
+            new = tl.maximum(greatest, split_lse)
             safe = tl.where(new == float("-inf"), 0.0, new)
-            factor, share = tl.exp(greatest - safe), tl.exp(own - safe)
+            factor, share = tl.exp(greatest - safe), tl.exp(split_lse - safe)
             total = total * factor[:, None] + x * share[:, None]
             weight = weight * factor + share
             greatest = new

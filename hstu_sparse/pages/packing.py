@@ -31,7 +31,7 @@ class Codes(NamedTuple):
     codes: Tensor
     scale: Tensor
     zero: Tensor
-    kept: Tensor | None
+    mask: Tensor | None
 
 
 def hadamard_reference(x: Tensor) -> Tensor:
@@ -67,12 +67,12 @@ def rotate_back(x: Tensor, heads: int, channel_order: Tensor | None) -> Tensor:
     return x.reshape(x.shape[0], heads, x.shape[1] * x.shape[2] // heads)
 
 
-def prune(x: Tensor, kept: int) -> Tensor | None:
-    """bool like x [T, HG, C]: the `kept` greatest magnitudes, ties to the smaller channel; None if that is all."""
-    if kept == x.shape[-1]:
+def prune(x: Tensor, num_kept: int) -> Tensor | None:
+    """bool like x [T, HG, C]: the `num_kept` greatest magnitudes, ties to the smaller channel; None if that is all."""
+    if num_kept == x.shape[-1]:
         return None
     order = x.abs().sort(dim=-1, descending=True, stable=True).indices
-    return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :kept], True)
+    return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :num_kept], True)
 
 
 def check_fits(name: str, least: Tensor, most: Tensor, levels: int, refuse_small: bool = True) -> None:
@@ -97,7 +97,7 @@ def check_fits(name: str, least: Tensor, most: Tensor, levels: int, refuse_small
 
 
 def quantise(
-    x: Tensor, side: Side, bits: int, kept: Tensor | None, inset: float = 0.0, name: str | None = None,
+    x: Tensor, side: Side, bits: int, mask: Tensor | None, inset: float = 0.0, name: str | None = None,
     refuse_small: bool = True,
 ) -> Codes:  # fmt: skip
     """x [T, HG, C] in codes; scale and zero are rounded to fp16 first and the codes are of the rounded ones.
@@ -109,7 +109,7 @@ def quantise(
     x = x.masked_fill(x.isinf(), torch.nan)
     padding = side.groups * side.group - side.channels
     x = F.pad(x, (0, padding)).unflatten(-1, (side.groups, side.group))
-    taken = torch.ones_like(x, dtype=torch.bool) if kept is None else F.pad(kept, (0, padding)).view(x.shape)
+    taken = torch.ones_like(x, dtype=torch.bool) if mask is None else F.pad(mask, (0, padding)).view(x.shape)
     if padding:
         taken[..., -1, side.group - padding :] = False
     some = taken.any(-1)
@@ -126,15 +126,15 @@ def quantise(
     inverse = torch.where(scale > 0, 1 / scale.to(x.dtype), 0)
     codes = ((x - zero.to(x.dtype)[..., None]) * inverse[..., None]).clamp(0, levels).round().long()
     codes = codes.masked_fill(~taken, 0).flatten(-2)
-    return Codes(codes, scale, zero, None if kept is None else taken.flatten(-2))
+    return Codes(codes, scale, zero, None if mask is None else taken.flatten(-2))
 
 
-def dequantise(found: Codes, side: Side, dtype: torch.dtype) -> Tensor:
+def dequantise(encoded: Codes, side: Side, dtype: torch.dtype) -> Tensor:
     """[T, HG, C] of `dtype`: zero + scale * code where something is kept, else 0."""
-    codes = found.codes.unflatten(-1, (side.groups, side.group)).to(dtype)
-    x = (found.zero.to(dtype)[..., None] + found.scale.to(dtype)[..., None] * codes).flatten(-2)
-    if found.kept is not None:
-        x = x.masked_fill(~found.kept, 0)
+    codes = encoded.codes.unflatten(-1, (side.groups, side.group)).to(dtype)
+    x = (encoded.zero.to(dtype)[..., None] + encoded.scale.to(dtype)[..., None] * codes).flatten(-2)
+    if encoded.mask is not None:
+        x = x.masked_fill(~encoded.mask, 0)
     return x[..., : side.channels]
 
 
@@ -145,7 +145,7 @@ def encode(
     options = layout.options
     rotated = rotate(k, options.head_group, channel_order)
     keys = quantise(
-        rotated, layout.keys, options.bits, prune(rotated, layout.kept), options.inset, "k", refuse_small
+        rotated, layout.keys, options.bits, prune(rotated, layout.num_kept), options.inset, "k", refuse_small
     )  # fmt: skip
     values = grouped(v, options.head_group).to(working_dtype(v.dtype))
     return keys, quantise(values, layout.values, options.bits, None, options.inset, "v", refuse_small)
@@ -193,9 +193,9 @@ def unpack(words: Tensor, width: int, bits: int) -> Tensor:
     return codes.flatten(-2)
 
 
-def pack_kept(codes: Tensor, kept: Tensor, count: int, bits: int) -> Tensor:
-    """Codes [..., C] of which `kept` marks `count` each -> words [..., words] int32."""
-    order = (~kept).byte().sort(dim=-1, stable=True).indices[..., :count]
+def pack_kept(codes: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
+    """Codes [..., C] of which `mask` marks `count` each -> words [..., words] int32."""
+    order = (~mask).byte().sort(dim=-1, stable=True).indices[..., :count]
     codes = codes.gather(-1, order)
     parts, done = [], 0
     for plane in planes(bits):
@@ -206,9 +206,9 @@ def pack_kept(codes: Tensor, kept: Tensor, count: int, bits: int) -> Tensor:
     return _words(torch.cat(parts, -1))
 
 
-def unpack_kept(words: Tensor, kept: Tensor, count: int, bits: int) -> Tensor:
+def unpack_kept(words: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
     """The inverse of `pack_kept`: int64 codes, 0 where nothing is kept."""
-    rank = kept.long().cumsum(-1) - 1
+    rank = mask.long().cumsum(-1) - 1
     words, codes, start, done = words.long() & 0xFFFFFFFF, 0, 0, 0
     for plane in planes(bits):
         per = 32 // plane
@@ -216,4 +216,4 @@ def unpack_kept(words: Tensor, kept: Tensor, count: int, bits: int) -> Tensor:
         word = words.gather(-1, start + place // per)
         codes = codes + ((word >> plane * (place % per) & (2**plane - 1)) << done)
         start, done = start + cdiv(count * plane, 32), done + plane
-    return codes.masked_fill(~kept, 0)
+    return codes.masked_fill(~mask, 0)

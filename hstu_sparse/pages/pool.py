@@ -141,8 +141,8 @@ class PagePool:
         first = sinks if length and not row else 0
         if needed > len(self._pages.free) or first > len(self._sinks.free):
             free = f"{self.free_pages} free pages" + (f" and {self.free_sequences} free rows of sinks" if sinks else "")
-            wanted = f"{needed} more pages" + (" and a row of sinks" if first else "")
-            raise PoolFull(f"the pool has {free}, a sequence of {length} tokens needs {wanted}")
+            demand = f"{needed} more pages" + (" and a row of sinks" if first else "")
+            raise PoolFull(f"the pool has {free}, a sequence of {length} tokens needs {demand}")
         if first:
             row = array("i", [self._sinks.take()])
         taken = array("i", [self._pages.take() for _ in range(needed)])

@@ -65,10 +65,10 @@ def write_codes(tensors, format: PageFormat, keys: packing.Codes, values: packin
     layout = format.layout
     bits = layout.options.bits
     if layout.sparse:
-        kept = keys.kept if keys.kept is not None else torch.ones_like(keys.codes, dtype=torch.bool)
-        tensors["k_codes"][page, :, slot] = packing.pack_kept(keys.codes, kept, layout.kept, bits)
+        mask = keys.mask if keys.mask is not None else torch.ones_like(keys.codes, dtype=torch.bool)
+        tensors["k_codes"][page, :, slot] = packing.pack_kept(keys.codes, mask, layout.num_kept, bits)
         # Each bit is set once, in a page that held zeros, so that adding sets it.
-        mark = torch.where(kept, torch.ones_like(slot)[:, None, None] << slot[:, None, None], 0)
+        mark = torch.where(mask, torch.ones_like(slot)[:, None, None] << slot[:, None, None], 0)
         tensors["k_bitmap"].index_add_(0, page, mark)
     else:
         tensors["k_codes"][page, :, :, slot] = packing.pack(keys.codes, layout.keys.block, bits)
@@ -80,13 +80,13 @@ def write_codes(tensors, format: PageFormat, keys: packing.Codes, values: packin
 def read_codes(tensors, format: PageFormat, page: Tensor, slot: Tensor) -> tuple[packing.Codes, packing.Codes]:
     """The codes of token i in slot[i] of page[i]."""
     layout = format.layout
-    bits, kept = layout.options.bits, None
+    bits, mask = layout.options.bits, None
     if layout.sparse:
-        kept = (tensors["k_bitmap"][page] >> slot[:, None, None] & 1).bool()
-        codes = packing.unpack_kept(tensors["k_codes"][page, :, slot], kept, layout.kept, bits)
+        mask = (tensors["k_bitmap"][page] >> slot[:, None, None] & 1).bool()
+        codes = packing.unpack_kept(tensors["k_codes"][page, :, slot], mask, layout.num_kept, bits)
     else:
         codes = packing.unpack(tensors["k_codes"][page, :, :, slot], layout.keys.block, bits)
-    keys = packing.Codes(codes, *tensors["k_ranges"][page, :, :, slot].unbind(-1), kept)
+    keys = packing.Codes(codes, *tensors["k_ranges"][page, :, :, slot].unbind(-1), mask)
     codes = packing.unpack(tensors["v_codes"][page, :, :, slot], layout.values.block, bits)
     return keys, packing.Codes(codes, *tensors["v_ranges"][page, :, :, slot].unbind(-1), None)
 

@@ -35,7 +35,7 @@ def write_pages_kernel(
 
 @triton.jit(do_not_specialize=["B", "P"])
 def write_timestamps_kernel(
-    given, offsets, lengths, pages, timestamps, B, P, SINKS: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
+    new_times, offsets, lengths, pages, timestamps, B, P, SINKS: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The seconds of R new tokens."""
     b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
@@ -46,4 +46,4 @@ def write_timestamps_kernel(
     position = tl.load(lengths + b).to(tl.int32) + index
     page = tl.load(pages + b.to(tl.int64) * P + (1 if SINKS else 0) + position // PAGE, real, 0).to(tl.int64)
     real = real & (page >= 0)
-    tl.store(timestamps + page * PAGE + position % PAGE, tl.load(given + begin + index, real, 0), real)
+    tl.store(timestamps + page * PAGE + position % PAGE, tl.load(new_times + begin + index, real, 0), real)

@@ -51,11 +51,11 @@ def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: B
 def looked_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared:
     """The share with the rows of inputs, targets and negatives, each asked for once of the ranks that have them."""
     targets, drawn = share.targets, share.drawn
-    wanted = [batch.item_ids]
+    ids_to_look_up = [batch.item_ids]
     if drawn is not None:
         places = torch.cat([targets.clamp(min=0), drawn.ids.flatten()])
-        wanted.append(places if embedding.items is None else embedding.items.trained[places])
-    ids, rows = torch.unique(torch.cat(wanted), return_inverse=True)
+        ids_to_look_up.append(places if embedding.items is None else embedding.items.trained[places])
+    ids, rows = torch.unique(torch.cat(ids_to_look_up), return_inverse=True)
     inputs, items = embedding.of_looked_up(ids, rows[: batch.num_tokens])
     if drawn is None:
         return Prepared(share, inputs)

@@ -57,24 +57,24 @@ class ShardedTable:
         with torch.random.fork_rng(devices=[]):  # torchrec draws first rows, which `fill` overwrites
             self.module = self._sharded(config)
         # torchrec 1.8 has no public way to a shard's module.
-        found = [module for lookup in self.module.module._lookups for module in lookup._emb_modules]
+        modules = [module for lookup in self.module.module._lookups for module in lookup._emb_modules]
         self.begin = self.end = (0, 0)
         self.weight, self.parameter, self.kernel = torch.empty(0, size, device=device), None, None
         (spec,) = (one["item"].sharding_spec for one in self.module.plan.plan.values())
-        for shard in spec.shards if found else ():
+        for shard in spec.shards if modules else ():
             if shard.placement.rank() == ranks.rank:
                 self.begin = tuple(shard.shard_offsets)
                 self.end = tuple(b + n for b, n in zip(self.begin, shard.shard_sizes))
-        if not found:
+        if not modules:
             return
-        self.kernel, shape = found[0]._emb_module, [e - b for b, e in zip(self.begin, self.end)]
+        self.kernel, shape = modules[0]._emb_module, [e - b for b, e in zip(self.begin, self.end)]
         if self.fused:
             self.weight = self.kernel.split_embedding_weights()[0]
             return
         self.parameter = self.kernel.weights
         self.weight = self.parameter.detach().view(shape)
         # The dense kernel of fbgemm 1.8 sums the ids of each length on a CPU, where none is asked to.
-        found[0].forward = lambda features: F.embedding(features.values().long(), self.parameter.view(shape))
+        modules[0].forward = lambda features: F.embedding(features.values().long(), self.parameter.view(shape))
 
     def _sharded(self, config: RunConfig) -> DistributedModelParallel:
         table = EmbeddingConfig(
@@ -169,8 +169,8 @@ class ShardedTable:
         """What a fused optimiser keeps, by name: [rows, columns] or [rows] of the shard, or 0-d."""
         if not self.fused or self.kernel is None:
             return {}
-        found = {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
-        return found | ({"iter": self.kernel.iter.reshape(())} if self.fused == "adam" else {})
+        states = {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
+        return states | ({"iter": self.kernel.iter.reshape(())} if self.fused == "adam" else {})
 
     def take_moments(self, moments: dict[str, Tensor]) -> None:
         """What was loaded into copies of `moments`; those of tensors were loaded into themselves."""

@@ -23,27 +23,27 @@ class ActionCodes:
         """[E] int32 of `count` actions; MissingActions without any, InvalidRequest for those that the run lacks."""
         if actions is None:
             raise MissingActions("actions: the run reads the action of every event, expected one for each")
-        found = np.asarray(actions)
-        if found.shape != (count,):
-            raise InvalidRequest(f"actions: expected {count}, one for each event, got shape {list(found.shape)}")
+        array = np.asarray(actions)
+        if array.shape != (count,):
+            raise InvalidRequest(f"actions: expected {count}, one for each event, got shape {list(array.shape)}")
         if not count:
             return np.zeros(0, np.int32)
-        if found.dtype.kind not in ("iuf" if self.texts is None else "U"):
+        if array.dtype.kind not in ("iuf" if self.texts is None else "U"):
             expected = "numbers" if self.texts is None else "text"
             raise InvalidRequest(
-                f"actions: expected {expected}, got {'text' if found.dtype.kind == 'U' else found.dtype}"
+                f"actions: expected {expected}, got {'text' if array.dtype.kind == 'U' else array.dtype}"
             )
         if self.texts is not None:
-            values = found.tolist()
+            values = array.tolist()
             if wrong := [text for text in values if text not in self.texts]:
                 raise InvalidRequest(f"actions: {shown(wrong[0])} is none of {shown(', '.join(self.texts), 200)}")
             return np.array([self.texts[text] for text in values], np.int32)
-        codes = found.astype(np.float64) * self.scale
+        codes = array.astype(np.float64) * self.scale
         wrong = ~((codes == np.round(codes)) & (codes >= 0) & (codes < self.count))
         if wrong.any():
             most = (self.count - 1) / self.scale
             raise InvalidRequest(
-                f"actions: {shown(found[wrong][0])} is not known to the run, which knows 0 to {most:g}"
+                f"actions: {shown(array[wrong][0])} is not known to the run, which knows 0 to {most:g}"
                 + (f" in steps of {1 / self.scale:g}" if self.scale > 1 else "")
             )
         return codes.astype(np.int32)

@@ -87,14 +87,14 @@ def paged_block_sparse(
         inner, bias or RelativeBias(), part.candidates, stored, longest, keys, sums, begun, times, counts
     )
     width = max(1, MOST_SCORES // (len(counts) * q.shape[1] * longest))
-    found = []
+    outputs = []
     for begin in range(0, most, width):
         rows = slice(begin, begin + width)
         out, choice = attention(q[:, :, rows], k[:, :, rows], v[:, :, rows], [g[:, :, rows] for g in gates],
                                 places[:, rows], begin, choice)  # fmt: skip
-        found.append(out)
+        outputs.append(out)
     served.choices[layer] = choice
-    out = torch.cat(found, 2).transpose(1, 2)
+    out = torch.cat(outputs, 2).transpose(1, 2)
     return padded_to_jagged(out.flatten(2), part.offsets, int(part.offsets[-1])).unflatten(-1, out.shape[2:]).to(dtype)
 
 
@@ -120,11 +120,11 @@ class _Tokens:
         size, scale, normalizer = c.block_size, c.scale, self.inner.normalizer
         rows = slice(begin, begin + q.shape[2])
         blocks = torch.arange(self.sums[0].shape[2], device=device)
-        asked = None if self.times is None else self.times[1][:, rows]
+        query_times = None if self.times is None else self.times[1][:, rows]
 
         def added(distance: Tensor, seen: Tensor | None):  # [B, 1, Q, X] or 0
             seen_times = None if seen is None else seen
-            b = pair_bias(self.bias, distance, None if asked is None else asked[..., None], seen_times)
+            b = pair_bias(self.bias, distance, None if query_times is None else query_times[..., None], seen_times)
             return b[:, None] if isinstance(b, Tensor) else b
 
         middle = (blocks * size + size // 2).clamp(max=self.longest - 1)
@@ -148,15 +148,15 @@ class _Tokens:
 
         selected, near = (self._from_pages if not self.keys else self._from_keys)(q, places, rows, chosen)
         mine = None if self.times is None else self.times[2][:, rows, None]
-        own = F.silu(scale * (q * k).sum(-1, keepdim=True) + added(places[..., None] * 0, mine)) * v
-        out = gates[1] * (selected + own)
+        own_term = F.silu(scale * (q * k).sum(-1, keepdim=True) + added(places[..., None] * 0, mine)) * v
+        out = gates[1] * (selected + own_term)
         if c.window_size:
-            out = out + gates[2] * (near + own)
+            out = out + gates[2] * (near + own_term)
         seen = places + (0 if self.candidates else 1)
         complete = (blocks + 1) * size <= seen[..., None]
         compressed = block_weights.masked_fill(~complete[:, None], 0) @ (self.sums[1] / size)
         if self.candidates:
-            compressed = compressed + self._completed(q, k, v, places, asked, mine)
+            compressed = compressed + self._completed(q, k, v, places, query_times, mine)
         out = (out + gates[0] * compressed * size) / normalizer
         return out, self._behind(chosen, places, begin, choice)
 
@@ -167,10 +167,10 @@ class _Tokens:
         slots = torch.where(chosen < 0, blocks, chosen).long().clamp(max=blocks)
         visible = q.new_zeros(*q.shape[:3], blocks + 1, dtype=torch.bool).scatter(-1, slots, True)[..., :-1]
         distance = (places[..., None] - tokens)[:, None]  # [B, 1, Q, L]
-        asked = seen = None
+        query_times = seen = None
         if self.times is not None:
-            asked, seen = self.times[1][:, None, rows, None], self.times[0][:, None, None]
-        weights = F.silu(c.scale * (q @ keys.mT) + pair_bias(self.bias, distance, asked, seen))
+            query_times, seen = self.times[1][:, None, rows, None], self.times[0][:, None, None]
+        weights = F.silu(c.scale * (q @ keys.mT) + pair_bias(self.bias, distance, query_times, seen))
         near, past = None, distance > 0
         selected = weights.masked_fill(~(past & visible.repeat_interleave(c.block_size, 3)), 0) @ values
         if c.window_size:
@@ -179,12 +179,12 @@ class _Tokens:
 
     def _from_pages(self, q, places, rows, chosen) -> tuple[Tensor, Tensor | None]:
         """As `_from_keys`, of one query of each user, from the pages of these tokens alone."""
-        c, asked = self.inner.config, None if self.times is None else self.times[1][:, None, rows, None]
+        c, query_times = self.inner.config, None if self.times is None else self.times[1][:, None, rows, None]
 
         def some(position: Tensor, hidden: Tensor) -> Tensor:  # [B, H or 1, K] -> [B, H, 1, V]
             keys, values = self.stored.read(position)
             seen = None if self.times is None else self.stored.times(position)[:, :, None]
-            bias = pair_bias(self.bias, places[:, None, :, None] - position[:, :, None], asked, seen)
+            bias = pair_bias(self.bias, places[:, None, :, None] - position[:, :, None], query_times, seen)
             weights = F.silu(c.scale * (q @ keys.mT) + bias)
             return weights.masked_fill(hidden[:, :, None], 0) @ values
 
@@ -197,7 +197,7 @@ class _Tokens:
             near = some(position.clamp(min=0), position < 0)
         return selected, near
 
-    def _completed(self, q, k, v, places, asked, mine) -> Tensor | float:
+    def _completed(self, q, k, v, places, query_times, mine) -> Tensor | float:
         """What a block gives to candidates that complete it by themselves: [B, H, Q, V]."""
         size = self.inner.config.block_size
         completes = (places + 1) % size == 0  # [B, Q], the same for all candidates of a user
@@ -207,7 +207,10 @@ class _Tokens:
         if self.times is not None:
             seen = mine if distance == 0 else self.stored.times((places - distance).clamp(min=0))[..., None]
         b = pair_bias(
-            self.bias, torch.full_like(places, distance)[..., None], None if asked is None else asked[..., None], seen
+            self.bias,
+            torch.full_like(places, distance)[..., None],
+            None if query_times is None else query_times[..., None],
+            seen,
         )
         b = b[:, None] if isinstance(b, Tensor) else b
         weights = F.silu(self.inner.config.scale * (q * kbar).sum(-1, keepdim=True) + b)
@@ -219,7 +222,9 @@ class _Tokens:
             return choice
         last = (self.counts - 1 - begin).clamp(max=chosen.shape[2] - 1)  # below 0: none of these is the user's
         index = last.clamp(min=0)
-        found = chosen.gather(2, index[:, None, None, None].expand(-1, chosen.shape[1], 1, chosen.shape[3]))[:, :, 0]
+        last_choice = chosen.gather(2, index[:, None, None, None].expand(-1, chosen.shape[1], 1, chosen.shape[3]))[
+            :, :, 0
+        ]
         closed = (places.gather(1, index[:, None])[:, 0] + 1) % self.inner.config.selection_group == 0
-        found = found.masked_fill(closed[:, None, None], -1)
-        return torch.where((last >= 0)[:, None, None], found, choice)
+        last_choice = last_choice.masked_fill(closed[:, None, None], -1)
+        return torch.where((last >= 0)[:, None, None], last_choice, choice)

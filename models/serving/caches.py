@@ -124,11 +124,11 @@ class Caches:
                 entries[user] = Entry(begin=begin)
             elif entry.begin != begin:
                 self.length(user, begin)
-        found, chosen = [], set(users)
+        reserved, chosen = [], set(users)
         for user, length in zip(users, tokens):
             entry = entries[user]
             entries.move_to_end(user)
-            found.append(entry)
+            reserved.append(entry)
             while not (length and sinks * size + length <= len(entry.row) * size):
                 try:
                     entry.row = self.pool.reserve(entry.row, max(length, entry.length))
@@ -139,4 +139,4 @@ class Caches:
                         raise
                     self.drop(other)
                     self.evictions += 1
-        return found
+        return reserved

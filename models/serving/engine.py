@@ -156,10 +156,10 @@ class Engine:
         """The pages' format in words, and the bytes of a full window in it and in bf16."""
         form, layers, tokens = self.caches.pool.format, len(self.layers), self.per_event * self.window.capacity
         whole = hstu_sparse.PageFormat(form.heads, form.head_size, form.value_size, torch.bfloat16)
-        found: dict[str, Any] = {"cache": str(form.dtype).removeprefix("torch.")}
+        facts: dict[str, Any] = {"cache": str(form.dtype).removeprefix("torch.")}
         if form.bits:
-            found = {"cache": f"{form.bits}bit", "sink_tokens": form.sink_tokens, "clip": form.clip}
-        return found | {"bytes_per_user": self.bytes_per_user, "bytes_per_user_bf16": whole.bytes(tokens, layers)}
+            facts = {"cache": f"{form.bits}bit", "sink_tokens": form.sink_tokens, "clip": form.clip}
+        return facts | {"bytes_per_user": self.bytes_per_user, "bytes_per_user_bf16": whole.bytes(tokens, layers)}
 
     # What pages hold.
 
@@ -187,22 +187,22 @@ class Engine:
         for chunk in self._chunks(windows, [0] * len(windows)):
             self._encode(windows[chunk])
 
-    def _chunks(self, windows: list[Seen], asked: list[int]):
+    def _chunks(self, windows: list[Seen], num_outputs: list[int]):
         """Slices of users whose pages fit at the same time, of at most TOKENS asked tokens."""
         users, tokens = [window.user for window in windows], [window.tokens for window in windows]
         most, begin = TOKENS[self.device.type], 0
         while begin < len(users):
             fit = self.caches.fitting(users[begin:], tokens[begin:])
-            if begin + fit == len(users) and sum(asked[begin:]) <= most and len(set(users)) == len(users):
+            if begin + fit == len(users) and sum(num_outputs[begin:]) <= most and len(set(users)) == len(users):
                 yield slice(begin, len(users))
                 return
             end, total, chosen = begin, 0, set()
-            while end < begin + fit and (end == begin or total + asked[end] <= most):
+            while end < begin + fit and (end == begin or total + num_outputs[end] <= most):
                 # The last action of a user is written behind the pages: for one request at a time.
                 if self.ranking and users[end] in chosen:
                     break
                 chosen.add(users[end])
-                total += asked[end]
+                total += num_outputs[end]
                 end += 1
             yield slice(begin, end)
             begin = end
@@ -264,27 +264,27 @@ class Engine:
 
     # Requests.
 
-    def answer(self, asks: list[Ask]) -> Tensor:
+    def answer(self, requests: list[Ask]) -> Tensor:
         """Outputs of requests in fp32, not normalised: [B, E], or of ranking those of all candidates, end to end."""
-        windows = [self._seen(ask.user, ask.history) for ask in asks]
-        counts = [1 if ask.candidates is None else 1 + len(ask.candidates) for ask in asks]
-        found = []
+        windows = [self._seen(request.user, request.history) for request in requests]
+        counts = [1 if request.candidates is None else 1 + len(request.candidates) for request in requests]
+        outputs = []
         for chunk in self._chunks(windows, counts):
             self._encode(windows[chunk])
-            found.append(self._ask(asks[chunk], windows[chunk]))
-        if len(found) == 1:
-            return found[0]
-        return torch.cat(found) if found else torch.zeros(0, self.model.item_weight.shape[1], device=self.device)
+            outputs.append(self._ask(requests[chunk], windows[chunk]))
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs) if outputs else torch.zeros(0, self.model.item_weight.shape[1], device=self.device)
 
-    def _ask(self, asks: list[Ask], windows: list[Seen]) -> Tensor:
-        histories, at = [ask.history for ask in asks], [ask.at for ask in asks]
-        entries = [self.caches.entries[ask.user] for ask in asks]
+    def _ask(self, requests: list[Ask], windows: list[Seen]) -> Tensor:
+        histories, at = [request.history for request in requests], [request.at for request in requests]
+        entries = [self.caches.entries[request.user] for request in requests]
         events, last = [len(history.items) - 1 for history in histories], np.array([x.tokens for x in windows]) - 1
         columns = single_tokens(histories, events, last, self.per_event, at)
         origins = np.array([x.origin for x in windows], np.int64)
         if not self.ranking:
-            return self._run(Work("ask", entries, columns, origins, last, np.ones(len(asks), np.int64)))[0]
-        candidates = [cast(np.ndarray, ask.candidates) for ask in asks]
+            return self._run(Work("ask", entries, columns, origins, last, np.ones(len(requests), np.int64)))[0]
+        candidates = [cast(np.ndarray, request.candidates) for request in requests]
         counts, items = np.array([len(mine) for mine in candidates]), np.concatenate(candidates)
         return self._run(Work("rank", entries, columns, origins, last, counts, np.array(at), items))[0]
 
@@ -302,13 +302,13 @@ class Engine:
             if work.kind == "write" and not of_sparse:
                 whole = work.whole
             out = self._pass(work.kind, sizes, work.numbers(sizes, rows).to(self.device), served, whole)
-            return out[work.asked(sizes)], served.choices
+            return out[work.output_tokens(sizes)], served.choices
         sizes = work.padded_sizes(self._widest)
         call = lambda numbers: self._pass(work.kind, sizes, numbers, Pass(self.caches.pool, []))
         if self.graphs is None:
-            return call(work.numbers(sizes, rows).to(self.device))[work.asked(sizes)], {}
+            return call(work.numbers(sizes, rows).to(self.device))[work.output_tokens(sizes)], {}
         key = work.kind, sizes
-        out = self.graphs(key, call, work.numbers(sizes, rows, self.graphs.staged(key, 0)))[work.asked(sizes)]
+        out = self.graphs(key, call, work.numbers(sizes, rows, self.graphs.staged(key, 0)))[work.output_tokens(sizes)]
         return (out.clone() if len(out) else out), {}
 
     def _pass(self, kind: str, sizes: Sizes, numbers: Tensor, served: Pass, whole: tuple[int, int] = (0, 0)) -> Tensor:
@@ -334,8 +334,8 @@ class Engine:
         batch = ServedRankingBatch(is_action=positions % 2 == 1, **common) if self.ranking else ServedBatch(**common)
 
         def part(tokens: slice, mine: slice, begins: Tensor, candidates: bool, whole: bool = False) -> Part:
-            given = times[tokens], query_times[tokens]
-            return Part(tokens, begins, pages[mine], lengths[mine], candidates, *given, whole)
+            part_times = times[tokens], query_times[tokens]
+            return Part(tokens, begins, pages[mine], lengths[mine], candidates, *part_times, whole)
 
         everyone, first = slice(0, users), slice(0, users)
         if kind == "ask":
@@ -355,9 +355,9 @@ class Engine:
             return run(self.model, self.layers, batch)
 
     def _open_choices(self, entries: list[Entry]) -> dict[int, Tensor]:
-        found = {}
+        choices = {}
         for layer, shape in self._choices.items():
             none = torch.full(shape, -1, dtype=torch.int32, device=self.device)
             known = [none if entry.choices is None else entry.choices[layer] for entry in entries]
-            found[layer] = torch.stack(known)
-        return found
+            choices[layer] = torch.stack(known)
+        return choices

@@ -69,11 +69,11 @@ class Graphs:
             self.captured[key] = known
         self.captured.move_to_end(key)
         known.copied.synchronize()
-        for mine, staged, given in zip(known.inputs, known.staged, inputs):
-            if staged is not mine and staged is not given:
-                staged.copy_(given)
-                given = staged
-            mine.copy_(given, non_blocking=True)
+        for mine, staged, value in zip(known.inputs, known.staged, inputs):
+            if staged is not mine and staged is not value:
+                staged.copy_(value)
+                value = staged
+            mine.copy_(value, non_blocking=True)
         known.copied.record()
         known.graph.replay()
         return known.output

@@ -70,9 +70,9 @@ class History:
             room = size + max(8, size // 8)
 
             def longer(x: np.ndarray) -> np.ndarray:
-                found = np.empty(room, x.dtype)
-                found[:size] = x[cut:]
-                return found
+                copy = np.empty(room, x.dtype)
+                copy[:size] = x[cut:]
+                return copy
 
             self._columns = (
                 longer(self.items), longer(self.timestamps), None if self.actions is None else longer(self.actions)

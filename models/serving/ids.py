@@ -18,24 +18,24 @@ NAMED = 5  # ids that an error names
 def array_of_ids(name: str, ids: object, dimensions: int = 1) -> np.ndarray:
     """`ids` as an array of int64 or text; InvalidRequest for other types and another number of dimensions."""
     try:
-        found = np.asarray(ids)
+        array = np.asarray(ids)
     except ValueError:
         raise InvalidRequest(f"{name}: expected rows of one length") from None
-    if found.ndim != dimensions:
-        raise InvalidRequest(f"{name}: expected {dimensions} dimension{'s'[: dimensions - 1]}, got {found.ndim}")
-    if found.size == 0:
-        return np.zeros(found.shape, np.int64)
-    if found.dtype.kind in "iu" and found.dtype != np.uint64:
-        return found.astype(np.int64)
-    if found.dtype == object and all(isinstance(one, str) for one in found.flat):  # a column of text of a frame
-        found, ids = found.astype(str), found.astype(str)
-    if found.dtype.kind == "U":
+    if array.ndim != dimensions:
+        raise InvalidRequest(f"{name}: expected {dimensions} dimension{'s'[: dimensions - 1]}, got {array.ndim}")
+    if array.size == 0:
+        return np.zeros(array.shape, np.int64)
+    if array.dtype.kind in "iu" and array.dtype != np.uint64:
+        return array.astype(np.int64)
+    if array.dtype == object and all(isinstance(one, str) for one in array.flat):  # a column of text of a frame
+        array, ids = array.astype(str), array.astype(str)
+    if array.dtype.kind == "U":
         if not isinstance(ids, np.ndarray) and not all(
             isinstance(x, str) for x in _flat(cast(Sequence, ids), dimensions)
         ):
             raise InvalidRequest(f"{name}: expected integers or text, got both")
-        return found
-    raise InvalidRequest(f"{name}: expected integers or text, got {found.dtype}")
+        return array
+    raise InvalidRequest(f"{name}: expected integers or text, got {array.dtype}")
 
 
 def _flat(ids: Sequence, dimensions: int):
@@ -64,18 +64,18 @@ class ItemIds:
 
     def rows(self, name: str, ids: object, dimensions: int = 1) -> np.ndarray:
         """Rows of the items `ids`, int64 of their shape; UnknownItem names those that the run does not know."""
-        given = array_of_ids(name, ids, dimensions)
-        if given.size == 0:
-            return np.zeros(given.shape, np.int64)
-        asked, valid = self._comparable(given)
-        place = np.searchsorted(self.ids, asked, sorter=self._order).clip(max=len(self.ids) - 1)
+        requested = array_of_ids(name, ids, dimensions)
+        if requested.size == 0:
+            return np.zeros(requested.shape, np.int64)
+        comparable, valid = self._comparable(requested)
+        place = np.searchsorted(self.ids, comparable, sorter=self._order).clip(max=len(self.ids) - 1)
         if self._order is not None:
             place = self._order[place]
-        unknown = ~valid | (self.ids[place] != asked)
+        unknown = ~valid | (self.ids[place] != comparable)
         if unknown.any():
-            wrong = given[unknown]
+            wrong = requested[unknown]
             some = ", ".join(shown(x) for x in wrong[:NAMED].tolist())
-            raise UnknownItem(f"{name}: {len(wrong):,} of {given.size:,} items are not known to the run: {some}")
+            raise UnknownItem(f"{name}: {len(wrong):,} of {requested.size:,} items are not known to the run: {some}")
         return place.astype(np.int64)
 
     def original(self, rows: np.ndarray) -> np.ndarray:
@@ -83,14 +83,14 @@ class ItemIds:
         known = self.ids[np.maximum(rows, 0)]
         return np.where(rows >= 0, known, np.array(self.missing, self.ids.dtype))
 
-    def _comparable(self, given: np.ndarray) -> tuple[np.ndarray, np.ndarray | bool]:
+    def _comparable(self, requested: np.ndarray) -> tuple[np.ndarray, np.ndarray | bool]:
         """(ids of the catalogue's type, which of them can be ids of that type at all)."""
-        if given.dtype.kind == self.ids.dtype.kind:
-            return given, np.ones(given.shape, bool)
+        if requested.dtype.kind == self.ids.dtype.kind:
+            return requested, np.ones(requested.shape, bool)
         if self.ids.dtype.kind == "U":
-            return given.astype(str), np.ones(given.shape, bool)
-        numbers, valid = np.zeros(given.shape, np.int64), np.zeros(given.shape, bool)
-        for place, text in np.ndenumerate(given):
+            return requested.astype(str), np.ones(requested.shape, bool)
+        numbers, valid = np.zeros(requested.shape, np.int64), np.zeros(requested.shape, bool)
+        for place, text in np.ndenumerate(requested):
             # An integer as it is written: no sign of plus, no leading zero, no other script's digits.
             if len(text) <= 20 and text.isascii() and text.removeprefix("-").isdigit() and text == str(int(text)):
                 value = int(text)

@@ -45,10 +45,10 @@ class ServedModel:
             self._append(keys, users, ends, *portion)
         last = batch.seq_offsets[1:] - 1
         at = batch.query_timestamps[last].cpu().numpy()
-        found = self.recommender.outputs(keys, at)
+        user_outputs = self.recommender.outputs(keys, at)
         self._forget(keys)
-        out = torch.zeros(batch.num_tokens, found.shape[1], device=found.device)
-        return out.index_copy_(0, last, found), {}
+        out = torch.zeros(batch.num_tokens, user_outputs.shape[1], device=user_outputs.device)
+        return out.index_copy_(0, last, user_outputs), {}
 
     def _append(self, keys: list[str], users: np.ndarray, ends: np.ndarray, start: int | None, stop: int) -> None:
         """Appends each user's events from `start` before the end (absent: all) up to `stop` before it."""
@@ -88,10 +88,10 @@ class ServedModel:
             here = everyone[counts > turn]
             mine = order[starts[here] + turn]
             candidates = list(self.dataset.items[events[mine], None].astype(np.int64))
-            found = self.recommender.candidate_outputs(
+            candidate_outputs = self.recommender.candidate_outputs(
                 keys[here].tolist(), candidates, self.dataset.timestamps[events[mine]]
             )
-            out[tokens[torch.from_numpy(mine).to(tokens.device)]] = found
+            out[tokens[torch.from_numpy(mine).to(tokens.device)]] = candidate_outputs
             self._add(keys[here].tolist(), events[mine])
         self._forget(keys.tolist())
         return out, {}

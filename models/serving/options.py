@@ -93,15 +93,17 @@ def page_format(model: SequenceModel, options: ServingOptions) -> hstu_sparse.Pa
     trained: dict[str, Any] = {}
     for place, layer in enumerate(layers):
         c = layer.attention.config
-        own = {"dtype": torch.float32, **c.cache_options()} if isinstance(layer.attention, RotateKVAttention) else {}
-        own.pop("sparsity", None)
-        if own and trained and own != trained:
+        layer_codes = (
+            {"dtype": torch.float32, **c.cache_options()} if isinstance(layer.attention, RotateKVAttention) else {}
+        )
+        layer_codes.pop("sparsity", None)
+        if layer_codes and trained and layer_codes != trained:
             raise ServingError(f"layer {place} has other codes than the layers before, pages have one format")
-        if own and options.cache != "auto" and own != chosen:
+        if layer_codes and options.cache != "auto" and layer_codes != chosen:
             raise ServingError(f"cache={options.cache}: the run was trained for its own codes, leave the cache out")
-        if (own or trained) and place and bool(own) != bool(trained):
+        if (layer_codes or trained) and place and bool(layer_codes) != bool(trained):
             raise ServingError(f"layer {place} ({c.kind}): some layers are of kind rotatekv and some not")
-        trained = own or trained
+        trained = layer_codes or trained
     try:
         return hstu_sparse.PageFormat(heads, sizes.attention_dim, sizes.linear_dim, **(trained or chosen))
     except (TypeError, ValueError) as error:

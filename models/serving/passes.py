@@ -37,16 +37,16 @@ class ServedAttention(nn.Module):
         return self.inner.sizes
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> tuple[Tensor, dict[str, AuxLoss]]:
-        found = []
+        outputs = []
         for part in batch.served.parts:
             own_q, own_k, own_v = (y[part.tokens] for y in (q, k, v))
             if not part.candidates:
                 batch.served.pool.write(self.layer, own_k, own_v, part.offsets, part.pages, part.lengths)
             if self.layer == batch.served.last and not isinstance(self.inner, BlockSparseAttention):
-                found.append(torch.zeros_like(own_v))  # its keys and values are in the pages: that was all
+                outputs.append(torch.zeros_like(own_v))  # its keys and values are in the pages: that was all
             else:
-                found.append(self.attend(own_q, own_k, own_v, batch.served, part))
-        return found[0] if len(found) == 1 else torch.cat(found), {}
+                outputs.append(self.attend(own_q, own_k, own_v, batch.served, part))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, served: Pass, part: Part) -> Tensor:
         """[T, H, V] of a part's tokens."""
@@ -57,8 +57,8 @@ class ServedAttention(nn.Module):
                 bias = bias._replace(timestamps=part.times, query_timestamps=part.query_times)
         if isinstance(inner, BlockSparseAttention):
             return paged_block_sparse(inner, self.layer, q, k, v, bias, served, part)
-        if part.whole and (found := whole_attention(inner, q, k, v, bias, served.pool.format, part)) is not None:
-            return found
+        if part.whole and (out := whole_attention(inner, q, k, v, bias, served.pool.format, part)) is not None:
+            return out
         softmax = isinstance(inner, SoftmaxAttention)
         one_each = len(q) == len(part.lengths)  # the same as candidates, which are faster
         return hstu_sparse.paged_attention(

@@ -221,14 +221,14 @@ class Recommender:
             if self.has_timestamps:
                 raise InvalidRequest("timestamps: the run's data had times, expected one for each event")
             return np.zeros(count, np.int64)
-        found = np.asarray(timestamps)
-        if found.shape != (count,):
-            raise InvalidRequest(f"timestamps: expected {count}, one for each event, got shape {list(found.shape)}")
-        if count and found.dtype.kind not in "iu":
-            raise InvalidRequest(f"timestamps: expected whole seconds, got {found.dtype}")
-        if count and not (found.min() >= 0 and found.max() < LATEST):
+        times = np.asarray(timestamps)
+        if times.shape != (count,):
+            raise InvalidRequest(f"timestamps: expected {count}, one for each event, got shape {list(times.shape)}")
+        if count and times.dtype.kind not in "iu":
+            raise InvalidRequest(f"timestamps: expected whole seconds, got {times.dtype}")
+        if count and not (times.min() >= 0 and times.max() < LATEST):
             raise InvalidRequest("timestamps: expected seconds since 1970, from 0 on")
-        return found.astype(np.int64)
+        return times.astype(np.int64)
 
     # Requests.
 
@@ -251,9 +251,9 @@ class Recommender:
         if not keys:
             return self.items.original(np.zeros((0, k), np.int64)), np.zeros((0, k), np.float32)
         with self._lock:
-            asks = self._asks(keys, at)
+            requests = self._asks(keys, at)
             values, rows = self._best(
-                self._engine.answer(asks), k, [x.history.seen for x in asks] if exclude_seen else []
+                self._engine.answer(requests), k, [x.history.seen for x in requests] if exclude_seen else []
             )
         if values.shape[1] < k:
             more = ((0, 0), (0, k - values.shape[1]))
@@ -287,8 +287,8 @@ class Recommender:
 
         if rows > users:
             out = F.pad(out, (0, 0, 0, rows - users))
-        found = graphs(key, lists, out, numbers) if graphs else lists(out, numbers.to(out.device))
-        values, best = np.split(found[:users].cpu().numpy(), 2, axis=1)
+        packed = graphs(key, lists, out, numbers) if graphs else lists(out, numbers.to(out.device))
+        values, best = np.split(packed[:users].cpu().numpy(), 2, axis=1)
         return values.copy().view(np.float32), best
 
     def score(self, users, candidates, at=None) -> np.ndarray:
@@ -306,26 +306,26 @@ class Recommender:
         keys, rows = user_keys(users), self.items.rows("candidates", candidates, 2)
         if len(rows) != len(keys) and (len(keys) or rows.size):
             raise InvalidRequest(f"candidates: expected a row for each of {len(keys)} users, got {len(rows)}")
-        found = self.score_rows(keys, list(rows), at)
-        return np.stack(found) if found else np.zeros(rows.shape, np.float32)
+        scores = self.score_rows(keys, list(rows), at)
+        return np.stack(scores) if scores else np.zeros(rows.shape, np.float32)
 
     def score_rows(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> list[np.ndarray]:
         """As `score`, for any number of candidates a user, given as rows of the item table."""
         # Sorted and each once, so that they are scored by the same arithmetic whatever order they come in.
         unique = [np.unique(mine, return_inverse=True) for mine in candidates]
-        given = [mine for mine, _ in unique]
+        distinct = [mine for mine, _ in unique]
         if self.ranking:
-            scores = self._probabilities(self.candidate_outputs(users, given, at))
+            scores = self._probabilities(self.candidate_outputs(users, distinct, at))
         else:
-            scores = self._cosines(self.outputs(users, at), given)
-        parts = np.split(scores, np.cumsum([len(mine) for mine in given])[:-1])
-        return [values[place] for values, (_, place) in zip(parts, unique)] if given else []
+            scores = self._cosines(self.outputs(users, at), distinct)
+        parts = np.split(scores, np.cumsum([len(mine) for mine in distinct])[:-1])
+        return [values[place] for values, (_, place) in zip(parts, unique)] if distinct else []
 
     @torch.no_grad()
     def _probabilities(self, out: Tensor) -> np.ndarray:
         """Probabilities of the actions by outputs [M, E]: [M], or [M, A] where A > 1."""
-        found = self.model.task_head(out).sigmoid().float().cpu().numpy()
-        return found[:, 0] if found.shape[1] == 1 else found
+        probabilities = self.model.task_head(out).sigmoid().float().cpu().numpy()
+        return probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities
 
     def outputs(self, users: Sequence[str], at=None) -> Tensor:
         """What the model makes of users, by the text of their ids, at the time `at`: [B, E] of length one."""
@@ -335,21 +335,23 @@ class Recommender:
     def candidate_outputs(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> Tensor:
         """Outputs at a ranking run's candidates, rows of the item table, end to end: [sum of M, E], not normalised."""
         with self._lock:
-            asks = self._asks(users, at)
-            return self._engine.answer([ask._replace(candidates=mine) for ask, mine in zip(asks, candidates)])
+            requests = self._asks(users, at)
+            return self._engine.answer(
+                [request._replace(candidates=mine) for request, mine in zip(requests, candidates)]
+            )
 
     @torch.no_grad()
     def _cosines(self, out: Tensor, candidates: list[np.ndarray]) -> np.ndarray:
         """Scores of candidates, end to end, by the outputs [B, E]."""
         model = self.model
-        found = []
+        scores = []
         for one, rows in zip(out[:, None], candidates):
             mine = model.item_rows(torch.from_numpy(rows).to(out.device))
             if model.head is None:
-                found.append((one @ normalized_items(mine).T)[0])
+                scores.append((one @ normalized_items(mine).T)[0])
             else:
-                found.append(model.head.scores_of_all(one, model.head.items(mine))[0])
-        return torch.cat(found).float().cpu().numpy() if found else np.zeros(0, np.float32)
+                scores.append(model.head.scores_of_all(one, model.head.items(mine))[0])
+        return torch.cat(scores).float().cpu().numpy() if scores else np.zeros(0, np.float32)
 
     def _history(self, user: str) -> History:
         """The history of a user; NoHistory where there is none."""
@@ -395,8 +397,8 @@ class Recommender:
         """Return what the model sees of a user; NoHistory for one without events."""
         (key,) = user_keys([user])
         with self._lock:
-            (ask,) = self._asks([key], None)
-            h = ask.history
+            (request,) = self._asks([key], None)
+            h = request.history
             cut = self.window.begin(h.count) - h.first
             actions = None if h.actions is None else h.actions[cut:].copy()
             return UserHistory(self.items.original(h.items[cut:]), h.timestamps[cut:].copy(), actions, h.count)

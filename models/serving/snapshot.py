@@ -76,9 +76,9 @@ def restore(folder: Path, facts: dict, histories: Histories, caches: Caches) -> 
             + ", ".join(f"{key} {shown(meta['facts'].get(key))}, here {shown(facts[key])}" for key in differing)
             + ")"
         )
-    found = Histories(histories.window, histories.has_actions, histories.most_users, histories.most_events)
+    restored = Histories(histories.window, histories.has_actions, histories.most_users, histories.most_events)
     for user, history in zip(meta["users"], _histories(arrays, histories.has_actions)):
-        found.put(user, history)
+        restored.put(user, history)
     pool = None
     if meta["pages"] and meta["format"] == repr(caches.pool.format):
         try:
@@ -91,7 +91,7 @@ def restore(folder: Path, facts: dict, histories: Histories, caches: Caches) -> 
     if pool is not None:
         cached = meta["users"][len(meta["users"]) - len(meta["pages"]) :]
         _take_over(caches, pool, list(zip(cached, rows, lengths, meta["pages"])), arrays)
-    return found
+    return restored
 
 
 def _take_over(caches: Caches, pool, saved: list, arrays: dict) -> None:
@@ -120,10 +120,10 @@ def _take_over(caches: Caches, pool, saved: list, arrays: dict) -> None:
 def _columns(histories: list[History]) -> dict[str, np.ndarray]:
     """All histories as flat columns with the sizes of their parts."""
 
-    def joined(arrays: list[np.ndarray], dtype) -> np.ndarray:
-        return np.concatenate([np.zeros(0, dtype), *arrays])
+    def joined(parts: list[np.ndarray], dtype) -> np.ndarray:
+        return np.concatenate([np.zeros(0, dtype), *parts])
 
-    found = {
+    arrays = {
         "count": np.array([h.count for h in histories], np.int64),
         "first": np.array([h.first for h in histories], np.int64),
         "kept": np.array([len(h.items) for h in histories], np.int64),
@@ -133,8 +133,8 @@ def _columns(histories: list[History]) -> dict[str, np.ndarray]:
         "seen": joined([h.seen for h in histories], np.int32),
     }
     if histories and histories[0].actions is not None:
-        found["actions"] = joined([h.actions for h in histories if h.actions is not None], np.int32)
-    return found
+        arrays["actions"] = joined([h.actions for h in histories if h.actions is not None], np.int32)
+    return arrays
 
 
 def _histories(arrays: dict[str, np.ndarray], has_actions: bool):
@@ -163,12 +163,12 @@ def _choices(caches: Caches, users: list[str]) -> dict[str, np.ndarray]:
     """layer -> [users, H, S] int32 of bsa: each open group's choice, -1 where none is open."""
     known = [caches.entries[user].choices for user in users]
     some = next((choices for choices in known if choices is not None), {})
-    found = {}
+    arrays = {}
     for layer, example in some.items():
         none = torch.full_like(example, -1)
         stacked = torch.stack([none if choices is None else choices[layer] for choices in known])
-        found[f"choices_{layer}"] = stacked.cpu().numpy()
-    return found
+        arrays[f"choices_{layer}"] = stacked.cpu().numpy()
+    return arrays
 
 
 def _read(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:

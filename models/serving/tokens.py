@@ -38,13 +38,13 @@ def window_tokens(history: History, begin: int, start: int, stop: int, per_event
     events = positions // per_event + (begin - history.first)
     times = history.timestamps
     following = np.append(times, at)[events + 1]
-    own = times[events]
+    event_times = times[events]
     # The item token of a ranking event asks what is done to the item now.
-    query_times = following if per_event == 1 else np.where(positions % 2 == 1, following, own)
+    query_times = following if per_event == 1 else np.where(positions % 2 == 1, following, event_times)
     actions = (
         np.zeros(len(positions), np.int64) if history.actions is None else history.actions[events].astype(np.int64)
     )
-    return Columns(history.items[events].astype(np.int64), actions, own, query_times, positions)
+    return Columns(history.items[events].astype(np.int64), actions, event_times, query_times, positions)
 
 
 def single_tokens(

@@ -73,7 +73,7 @@ class Work:
         """T."""
         return len(self.columns.items) + (0 if self.items is None else len(self.items))
 
-    def asked(self, sizes: Sizes) -> slice:
+    def output_tokens(self, sizes: Sizes) -> slice:
         """The tokens whose outputs are asked for."""
         if self.kind == "write":
             return slice(0)
@@ -120,9 +120,9 @@ class Work:
         """
         table = cdiv(sizes.users * sizes.pages, 2)
         total = 6 * sizes.tokens + 4 * sizes.users + 1 + table
-        found = torch.empty(total, dtype=torch.int64) if out is None else out
-        columns, lengths, seen, at, offsets, pages = (x.numpy() for x in sizes.split(found))
-        found[: len(found) - table].zero_()
+        buffer = torch.empty(total, dtype=torch.int64) if out is None else out
+        columns, lengths, seen, at, offsets, pages = (x.numpy() for x in sizes.split(buffer))
+        buffer[: len(buffer) - table].zero_()
         users, counts = len(self.entries), self.counts
         single, begin = len(self.columns.items), 0
         for row, column in zip(columns, vars(self.columns).values()):
@@ -143,4 +143,4 @@ class Work:
         np.minimum(further, sizes.tokens - begin, out=offsets[users + 1 :])
         np.concatenate(tables, out=pages[:users].reshape(-1))
         pages[users:] = -1
-        return found
+        return buffer

@@ -22,7 +22,9 @@ def test_what_was_said_of_machine_code_is_kept(monkeypatch, tmp_path):
     asked = []
 
     def say(given):
-        return ahead.kept(given, lambda: asked.append(given) or {"registers": len(asked), "early_reloads": ["LDL"]})
+        return ahead.cached_result(
+            given, lambda: asked.append(given) or {"registers": len(asked), "early_reloads": ["LDL"]}
+        )
 
     assert say(b"one") == say(b"one") == {"registers": 1, "early_reloads": ["LDL"]}
     assert say(b"two")["registers"] == 2 and asked == [b"one", b"two"]

@@ -113,8 +113,8 @@ def test_codes_are_of_the_stored_scale():
 def test_pruning_keeps_the_greatest_and_the_first_of_equals():
     x = torch.tensor([[[1.0, -3.0, 2.0, -2.0, 2.0, 0.0, 3.0, -1.0]]])
     assert packing.prune(x, 4)[0, 0].nonzero().flatten().tolist() == [1, 2, 3, 6]
-    assert Layout(RotateKVOptions(sparsity=0.7), 2, 64, 64).kept == 39  # ceil(0.3 * 128)
-    assert Layout(RotateKVOptions(sparsity=0.9), 2, 64, 64).kept == 13  # ceil(0.1 * 128)
+    assert Layout(RotateKVOptions(sparsity=0.7), 2, 64, 64).num_kept == 39  # ceil(0.3 * 128)
+    assert Layout(RotateKVOptions(sparsity=0.9), 2, 64, 64).num_kept == 13  # ceil(0.1 * 128)
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])

@@ -212,9 +212,9 @@ def create_app(
     @app.get("/users/{user}")
     async def history(user: UserPath) -> HistoryOut:
         """What the model sees of a user."""
-        found = await answer(Read(user))
-        columns = [None if x is None else np.asarray(x).tolist() for x in found[:3]]
-        return HistoryOut(items=columns[0], timestamps=columns[1], actions=columns[2], count=found.count)
+        user_history = await answer(Read(user))
+        columns = [None if x is None else np.asarray(x).tolist() for x in user_history[:3]]
+        return HistoryOut(items=columns[0], timestamps=columns[1], actions=columns[2], count=user_history.count)
 
     @app.delete("/users/{user}")
     async def forget(user: UserPath) -> Forgotten:

@@ -23,18 +23,18 @@ class Metrics:
 
     def __init__(self, recommender: Recommender):
         self.registry = CollectorRegistry()
-        own: dict[str, Any] = dict(registry=self.registry)
-        self.requests = Counter("requests", "Answered requests", ["route", "status"], namespace="hstu_sparse", **own)
+        common: dict[str, Any] = dict(registry=self.registry)
+        self.requests = Counter("requests", "Answered requests", ["route", "status"], namespace="hstu_sparse", **common)
         self.seconds = Histogram(
             "request_seconds", "Time of a request", ["route"], namespace="hstu_sparse",
-            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10), **own,
+            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10), **common,
         )  # fmt: skip
         self.together = Histogram(
             "round_requests", "Requests that the model thread answered together", namespace="hstu_sparse",
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256), **own,
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256), **common,
         )  # fmt: skip
         for name in recommender.statistics:
-            gauge = Gauge(f"store_{name}", f"{name.replace('_', ' ')} of the store", namespace="hstu_sparse", **own)
+            gauge = Gauge(f"store_{name}", f"{name.replace('_', ' ')} of the store", namespace="hstu_sparse", **common)
             gauge.set_function(functools.partial(lambda of: recommender.statistics[of], name))
 
 
@@ -76,8 +76,8 @@ class Guard:
     async def answer(self, scope, receive, send) -> None:
         headers = dict(scope["headers"])
         if self.token is not None and scope["path"] not in OPEN:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self.token.encode()):
+            authorization = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(authorization, b"Bearer " + self.token.encode()):
                 await refuse(send, 401, "Unauthorized", "expected the header Authorization: Bearer TOKEN")
                 return
         length = headers.get(b"content-length", b"0")

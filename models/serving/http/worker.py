@@ -174,13 +174,13 @@ class Worker(threading.Thread):
         checked: list[Any] = []
         for request in requests:
             try:
-                found = self.recommender.checked(request.users, request.items, request.timestamps, request.actions)
-                self.recommender.check_room([user for keys, *_ in checked for user in keys] + found[0])
+                new_events = self.recommender.checked(request.users, request.items, request.timestamps, request.actions)
+                self.recommender.check_room([user for keys, *_ in checked for user in keys] + new_events[0])
             except RequestError as error:
                 request.done.set_exception(error)
             else:
                 good.append(request)
-                checked.append(found)
+                checked.append(new_events)
         if not good:
             return
         try:
@@ -214,8 +214,8 @@ class Worker(threading.Thread):
     def _score(self, requests: list[Score]) -> None:
         rows = [self.recommender.items.rows("candidates", request.candidates) for request in requests]
         at = None if requests[0].at is None else [request.at for request in requests]
-        found = self.recommender.score_rows([request.user for request in requests], rows, at)
-        for request, values in zip(requests, found):
+        scores = self.recommender.score_rows([request.user for request in requests], rows, at)
+        for request, values in zip(requests, scores):
             request.done.set_result(values.tolist())
 
 
@@ -230,16 +230,16 @@ def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
 
     Left out are events whose items or actions the run does not know: the log may come from before it was trained.
     """
-    found = {"taken": 0, "left_out": 0}
+    counts = {"taken": 0, "left_out": 0}
     names = ("users", "items", "timestamps", "actions")
     waiting: dict[str, list] = {name: [] for name in names}
 
-    def told(columns: list) -> bool:
+    def try_append(columns: list) -> bool:
         try:
             recommender.append(*columns, encode=False)
         except RequestError:
             return False
-        found["taken"] += len(columns[0])
+        counts["taken"] += len(columns[0])
         return True
 
     def tell() -> None:
@@ -247,10 +247,10 @@ def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
         if not waiting["users"]:
             return
         columns: list[Any] = [_alike(waiting[name]) for name in names]
-        if not told(columns):
+        if not try_append(columns):
             for place in range(len(columns[0])):
-                if not told([None if x is None else [x[place]] for x in columns]):
-                    found["left_out"] += 1
+                if not try_append([None if x is None else [x[place]] for x in columns]):
+                    counts["left_out"] += 1
         for column in waiting.values():
             column.clear()
 
@@ -264,7 +264,7 @@ def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
         if len(waiting["users"]) >= REPLAYED_TOGETHER:
             tell()
     tell()
-    return found
+    return counts
 
 
 def _alike(column: list) -> list | None:

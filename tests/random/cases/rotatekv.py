@@ -227,9 +227,9 @@ def codes_are_right(cache, k, v):
     plain = packing.grouped(v[packed].double(), layout.options.head_group)
     for name, found, x, side in (("k", codes[0], rotated, layout.keys), ("v", codes[1], plain, layout.values)):
         real = torch.ones_like(x, dtype=torch.bool)
-        if found.kept is not None:
-            real = found.kept
-            assert (real.sum(-1) == layout.kept).all()
+        if found.mask is not None:
+            real = found.mask
+            assert (real.sum(-1) == layout.num_kept).all()
             least = x.abs().masked_fill(~real, float("inf")).amin(-1)
             most_dropped = x.abs().masked_fill(real, 0).amax(-1)
             assert (most_dropped <= least * (1 + 1e-5) + 1e-6).all(), f"{name}: not the greatest are kept"
