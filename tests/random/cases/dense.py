@@ -100,7 +100,7 @@ def draw(random, small):
     most = 150 if small else random.choice([300, 1000, 3000])
     lengths = [random.choice([0, 1, random.randint(1, most)]) for _ in range(random.randint(0, 3 if small else 6))]
     sizes = [16, 25, 50, 64] if small else [16, 25, 32, 50, 64, 96, 128, 200, 256]
-    return dict(
+    case = dict(
         lengths=lengths,
         longer=random.choice([0, 0, 1, 500]),
         heads=random.randint(1, 3),
@@ -118,6 +118,10 @@ def draw(random, small):
         contiguous=random.random() < 0.7,
         seed=random.randrange(2**31),
     )
+    if not small and random.random() < 0.2:
+        size, dtype = random.choice([64, 128]), random.choice(["float16", "bfloat16"])
+        case |= dict(hopper=True, d=size, v=size, position=False, time=False, dtype=dtype)
+    return case
 
 
 def reference_bytes(*, lengths, heads, d, v, **_):
@@ -126,8 +130,9 @@ def reference_bytes(*, lengths, heads, d, v, **_):
 
 def check(
     device, *, lengths, longer, heads, d, v, window, targets, position, time, query_times, ordered, num_buckets, gap,
-    dtype, contiguous, seed,
+    dtype, contiguous, seed, hopper=False,
 ):  # fmt: skip
+    """hopper: where the kernels for Hopper run, by those."""
     generator = torch.Generator().manual_seed(seed)
     jagged = functools.partial(make_jagged, lengths, dtype=getattr(torch, dtype), device=device, contiguous=contiguous)
     total, n = sum(lengths), max([1, *lengths]) + longer
@@ -153,7 +158,10 @@ def check(
     if seed % 3 == 1:
         x["normalizer"] = 0.7 * n
     x = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in x.items()}
-    compare(x)
+    from hstu_sparse.dense.configs import hopper_runs
+
+    hopper = hopper and hopper_runs(torch.device(device))
+    compare(x, function=functools.partial(hstu_attention, backend="hopper") if hopper else None)
 
 
 def launches():
