@@ -42,14 +42,14 @@ from models.checkpoint import (
     set_aside_damaged,
 )
 from models.config import ConfigError, RunConfig, as_yaml, load_config
+from models.data_parallel.saving import Saver
+from models.data_parallel.step import build_shared_step, deal_of
 from models.ending import finish, leave
 from models.folder import MANIFEST, check_run, claimed, new_manifest, write_file
 from models.graph import GraphedStep, Losses, Step
 from models.interrupt import Interrupts, Stopped
 from models.monitor import Means, MetricsLog, explain_faults
 from models.parallel.ranks import NoLog, Ranks
-from models.parallel.saving import Saver
-from models.parallel.step import build_shared_step, deal_of
 from models.program import TrainingError, guarded
 from models.run import (
     Data,

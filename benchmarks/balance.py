@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.balance import Deal
 from models.config import load_config
-from models.parallel.step import token_work
+from models.data_parallel.step import token_work
 from models.run import open_data
 
 ML_1M = (

@@ -27,9 +27,9 @@ import train
 from data.batch import Batch, Whole
 from models import embedding
 from models.config import RunConfig, load_config
+from models.data_parallel.step import deal_of
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
-from models.parallel.step import deal_of
 from models.parallel.tables import ShardedTable
 from models.report import environment
 from models.run import open_device

@@ -31,7 +31,7 @@ from models.attention import ATTENTION, attention_config
 from models.contract import AttentionKind, LayerSizes, Strict
 from models.heads import DotConfig, HeadConfig
 from models.strict_yaml import ConfigError, _Loader, parse_yaml, read_config  # noqa: F401 (_Loader: for checks of it)
-from models.tasks.options import RetrievalConfig, TaskConfig
+from models.task_options import RetrievalConfig, TaskConfig
 
 
 def _possible_path(value: str) -> str:

@@ -9,9 +9,9 @@ import torch
 from data.batches import Batches
 from models.checkpoint import Progress, load_weights
 from models.config import RunConfig
+from models.data_parallel.saving import load_slices
 from models.folder import read_manifest, write_file
 from models.interrupt import Stopped
-from models.parallel.saving import load_slices
 from models.report import environment, print_result, write_report
 from models.run import Data, Tracked, final_facts, final_weights, judge
 from models.terminal import terminal

@@ -24,10 +24,10 @@ from hstu_sparse.ring.flash.cute import check_available
 from hstu_sparse.validation import choose_backend
 from models.checkpoint import CheckpointError, Progress, checkpoints, exists, last_facts, load_folder, load_weights
 from models.config import ConfigError, RunConfig, differences, load_config
+from models.data_parallel.saving import load_slices, open_slices
 from models.folder import access, check_run, read_manifest, write_judged
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
-from models.parallel.saving import load_slices, open_slices
 from models.parallel.tables import ShardedTable
 from models.tasks.build import build_task
 from models.tasks.contract import Task

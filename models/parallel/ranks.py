@@ -32,7 +32,7 @@ class Ranks:
     world, rank    of all processes
     data           how many ranks share each batch; place: which of them this one is
     context        how many ranks share each sequence
-    engine         whether batches or tables are spread over ranks (models/parallel/step.py), be it over one alone
+    engine         whether batches or tables are spread over ranks (models/data_parallel/step.py), be it over one alone
     """
 
     def __init__(self, config: RunConfig):

@@ -44,7 +44,7 @@ class ShardedTable:
         self.ranks, self.device, self.num_items, self.size, self.fused = ranks, device, num_items, size, p.fused
         self.kind: str = p.embedding
         if self.kind == "auto":
-            from models.planning.sharding import planned  # imports torchrec's planner, which takes a second
+            from models.parallel.sharding import planned  # imports torchrec's planner, which takes a second
 
             memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 80 * 2**30
             self.kind, _ = planned(config, num_items, ranks.world, memory)

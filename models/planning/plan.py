@@ -26,12 +26,12 @@ from data.batch import Batch
 from data.batches import Batches
 from models.average import WeightAverage
 from models.config import ParallelConfig, RunConfig
+from models.data_parallel.step import token_work
 from models.graph import padded_sequences, padded_tokens
 from models.hstu import SequenceModel
-from models.parallel.step import token_work
+from models.parallel.sharding import Sharded, data_ranks, shard
 from models.planning.imagined import imagined_gpu
 from models.planning.meter import Meter
-from models.planning.sharding import Sharded, data_ranks, shard
 from models.run import Data, build_model
 
 MIB = 2**20

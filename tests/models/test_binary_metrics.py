@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models.tasks.binary_metrics import (
+from models.binary_metrics import (
     auc,
     auc_difference,
     binary_metrics,

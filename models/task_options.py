@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from models import binary_metrics
 from models.contract import Strict
 from models.metrics import metric_names
-from models.tasks import binary_metrics
 
 
 class RetrievalConfig(Strict):

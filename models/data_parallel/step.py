@@ -15,10 +15,10 @@ from data.batch import Batch
 from models.average import WeightAverage
 from models.config import ModelConfig, RunConfig
 from models.contract import AuxLoss
+from models.data_parallel.losses import catalogue_share, prepare
 from models.graph import Losses, Step
 from models.hstu import SequenceModel
 from models.parallel.draws import seed_of
-from models.parallel.losses import catalogue_share, prepare
 from models.parallel.ranks import Ranks
 from models.tasks.build import build_task
 

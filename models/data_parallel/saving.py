@@ -3,7 +3,7 @@
 A checkpoint is a folder `step-00001234` with the ranks' shards of weights and of what the optimiser keeps, and
 state.json with the progress. It is written in the background beside its place and takes that place when it is whole.
 It can be read by any number of ranks, with the item table cut in any way. What a random generator of torch draws in a
-step depends on the step alone (models/parallel/step.py): no generator's state is kept.
+step depends on the step alone (models/data_parallel/step.py): no generator's state is kept.
 """
 
 import json
