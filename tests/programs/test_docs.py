@@ -191,6 +191,12 @@ def test_what_notes_link_to_exists():
     assert NOTES and not wrong, wrong
 
 
+def test_docs_are_short():
+    """A page grows by a sentence at a time: histories and diaries of measurements belong to docs/notes/."""
+    words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
+    assert sum(words.values()) < 15_000, words
+
+
 def test_no_sentence_begins_with_of():
     """Such a sentence has to be read twice, in pages, docstrings and comments alike."""
     begins = re.compile(r"(?:^\s*|[.!?] |\"\"\"|# |\()Of [a-z\[|`]", re.MULTILINE)
