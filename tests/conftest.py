@@ -61,12 +61,12 @@ def pytest_runtest_makereport(item, call):
 
 def pytest_terminal_summary(terminalreporter):
     """How many random cases each operator passed, over all processes."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    counts: dict[str, list[tuple[int, float]]] = {}
     for report in terminalreporter.stats.get("passed", []):
         for key, value in report.user_properties:
             if key == "campaign":
-                found.setdefault(value[0], []).append(value[1:])
-    for name, parts in sorted(found.items()):
+                counts.setdefault(value[0], []).append(value[1:])
+    for name, parts in sorted(counts.items()):
         cases, most = zip(*parts)
         terminalreporter.write_line(f"campaign: {name}: {sum(cases)} cases passed, at most {max(most):.1f} GiB")
 

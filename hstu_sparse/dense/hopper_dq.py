@@ -40,9 +40,9 @@ def silu_slope(half):
 
 
 @gluon.jit
-def attend_dq(given, queries, douts, queue, ring, batch, kind: gl.constexpr, WHICH: gl.constexpr):
+def attend_dq(output, queries, douts, queue, ring, batch, kind: gl.constexpr, WHICH: gl.constexpr):
     """dq of 64 queries of each tile: ds times keys runs while the next block's slope is computed."""
-    dq, stride_t, stride_h, half_scale, factor = given
+    dq, stride_t, stride_h, half_scale, factor = output
     D: gl.constexpr = ring.key.shape[2]
     DTYPE: gl.constexpr = queries.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
@@ -127,14 +127,14 @@ def dense_attention_bwd_dq_hopper_kernel(
     queue = make_queue(2)
     ring = make_ring(k, v, STAGES)
     copied = make_barriers(1, 1).index(0)
-    given = dq, dq_stride_t, dq_stride_h, half_scale, factor
+    output = dq, dq_stride_t, dq_stride_h, half_scale, factor
     rows = (q, q_stride_h, queries), (do, do_stride_h, douts)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend_dq, (given, queries, douts, queue, ring, batch, kind, FIRST)),
-            (attend_dq, (given, queries, douts, queue, ring, batch, kind, SECOND)),
+            (attend_dq, (output, queries, douts, queue, ring, batch, kind, FIRST)),
+            (attend_dq, (output, queries, douts, queue, ring, batch, kind, SECOND)),
             (produce, (rows, (k, k_stride_h), (v, v_stride_h), queue, ring, copied, batch, kind, True)),
         ],
         [4, 1],

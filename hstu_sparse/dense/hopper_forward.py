@@ -33,9 +33,9 @@ from hstu_sparse.dense.hopper import (
 
 
 @gluon.jit
-def attend(given, queries, queue, ring, turns, batch, kind: gl.constexpr, WHICH: gl.constexpr, TURNS: gl.constexpr):
+def attend(output, queries, queue, ring, turns, batch, kind: gl.constexpr, WHICH: gl.constexpr, TURNS: gl.constexpr):
     """64 queries of each tile: the product with a block's values runs while the next block's SiLU is computed."""
-    out, stride_t, stride_h, half_scale, inverse_n = given
+    out, stride_t, stride_h, half_scale, inverse_n = output
     V: gl.constexpr = ring.value.shape[2]
     DTYPE: gl.constexpr = queries.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
@@ -123,14 +123,14 @@ def dense_attention_fwd_hopper_kernel(
     ring = make_ring(k, v, STAGES)
     turns = make_barriers(2, 1)
     copied = make_barriers(1, 1).index(0)
-    given = out, out_stride_t, out_stride_h, half_scale, inverse_n
+    output = out, out_stride_t, out_stride_h, half_scale, inverse_n
     rows = ((q, q_stride_h, queries),)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend, (given, queries, queue, ring, turns, batch, kind, FIRST, TURNS)),
-            (attend, (given, queries, queue, ring, turns, batch, kind, SECOND, TURNS)),
+            (attend, (output, queries, queue, ring, turns, batch, kind, FIRST, TURNS)),
+            (attend, (output, queries, queue, ring, turns, batch, kind, SECOND, TURNS)),
             (produce, (rows, (k, k_stride_h), (v, v_stride_h), queue, ring, copied, batch, kind, False)),
         ],
         [4, 1],

@@ -140,11 +140,11 @@ class _Launch:
         position_width, time_width = _tables_kept(self.bias)
         tables = torch.empty(position_width + time_width, dtype=torch.float32, device=self.q.device)
         if self.biased:
-            given = tables, tables[position_width:], position, time
+            arguments = tables, tables[position_width:], position, time
             times = 0 if time is None else self.plan.purpose.num_buckets + 1
             n = 0 if position is None else position.shape[0]
             run(
-                halved_tables_kernel, cdiv(max(position_width, time_width), 1024), *given, N=n,
+                halved_tables_kernel, cdiv(max(position_width, time_width), 1024), *arguments, N=n,
                 WIDTH=position_width, TIMES=times, MARGIN=POSITION_MARGIN, BLOCK=1024,
             )  # fmt: skip
         return tables
@@ -188,9 +188,9 @@ class _Launch:
         """dq, dk, dv and the gradients of the tables that there are."""
         dq, dk, dv = self.new(self.d_out), self.new(self.d_out), self.new(self.v_out)
         grads = [None if x is None else torch.empty_like(x) for x in self.bias[:2]]
-        given = [x for x in grads if x is not None]
+        table_grads = [x for x in grads if x is not None]
         if self.empty:
-            return [dq, dk, dv, *(x.zero_() for x in given)]
+            return [dq, dk, dv, *(x.zero_() for x in table_grads)]
         self.plan = with_backward(self.plan, *self.metadata)
         (do,) = as_rows(do)
         purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
@@ -231,7 +231,7 @@ class _Launch:
                 table_gradients_kernel, cdiv(max(position, time), 128), *arguments, N=position, TIMES=times, ALL=time,
                 TABLE=table, COPIES=_COPIES, BLOCK=128,
             )  # fmt: skip
-        return [dq, dk, dv, *given]
+        return [dq, dk, dv, *table_grads]
 
     def _sums(self, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """(zeros for the position bias's sums, for the time bias's, the norms that bound ds); each None if not needed.

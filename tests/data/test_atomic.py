@@ -152,8 +152,8 @@ def test_killed_at_random_moments_it_is_always_there_and_whole(tmp_path):
         time.sleep(0.003 * attempt)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        found = find_folder(folder)
-        assert names(found) == ["a", "b"] and (found / "a").read_text() == (found / "b").read_text()
+        whole = find_folder(folder)
+        assert names(whole) == ["a", "b"] and (whole / "a").read_text() == (whole / "b").read_text()
 
 
 def test_sweep_takes_only_what_is_old(tmp_path):

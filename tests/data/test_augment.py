@@ -16,30 +16,30 @@ WINDOW = 6
 
 
 @pytest.fixture(scope="module")
-def given():
+def prepared():
     dataset = make_dataset(num_users=300)
     split = make_splits(dataset, "leave_one_out", max_seq_len=WINDOW).train
     return dataset, split, dataset.user_offsets[split.users]
 
 
-def draw(options, given, seed=0):
+def draw(options, prepared, seed=0):
     """(events, times) of each sample as lists."""
-    _, split, first = given
+    _, split, first = prepared
     events, times, offsets = augmented(Augment(**options), np.random.default_rng(seed), first, split.begin, split.end)
     return [(events[a:b].tolist(), times[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
 
 
-def test_nothing_asked_for_changes_nothing(given):
-    _, split, _ = given
+def test_nothing_asked_for_changes_nothing(prepared):
+    _, split, _ = prepared
     expected = [list(range(a, b)) for a, b in zip(split.begin, split.end)]
-    assert draw({}, given) == [(x, x) for x in expected] == draw({"shuffle": 1.0}, given)
+    assert draw({}, prepared) == [(x, x) for x in expected] == draw({"shuffle": 1.0}, prepared)
 
 
-def test_windows_are_the_user_s_training_events_and_each_can_come(given):
-    _, split, first = given
+def test_windows_are_the_user_s_training_events_and_each_can_come(prepared):
+    _, split, first = prepared
     met = {}
     for seed in range(40):
-        for place, (events, times) in enumerate(draw({"window": 1.0}, given, seed)):
+        for place, (events, times) in enumerate(draw({"window": 1.0}, prepared, seed)):
             assert events == times == list(range(events[0], events[0] + split.end[place] - split.begin[place]))
             met.setdefault(place, set()).add(events[0])
     assert all(met[i] <= set(range(first[i], split.begin[i] + 1)) for i in met)
@@ -47,16 +47,16 @@ def test_windows_are_the_user_s_training_events_and_each_can_come(given):
     assert moved and all(met[i] == {first[i], first[i] + 1, first[i] + 2} for i in moved)
 
 
-def test_half_of_the_windows_are_the_latest(given):
-    _, split, first = given
+def test_half_of_the_windows_are_the_latest(prepared):
+    _, split, first = prepared
     longer = np.flatnonzero(split.begin - first >= 10)
-    latest = [draw({"window": 0.5}, given, seed)[i][0][0] == split.begin[i] for seed in range(30) for i in longer]
+    latest = [draw({"window": 0.5}, prepared, seed)[i][0][0] == split.begin[i] for seed in range(30) for i in longer]
     assert len(latest) > 1000 and 0.5 < np.mean(latest) < 0.6  # an earlier one is drawn uniformly, the latest included
 
 
-def test_dropped_events_leave_order_and_the_last_two(given):
-    _, split, _ = given
-    drawn = draw({"drop": 0.3}, given)
+def test_dropped_events_leave_order_and_the_last_two(prepared):
+    _, split, _ = prepared
+    drawn = draw({"drop": 0.3}, prepared)
     left_out = 0
     for place, (events, times) in enumerate(drawn):
         assert events == times == sorted(set(events)) and events[-2:] == [split.end[place] - 2, split.end[place] - 1]
@@ -65,8 +65,8 @@ def test_dropped_events_leave_order_and_the_last_two(given):
     assert abs(left_out / could - 0.3) < 0.05
 
 
-def test_shuffled_events_change_places_and_times_do_not(given):
-    nearby, far = (draw({"shuffle": reach}, given) for reach in (2.0, 1000.0))
+def test_shuffled_events_change_places_and_times_do_not(prepared):
+    nearby, far = (draw({"shuffle": reach}, prepared) for reach in (2.0, 1000.0))
     swaps = {"nearby": [], "far": []}
     for name, drawn in (("nearby", nearby), ("far", far)):
         for events, times in drawn:
@@ -78,8 +78,8 @@ def test_shuffled_events_change_places_and_times_do_not(given):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_batches_hold_what_was_drawn(given, device):
-    dataset, split, first = given
+def test_batches_hold_what_was_drawn(prepared, device):
+    dataset, split, first = prepared
     rng = np.random.default_rng(0)
     dataset = dataclasses.replace(dataset, event_rows=rng.integers(-1, 5, (dataset.num_events, 2, 3), np.int32))
     options = Augment(window=0.5, drop=0.2, shuffle=20.0)
@@ -92,13 +92,13 @@ def test_batches_hold_what_was_drawn(given, device):
         batch = batch.to("cpu")
         for number, user in enumerate(batch.users.tolist()):
             assert user == split.users[order[place]]
-            own, at = (x[offsets[place] : offsets[place + 1]] for x in (events, times))
+            items, at = (x[offsets[place] : offsets[place + 1]] for x in (events, times))
             part = slice(batch.seq_offsets[number], batch.seq_offsets[number + 1])
             for name, column, rows in (
-                ("item_ids", dataset.items, own[:-1]),
-                ("target_ids", dataset.items, own[1:]),
-                ("actions", dataset.actions, own[:-1]),
-                ("event_features", dataset.event_rows, own[:-1]),
+                ("item_ids", dataset.items, items[:-1]),
+                ("target_ids", dataset.items, items[1:]),
+                ("actions", dataset.actions, items[:-1]),
+                ("event_features", dataset.event_rows, items[:-1]),
                 ("timestamps", dataset.timestamps, at[:-1]),
                 ("query_timestamps", dataset.timestamps, at[1:]),
             ):
@@ -107,8 +107,8 @@ def test_batches_hold_what_was_drawn(given, device):
     assert place == len(split)
 
 
-def test_epochs_differ_and_each_can_be_had_again(given):
-    dataset, split, _ = given
+def test_epochs_differ_and_each_can_be_had_again(prepared):
+    dataset, split, _ = prepared
 
     def items(epoch, start=0):
         batches = Batches(dataset, split, batch_size=50, augment=Augment(shuffle=20.0))

@@ -78,10 +78,10 @@ def test_overwriting_follows_from_the_fields():
 def test_a_part_has_its_tokens_alone():
     batch = make([3, 2], [1, 3])
     part = batch.part(torch.tensor([0, 2, 4]), torch.tensor([0, 2, 3]))
-    kept = {name: tensors(batch)[name] for name in ("users", "weight", "words", "word_offsets")}
+    unchanged = {name: tensors(batch)[name] for name in ("users", "weight", "words", "word_offsets")}
     tokens = {name: [0, 2, 4] for name in ("item_ids", "timestamps", "target_ids", "query_timestamps")}
     tokens |= {"real": [True] * 3, "tags": [[0, 1], [4, 5], [8, 9]], "seq_offsets": [0, 2, 3]}
-    assert type(part) is MoreBatch and tensors(part) == kept | tokens
+    assert type(part) is MoreBatch and tensors(part) == unchanged | tokens
 
 
 def test_moving_follows_from_the_fields():

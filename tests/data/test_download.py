@@ -34,17 +34,17 @@ class Server(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        server, wanted = self.server, self.headers.get("Range")
+        server, requested = self.server, self.headers.get("Range")
         if self.path.endswith("missing"):
             return self.send_error(404)
         start, status = 0, 200
         if_range = self.headers.get("If-Range")
-        if wanted and server.ranges and (if_range is None or if_range == server.etag):
-            start, status = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1]), 206
+        if requested and server.ranges and (if_range is None or if_range == server.etag):
+            start, status = int(re.fullmatch(r"bytes=(\d+)-", requested)[1]), 206
             if start >= len(server.content):
-                server.requests.append((wanted, 416))
+                server.requests.append((requested, 416))
                 return self.send_error(416)
-        server.requests.append((wanted, status))
+        server.requests.append((requested, status))
         if status == 206 and server.wrong_range:
             start += 1
         body = server.content[start:]

@@ -78,14 +78,14 @@ def test_items_of_a_parquet_file(with_items, tmp_path):
     )
     frame.write_parquet(tmp_path / "items.parquet")
     columns = COLUMNS | {"brand": {"kind": "category", "column": "maker"}}
-    found = values_of(with_items(tmp_path / "items.parquet", id="sku", columns=columns))
-    assert found == EXPECTED | {"brand": [["1"], ["2"], ["1"], [], ["3"]]}
+    values = values_of(with_items(tmp_path / "items.parquet", id="sku", columns=columns))
+    assert values == EXPECTED | {"brand": [["1"], ["2"], ["1"], [], ["3"]]}
 
 
 def test_attributes_in_json(with_items):
     content = {"i3": [3, "b"], "i0": [1, 1, 2], "i1": [], "i2": ["b"], "i4": [10]}
-    found = values_of(with_items(json.dumps(content), "items.json"))
-    assert found == {"attributes": [["1", "2"], [], ["b"], ["3", "b"], ["10"]]}
+    values = values_of(with_items(json.dumps(content), "items.json"))
+    assert values == {"attributes": [["1", "2"], [], ["b"], ["3", "b"], ["10"]]}
 
 
 BAD_ITEMS = {
@@ -302,9 +302,9 @@ def test_rows_come_from_training_data_alone(load):
     device, spent = known.features
     assert device.values.tolist() == ["a"] and spent.values.tolist() == [3.0]  # b was seen three times
     assert (device.num_rows, spent.num_rows) == (2, 3)
-    found = with_rows(dataset, known).event_rows[:, :, 0]
-    assert found[:, 0].tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 0, 0]
-    assert found[:, 1].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]
+    feature_rows = with_rows(dataset, known).event_rows[:, :, 0]
+    assert feature_rows[:, 0].tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 0, 0]
+    assert feature_rows[:, 1].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]
     assert known.trained is None  # without features of items, every item is one of the catalogue
 
 

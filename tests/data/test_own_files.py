@@ -130,8 +130,8 @@ def test_separator_is_told_from_the_header(load, separator, name):
     dataset = load("csv", ROWS.replace(",", separator))
     assert events(dataset) == [(1, 10, 100, None), (2, 20, 200, None)]
     assert (dataset.notes[0] == f"fields are separated by {name} (data.separator)") == bool(name)
-    given = load("csv", ROWS.replace(",", separator), separator=separator)
-    assert events(given) == events(dataset) and not any("separated" in note for note in given.notes)
+    configured = load("csv", ROWS.replace(",", separator), separator=separator)
+    assert events(configured) == events(dataset) and not any("separated" in note for note in configured.notes)
 
 
 def test_separator_that_is_given(load):
@@ -304,8 +304,8 @@ def test_text_as_actions(load, tmp_path, kind):
         assert dataset.action_names == ("view", "buy", "cart")
         assert dataset.actions.tolist() == [0, 1, 0, 2, 0, 1] and dataset.actions.dtype == np.int32
         assert dataset.notes[-1] == "codes of the actions: view 0, buy 1, cart 2"
-    given = load(kind, tmp_path / "x", columns=HOW | {"action_codes": {"cart": 2, "view": 2, "buy": 4}})
-    assert given.actions.tolist() == [2, 4, 2, 2, 2, 4] and given.action_names == ("", "", "cart", "", "buy")
+    coded = load(kind, tmp_path / "x", columns=HOW | {"action_codes": {"cart": 2, "view": 2, "buy": 4}})
+    assert coded.actions.tolist() == [2, 4, 2, 2, 2, 4] and coded.action_names == ("", "", "cart", "", "buy")
     message = error_of(load, kind, tmp_path / "x", columns=HOW | {"action_codes": {"view": 1, "buy": 0}})
     assert "column how: expected one of view, buy, got 'cart'" in message
 

@@ -99,11 +99,11 @@ def prepare(folder: Path, source: dict, count: int | None, **options) -> dict[st
 @pytest.mark.parametrize("source", SOURCES)
 def test_ranges_make_the_same_cache(tmp_path, source):
     (tmp_path / "raw").mkdir()
-    given = SOURCES[source](tmp_path / "raw")
+    source_files = SOURCES[source](tmp_path / "raw")
     for name, least, counts in (("few", {}, (2, 12)), ("all", {"min_user_events": 1, "min_item_events": 1}, (5,))):
-        expected = prepare(tmp_path / f"{name}-1", given, 1, **least)
+        expected = prepare(tmp_path / f"{name}-1", source_files, 1, **least)
         for count in counts:
-            assert prepare(tmp_path / f"{name}-{count}", given, count, **least) == expected
+            assert prepare(tmp_path / f"{name}-{count}", source_files, count, **least) == expected
 
 
 @pytest.mark.skipif(not (REAL / "ml-100k" / "u.data").exists(), reason="no MovieLens 100K here")
@@ -121,8 +121,8 @@ class Killed(BaseException):
 def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, source):
     """Killed at every fifth folder, in turn before it is in its place and behind that; none is made twice."""
     (tmp_path / "raw").mkdir()
-    given = SOURCES[source](tmp_path / "raw")
-    expected = prepare(tmp_path / "once", given, 1)
+    source_files = SOURCES[source](tmp_path / "raw")
+    expected = prepare(tmp_path / "once", source_files, 1)
     begun, placed = [], []
 
     @contextmanager
@@ -138,19 +138,19 @@ def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, source):
             raise Killed
 
     monkeypatch.setattr(partitions, "replace_folder", mortal)
-    kills, found = 0, None
-    while found is None:
+    kills, actual = 0, None
+    while actual is None:
         try:
-            found = prepare(tmp_path / "killed", given, 3)
+            actual = prepare(tmp_path / "killed", source_files, 3)
         except Killed:
             kills += 1
-    assert found == expected and kills >= 4
+    assert actual == expected and kills >= 4
     assert all(placed.count(folder) == 1 for folder in placed if folder.name != "columns")
 
 
 def test_starts_anew_with_another_count(tmp_path, monkeypatch):
     source = ml_100k(tmp_path)
-    monkeypatch.setattr(partitions._Work, "_sort", lambda *given: (_ for _ in ()).throw(Killed))
+    monkeypatch.setattr(partitions._Work, "_sort", lambda *arguments: (_ for _ in ()).throw(Killed))
     with pytest.raises(Killed):
         prepare(tmp_path / "cache", source, 3)
     monkeypatch.undo()
@@ -161,19 +161,19 @@ def test_errors_are_those_of_one_pass(tmp_path):
     source = text_csv(tmp_path)
     empty = tmp_path / "empty.data"
     empty.write_text("\n")
-    for given in (
+    for source_files in (
         source | {"on_bad_row": "error"},
         source | {"min_user_events": 10_000},
         source | {"columns": {"action": "none"}},
         {"format": "ml-100k", "path": empty, "on_bad_row": "drop"},
         lines(tmp_path) | {"duplicates": "drop"},
     ):
-        told = []
+        messages = []
         for count in (1, 4):
             with pytest.raises(DataError) as caught:
-                prepare(tmp_path / f"cache-{count}", given, count)
-            told.append(str(caught.value))
-        assert told[0] == told[1]
+                prepare(tmp_path / f"cache-{count}", source_files, count)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
         assert not list((tmp_path / "cache-4").iterdir())
 
 
@@ -190,9 +190,9 @@ def test_refused(tmp_path):
 
 @pytest.mark.parametrize("source", ["ml_100k", "parquet"])
 def test_memory_decides(tmp_path, monkeypatch, source):
-    given = SOURCES[source](tmp_path)
+    source_files = SOURCES[source](tmp_path)
     monkeypatch.setattr(partitions, "available_memory", lambda: 10**9)
-    assert len(prepare(tmp_path / "much", given, None)) == 7
+    assert len(prepare(tmp_path / "much", source_files, None)) == 7
 
     def kill(work):
         assert work.count > 1
@@ -201,4 +201,4 @@ def test_memory_decides(tmp_path, monkeypatch, source):
     monkeypatch.setattr(partitions._Work, "read", kill)
     monkeypatch.setattr(partitions, "available_memory", lambda: 40_000)
     with pytest.raises(Killed):
-        prepare(tmp_path / "little", given, None)
+        prepare(tmp_path / "little", source_files, None)

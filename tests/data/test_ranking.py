@@ -49,11 +49,11 @@ def test_every_event_is_scored_once_in_the_window_that_shows_most_history(capaci
 
 def test_last_tenth():
     data = dataset([9, 10, 35])
-    found = ranking_splits(data, "last_tenth", max_seq_len=100)
-    assert covered(found.test) == [18, 51, 52, 53]
-    assert covered(found.valid) == [17, 48, 49, 50]
-    assert sorted(covered(found.train)) == [*range(17), *range(19, 48)]
-    assert found.skipped == {"test: fewer than ten events, which all train": 1}
+    splits = ranking_splits(data, "last_tenth", max_seq_len=100)
+    assert covered(splits.test) == [18, 51, 52, 53]
+    assert covered(splits.valid) == [17, 48, 49, 50]
+    assert sorted(covered(splits.train)) == [*range(17), *range(19, 48)]
+    assert splits.skipped == {"test: fewer than ten events, which all train": 1}
     joined = ranking_splits(data, "last_tenth", max_seq_len=100, train_on_valid=True)
     assert joined.valid is None and sorted(covered(joined.train)) == [*range(18), *range(19, 51)]
     everything = ranking_splits(data, "all", max_seq_len=100)

@@ -30,11 +30,11 @@ def test_each_recall_was_shown_once_at_its_distance(small):
         keys, counts = np.unique(row[row < 30], return_counts=True)
         assert len(keys) == 9 and (counts == 2).all()
         for key in keys:
-            shown, asked = np.flatnonzero(row == key)
-            group = code[asked + 1]
+            shown, recalled = np.flatnonzero(row == key)
+            group = code[recalled + 1]
             longest = SMALL["distances"][group - 1]
-            assert group > 0 and longest // 2 < asked - shown <= longest
-            assert row[shown + 1] == row[asked + 1] and 30 <= row[shown + 1] < 40
+            assert group > 0 and longest // 2 < recalled - shown <= longest
+            assert row[shown + 1] == row[recalled + 1] and 30 <= row[shown + 1] < 40
     # Another sequence pairs a key with another value, so that tables alone cannot know it.
     pairs = {(a, b) for row in items for a, b in pairwise(row) if a < 30}
     assert len(pairs) > 2 * 30

@@ -71,8 +71,8 @@ def test_the_last_item_tells_far_more_than_popularity(default):
         for row, (user, end) in enumerate(zip(splits.test.users, splits.test.end)):
             scores[row, default.items[default.user_offsets[user] : end - 1]] = -1
         targets = default.items[splits.test.end - 1]
-        own = scores[np.arange(len(targets)), targets]
-        return np.mean(((scores > own[:, None]).sum(1) < 10) & (own >= 0))
+        target_scores = scores[np.arange(len(targets)), targets]
+        return np.mean(((scores > target_scores[:, None]).sum(1) < 10) & (target_scores >= 0))
 
     last = default.items[splits.test.end - 2]
     by_popularity = hit_rate(np.tile(popularity, (len(last), 1)))

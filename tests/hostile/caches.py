@@ -191,7 +191,7 @@ def cases(place: Path) -> list[Case]:
 
         return run
 
-    def given(change: Change) -> Callable[[Path], int]:
+    def from_cache(change: Change) -> Callable[[Path], int]:
         def run(folder: Path) -> int:
             shutil.copytree(good, folder / "given")
             change(folder / "given")
@@ -202,12 +202,12 @@ def cases(place: Path) -> list[Case]:
     def case(name: str, run, expect: str = WORKS, check=same, **more) -> Case:
         return Case("cache", f"cache {name}", run, expect, check=check if expect == WORKS else None, **more)
 
-    found = [case(f"in its place: {name}", in_place(change), short=False) for name, change in damage.items()]
+    listed = [case(f"in its place: {name}", in_place(change), short=False) for name, change in damage.items()]
     for name_, change in damage.items():
         # Without a meta.json it is no cache folder, and the raw file is looked for in it.
-        found.append(case(f"given as data.path: {name_}", given(change), ERROR))
-    found += _places(case, source, good, name, same)
-    return found
+        listed.append(case(f"given as data.path: {name_}", from_cache(change), ERROR))
+    listed += _places(case, source, good, name, same)
+    return listed
 
 
 def _places(case, source: Path, good: Path, name: str, same) -> list[Case]:

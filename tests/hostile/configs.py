@@ -223,11 +223,11 @@ GOOD_FILES: dict[str, str] = {
 def start(folder: Path, *overrides: str, text: str | bytes = BASE, run: Path | str = "run", config="run.yaml") -> int:
     """train.py with a configuration in `folder`; its run folder is there too."""
     (folder / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    own = [f"data.cache_dir={folder}/cache", f"run_dir={folder}/runs"]
-    own = [o for o in own if text == BASE and not any(x.startswith(o.split("=")[0]) for x in overrides)]
+    defaults = [f"data.cache_dir={folder}/cache", f"run_dir={folder}/runs"]
+    defaults = [o for o in defaults if text == BASE and not any(x.startswith(o.split("=")[0]) for x in overrides)]
     if any(re.match(r"(data|model|train)=", x) for x in overrides):
-        own = []
-    return train.main([str(folder / config), *own, *overrides, "--run", str(folder / run)])
+        defaults = []
+    return train.main([str(folder / config), *defaults, *overrides, "--run", str(folder / run)])
 
 
 def _refused(folder: Path, output: str) -> str | None:
@@ -246,25 +246,25 @@ def cases(place: Path) -> list[Case]:
     def case(name: str, run: Callable[[Path], int | None], expect: str = ERROR, **more) -> Case:
         return Case("config", f"config: {name}", run, expect, **more)
 
-    found = []
+    listed = []
     for number, text in enumerate(_table(REFUSED)):
-        found.append(case(text, lambda f, o=text: start(f, o), check=_refused, short=number % 3 == 0, seconds=25))
+        listed.append(case(text, lambda f, o=text: start(f, o), check=_refused, short=number % 3 == 0, seconds=25))
     for text in _table(WORKING):
         quick = text.startswith(("data.protocol", "model.max_seq_len", "eval.every"))
-        found.append(case(text, lambda f, o=text: start(f, *o.split(";")), WORKS, short=quick))
+        listed.append(case(text, lambda f, o=text: start(f, *o.split(";")), WORKS, short=quick))
     for name in ACCEPTED:
         if name.startswith("config: "):
             text = name.removeprefix("config: ")
             expect = EITHER if "1000.0" in text else WORKS
-            found.append(case(text, lambda f, o=text: start(f, *o.split(";")), expect, short=False))
+            listed.append(case(text, lambda f, o=text: start(f, *o.split(";")), expect, short=False))
     for overrides in TOGETHER:
-        found.append(case(" ".join(overrides), lambda f, o=overrides: start(f, *o)))
+        listed.append(case(" ".join(overrides), lambda f, o=overrides: start(f, *o)))
     for number, (name, text) in enumerate(BAD_FILES.items()):
         run = lambda f, t=text: start(f, text=t)
-        found.append(case(f"file, {name}", run, check=_refused, short=number % 2 == 0, seconds=20))
+        listed.append(case(f"file, {name}", run, check=_refused, short=number % 2 == 0, seconds=20))
     for name, text in GOOD_FILES.items():
-        found.append(case(f"file, {name}", lambda f, t=text: start(f, text=t), WORKS, short=False))
-    return found + _paths(case)
+        listed.append(case(f"file, {name}", lambda f, t=text: start(f, text=t), WORKS, short=False))
+    return listed + _paths(case)
 
 
 def _paths(case) -> list[Case]:

@@ -38,10 +38,10 @@ def tarred(*members: tuple[str, bytes, str]) -> bytes:
 
 
 def edited(content: bytes, *changes: tuple[int, int]) -> bytes:
-    found = bytearray(content)
+    changed = bytearray(content)
     for position, value in changes:
-        found[position] = value
-    return bytes(found)
+        changed[position] = value
+    return bytes(changed)
 
 
 LINK = zipfile.ZipInfo("top/link")

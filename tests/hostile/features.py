@@ -115,22 +115,22 @@ def rewritten(change: Callable[[dict, dict], object]) -> Callable[[Path], None]:
     def go(path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             entries = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
-            told = json.loads(file.metadata()["facts"])
-        change(entries, told)
-        text = json.dumps(told)
+            facts = json.loads(file.metadata()["facts"])
+        change(entries, facts)
+        text = json.dumps(facts)
         path.write_bytes(_cache_file(entries, text))
 
     return go
 
 
 def entry(name: str, change: Callable[[torch.Tensor], object]) -> Callable[[Path], None]:
-    def go(entries: dict, told: dict) -> None:
+    def go(entries: dict, facts: dict) -> None:
         entries[name] = torch.as_tensor(change(entries[name]), dtype=entries[name].dtype)
 
     return rewritten(go)
 
 
-def told(**other) -> Callable[[Path], None]:
+def with_facts(**other) -> Callable[[Path], None]:
     return rewritten(lambda entries, facts: facts.update(other))
 
 
@@ -161,15 +161,15 @@ BAD_CACHES: dict[str, Callable[[Path], object]] = {
     **{f"sparsity {x!r}": option(sparsity=x) for x in (0.5, 2.0, "0", float("nan"))},
     **{f"head_group {x!r}": option(head_group=x) for x in (1, 4, 0)},
     "an option too many": option(foo=1),
-    "a format that is a list": told(format=[1]),
+    "a format that is a list": with_facts(format=[1]),
     **{f"heads {x!r}": option(heads=x) for x in (0, -2, 4, 10**12, "2", None, 2.0, True)},
     **{f"head_size {x!r}": option(head_size=x) for x in (0, -8, 16, 10**12)},
     **{f"value_size {x!r}": option(value_size=x) for x in (0, -8, 16, 10**12)},
     **{f"dtype {x!r}": option(dtype=x) for x in ("load", "int64", "float8_e4m3fn", "nope", "", None, 3, "float64")},
-    **{f"num_pages {x!r}": told(num_pages=x) for x in (-1, 0, 1, 2.0, True, None, "2")},
-    **{f"num_sequences {x!r}": told(num_sequences=x) for x in (-1, 0, 1, 2.0, True, None, "2")},
-    **{f"layers {x!r}": told(layers=x) for x in (-1, 0, 2, 10**12, 1.0, True, None, "1")},
-    **{f"timed {x!r}": told(timed=x) for x in (True, 1, None, "no")},
+    **{f"num_pages {x!r}": with_facts(num_pages=x) for x in (-1, 0, 1, 2.0, True, None, "2")},
+    **{f"num_sequences {x!r}": with_facts(num_sequences=x) for x in (-1, 0, 1, 2.0, True, None, "2")},
+    **{f"layers {x!r}": with_facts(layers=x) for x in (-1, 0, 2, 10**12, 1.0, True, None, "1")},
+    **{f"timed {x!r}": with_facts(timed=x) for x in (True, 1, None, "no")},
     "lengths below 0": entry("lengths", lambda x: x - 5),
     "lengths that are huge": entry("lengths", lambda x: x + 2**62),
     "lengths of more tokens": entry("lengths", lambda x: x * 40),
@@ -239,12 +239,12 @@ def _caches(case) -> list[Case]:
         (folder / "closed").mkdir(mode=0)
         return folder / "closed" / "c"
 
-    found = [
+    listed = [
         case(f"cache file: {name}", damaged(change), short=number % 6 == 0)
         for number, (name, change) in enumerate(BAD_CACHES.items())
     ]
     return [
-        *found,
+        *listed,
         case("cache file: whole", damaged(lambda path: None), WORKS),
         case("cache file: NUL in its name", lambda f: load_cache("a\0b")),
         case("cache file: a name of 5,000 characters", lambda f: load_cache("a" * 5000)),
@@ -281,9 +281,9 @@ def _processes(case) -> list[Case]:
         os.environ.update(environment)
         return runs.start(folder / "run", *overrides)
 
-    found = [case(f"context: {n}", lambda f, e=e: go(f, e, *RING)) for n, e in ENVIRONMENTS.items()]
-    found.append(case("context: processes for a run of one", lambda f: go(f, {"WORLD_SIZE": "2"})))
-    return found
+    listed = [case(f"context: {n}", lambda f, e=e: go(f, e, *RING)) for n, e in ENVIRONMENTS.items()]
+    listed.append(case("context: processes for a run of one", lambda f: go(f, {"WORLD_SIZE": "2"})))
+    return listed
 
 
 def cases(place: Path) -> list[Case]:
@@ -298,7 +298,7 @@ def cases(place: Path) -> list[Case]:
         assert ended.status == 0, ended.output
     ended = signalled(lambda: runs.start(stopped, *MODEL, *TRAIN), signal.SIGTERM, train, "set_lr", runs.STEP)
     assert ended.status == 128 + signal.SIGTERM, ended.output
-    wanted = facts(finished)
+    expected = facts(finished)
 
     def resume(change: Change, *more: str) -> Callable[[Path], int]:
         def go(folder: Path) -> int:
@@ -317,12 +317,12 @@ def cases(place: Path) -> list[Case]:
         return go
 
     def same(folder: Path, output: str) -> str | None:
-        return differs(folder / "run", wanted)
+        return differs(folder / "run", expected)
 
-    found = [case(f"resume: {n}", resume(c), short=i % 2 == 0) for i, (n, c) in enumerate(RESUME.items())]
-    found.append(case("resume: nothing", resume(lambda run: None), WORKS, check=same))
-    found += [case(f"resume: {n}, --override", resume(RESUME[n], "--override"), short=False) for n in NEVER]
-    found += [
+    listed = [case(f"resume: {n}", resume(c), short=i % 2 == 0) for i, (n, c) in enumerate(RESUME.items())]
+    listed.append(case("resume: nothing", resume(lambda run: None), WORKS, check=same))
+    listed += [case(f"resume: {n}, --override", resume(RESUME[n], "--override"), short=False) for n in NEVER]
+    listed += [
         case(f"resume: {n}, taken over", resume(c, "--override"), WORKS, short=False) for n, c in TAKEN_OVER.items()
     ]
     for table, run, expect in (
@@ -332,8 +332,8 @@ def cases(place: Path) -> list[Case]:
     ):
         for text in re.split(r"; |\n", table.strip()):
             name = f"eval {'of the basic run ' if run == basic else ''}{text}"
-            found.append(case(name, judge_it(run, *text.split()), expect, short=text.endswith(("x", "--serve"))))
-    found += [
+            listed.append(case(name, judge_it(run, *text.split()), expect, short=text.endswith(("x", "--serve"))))
+    listed += [
         case("eval: its file is a folder", judge_folder(finished, "eval-test.json")),
         case("resume: .lock is a folder", resume(lambda run: _replaced(run / ".lock"))),
         case("resume: report.md is a folder", resume(lambda run: _replaced(run / "report.md")), short=False),
@@ -347,7 +347,7 @@ def cases(place: Path) -> list[Case]:
         case("--resume of nothing", lambda f: train.main(["--resume", ""])),
         case("--override twice", lambda f: train.main(["--override", "--override"])),
     ]
-    return found + _caches(case) + _processes(case)
+    return listed + _caches(case) + _processes(case)
 
 
 def judge_folder(run: Path, name: str) -> Callable[[Path], int]:

@@ -75,7 +75,7 @@ class Process:
         self.output = b""
 
     def _child(self, run, out: int, answer: int, nobody: bool, disk: int | None) -> None:
-        found: dict = {}
+        outcome: dict = {}
         try:
             for target in (1, 2):
                 os.dup2(out, target)
@@ -90,13 +90,13 @@ class Process:
                 os.setgroups([])
                 os.setgid(NOBODY)
                 os.setuid(NOBODY)
-            found["status"] = run() or 0
+            outcome["status"] = run() or 0
         except SystemExit as error:
-            found["status"] = error.code
+            outcome["status"] = error.code
         except BaseException as error:
             traceback.print_exc()
-            found["exception"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        os.write(answer, json.dumps(found, default=str).encode())
+            outcome["exception"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        os.write(answer, json.dumps(outcome, default=str).encode())
         os._exit(0)  # without the exit handlers, which are the parent's
 
     def poll(self) -> Ended | None:
@@ -146,10 +146,10 @@ def signalled(run: Callable[[], int | None], number: int, module, name: str, cal
     def go() -> int | None:
         whole, calls = getattr(module, name), itertools.count(1)
 
-        def counted(*given, **more):
+        def counted(*arguments, **more):
             if next(calls) == call:
                 os.kill(os.getpid(), number)
-            return whole(*given, **more)
+            return whole(*arguments, **more)
 
         setattr(module, name, counted)
         return run()

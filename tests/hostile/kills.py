@@ -48,7 +48,7 @@ def cases(place: Path) -> list[Case]:
     ended = Process(lambda: begin(whole, source), seconds=300).wait()
     took = time.monotonic() - before
     assert ended.status == 0, ended.output
-    wanted = facts(whole / "run")
+    expected = facts(whole / "run")
     numbers = random.Random(time.time_ns())
 
     def killed(folder: Path, moments: list[float]) -> int:
@@ -71,12 +71,12 @@ def cases(place: Path) -> list[Case]:
             f"kill {name} ({', '.join(f'{moment:.2f}' for moment in moments)} of {took:.2f} s)",
             lambda folder: killed(folder, moments),
             WORKS,
-            check=lambda folder, output: differs(folder / "run", wanted),
+            check=lambda folder, output: differs(folder / "run", expected),
             short=short,
             seconds=300,
         )
 
-    found = [case(f"{i}", [numbers.uniform(0, took)], i < IN_CI) for i in range(MOMENTS)]
+    listed = [case(f"{i}", [numbers.uniform(0, took)], i < IN_CI) for i in range(MOMENTS)]
     for i in range(CHAINS):
-        found.append(case(f"chain {i}", [numbers.uniform(0, took / 2) for _ in range(8)], False))
-    return found
+        listed.append(case(f"chain {i}", [numbers.uniform(0, took / 2) for _ in range(8)], False))
+    return listed

@@ -411,22 +411,22 @@ def empty(operator: str, sequences: int) -> int:
 
 
 def cases(place: Path) -> list[Case]:
-    found = []
+    listed = []
     for number, (operator, name, changes, expect) in enumerate(_changes()):
         run = lambda folder, o=operator, c=changes: call(o, c)
         # In CI a few: each takes little, but there are many.
         quick = number % 20 == 0
-        found.append(Case("operator", f"operator {operator}: {name}", run, expect, short=quick, seconds=30))
+        listed.append(Case("operator", f"operator {operator}: {name}", run, expect, short=quick, seconds=30))
     for operator, valid in VALID.items():
         if operator in (*PLANS, "rotatekv_compress", "catalogue_loss", "attention_plan"):
             continue
-        found.append(
+        listed.append(
             Case("operator", f"operator {operator}: strided", lambda f, o=operator: same_strided(o), WORKS, short=False)
         )
         name = f"operator {operator}: under autocast"
-        found.append(Case("operator", name, lambda f, o=operator: same_under_autocast(o), WORKS, short=False))
+        listed.append(Case("operator", name, lambda f, o=operator: same_under_autocast(o), WORKS, short=False))
         for sequences in (0, 2) if "seq_offsets" in valid else ():
             run = lambda f, o=operator, s=sequences: empty(o, s)
             name = f"operator {operator}: no tokens in {sequences} sequences"
-            found.append(Case("operator", name, run, WORKS, short=False))
-    return found
+            listed.append(Case("operator", name, run, WORKS, short=False))
+    return listed

@@ -153,19 +153,19 @@ def _paths() -> list[Case]:
     """Names that look like patterns, parts, and files that never end."""
 
     def read(folder: Path, name: str, facts: tuple, *others: str, format: str = "csv") -> int:
-        given = folder / "given"
+        given_folder = folder / "given"
         for other in others:
-            (given / other).parent.mkdir(parents=True, exist_ok=True)
-            (given / other).write_text(table(",", [(99, item, item) for item in range(5)], CSV))
+            (given_folder / other).parent.mkdir(parents=True, exist_ok=True)
+            (given_folder / other).write_text(table(",", [(99, item, item) for item in range(5)], CSV))
         if name in others or not set(name) & set("*?[") or name.startswith("data"):
-            (given / name).parent.mkdir(parents=True, exist_ok=True)
-            if not (given / name).exists():
-                (given / name).write_text(GOOD)
-        status = start(folder, format, f'"{given / name}"')
+            (given_folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if not (given_folder / name).exists():
+                (given_folder / name).write_text(GOOD)
+        status = start(folder, format, f'"{given_folder / name}"')
         if status == 0:
-            data = load_dataset(format, given / name, cache_dir=folder / "cache")
-            found = (data.num_users, data.num_items, data.num_events)
-            assert found == facts, f"misread: expected {facts} users, items and events, got {found}"
+            data = load_dataset(format, given_folder / name, cache_dir=folder / "cache")
+            actual = (data.num_users, data.num_items, data.num_events)
+            assert actual == facts, f"misread: expected {facts} users, items and events, got {actual}"
         return status
 
     def sparse(folder: Path, name: str, content: bytes) -> int:

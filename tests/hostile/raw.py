@@ -297,10 +297,10 @@ def _run(folder: Path, format: str, content: Content, facts: object, overrides: 
     status = start(folder, format, file, *overrides)
     if status == 0:
         c = load_config(folder / "run.yaml", overrides).data
-        own = {"separator": c.separator, "on_bad_row": c.on_bad_row, "duplicates": c.duplicates}
-        data = load_dataset(c.format, c.path, cache_dir=c.cache_dir, columns=c.columns, **own)
-        found = (data.num_users, data.num_items, data.num_events)
-        assert found == facts, f"misread: expected {facts} users, items and events, got {found}"
+        options = {"separator": c.separator, "on_bad_row": c.on_bad_row, "duplicates": c.duplicates}
+        data = load_dataset(c.format, c.path, cache_dir=c.cache_dir, columns=c.columns, **options)
+        actual = (data.num_users, data.num_items, data.num_events)
+        assert actual == facts, f"misread: expected {facts} users, items and events, got {actual}"
     return status
 
 
@@ -310,7 +310,7 @@ def cases(place: Path) -> list[Case]:
 
 def from_table(area: str, entries: list[tuple[str, str, Content, object, str]]) -> list[Case]:
     """A case for each line of a table like CASES."""
-    found = []
+    listed = []
     for number, (format, name, content, expect, overrides) in enumerate(entries):
         words = [word.replace(":", ": ") if "={" in word and '"%' not in word else word for word in overrides.split()]
 
@@ -318,10 +318,10 @@ def from_table(area: str, entries: list[tuple[str, str, Content, object, str]]) 
             return _run(folder, format, content, facts, words)
 
         quick = number % 4 == 0 or (name == "valid" and number % 2 == 0)
-        found.append(
+        listed.append(
             Case(area, f"{area} {format}: {name}", run, ERROR if expect == ERROR else WORKS, short=quick, seconds=30)
         )
-    return found
+    return listed
 
 
 def _paths() -> list[Case]:

@@ -54,9 +54,9 @@ def facts(run: Path) -> dict:
     }
 
 
-def differs(run: Path, wanted: dict) -> str | None:
-    found = facts(run)
-    names = [name for name in wanted if found[name] != wanted[name]]
+def differs(run: Path, expected: dict) -> str | None:
+    actual = facts(run)
+    names = [name for name in expected if actual[name] != expected[name]]
     left = [path.name for path in run.rglob(".*") if path.name != ".lock"]
     if names:
         return f"other {', '.join(names)} than the run that was never stopped"
@@ -89,12 +89,12 @@ def forged(name: str, change: Callable[[bytes], bytes]) -> Change:
         for folder in folders(run, name):
             content = change((folder / name).read_bytes())
             (folder / name).write_bytes(content)
-            told = hashlib.sha256(content).hexdigest()
+            digest = hashlib.sha256(content).hexdigest()
             size = len(content)
             _state(
                 folder,
-                lambda facts, told=told, size=size: (
-                    facts["sha256"].update({name: told}),
+                lambda facts, digest=digest, size=size: (
+                    facts["sha256"].update({name: digest}),
                     facts["sizes"].update({name: size}),
                 ),
             )
@@ -119,7 +119,7 @@ def tensors(name: str, change: Callable[[dict], object]) -> Change:
     return forged(f"{name}.safetensors", rewrite)
 
 
-def told(**values) -> Change:
+def with_values(**values) -> Change:
     """Other facts in state.json, and its checksum right."""
     return lambda run: [_state(folder, lambda facts: facts.update(values)) for folder in folders(run, "state.json")]
 
@@ -212,8 +212,8 @@ DAMAGE: dict[str, Change] = {
     "no checksums": untold("sha256"),
     "no fingerprint": untold("fingerprint"),
     "no epoch": untold("epoch"),
-    "epoch is text": told(epoch="x"),
-    "epoch is true": told(epoch=True),
+    "epoch is text": with_values(epoch="x"),
+    "epoch is true": with_values(epoch=True),
     "another embedding_dim": config("embedding_dim: 8", "embedding_dim: 16"),
     "another num_layers": config("num_layers: 1", "num_layers: 2"),
     "other data": config("num_items: 20", "num_items: 21"),
@@ -248,18 +248,18 @@ RESUME: dict[str, Change] = {
     "optimizer missing": tensors("state", lambda t: {n: v for n, v in t.items() if "optimizer" not in n}),
     "optimizer NaN": tensors("state", lambda t: {n: v * float("nan") if "exp" in n else v for n, v in t.items()}),
     "optimizer in int32": tensors("state", lambda t: {n: v.int() if "exp" in n else v for n, v in t.items()}),
-    "step -5": told(step=-5),
-    "step is text": told(step="x"),
-    "batch 10^9": told(batch=10**9),
-    "batch -3": told(batch=-3),
-    "epoch -1": told(epoch=-1),
-    "epoch 1000": told(epoch=1000),
-    "records are text": told(records="x"),
-    "losses NaN": told(losses={"loss": [float("nan"), 3]}),
-    "losses of another shape": told(losses={"loss": [1.0]}),
-    "best is text": told(best="x"),
-    "seconds negative": told(seconds=-1.0),
-    "a fact too many": told(zzz=1),
+    "step -5": with_values(step=-5),
+    "step is text": with_values(step="x"),
+    "batch 10^9": with_values(batch=10**9),
+    "batch -3": with_values(batch=-3),
+    "epoch -1": with_values(epoch=-1),
+    "epoch 1000": with_values(epoch=1000),
+    "records are text": with_values(records="x"),
+    "losses NaN": with_values(losses={"loss": [float("nan"), 3]}),
+    "losses of another shape": with_values(losses={"loss": [1.0]}),
+    "best is text": with_values(best="x"),
+    "seconds negative": with_values(seconds=-1.0),
+    "a fact too many": with_values(zzz=1),
     "seed changed": config("(?m)^seed: 1", "seed: 2"),
     "batch_size changed": config("batch_size: 4\n", "batch_size: 8\n"),
     "epochs changed": config("epochs: 6", "epochs: 7"),
@@ -320,10 +320,10 @@ def cases(place: Path) -> list[Case]:
     assert ended.status == 0, ended.output
     ended = signalled(lambda: start(stopped), signal.SIGTERM, train, "set_lr", STEP)
     assert ended.status == 128 + signal.SIGTERM, ended.output
-    wanted = facts(finished)
+    expected = facts(finished)
 
     def same(folder: Path, output: str) -> str | None:
-        return differs(folder / "run", wanted)
+        return differs(folder / "run", expected)
 
     def harmless(folder: Path, output: str) -> str | None:
         return "code was run" if (Path.cwd() / "pwned").exists() else None
@@ -348,18 +348,18 @@ def cases(place: Path) -> list[Case]:
 
         return go
 
-    found = []
+    listed = []
     for number, (name, change) in enumerate((DAMAGE | RESUME).items()):
-        found.append(case(f"resume: {name}", resume(change), check=harmless, short=number % 2 == 0))
+        listed.append(case(f"resume: {name}", resume(change), check=harmless, short=number % 2 == 0))
     for number, (name, change) in enumerate(DAMAGE.items()):
-        found.append(case(f"eval: {name}", judge_it(change), check=harmless, short=number % 3 == 0))
-    found += [case(f"resume: {n}", resume(c), WORKS, check=same, short=n == "nothing") for n, c in MENDED.items()]
+        listed.append(case(f"eval: {name}", judge_it(change), check=harmless, short=number % 3 == 0))
+    listed += [case(f"resume: {n}", resume(c), WORKS, check=same, short=n == "nothing") for n, c in MENDED.items()]
     nothing = MENDED["nothing"]
     for text in re.split(r"; |\n", EVAL_REFUSED.strip()):
-        found.append(case(f"eval {text}", judge_it(nothing, *text.split(), of=finished)))
+        listed.append(case(f"eval {text}", judge_it(nothing, *text.split(), of=finished)))
     for text in re.split(r"; |\n", EVAL_WORKING.strip()):
-        found.append(case(f"eval {text}", judge_it(nothing, *text.split(), of=finished), WORKS, short=False))
-    found += [
+        listed.append(case(f"eval {text}", judge_it(nothing, *text.split(), of=finished), WORKS, short=False))
+    listed += [
         case("resume: seed changed, --override", resume(RESUME["seed changed"], "--override"), WORKS, short=False),
         case("resume: threads changed", resume(config("threads: 1", "threads: 2")), WORKS, short=False, seconds=180),
         case("resume of the finished run", resume(nothing, of=finished), WORKS, check=same, short=False),
@@ -381,7 +381,7 @@ def cases(place: Path) -> list[Case]:
             lambda f: train.main([str(finished.with_name("run.yaml")), "--run", str(finished)]),
         ),
     ]
-    return found + _rights(case, finished, stopped) + _full(case, wanted) + _together(case, stopped, wanted)
+    return listed + _rights(case, finished, stopped) + _full(case, expected) + _together(case, stopped, expected)
 
 
 def _rights(case, finished: Path, stopped: Path) -> list[Case]:
@@ -411,7 +411,7 @@ def _rights(case, finished: Path, stopped: Path) -> list[Case]:
     ]
 
 
-def _full(case, wanted: dict) -> list[Case]:
+def _full(case, expected: dict) -> list[Case]:
     """The disk full at different sizes of files, then with room again."""
 
     def clean(folder: Path, output: str) -> str | None:
@@ -435,11 +435,11 @@ def _full(case, wanted: dict) -> list[Case]:
     sizes = (0, 100, 2000, 4000, 10000)
     return [
         *(case(f"disk full, {size} bytes", lambda f, s=size: full(f, s), check=clean) for size in sizes),
-        case("disk full, then room", again, WORKS, check=lambda f, o: differs(f / "run", wanted), short=False),
+        case("disk full, then room", again, WORKS, check=lambda f, o: differs(f / "run", expected), short=False),
     ]
 
 
-def _together(case, stopped: Path, wanted: dict) -> list[Case]:
+def _together(case, stopped: Path, expected: dict) -> list[Case]:
     def two(folder: Path) -> int:
         shutil.copytree(stopped, folder / "run")
         resumes = [Process(lambda: train.main(["--resume", str(folder / "run")]), seconds=60) for _ in range(2)]
@@ -463,7 +463,7 @@ def _together(case, stopped: Path, wanted: dict) -> list[Case]:
         assert "another process is training in it" in second.output
         return 0
 
-    same = lambda folder, output: differs(folder / "run", wanted)
+    same = lambda folder, output: differs(folder / "run", expected)
     return [
         case("two resumes at once", two, WORKS, check=same, short=False),
         case("a resume while another one runs", halted, WORKS, check=same),

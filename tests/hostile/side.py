@@ -180,36 +180,36 @@ def start(folder: Path, *overrides: str) -> int:
     return train.main([str(folder / "run.yaml"), *overrides, "--run", str(folder / "run")])
 
 
-def prepare(folder: Path, given: Given) -> list[str]:
+def prepare(folder: Path, side: Given) -> list[str]:
     """Writes the files and the configuration of a case; returns the overrides."""
     (folder / "run.yaml").write_text(CONFIG.replace("P/", f"{folder}/"))
     (folder / "events.csv").write_text(EVENTS)
-    own = given.format in ("csv", "parquet") and "columns:" not in given.options
-    columns = f"columns: {COLUMNS[given.entity]}" if own else ""
-    drop, options = (["data.on_bad_row=drop"], "") if given.options == "DROP" else ([], given.options)
-    file = folder / ("events.csv" if given.entity == "events" else ENDING.get(given.format, given.format))
-    where = f"format: {given.format}, path: {file}" if given.entity != "events" else ""
+    needs_columns = side.format in ("csv", "parquet") and "columns:" not in side.options
+    columns = f"columns: {COLUMNS[side.entity]}" if needs_columns else ""
+    drop, options = (["data.on_bad_row=drop"], "") if side.options == "DROP" else ([], side.options)
+    file = folder / ("events.csv" if side.entity == "events" else ENDING.get(side.format, side.format))
+    where = f"format: {side.format}, path: {file}" if side.entity != "events" else ""
     described = ", ".join(filter(None, (where, columns, options)))
-    if callable(given.content):
-        given.content(file)
+    if callable(side.content):
+        side.content(file)
     else:
-        file.write_bytes(given.content.encode() if isinstance(given.content, str) else given.content)
-    return [*drop, f"data.features={{{given.entity}: {{{described}}}}}"]
+        file.write_bytes(side.content.encode() if isinstance(side.content, str) else side.content)
+    return [*drop, f"data.features={{{side.entity}: {{{described}}}}}"]
 
 
-def run(folder: Path, given: Given, *more: str) -> int:
-    overrides = [*prepare(folder, given), *more]
+def run(folder: Path, side: Given, *more: str) -> int:
+    overrides = [*prepare(folder, side), *more]
     status = start(folder, *overrides)
-    if status == 0 and given.expect != WORKS:
+    if status == 0 and side.expect != WORKS:
         c = load_config(folder / "run.yaml", overrides).data
         data = load_dataset(c.format, c.path, cache_dir=c.cache_dir, features=c.features, on_bad_row=c.on_bad_row)
-        found = tuple(len(feature.codes) for feature in data.features)
-        assert found == given.expect, f"misread: expected {given.expect} values of the features, got {found}"
+        actual = tuple(len(feature.codes) for feature in data.features)
+        assert actual == side.expect, f"misread: expected {side.expect} values of the features, got {actual}"
     return status
 
 
 def options(text: str, expect: str) -> list[Case]:
-    found = []
+    listed = []
     for number, option in enumerate(filter(None, (part.strip() for part in text.replace("\n", "; ").split("; ")))):
         key, _, value = option.partition("=")
         override = f"data.features{'.' * bool(key)}{key}={value.replace('HUGE', '9' * 30)}"
@@ -217,8 +217,8 @@ def options(text: str, expect: str) -> list[Case]:
         def go(folder: Path, override=override) -> int:
             return run(folder, Given(ITEMS, WORKS), override)
 
-        found.append(Case("side", f"side option: {option}", go, expect, short=number % 8 == 0, seconds=30))
-    return found
+        listed.append(Case("side", f"side option: {option}", go, expect, short=number % 8 == 0, seconds=30))
+    return listed
 
 
 def damaged(place: Path) -> list[Case]:
@@ -262,23 +262,23 @@ def damaged(place: Path) -> list[Case]:
 
         return go
 
-    found = [
+    listed = [
         Case("side", f"side vocabulary: {name}", judge(change), ERROR, short=number < 3, seconds=30)
         for number, (name, change) in enumerate(changes.items())
     ]
-    return [*found, Case("side", "side vocabulary: as it was", judge(lambda run: None), WORKS, seconds=30)]
+    return [*listed, Case("side", "side vocabulary: as it was", judge(lambda run: None), WORKS, seconds=30)]
 
 
 def cases(place: Path) -> list[Case]:
-    found = [
+    listed = [
         Case(
             "side",
             f"side file: {name}",
-            lambda folder, given=given: run(folder, given),
-            ERROR if given.expect == ERROR else WORKS,
+            lambda folder, side=side: run(folder, side),
+            ERROR if side.expect == ERROR else WORKS,
             short=number % 8 == 0,
             seconds=30,
         )
-        for number, (name, given) in enumerate(CASES.items())
+        for number, (name, side) in enumerate(CASES.items())
     ]
-    return found + options(REFUSED, ERROR) + options(WORKING, WORKS) + damaged(place)
+    return listed + options(REFUSED, ERROR) + options(WORKING, WORKS) + damaged(place)

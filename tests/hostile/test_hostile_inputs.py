@@ -24,8 +24,8 @@ def test_short_campaign(sample):
 
 def test_docs_say_what_is_accepted_on_purpose():
     lines = (ROOT / "tests/hostile/ACCEPTED.md").read_text().splitlines()
-    told = [line for line in lines if line.startswith("| `")]
-    assert told == [f"| `{name}` | {reason} |" for name, reason in ACCEPTED.items()]
+    rows = [line for line in lines if line.startswith("| `")]
+    assert rows == [f"| `{name}` | {reason} |" for name, reason in ACCEPTED.items()]
 
 
 def ended(run, **limits):

@@ -156,7 +156,7 @@ def test_nothing_is_chosen_before_the_last_phase(tmp_path, monkeypatch, epochs, 
     """The warm-up's model, which is another one, has the best figure; the others' best comes in the third epoch."""
     figures = iter([0.9, 0.3, 0.5, 0.4])
     whole = Retrieval.evaluate
-    monkeypatch.setattr(Retrieval, "evaluate", lambda *given: whole(*given) | {"NDCG@10": next(figures)})
+    monkeypatch.setattr(Retrieval, "evaluate", lambda *arguments: whole(*arguments) | {"NDCG@10": next(figures)})
     settings = ["data.synthetic={num_users: 200, num_items: 80, mean_length: 15}", "model.attention.kind=toy"]
     settings += ["model.max_seq_len=20", "model.embedding_dim=16", f"train.epochs={epochs}", "train.batch_size=16"]
     settings += ["device=cpu", "threads=1", "eval.patience=2"]

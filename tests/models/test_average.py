@@ -42,10 +42,10 @@ def test_learning_rate(decay, expected):
         ROOT / "configs/synthetic-hstu.yaml", ["train.lr=1.0", "train.warmup_steps=2", f"train.decay={decay}"]
     )
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    for step, wanted in enumerate(expected):
+    for step, rate in enumerate(expected):
         train.set_lr(config, optimizer, step, 6)
-        if wanted is not None:
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(wanted)
+        if rate is not None:
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 def test_a_run_goes_on_with_its_average(tmp_path):
@@ -62,9 +62,9 @@ def test_a_run_goes_on_with_its_average(tmp_path):
     assert not torch.equal(raw, judged)
     # What is judged is the average: eval.py, from the folder alone, finds what training reported last.
     assert run("eval.py", folder).returncode == 0
-    found = json.loads((folder / "eval-test.json").read_text())["model"]["history"]
+    metrics = json.loads((folder / "eval-test.json").read_text())["model"]["history"]
     last = final(folder)[1][-1]
-    assert found["NDCG@10"] == last["NDCG@10"]
+    assert metrics["NDCG@10"] == last["NDCG@10"]
 
 
 def test_a_checkpoint_without_an_average_is_not_resumed_with_one(tmp_path):

@@ -54,10 +54,10 @@ def test_log_loss_entropy_and_calibration():
     p, y = np.array([0.9, 0.2, 0.6]), np.array([True, False, True])
     expected = -(np.log(0.9) + np.log(0.8) + np.log(0.6)) / 3
     assert log_loss(p, y) == pytest.approx(expected)
-    found = binary_metrics(p, y, np.zeros(3, int))
+    metrics = binary_metrics(p, y, np.zeros(3, int))
     entropy = -(2 / 3 * np.log(2 / 3) + 1 / 3 * np.log(1 / 3))
-    assert found["normalized_entropy"] == pytest.approx(expected / entropy)
-    assert found["calibration"] == pytest.approx((1.7 / 3) / (2 / 3))
+    assert metrics["normalized_entropy"] == pytest.approx(expected / entropy)
+    assert metrics["calibration"] == pytest.approx((1.7 / 3) / (2 / 3))
     assert np.isfinite(log_loss(np.array([0.0, 1.0]), np.array([True, False])))
 
 
@@ -90,7 +90,7 @@ def test_the_baseline_sees_no_label_of_its_event_and_none_of_later_ones():
 
 def test_features_of_a_tiny_history_by_hand():
     # One user, one item, labels 1, 0, 1, all in training: the mean is 2/3.
-    found = history_features(np.zeros(3, int), np.array([True, False, True]), np.array([0, 3]), np.ones(3, bool), 1)
+    actual = history_features(np.zeros(3, int), np.array([True, False, True]), np.array([0, 3]), np.ones(3, bool), 1)
 
     def log_odds(p):
         return np.log(p / (1 - p))
@@ -101,15 +101,15 @@ def test_features_of_a_tiny_history_by_hand():
         [log_odds((2 + 5 * mean) / 7), log_odds((1 + 5 * mean) / 6), log_odds((1 + 2 * mean) / 3), np.log(4)],
         [log_odds((1 + 5 * mean) / 7), log_odds((1 + 5 * mean) / 7), log_odds((1 + 2 * mean) / 4), np.log(4)],
     ]
-    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(actual, expected)
 
 
 def test_logistic_regression_finds_the_coefficients_that_made_the_labels():
     x = RNG.normal(size=(20_000, 2))
     labels = RNG.random(20_000) < 1 / (1 + np.exp(-(1.5 * x[:, 0] - 0.5 * x[:, 1] + 0.3)))
-    found = fit_logistic(x, labels)
-    np.testing.assert_allclose(found, [1.5, -0.5, 0.3], atol=0.1)
-    p = predict_logistic(found, x)
+    coefficients = fit_logistic(x, labels)
+    np.testing.assert_allclose(coefficients, [1.5, -0.5, 0.3], atol=0.1)
+    p = predict_logistic(coefficients, x)
     assert abs(p.mean() - labels.mean()) < 1e-6  # the score equation of the intercept
     assert np.isfinite(fit_logistic(x[:4], np.array([True, False, True, False]))).all()
 

@@ -204,13 +204,13 @@ def test_saved_config_is_the_same_run(tmp_path):
 def test_matmul_precision_reaches_torch_and_the_kernels():
     before = torch.get_float32_matmul_precision()
     try:
-        for name, found in (("high", "tf32"), ("default", "tf32"), ("highest", "ieee")):
+        for name, dot_precision in (("high", "tf32"), ("default", "tf32"), ("highest", "ieee")):
             set_matmul_precision(name)
-            assert precision(torch.float32) == found
+            assert precision(torch.float32) == dot_precision
             # One rule for all kernels: TF32 where it is allowed, else as each of them splits its numbers, or not.
-            assert precision(torch.float32, "tf32x3") == ("tf32" if found == "tf32" else "tf32x3")
+            assert precision(torch.float32, "tf32x3") == ("tf32" if dot_precision == "tf32" else "tf32x3")
             assert precision(torch.bfloat16, "tf32x3") == "ieee"
-            assert torch.backends.cuda.matmul.allow_tf32 == (found == "tf32")
+            assert torch.backends.cuda.matmul.allow_tf32 == (dot_precision == "tf32")
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -57,11 +57,11 @@ def test_setting_against_itself_is_exactly_one():
 def test_one_seed_has_users_alone_and_no_hit_no_interval():
     rng = np.random.default_rng(0)
     ours, theirs = rng.random((1, 400)) + 0.5, rng.random((1, 400)) + 0.5
-    found = compare(ours, theirs)
-    assert not found.seeds and found.low < found.ratio < found.high
+    comparison = compare(ours, theirs)
+    assert not comparison.seeds and comparison.low < comparison.ratio < comparison.high
     # The delta method's standard error of a ratio of means over the same users.
     difference = (ours / ours.mean() - theirs / theirs.mean()).std() / 20
-    assert np.log(found.high / found.ratio) == pytest.approx(1.966 * difference, rel=0.1)
+    assert np.log(comparison.high / comparison.ratio) == pytest.approx(1.966 * difference, rel=0.1)
     nothing = compare(np.zeros((1, 400)), theirs)
     assert nothing.ratio == 0 and np.isnan([nothing.low, nothing.high, nothing.p]).all()
 
@@ -167,9 +167,9 @@ def test_plan(tmp_path):
     ],
 )
 def test_errors_of_a_plan(tmp_path, old, new, message):
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         planned(tmp_path, old, new, quick=True)
-    assert any(message in line for line in str(told.value).split("\n")), told.value
+    assert any(message in line for line in str(raised.value).split("\n")), raised.value
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.31, 0.37), (-3.2, 14.0), (1200, 98000), (0, 1e-5), (0.999, 1.001)])

@@ -86,10 +86,10 @@ def losses_of(config, dataset, steps=2):
     _, step = train.build_step(config, model, torch.device("cpu"))
     batches = task.batches(dataset, splits.train, batch_size=10, seed=0)
     model.train()
-    found = [
+    step_losses = [
         step(batch)["loss"].item() for _, batch in zip(range(steps), (b for n in range(9) for b in batches.epoch(n)))
     ]
-    return found, model, known
+    return step_losses, model, known
 
 
 def with_cold_items(dataset: Dataset, seed: int) -> Dataset:
@@ -117,8 +117,8 @@ def test_items_without_a_training_event_change_no_training_loss(loss, head):
     config = configured(loss=LOSSES[loss], model=model | ({"head": MOL} if head == "mol" else {}))
     dataset = with_made_up_features(generate(**SIZES))
     expected, _, _ = losses_of(config, dataset)
-    found, after, known = losses_of(config, with_cold_items(dataset, 1))
-    assert found == expected
+    actual, after, known = losses_of(config, with_cold_items(dataset, 1))
+    assert actual == expected
     cold = torch.from_numpy(~known.trained)
     assert cold[0] and cold[-1] and after.item_weight[cold].eq(0).all() and after.item_weight[~cold].ne(0).all()
     if loss == "cross_entropy":
@@ -292,8 +292,8 @@ def test_items_without_a_training_event_change_no_loss_of_ranking():
     config = configured(**RANKING, model=CONFIG["model"] | {"dropout": 0.2, "id_dropout": 0.2})
     dataset = with_made_up_features(generate(**SIZES, actions=True))
     expected, _, _ = losses_of(config, dataset)
-    found, after, known = losses_of(config, with_cold_items(dataset, 1))
-    assert found == expected
+    actual, after, known = losses_of(config, with_cold_items(dataset, 1))
+    assert actual == expected
     cold = torch.from_numpy(~known.trained)
     assert cold[0] and cold[-1] and after.item_weight[cold].eq(0).all()
 

@@ -38,8 +38,8 @@ def test_empty_batch():
 def test_the_reference_is_the_network():
     gate, q = GateModel(6, 5), torch.randn(7, 3, 6)
     first, _, last, _ = gate.layers
-    found = reference(q, first.weight, first.bias, last.weight, last.bias)
-    torch.testing.assert_close(found, torch.stack(gate(q)))
+    actual = reference(q, first.weight, first.bias, last.weight, last.bias)
+    torch.testing.assert_close(actual, torch.stack(gate(q)))
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_the_same_bits_in_every_run():
 @pytest.mark.gpu
 def test_the_model_takes_the_kernel():
     gate, q = GateModel(64, 32).cuda(), torch.randn(500, 4, 64, device="cuda")
-    for found, expected in zip(gate(q), gate.layers(q).unbind(-1)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(gate(q), gate.layers(q).unbind(-1)):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -54,17 +54,17 @@ def score_by_hand(head, o, e):
 
 def test_scores_by_hand():
     head, out, items, _ = setup()
-    found = head.scores_of_all(out, head.items(items))
+    actual = head.scores_of_all(out, head.items(items))
     expected = torch.stack([torch.stack([score_by_hand(head, o, e) for e in items]) for o in out])
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_starts_as_the_cosine():
     _, out, items, _ = setup()
     torch.manual_seed(0)
     head = MixtureOfLogits(CONFIG.model_copy(update={"component_dim": E}), E).double()
-    found = head.scores_of_all(out, head.items(items)).double()
-    torch.testing.assert_close(found, out @ F.normalize(items, dim=-1).T / 0.5, rtol=1e-5, atol=1e-5)
+    scores = head.scores_of_all(out, head.items(items)).double()
+    torch.testing.assert_close(scores, out @ F.normalize(items, dim=-1).T / 0.5, rtol=1e-5, atol=1e-5)
 
 
 def test_item_dropout_leaves_gates_and_evaluation():
@@ -78,17 +78,17 @@ def test_item_dropout_leaves_gates_and_evaluation():
 def test_item_dropout_of_the_dot_head_is_on_targets_in_training_alone():
     """Half of the items' numbers are missing in the loss; inputs and evaluation have them all."""
     batch = dataclasses.replace(make_batch([4, 3]), target_ids=torch.arange(7))
-    given, loss = [], LossConfig(kind="cross_entropy")
+    weights, loss = [], LossConfig(kind="cross_entropy")
     for share in (0.0, 0.5):
         model = make_model("dense", embedding_dim=64, head={"kind": "dot", "item_dropout": share})
         out = model.raw_output(batch)[0].detach()
-        with mock.patch.object(losses, "sampled_loss", lambda config, out, items, *rest: given.append(items)):
+        with mock.patch.object(losses, "sampled_loss", lambda config, out, items, *rest: weights.append(items)):
             for training in (True, False):
                 losses.head_loss(model.train(training), loss, out, batch.target_ids)
-        stays = given[-2] != 0
-        torch.testing.assert_close(given[-2][stays], model.item_weight[stays] / (1 - share))
-    kept = [(x != 0).float().mean().item() for x in given]
-    assert kept[:2] + kept[3:] == [1, 1, 1] and 0.45 < kept[2] < 0.55
+        stays = weights[-2] != 0
+        torch.testing.assert_close(weights[-2][stays], model.item_weight[stays] / (1 - share))
+    shares = [(x != 0).float().mean().item() for x in weights]
+    assert shares[:2] + shares[3:] == [1, 1, 1] and 0.45 < shares[2] < 0.55
 
 
 def test_separate_targets_are_learned_and_scored_by():
@@ -120,16 +120,16 @@ def test_loss_and_gradients(monkeypatch, sampled, chunk):
     loss, aux = mol_loss(head, out, items, targets, negatives)
     scores, pi = head.scores(head.queries(out), head.items(items))
     real = targets >= 0
-    own = scores[real].gather(1, targets[real, None])
+    target_scores = scores[real].gather(1, targets[real, None])
     if sampled:
         others = scores[real].gather(1, negatives[real]).masked_fill(negatives[real] == targets[real, None], -torch.inf)
-        expected = (torch.cat([own, others], 1).logsumexp(1) - own[:, 0]).mean()
+        expected = (torch.cat([target_scores, others], 1).logsumexp(1) - target_scores[:, 0]).mean()
     else:
         expected = F.cross_entropy(scores, targets, ignore_index=-1)
     torch.testing.assert_close(loss, expected)
-    wanted = [out, items, *head.parameters()]
-    for found, right in zip(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted)):
-        torch.testing.assert_close(found, right)
+    leaves = [out, items, *head.parameters()]
+    for actual, right in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves)):
+        torch.testing.assert_close(actual, right)
 
     pi = pi[real].gather(1, targets[real, None, None].expand(-1, 1, 6))[:, 0]
 

@@ -26,27 +26,27 @@ def layer_inputs(batch):
 
 def test_the_indexer_and_the_model_learn_apart():
     layer, batch = make_layer(top_k=4), make_batch([9, 0, 17])
-    given = layer_inputs(batch)
-    out, aux = layer(*given, batch)
+    layer_input = layer_inputs(batch)
+    out, aux = layer(*layer_input, batch)
     parameters = dict(layer.named_parameters())
-    own = {name for name in parameters if name.startswith("index_")}
-    assert len(own) == 5 and own < set(parameters)
+    index_names = {name for name in parameters if name.startswith("index_")}
+    assert len(index_names) == 5 and index_names < set(parameters)
     aux["indexer_loss"].weighted.backward(retain_graph=True)
-    assert all(x.grad is None for x in given)
-    assert {name for name, p in parameters.items() if p.grad is not None} == own
+    assert all(x.grad is None for x in layer_input)
+    assert {name for name, p in parameters.items() if p.grad is not None} == index_names
     layer.zero_grad()
     out.square().sum().backward()
-    assert {name for name, p in parameters.items() if p.grad is not None} == set(parameters) - own
-    assert given[0].grad is None and all(x.grad.abs().max() > 0 for x in given[1:])
+    assert {name for name, p in parameters.items() if p.grad is not None} == set(parameters) - index_names
+    assert layer_input[0].grad is None and all(x.grad.abs().max() > 0 for x in layer_input[1:])
 
 
 def test_padding_and_weight_of_the_loss():
     layer, batch = make_layer(top_k=4, loss_weight=0.25), make_batch([9, 0, 17])
     padded = batch.padded(40, 6, 9)
-    given = layer_inputs(padded)
+    layer_input = layer_inputs(padded)
     with torch.no_grad():
-        _, aux = layer(*given, padded)
-        _, plain = layer(*(x[:26] for x in given), batch)
+        _, aux = layer(*layer_input, padded)
+        _, plain = layer(*(x[:26] for x in layer_input), batch)
     torch.testing.assert_close(aux, plain)
     torch.testing.assert_close(aux["indexer_loss"].weighted, 0.25 * aux["indexer_loss"].value)
 
@@ -55,19 +55,19 @@ def test_padding_and_weight_of_the_loss():
 def test_the_warm_up_is_dense(group):
     layer, batch = make_layer(top_k=3, warmup_steps=100, selection_group=group), make_batch([9, 0, 17])
     assert layer.config.phase_ends() == (100,)
-    given = layer_inputs(batch)
+    layer_input = layer_inputs(batch)
     everything = make_layer(top_k=40, selection_group=group)
     everything.load_state_dict(layer.state_dict())
-    dense, dense_aux = everything(*given, batch)
+    dense, dense_aux = everything(*layer_input, batch)
     batch.phase = 0
-    out, aux = layer(*given, batch)
+    out, aux = layer(*layer_input, batch)
     torch.testing.assert_close(out, dense)
     torch.testing.assert_close(aux, dense_aux)
     batch.phase = 100
-    assert not torch.allclose(layer(*given, batch)[0], dense)
+    assert not torch.allclose(layer(*layer_input, batch)[0], dense)
     alone = make_layer(top_k=40, selection_group=1)
     alone.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(alone(*given, batch)[0], dense)  # each token sees all before it, whoever chose
+    torch.testing.assert_close(alone(*layer_input, batch)[0], dense)  # each token sees all before it, whoever chose
 
 
 def test_a_warm_up_too_large_is_refused(monkeypatch):
@@ -83,8 +83,8 @@ def test_defaults_follow_the_length(length, top_k, group):
     sizes = LayerSizes(2, 6, 5, 16, length)
     config = IndexerAttention.Config(kind="indexer").for_model(sizes)
     assert (config.top_k, config.selection_group) == (top_k, group)
-    given = IndexerAttention.Config(kind="indexer", top_k=5, selection_group=3)
-    assert given.for_model(sizes) == given
+    explicit = IndexerAttention.Config(kind="indexer", top_k=5, selection_group=3)
+    assert explicit.for_model(sizes) == explicit
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_the_indexer_finds_what_was_planted(one_thread):
         topic = torch.stack(
             [torch.cat([planted[torch.randperm(half)], torch.randint(topics, (half,))]) for _ in range(3)]
         )
-        asks = (torch.arange(2 * half) >= half).expand(sequences, -1).flatten()
+        is_query = (torch.arange(2 * half) >= half).expand(sequences, -1).flatten()
         topic = topic.flatten()
-        x = codes[topic] + roles[asks.long()] + 0.1 * torch.randn(len(topic), 32)
+        x = codes[topic] + roles[is_query.long()] + 0.1 * torch.randn(len(topic), 32)
         q = directions[topic][:, None] + 0.2 * torch.randn(len(topic), 2, size)
-        k = directions[topic] * ~asks[:, None] + 0.2 * torch.randn(len(topic), size)
+        k = directions[topic] * ~is_query[:, None] + 0.2 * torch.randn(len(topic), size)
         _, aux = layer(x, q, k[:, None], torch.zeros(len(topic), 1, 4), batch)
         optimizer.zero_grad()
         aux["indexer_loss"].weighted.backward()
@@ -162,5 +162,5 @@ def test_the_indexer_finds_what_was_planted(one_thread):
             weights = weights.masked_fill(~torch.ones(2 * half, 2 * half).tril().bool(), -math.inf)
             best = weights.softmax(-1).mean(1).topk(top_k).indices.flatten(0, 1)
             hits = (best[:, :, None] == chosen[:, None, :]).any(-1).float().mean(1)
-            recalls.append(hits[asks].mean().item())
+            recalls.append(hits[is_query].mean().item())
     assert recalls[0] < 0.8 and recalls[1] > 0.9, recalls

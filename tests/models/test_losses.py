@@ -74,12 +74,12 @@ def test_loss_and_gradients(inputs, kind, chunk, whole, form, monkeypatch):
     chosen = config(kind, temperature=0.5, negatives=form, in_batch_share=0.4)
     torch.manual_seed(3)
     loss = training_loss(chosen, out, items, targets)
-    own = torch.autograd.grad(2 * loss, (out, items))
+    actual = torch.autograd.grad(2 * loss, (out, items))
     torch.manual_seed(3)
     expected = by_hand(chosen, out, items, targets)
     gradients = torch.autograd.grad(2 * expected, (out, items))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    for name, a, b in zip(("out", "items"), own, gradients):
+    for name, a, b in zip(("out", "items"), actual, gradients):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -91,8 +91,8 @@ def test_label_smoothing_spreads_a_share_of_the_target(inputs, device):
     logs = logits.log_softmax(1)
     of_target = logs[torch.arange(T), targets]
     for chosen, expected in ((plain, of_target), (smooth, 0.7 * of_target + 0.3 * logs.mean(1))):
-        found = training_loss(chosen, out.to(device), items.to(device), targets.to(device))
-        torch.testing.assert_close(found.cpu(), -expected.mean(), rtol=1e-4, atol=1e-5)
+        actual = training_loss(chosen, out.to(device), items.to(device), targets.to(device))
+        torch.testing.assert_close(actual.cpu(), -expected.mean(), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="label_smoothing is for kind=cross_entropy"):
         config("in_batch", label_smoothing=0.1)
 
@@ -125,17 +125,17 @@ def test_on_a_gpu_as_on_a_cpu(inputs, kind, form, monkeypatch):
     out = F.pad(out.detach(), (0, 0, 0, 3))
     chosen = config(kind, negatives=form)
     drawn = losses.draw_negatives(chosen, I, targets)
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         moved = None if drawn is None else losses.Negatives(*(x if x is None else x.to(device) for x in drawn))
         monkeypatch.setattr(losses, "draw_negatives", lambda *_, moved=moved: moved)
         x, y = out.to(device).requires_grad_(), items.detach().to(device).requires_grad_()
         loss = training_loss(chosen, x, y, targets.to(device))
-        found.append([z.detach().cpu() for z in (loss, *torch.autograd.grad(loss, (x, y)))])
+        results.append([z.detach().cpu() for z in (loss, *torch.autograd.grad(loss, (x, y)))])
     # The operator's gradient of `out` is through its norm too.
-    along = (found[0][1] * out).sum(1, keepdim=True) * out
-    found[0][1] -= along if kind != "bce" else 0
-    for a, b in zip(*found):
+    along = (results[0][1] * out).sum(1, keepdim=True) * out
+    results[0][1] -= along if kind != "bce" else 0
+    for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -173,12 +173,12 @@ def test_padding_does_not_count(inputs, kind, form):
     out, items, targets = inputs
     rows = torch.cat([out, out[:9]])
     padded = F.pad(targets, (0, 9), value=-1)
-    found = []
+    results = []
     for x, y in ((out, targets), (rows, padded)):
         torch.manual_seed(5)
         loss = training_loss(config(kind, negatives=form), x, items, y)
-        found.append((loss, *torch.autograd.grad(loss, (out, items), retain_graph=True)))
-    for a, b in zip(*found):
+        results.append((loss, *torch.autograd.grad(loss, (out, items), retain_graph=True)))
+    for a, b in zip(*results):
         torch.testing.assert_close(a, b)
 
 
@@ -210,13 +210,13 @@ def test_no_position_gives_zero():
 def test_a_bf16_table_gets_a_bf16_gradient(inputs, kind):
     out, items, targets = inputs
     table = items.detach().bfloat16().requires_grad_()
-    found = []
+    results = []
     for rows in (table, table.detach().float().requires_grad_()):
         torch.manual_seed(1)
         loss = training_loss(config(kind), out, rows, targets)
-        found.append((loss, *torch.autograd.grad(loss, (out, rows))))
-    assert found[0][2].dtype == torch.bfloat16
-    for a, b in zip(*found):
+        results.append((loss, *torch.autograd.grad(loss, (out, rows))))
+    assert results[0][2].dtype == torch.bfloat16
+    for a, b in zip(*results):
         torch.testing.assert_close(a.float(), b, rtol=1e-2, atol=1e-4)
 
 
@@ -233,21 +233,21 @@ def test_items_of_the_user_do_not_compete(which, smoothing, device, monkeypatch)
     chosen = config("cross_entropy", exclude=which, temperature=0.5, label_smoothing=smoothing)
     excluded = own_items(chosen, batch, 6).to(device)
     targets = batch.target_ids.to(device)
-    found = sampled_loss(chosen, out, items, targets, None, excluded=excluded)
+    actual = sampled_loss(chosen, out, items, targets, None, excluded=excluded)
     total = 0.0
     for begin, end in ((0, 5), (5, 6), (6, 10)):
         for t in range(begin, end):
             if t == 7:
                 continue
-            own = batch.item_ids[begin : t + 1].tolist()
+            user_items = batch.item_ids[begin : t + 1].tolist()
             if which == "sequence":
-                own = batch.item_ids[begin:end].tolist() + batch.target_ids[begin:end].tolist()
+                user_items = batch.item_ids[begin:end].tolist() + batch.target_ids[begin:end].tolist()
             target = int(batch.target_ids[t])
-            rivals = [item for item in range(NUM_ITEMS) if item == target or item not in own]
+            rivals = [item for item in range(NUM_ITEMS) if item == target or item not in user_items]
             logs = (F.normalize(items, dim=-1)[rivals] @ out[t] / 0.5).log_softmax(0)
             total = total - (1 - smoothing) * logs[rivals.index(target)] - smoothing * logs.mean()
-    torch.testing.assert_close(found, total / 9)
-    for a, b in zip(*(torch.autograd.grad(loss, (out, items)) for loss in (found, total / 9))):
+    torch.testing.assert_close(actual, total / 9)
+    for a, b in zip(*(torch.autograd.grad(loss, (out, items)) for loss in (actual, total / 9))):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="exclude is for kind=cross_entropy"):
         config("in_batch", exclude=which)

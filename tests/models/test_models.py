@@ -76,12 +76,12 @@ def padded_layers(model, x, batch, heads, normalizer):
     outputs = []
     for begin, end in zip(batch.seq_offsets[:-1], batch.seq_offsets[1:]):
         n, row = int(end - begin), x[begin:end]
-        times, asked = batch.timestamps[begin:end], batch.query_timestamps[begin:end]
+        times, query_times = batch.timestamps[begin:end], batch.query_timestamps[begin:end]
         for layer in model.layers:
             bias = torch.zeros(n, n, dtype=x.dtype)
             for t in range(n):
                 for s in range(t + 1):
-                    gap = max(abs(int(asked[t] - times[s])), 1)
+                    gap = max(abs(int(query_times[t] - times[s])), 1)
                     bucket = min(int(math.log(gap) / 0.301), 128)
                     bias[t, s] = layer.attention.position_bias[t - s] + layer.attention.time_bias[bucket]
             u, v, q, k = F.silu(F.layer_norm(row, row.shape[1:], eps=1e-6) @ layer.uvqk).split(layer.sizes, dim=1)
@@ -98,10 +98,10 @@ def test_hstu_layers_equal_padded_implementation():
     x = torch.randn(25, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     weight = torch.randn(25, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     parameters = dict(model.layers.named_parameters()) | {"x": x}
-    own = run_layers(model, x, batch)
+    actual = run_layers(model, x, batch)
     expected = padded_layers(model, x, batch, heads=2, normalizer=12 + 11)
-    torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
-    gradients = [torch.autograd.grad((y * weight).sum(), parameters.values()) for y in (own, expected)]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+    gradients = [torch.autograd.grad((y * weight).sum(), parameters.values()) for y in (actual, expected)]
     for name, a, b in zip(parameters, *gradients):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -117,12 +117,12 @@ def test_rotary_knows_differences_of_times_alone(kind):
         batch, timestamps=batch.timestamps + 10**9, query_timestamps=batch.query_timestamps + 10**9
     )
     # The last token's query comes later: only its own output may change.
-    asked = batch.query_timestamps.clone()
-    asked[8] += 10**6
+    query_times = batch.query_timestamps.clone()
+    query_times[8] += 10**6
     x = torch.randn(15, 8, generator=torch.Generator().manual_seed(1)).double()
     out = run_layers(model, x, batch)
     torch.testing.assert_close(run_layers(model, x, later), out, rtol=0, atol=1e-12)
-    changed = run_layers(model, x, dataclasses.replace(batch, query_timestamps=asked))
+    changed = run_layers(model, x, dataclasses.replace(batch, query_timestamps=query_times))
     different = (changed != out).any(1)
     assert different.tolist() == [t == 8 for t in range(15)]
     assert not torch.allclose(run_layers(blind, x, batch), out, atol=1e-4)
@@ -170,13 +170,13 @@ def test_transformer_equals_torch_attention():
 def test_pre_norm_equals_torch_attention():
     model, batch = make_model("pre_norm", num_layers=1), make_batch([4, 9])
     x, layer = torch.randn(13, 8).double(), model.layers[0]
-    found, _ = layer(x, batch)
+    actual, _ = layer(x, batch)
     for begin, end in ((0, 4), (4, 13)):
         normed = F.layer_norm(x[begin:end], (8,), eps=1e-6)
         q, k, v = (y(normed).unflatten(1, (2, -1)).transpose(0, 1)[None] for y in (layer.query, layer.key, layer.value))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1).flatten(1)
         expected = layer.feed_forward(x[begin:end] + layer.output(attended))
-        torch.testing.assert_close(found[begin:end], expected)
+        torch.testing.assert_close(actual[begin:end], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,11 +231,11 @@ def test_layers_share_the_plans_that_fit_them(kind, option, values, monkeypatch)
     batch = make_batch([5, 3])
     for _ in range(2):  # nothing is kept from one pass to the next
         made.clear()
-        found, _ = model.raw_output(batch)
+        actual, _ = model.raw_output(batch)
         assert len(made) == 2
     for layer in model.layers:
         layer.attention.config = layer.attention.config.model_copy(update={"backend": "reference"})
-    torch.testing.assert_close(found, model.raw_output(batch)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, model.raw_output(batch)[0], rtol=1e-4, atol=1e-5)
 
 
 INDEXER = ("index_query.weight", "index_key.weight", "index_weight.weight", "tables.position", "tables.time")
@@ -299,11 +299,11 @@ def test_bsa_warns_where_dense_is_faster(group, biased, length, expected, monkey
 
 @pytest.mark.parametrize("tables", [(False, False), (True, False), (False, True)], ids=str)
 def test_bsa_warns_by_the_crossover_of_its_biases(tables, monkeypatch):
-    asked = []
-    monkeypatch.setattr("models.attention.bsa.warn_if_too_short", lambda *arguments: asked.append(arguments))
+    calls = []
+    monkeypatch.setattr("models.attention.bsa.warn_if_too_short", lambda *arguments: calls.append(arguments))
     attention = KINDS["bsa"]["attention"] | dict(zip(("position_bias", "time_bias"), tables))
     make_model("bsa", num_layers=1, attention=attention)
-    assert asked == [(CONFIG["max_seq_len"], 1, any(tables))]
+    assert calls == [(CONFIG["max_seq_len"], 1, any(tables))]
 
 
 def test_layers_of_different_kinds_mix():

@@ -92,8 +92,8 @@ def test_mixed_is_splitmix64():
     """Its first numbers from the seed 1234567, as published with the reference implementation."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     state = [1234567 + step * 0x9E3779B97F4A7C15 for step in range(3)]
-    found = mixed(torch.tensor([(x + 2**63) % 2**64 - 2**63 for x in state]))
-    assert [x % 2**64 for x in found.tolist()] == expected
+    actual = mixed(torch.tensor([(x + 2**63) % 2**64 - 2**63 for x in state]))
+    assert [x % 2**64 for x in actual.tolist()] == expected
     assert 0 <= seed_of(2**63 - 1, 5, 0) < 2**63
 
 

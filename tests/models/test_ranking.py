@@ -194,13 +194,13 @@ def test_batches_of_any_size_predict_alike():
     config, dataset = configured(), generate(**SYNTHETIC)
     task = build_task(config)
     model, splits = model_of(config, dataset), task.splits(dataset)
-    found = [
+    predictions = [
         task.predictions(model, task.batches(dataset, splits.test, batch_size=size, shuffle=False)) for size in (1, 50)
     ]
     assert isinstance(task.batches(dataset, splits.test, batch_size=1), RankingBatches)
-    assert (found[0].events == found[1].events).all() and (np.diff(found[0].events) > 0).all()
-    np.testing.assert_allclose(found[0].probabilities, found[1].probabilities, atol=1e-6)
-    assert (found[0].labels[:, 0] == (dataset.actions[found[0].events] == 1)).all()
+    assert (predictions[0].events == predictions[1].events).all() and (np.diff(predictions[0].events) > 0).all()
+    np.testing.assert_allclose(predictions[0].probabilities, predictions[1].probabilities, atol=1e-6)
+    assert (predictions[0].labels[:, 0] == (dataset.actions[predictions[0].events] == 1)).all()
 
 
 def test_outputs_of_retrieval_are_refused(tmp_path, capsys):

@@ -75,9 +75,15 @@ def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monke
     monkeypatch.setattr(memory, "VARIANTS", {"softmax": [{"dropout": 0.5}]})
     (tmp_path / "memory/interrupted").mkdir()
     memory.main([str(tmp_path / "memory"), "--out", str(tmp_path / "memory.jsonl")])
-    own, other = (json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines())
-    assert own["by_distance"] == result["by_distance"] == other["by_distance"]  # no dropout when a model is judged
-    assert other["attention"]["dropout"] == 0.5 and own["attention"]["dropout"] == 0 and own["environment"]["torch"]
+    without_dropout, other = (json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines())
+    assert (
+        without_dropout["by_distance"] == result["by_distance"] == other["by_distance"]
+    )  # no dropout when a model is judged
+    assert (
+        other["attention"]["dropout"] == 0.5
+        and without_dropout["attention"]["dropout"] == 0
+        and without_dropout["environment"]["torch"]
+    )
     capsys.readouterr()
     memory.main(["--table", "--out", str(tmp_path / "memory.jsonl")])
     assert "| softmax judged with dropout=0.5 | " in capsys.readouterr().out

@@ -121,7 +121,7 @@ def test_tiles_change_nothing(tile, monkeypatch):
     filters = ("none", "window", "history")
     candidates = sampled_candidates(30, seed=1)
 
-    def found():
+    def evaluated():
         ranks = rank_targets(lambda batch: scores, [batch], filters=filters)
         few = rank_targets(lambda batch: scores, [batch], filters=("history",), candidates=lambda *_: drawn)
         lists = [best_items(scores, k, seen) for k in (1, 10, 83) for seen in (None, seen_by("history", batch))]
@@ -129,15 +129,15 @@ def test_tiles_change_nothing(tile, monkeypatch):
 
     drawn = candidates(users, items)
     monkeypatch.setattr(retrieval, "TILE", 10**9)
-    whole = found()
+    whole = evaluated()
     monkeypatch.setattr(retrieval, "TILE", users * tile)
-    parts = found()
+    parts = evaluated()
     for a, b in zip(whole[0] + whole[1], parts[0] + parts[1]):
         assert (a == b).all()
     for a, b in zip(whole[2], parts[2]):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
-    own = scores.clone().nan_to_num(float("-inf"))
-    assert torch.equal(best_items(scores, 83)[1], top_items(own, 83)[1])
+    finite_scores = scores.clone().nan_to_num(float("-inf"))
+    assert torch.equal(best_items(scores, 83)[1], top_items(finite_scores, 83)[1])
     assert whole[0][0].tolist() == target_ranks(scores, torch.tensor(targets)).tolist()
 
 

@@ -68,9 +68,9 @@ def test_the_softmax_kind_on_a_gpu(dropout):
     model = model_of({"kind": "softmax", "dropout": dropout, "num_kv_heads": 1}, torch.float32)
     batch = make_batch(LENGTHS)
     expected = model.eval()(batch)[0]
-    found = model.cuda()(batch.to("cuda"))[0]
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    actual = model.cuda()(batch.to("cuda"))[0]
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
     trained = model.train()(batch.to("cuda"))[0]
-    assert torch.equal(trained, found) == (dropout == 0)
+    assert torch.equal(trained, actual) == (dropout == 0)
     trained.square().sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

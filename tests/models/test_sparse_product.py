@@ -24,12 +24,12 @@ def test_product_and_gradient(rows, columns, longest):
 
     product = SparseProduct(at, places, weights, (rows, columns))
     assert not product.state_dict()
-    given = dense.float().requires_grad_()
-    result = product(given)
+    leaf = dense.float().requires_grad_()
+    result = product(leaf)
     result.backward(gradient.float())
     assert result.dtype == torch.float32 and result.shape == (rows, 6)
     torch.testing.assert_close(result.double(), matrix @ dense, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(given.grad.double(), matrix.T @ gradient, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(leaf.grad.double(), matrix.T @ gradient, rtol=1e-5, atol=1e-4)
 
 
 def test_a_table_in_bf16_gets_its_gradient_in_bf16():

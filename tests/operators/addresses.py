@@ -22,14 +22,14 @@ class _Memory:
 
     def open(self, arguments):
         """Allows what these hold: tensors, or descriptors of them, in tuples or not."""
-        found = sorted({part for x in arguments for part in _parts(x)})
-        self.starts, self.ends = np.array(found or [(0, 0)], np.int64).T
+        ranges = sorted({part for x in arguments for part in _parts(x)})
+        self.starts, self.ends = np.array(ranges or [(0, 0)], np.int64).T
 
     def hold(self, pointers, mask, size):
         mask = np.broadcast_to(mask, np.shape(pointers)).astype(bool)  # it may come as integers
-        asked = np.asarray(pointers).astype(np.int64)[mask]
-        place = np.searchsorted(self.starts, asked, "right") - 1
-        wrong = (place < 0) | (asked + size > self.ends[place])
+        addresses = np.asarray(pointers).astype(np.int64)[mask]
+        place = np.searchsorted(self.starts, addresses, "right") - 1
+        wrong = (place < 0) | (addresses + size > self.ends[place])
         if wrong.any():
             raise AssertionError(f"{int(wrong.sum())} of {wrong.size} addresses lie in no tensor of the kernel's")
 
@@ -68,10 +68,10 @@ def addresses_held():
     from triton.runtime import interpreter
 
     memory = _Memory(interpreter._interpreter)
-    given = interpreter.GridExecutor._init_args_hst
+    init_arguments = interpreter.GridExecutor._init_args_hst
 
     def opened(executor, arguments, keywords):
-        arguments, keywords = given(executor, arguments, keywords)
+        arguments, keywords = init_arguments(executor, arguments, keywords)
         memory.open([*arguments, *keywords.values()])
         return arguments, keywords
 

@@ -66,5 +66,5 @@ def compile_operator(name: str, arch: int, once: bool = False):
 if __name__ == "__main__":
     for one in sys.argv[1].split(","):
         for architecture in map(int, sys.argv[2].split(",")):
-            for found in compile_operator(one, architecture, "once" in sys.argv[3:]):
-                print(json.dumps(found), flush=True)
+            for report in compile_operator(one, architecture, "once" in sys.argv[3:]):
+                print(json.dumps(report), flush=True)

@@ -53,8 +53,8 @@ def backward(grad, q, k, v, out, lse, part, scale, dq, dk, dv):
         slope = scale * weights * slope
         dq[queries] = torch.einsum("hnm,mhd->nhd", slope, key).to(dq)
         for target, x, y in ((dk, slope, q), (dv, weights, grad)):
-            found = torch.einsum("hnm,nhd->mhd", x, y[queries])
-            target[keys] = found.unflatten(1, (heads, shared)).sum(2).to(target)
+            product = torch.einsum("hnm,nhd->mhd", x, y[queries])
+            target[keys] = product.unflatten(1, (heads, shared)).sum(2).to(target)
 
 
 def all_of_rank(rank: int, world: int, cases, single_heads: bool = False) -> dict:
@@ -62,7 +62,7 @@ def all_of_rank(rank: int, world: int, cases, single_heads: bool = False) -> dic
     cute.forward, cute.backward = forward, backward
     if single_heads:
         softmax.TILES = 1
-    found = {}
+    results = {}
     for form, option in cases:
         tensors, grad, offsets, keywords = ring_cases.inputs(form, option, world)
         index, _ = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)
@@ -73,8 +73,8 @@ def all_of_rank(rank: int, world: int, cases, single_heads: bool = False) -> dic
         )  # fmt: skip
         plan = whole_plan(offsets, rank, world, zigzag="zigzag" in form)
         out, lse = softmax.RingSoftmax.apply(*leaves, Ring(), plan, options, "cute")
-        found[form, option] = [out.detach(), lse, *torch.autograd.grad(out, leaves, grad[index])]
-    return found
+        results[form, option] = [out.detach(), lse, *torch.autograd.grad(out, leaves, grad[index])]
+    return results
 
 
 def check_parts(form: str, option: str, device: str) -> None:
@@ -105,9 +105,9 @@ def check_parts(form: str, option: str, device: str) -> None:
                 cute.forward(q, k, v, part, options.scale, more, more_lse)
                 share = (more_lse - lse.masked_fill(lse.isneginf(), 0)).exp().T[..., None]
                 sums[0][mine] += more * share
-                found = [torch.zeros_like(x) for x in (q, k, v)]
-                cute.backward(dout, q, k, v, out, lse, part, options.scale, *found)
-                for total, place, x in zip(sums[1:], (mine, other, other), found, strict=True):
+                sums_of_part = [torch.zeros_like(x) for x in (q, k, v)]
+                cute.backward(dout, q, k, v, out, lse, part, options.scale, *sums_of_part)
+                for total, place, x in zip(sums[1:], (mine, other, other), sums_of_part, strict=True):
                     total[place] += x
     for name, total, right in zip(names, sums, (whole_out, *exact[2:]), strict=True):
         error = ((total - right).norm() / right.norm()).item()

@@ -76,9 +76,9 @@ def _reduce_by_slices(reduction, inputs):
     total = tuple(reduction.to_tensor(part[0], x.dtype) for part, x in zip(parts, inputs))
     for i in range(1, len(parts[0])):
         more = (reduction.to_tensor(part[i], x.dtype) for part, x in zip(parts, inputs))
-        found = reduction.combine_fn.fn(*total, *more)
-        found = found if isinstance(found, tuple) else (found,)
-        total = tuple(reduction.to_tensor(y.handle.data, x.dtype) for y, x in zip(found, inputs))
+        combined = reduction.combine_fn.fn(*total, *more)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        total = tuple(reduction.to_tensor(y.handle.data, x.dtype) for y, x in zip(combined, inputs))
     if reduction.keep_dims:
         total = tuple(reduction.to_tensor(np.expand_dims(y.handle.data, axis), y.dtype) for y in total)
     return list(total)
@@ -108,7 +108,9 @@ def quick_interpreter():
         mock.patch.object(interpreter, "_get_np_dtype", _Dtypes(interpreter._get_np_dtype)),
         mock.patch.object(interpreter.GridExecutor, "__call__", launched),
         mock.patch.object(interpreter.ReduceOps, "generic_reduce", reduced),
-        mock.patch.object(tl.block_type, "__init__", lambda type, *given, **named: block_types(type, *given, **named)),
+        mock.patch.object(
+            tl.block_type, "__init__", lambda type, *values, **named: block_types(type, *values, **named)
+        ),
         mock.patch.object(tl.tensor, "__init__", _make_tensor),
         mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", checked),
     ):

@@ -92,24 +92,24 @@ def of_rank(rank: int, world: int, form: str, option: str, backend: str, device=
     if not varlen:
         *tensors, grad = (x.unflatten(0, (len(offsets) - 1, -1)) for x in (*tensors, grad))
     if packing == "qkvpacked":
-        given = [torch.stack(tensors, -3)]
+        leaves = [torch.stack(tensors, -3)]
     elif packing == "kvpacked":
-        given = [tensors[0], torch.stack(tensors[1:], -3)]
+        leaves = [tensors[0], torch.stack(tensors[1:], -3)]
     else:
-        given = tensors
-    given = [x.contiguous().requires_grad_() for x in given]
+        leaves = tensors
+    leaves = [x.contiguous().requires_grad_() for x in leaves]
     more = [local, int(local.diff().max())] if varlen else []
-    out, lse, _ = function(*given, *more, **keywords, return_attn_probs=True, backend=backend)
-    found = torch.autograd.grad(out, given, grad)
-    assert all(x.dtype == given[0].dtype for x in (out, *found))
+    out, lse, _ = function(*leaves, *more, **keywords, return_attn_probs=True, backend=backend)
+    gradients = torch.autograd.grad(out, leaves, grad)
+    assert all(x.dtype == leaves[0].dtype for x in (out, *gradients))
     if packing == "qkvpacked":
-        found = found[0].unbind(-3)
+        gradients = gradients[0].unbind(-3)
     elif packing == "kvpacked":
-        found = (found[0], *found[1].unbind(-3))
+        gradients = (gradients[0], *gradients[1].unbind(-3))
     if not varlen:
-        out, *found = (x.flatten(0, 1) for x in (out, *found))
+        out, *gradients = (x.flatten(0, 1) for x in (out, *gradients))
         lse = lse.transpose(0, 1).flatten(1)
-    return [out.detach(), lse, *found]
+    return [out.detach(), lse, *gradients]
 
 
 def all_of_rank(rank: int, world: int, cases, backend: str) -> dict:
@@ -142,10 +142,10 @@ def hstu_inputs(case: str):
 def hstu_expected(case: str) -> list:
     """out, dq, dk, dv and the tables' gradients."""
     leaves, grad, offsets, times, window = hstu_inputs(case)
-    wanted = [x.requires_grad_() for x in leaves if x is not None]
+    differentiable = [x.requires_grad_() for x in leaves if x is not None]
     bias = RelativeBias(*leaves[3:], *times)
     out = hstu_attention(*leaves[:3], offsets, 64, scale=0.3, window_size=window, bias=bias, backend="reference")
-    return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
+    return [out.detach(), *torch.autograd.grad(out, differentiable, grad)]
 
 
 def hstu_of_rank(rank: int, world: int, case: str, backend: str, device="cpu") -> list:
@@ -155,7 +155,7 @@ def hstu_of_rank(rank: int, world: int, case: str, backend: str, device="cpu") -
     index, local = cut_sequences(offsets, rank, world, zigzag=case == "zigzag")
     positions = torch.cat([torch.arange(n) for n in offsets.diff().tolist()]).to(device)[index]
     leaves = [x[index] for x in leaves[:3]] + leaves[3:]
-    wanted = [x.requires_grad_() for x in leaves if x is not None]
+    differentiable = [x.requires_grad_() for x in leaves if x is not None]
     out = ring.ring_hstu_attention(
         *leaves[:3],
         positions,
@@ -166,7 +166,7 @@ def hstu_of_rank(rank: int, world: int, case: str, backend: str, device="cpu") -
         bias=RelativeBias(*leaves[3:], *(x[index] for x in times)),
         backend=backend,
     )
-    return [out.detach(), *torch.autograd.grad(out, wanted, grad[index])]
+    return [out.detach(), *torch.autograd.grad(out, differentiable, grad[index])]
 
 
 def all_hstu_of_rank(rank: int, world: int, cases, backend: str) -> dict:

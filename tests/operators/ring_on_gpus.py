@@ -32,9 +32,9 @@ BOUNDS = {
 }
 
 
-def relative(found, right) -> float:
+def relative(actual, right) -> float:
     keep = right.isfinite()
-    return ((found.double() - right)[keep].norm() / right[keep].norm()).item()
+    return ((actual.double() - right)[keep].norm() / right[keep].norm()).item()
 
 
 def sdpa_errors(form, option, world, dtype, whole, larger) -> dict[str, float]:
@@ -44,8 +44,8 @@ def sdpa_errors(form, option, world, dtype, whole, larger) -> dict[str, float]:
     *leaves, grad = (x.cuda().unflatten(0, batch).transpose(1, 2).contiguous() for x in (*leaves, grad))
     leaves = [x.requires_grad_() for x in leaves]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=bool(keywords.get("causal")))
-    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    flat = (x.transpose(1, 2).flatten(0, 1) for x in found)
+    results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in results)
     return {name: relative(x, whole[name]) for name, x in zip(("out", "dq", "dk", "dv"), flat, strict=True)}
 
 
@@ -65,9 +65,9 @@ def main(name: str, backend: str = "auto") -> int:
 
     if name in HSTU_CASES:
         case = HSTU_CASES[name]
-        found = ring_cases.hstu_of_rank(rank, world, case, backend, "cuda")
+        actual = ring_cases.hstu_of_rank(rank, world, case, backend, "cuda")
         index, _ = cut_sequences(hstu_inputs(case)[2], rank, world, zigzag=case == "zigzag")
-        for place, (value, right) in enumerate(zip(found, hstu_expected(case), strict=True)):
+        for place, (value, right) in enumerate(zip(actual, hstu_expected(case), strict=True)):
             if place >= 4:
                 dist.all_reduce(value)
             compare(place, relative(value.cpu(), (right[index] if place < 4 else right).double()), 1e-4)
@@ -76,13 +76,13 @@ def main(name: str, backend: str = "auto") -> int:
         larger = dict(size=SMALLER.get(name, 128), longer=LONGER)
         if name == "heads in turn":
             softmax.TILES = 1
-        found = ring_cases.of_rank(rank, world, form, option, backend, "cuda", dtype=dtype, **larger)
+        actual = ring_cases.of_rank(rank, world, form, option, backend, "cuda", dtype=dtype, **larger)
         offsets = ring_cases.make_offsets(ring_cases.lengths_of(form, world, LONGER))
         index, _ = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)
         exact = expected(form, option, world, dtype=dtype, exact="cuda", **larger)
         whole = dict(zip(("out", "lse", "dq", "dk", "dv"), exact))
         torch_errors = {} if "varlen" in form else sdpa_errors(form, option, world, dtype, whole, larger)
-        for (tensor, right), value in zip(whole.items(), found, strict=True):
+        for (tensor, right), value in zip(whole.items(), actual, strict=True):
             right = right[:, index] if tensor == "lse" else right[index]
             bound = min(BOUNDS[dtype][tensor], 2 * torch_errors.get(tensor, float("inf")))
             compare(tensor, relative(value, right), bound)

@@ -12,22 +12,22 @@ pytest.importorskip("triton")
 def test_each_architecture_gets_kernels_of_its_own():
     kernels = compiled(["rotary"], [80, 90, 80])
     assert {k["arch"] for k in kernels} == {80, 90}
-    found = {arch: [(k["name"], k["label"]) for k in kernels if k["arch"] == arch] for arch in (80, 90)}
-    first = [k for k in found[90] if k[1] == found[90][0][1]]  # sm_90 has every case, the other its first
-    assert found[80] == 2 * first
+    names = {arch: [(k["name"], k["label"]) for k in kernels if k["arch"] == arch] for arch in (80, 90)}
+    first = [k for k in names[90] if k[1] == names[90][0][1]]  # sm_90 has every case, the other its first
+    assert names[80] == 2 * first
 
 
 def test_what_was_said_of_machine_code_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    asked = []
+    computed = []
 
-    def say(given):
+    def say(content):
         return ahead.cached_result(
-            given, lambda: asked.append(given) or {"registers": len(asked), "early_reloads": ["LDL"]}
+            content, lambda: computed.append(content) or {"registers": len(computed), "early_reloads": ["LDL"]}
         )
 
     assert say(b"one") == say(b"one") == {"registers": 1, "early_reloads": ["LDL"]}
-    assert say(b"two")["registers"] == 2 and asked == [b"one", b"two"]
+    assert say(b"two")["registers"] == 2 and computed == [b"one", b"two"]
     (tmp_path / "ahead.py").write_text("other checks")
     monkeypatch.setattr(ahead, "__file__", str(tmp_path / "ahead.py"))
     assert say(b"one")["registers"] == 3

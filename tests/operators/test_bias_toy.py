@@ -27,8 +27,8 @@ def toy_reference(q, k, v, offsets, N, position, time, times, query_times):
     bias, parts = relative.RelativeBias(position, time), []
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
         t = torch.arange(end - begin)
-        asked, seen = query_times[begin:end, None], times[begin:end]
-        scores = q[begin:end] @ k[begin:end].mT + relative.pair_bias(bias, t[:, None] - t, asked, seen)
+        asking_times, key_times = query_times[begin:end, None], times[begin:end]
+        scores = q[begin:end] @ k[begin:end].mT + relative.pair_bias(bias, t[:, None] - t, asking_times, key_times)
         parts.append(scores.tril() @ v[begin:end])
     return torch.cat(parts)
 
@@ -111,8 +111,8 @@ class Toy(torch.autograd.Function):
             return q.shape[0] * N * do.norm(dim=-1).amax().double() * v.norm(dim=-1).amax()
 
         sums = TableSums(tables, (1, 1), True, bound)
-        given = do.contiguous(), q, k, v, dq, dk, dv, sums.position, sums.time, sums.unit
-        toy_bwd_kernel[ctx.grid](*given, *ctx.rest, BLOCK, D)
+        arguments = do.contiguous(), q, k, v, dq, dk, dv, sums.position, sums.time, sums.unit
+        toy_bwd_kernel[ctx.grid](*arguments, *ctx.rest, BLOCK, D)
         grads = iter(sums.gradients())
         return dq, dk, dv, None, None, *(None if table is None else next(grads) for table in tables), None, None
 
@@ -144,5 +144,7 @@ def test_sums_do_not_depend_on_their_order():
     lengths = x["offsets"].diff().tolist()
     turned = {n: torch.cat(y.split(lengths)[::-1]) if n in ("q", "k", "v", "times", "query_times") else y
               for n, y in x.items()} | {"offsets": testing.make_offsets(lengths[::-1])}  # fmt: skip
-    found = [testing.gradients(lambda **x: Toy.apply(*x.values()), y, torch.ones(len(x["v"]), D)) for y in (x, turned)]
-    assert all(torch.equal(*(y[f"grad of {table}"] for y in found)) for table in ("position", "time"))
+    results = [
+        testing.gradients(lambda **x: Toy.apply(*x.values()), y, torch.ones(len(x["v"]), D)) for y in (x, turned)
+    ]
+    assert all(torch.equal(*(y[f"grad of {table}"] for y in results)) for table in ("position", "time"))

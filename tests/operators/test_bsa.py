@@ -147,8 +147,8 @@ def test_selection_of_all_blocks_is_dense(group):
         causal = torch.ones(n, n, dtype=torch.float64).tril()
         torch.testing.assert_close(out[part], dense(q[part], k[part], v[part], 8**-0.5, N, causal))
         for t in range(n):
-            own = t // 8
-            assert indices[start + t].tolist() == [list(range(own + 1)) + [-1] * (4 - own)] * 2
+            own_block = t // 8
+            assert indices[start + t].tolist() == [list(range(own_block + 1)) + [-1] * (4 - own_block)] * 2
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -191,11 +191,11 @@ def test_every_chosen_block_is_the_best_there_is():
     kbar = k.unflatten(0, (10, 8)).mean(1)[:, 0]
     other = 0
     for t in range(80):
-        own = t // 8
-        products = 0.5 * (kbar[:own] @ q[t, 0])
+        own_block = t // 8
+        products = 0.5 * (kbar[:own_block] @ q[t, 0])
         best = F.silu(products).sort(descending=True, stable=True).indices[:2].sort().values.tolist()
-        assert indices[t, 0].tolist()[: min(own, 2) + 1] == [*best, own]
-        other += best != products.topk(min(own, 2)).indices.sort().values.tolist()
+        assert indices[t, 0].tolist()[: min(own_block, 2) + 1] == [*best, own_block]
+        other += best != products.topk(min(own_block, 2)).indices.sort().values.tolist()
     assert other > 0
 
 

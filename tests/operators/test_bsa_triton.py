@@ -244,10 +244,10 @@ def test_mean_keys_taken_fewer_at_once_than_the_map_has_them():
     q, k, v, *gates = inputs.values()
     times = make_timestamps((530,))
     bias = RelativeBias(None, torch.tensor([3.0, -2.0]), times, times + 5)
-    given = (q, k, v, offsets, N, (*gates, None))
-    (found, chosen), (expected, same) = (
-        bsa_attention(*given, **shape, bias=bias, backend=backend, return_block_indices=True)
+    operands = (q, k, v, offsets, N, (*gates, None))
+    (actual, chosen), (expected, same) = (
+        bsa_attention(*operands, **shape, bias=bias, backend=backend, return_block_indices=True)
         for backend in ("triton", "reference")
     )
     assert torch.equal(chosen, same)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)

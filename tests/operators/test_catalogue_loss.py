@@ -46,9 +46,9 @@ def test_whole_catalogue_by_hand(inputs, normalize):
             logits = torch.stack([logit(out, items, t, i, 0.5, normalize) for i in range(I)])
             losses.append(logits.exp().sum().log() - logits[target])
     expected = torch.stack(losses).mean()
-    found = catalogue_loss(out, items, targets, temperature=0.5, normalize=normalize)
-    torch.testing.assert_close(found, expected)
-    for a, b in zip(torch.autograd.grad(found, (out, items)), torch.autograd.grad(expected, (out, items))):
+    actual = catalogue_loss(out, items, targets, temperature=0.5, normalize=normalize)
+    torch.testing.assert_close(actual, expected)
+    for a, b in zip(torch.autograd.grad(actual, (out, items)), torch.autograd.grad(expected, (out, items))):
         torch.testing.assert_close(a, b)
 
 
@@ -56,8 +56,8 @@ def test_smoothing_is_torchs(inputs):
     out, items, targets = inputs
     logits = F.normalize(out, dim=1) @ F.normalize(items, dim=1).T / 0.3
     expected = F.cross_entropy(logits, targets, ignore_index=-1, label_smoothing=0.2)
-    found = catalogue_loss(out, items, targets, temperature=0.3, label_smoothing=0.2)
-    torch.testing.assert_close(found, expected)
+    actual = catalogue_loss(out, items, targets, temperature=0.3, label_smoothing=0.2)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_parts_make_the_whole(inputs, cuts, normalize, backend, dtype):
     out, items, targets = inputs
     temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     expected = catalogue_loss(out, items, targets, temperature=temperature, normalize=normalize)
-    wanted = torch.autograd.grad(expected, (out, items, temperature))
-    given, met = [], None
+    expected_gradients = torch.autograd.grad(expected, (out, items, temperature))
+    parts_of_sums, met = [], None
 
     def merge(lse, logit):
-        given.append((lse, logit))
+        parts_of_sums.append((lse, logit))
         return (lse, logit) if met is None else met
 
     for _ in range(2):
@@ -89,11 +89,11 @@ def test_parts_make_the_whole(inputs, cuts, normalize, backend, dtype):
                 torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
                 gradients.append(torch.autograd.grad(loss, (x, y, z)))
         if met is None:
-            sums, logits = (torch.stack(parts) for parts in zip(*given))
+            sums, logits = (torch.stack(parts) for parts in zip(*parts_of_sums))
             met = sums.logsumexp(0), logits.sum(0)
     douts, ditems, slopes = zip(*gradients)
-    found = sum(douts), torch.cat(ditems), sum(slopes)
-    for a, b in zip(found, wanted):
+    part_gradients = sum(douts), torch.cat(ditems), sum(slopes)
+    for a, b in zip(part_gradients, expected_gradients):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
@@ -118,9 +118,9 @@ def test_sampled_by_hand(inputs, corrected, per_token):
                 total = total + (logit(out, items, t, k, 0.5, True) - c).exp()
         losses.append(total.log() - positive)
     expected = torch.stack(losses).mean()
-    found = catalogue_loss(out, items, targets, temperature=0.5, negatives=negatives, log_q=log_q)
-    torch.testing.assert_close(found, expected)
-    for a, b in zip(torch.autograd.grad(found, (out, items)), torch.autograd.grad(expected, (out, items))):
+    actual = catalogue_loss(out, items, targets, temperature=0.5, negatives=negatives, log_q=log_q)
+    torch.testing.assert_close(actual, expected)
+    for a, b in zip(torch.autograd.grad(actual, (out, items)), torch.autograd.grad(expected, (out, items))):
         torch.testing.assert_close(a, b)
 
 
@@ -141,8 +141,8 @@ def test_sampled_equals_whole_catalogue_when_all_items_are_negatives(inputs):
 
 def test_result_is_fp32_for_16_bit_inputs(inputs):
     out, items, targets = inputs
-    found = catalogue_loss(out.bfloat16(), items.bfloat16(), targets, temperature=0.5)
-    assert found.dtype == torch.float32 and found.shape == ()
+    loss = catalogue_loss(out.bfloat16(), items.bfloat16(), targets, temperature=0.5)
+    assert loss.dtype == torch.float32 and loss.shape == ()
     assert catalogue_loss(out, items, targets, temperature=0.5).dtype == torch.float64
 
 
@@ -171,14 +171,14 @@ def test_result_is_fp32_for_16_bit_inputs(inputs):
     ],
 )
 def test_errors(change, error, message):
-    given = {
+    arguments = {
         "out": torch.zeros(3, 4),
         "items": torch.zeros(5, 4),
         "targets": torch.zeros(3, dtype=torch.long),
         "temperature": 0.1,
     }
     with pytest.raises(error, match=message):
-        catalogue_loss(**{**given, **change})
+        catalogue_loss(**{**arguments, **change})
 
 
 def test_debug_checks_ids(monkeypatch):
@@ -288,12 +288,12 @@ def test_an_item_of_norm_zero():
     out = torch.randn(20, 16)
     out[4] = 0
     targets = torch.arange(20)
-    found = []
+    results = []
     for backend in ("triton", "reference"):
         x, y = out.clone().requires_grad_(), items.clone().requires_grad_()
         loss = catalogue_loss(x, y, targets, temperature=0.3, backend=backend)
-        found.append((loss, *torch.autograd.grad(loss, (x, y))))
-    for a, b in zip(*found):
+        results.append((loss, *torch.autograd.grad(loss, (x, y))))
+    for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -320,10 +320,10 @@ def test_skipped_tiles_lose_little():
     targets = torch.randint(128, 200, (30,), generator=generator)
     with torch.no_grad():
         items[:128] *= 0.01  # logits near 0, where the greatest of the rest are about 10
-    found = []
+    gradients = []
     for skip in (0.0, 0.02):
         loss = catalogue_loss(out, items, targets, temperature=1.0, normalize=False, skip_below=skip, backend="triton")
-        found.append(torch.autograd.grad(loss, (out, items)))
-    for a, b in zip(*found):
+        gradients.append(torch.autograd.grad(loss, (out, items)))
+    for a, b in zip(*gradients):
         assert not torch.equal(a, b), "nothing was skipped"
         assert (a - b).norm() < 0.05 * a.norm()

@@ -77,15 +77,15 @@ def test_tf32_where_torch_may():
     generator = torch.Generator().manual_seed(0)
     out, items = (torch.randn(n, 64, generator=generator).cuda().requires_grad_() for n in (500, 3000))
     targets = torch.randint(3000, (500,), generator=generator).cuda()
-    found = []
+    results = []
     for precision in ("ieee", "tf32"):
         torch.backends.cuda.matmul.fp32_precision = precision
         try:
             loss = catalogue_loss(out, items, targets, temperature=0.2)
-            found.append((loss.detach(), *torch.autograd.grad(loss, (out, items))))
+            results.append((loss.detach(), *torch.autograd.grad(loss, (out, items))))
         finally:
             torch.backends.cuda.matmul.fp32_precision = "ieee"
-    for exact, rounded in zip(*found):
+    for exact, rounded in zip(*results):
         assert 0 < (exact - rounded).norm() < 5e-3 * exact.norm()
 
 
@@ -140,12 +140,12 @@ def test_no_wait_for_the_device_and_graphs(form):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
-    for x in found:
+        actual = step()
+    for x in actual:
         x.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
-    for a, b in zip(found, expected):
+    for a, b in zip(actual, expected):
         # Atomic additions to the table's gradient have no order.
         torch.testing.assert_close(
             a, b, **({"rtol": 1e-2, "atol": 1e-6} if form == "gathered" else {"rtol": 0, "atol": 0})
@@ -245,10 +245,10 @@ def test_skipped_tiles_lose_little():
     targets = targets.clamp(min=16_384)
     with torch.no_grad():
         items[:16_384] *= 0.01
-    found = []
+    gradients = []
     for skip in (0.0, 2.0**-12):
         loss = catalogue_loss(out, items, targets, temperature=1.0, normalize=False, skip_below=skip)
-        found.append(torch.autograd.grad(loss, (out, items)))
-    assert found[0][1][:16_384].any() and not found[1][1][:16_384].any()
-    for a, b in zip(*found):
+        gradients.append(torch.autograd.grad(loss, (out, items)))
+    assert gradients[0][1][:16_384].any() and not gradients[1][1][:16_384].any()
+    for a, b in zip(*gradients):
         assert (a.float() - b.float()).norm() < 0.02 * a.float().norm()

@@ -19,7 +19,9 @@ reference, kernel = (with_tables(functools.partial(hstu_attention, backend=b)) f
 # The reference.
 
 
-def by_hand(q, k, v, seq_offsets, max_seq_len, scale, targets, window, position_bias, time_bias, timestamps, asked):
+def by_hand(
+    q, k, v, seq_offsets, max_seq_len, scale, targets, window, position_bias, time_bias, timestamps, query_times
+):
     """The formula of the contract, one pair at a time."""
     out = torch.zeros(v.shape, dtype=torch.float64)
     for b in range(len(seq_offsets) - 1):
@@ -36,7 +38,7 @@ def by_hand(q, k, v, seq_offsets, max_seq_len, scale, targets, window, position_
                 if position_bias is not None:
                     bias += float(position_bias[distance])
                 if time_bias is not None:
-                    gap = abs(int(asked[begin + t]) - int(timestamps[begin + s]))
+                    gap = abs(int(query_times[begin + t]) - int(timestamps[begin + s]))
                     bias += float(time_bias[min(math.floor(math.log(max(gap, 1)) / 0.301), len(time_bias) - 1)])
                 for h in range(q.shape[1]):
                     x = scale * float(q[begin + t, h].double() @ k[begin + s, h].double()) + bias
@@ -57,10 +59,10 @@ def by_hand(q, k, v, seq_offsets, max_seq_len, scale, targets, window, position_
 def test_reference_by_hand(features, window):
     x = inputs((9, 0, 1, 6), 11, d=3, v=5, features=features, window=window)
     names = ("num_targets", "position", "time", "timestamps", "query_timestamps")
-    targets, position, time, timestamps, asked = (x.get(name) for name in names)
+    targets, position, time, timestamps, query_times = (x.get(name) for name in names)
     expected = by_hand(
         x["q"], x["k"], x["v"], x["seq_offsets"], 11, 0.7, targets, window, position, time, timestamps,
-        timestamps if asked is None else asked,
+        timestamps if query_times is None else query_times,
     )  # fmt: skip
     torch.testing.assert_close(reference(**x, scale=0.7).double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -297,10 +299,23 @@ def test_opcheck_of_what_a_plan_is_made_by():
     from hstu_sparse.dense import plan  # noqa: F401  registers the operators
 
     x = inputs((12, 0, 5), 13, features=("targets", "time", "query_times"))
-    given = x["seq_offsets"], x["num_targets"], x["timestamps"], x["query_timestamps"], 17, 13, 4, 128, 32, 16, True, 2
+    arguments = (
+        x["seq_offsets"],
+        x["num_targets"],
+        x["timestamps"],
+        x["query_timestamps"],
+        17,
+        13,
+        4,
+        128,
+        32,
+        16,
+        True,
+        2,
+    )
     # What the kernels do not read of a map is not written, so two runs differ there.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.hstu_sparse.dense_tile_map.default, given, test_utils=tests)
+    torch.library.opcheck(torch.ops.hstu_sparse.dense_tile_map.default, arguments, test_utils=tests)
     torch.library.opcheck(
         torch.ops.hstu_sparse.split_times.default, (x["seq_offsets"], x["query_timestamps"], x["timestamps"])
     )
@@ -315,10 +330,10 @@ def test_compiles_as_one_graph():
     for function in (kernel, compiled):
         x["q"].grad = x["time"].grad = None
         function(**x).square().sum().backward()
-        found = x["q"].grad, x["time"].grad
+        actual = x["q"].grad, x["time"].grad
         if function is kernel:
-            expected = found
-    torch.testing.assert_close(found, expected)
+            expected = actual
+    torch.testing.assert_close(actual, expected)
 
 
 @interpreter
@@ -330,9 +345,9 @@ def test_a_zeroed_entry_of_a_tables_gradient_is_seen(table, monkeypatch):
     backward = launch._Launch.backward
 
     def zeroed(self, *arguments):
-        found = backward(self, *arguments)
-        found[3 if table == "position" else 4][12] = 0
-        return found
+        gradients = backward(self, *arguments)
+        gradients[3 if table == "position" else 4][12] = 0
+        return gradients
 
     x = inputs((40, 30), 40, features=("position", "time"))
     x["timestamps"] = 20 * torch.arange(70)
@@ -366,15 +381,15 @@ def test_a_shared_plan_gives_the_same_bits(mode):
     for i in (0, 1):
         leaves[f"position_{i}"] = torch.randn(40, generator=generator, requires_grad=True)
         leaves[f"time_{i}"] = torch.randn(129, generator=generator, requires_grad=True)
-    given = dict(num_targets=x["num_targets"], times=(x["timestamps"], x["query_timestamps"]), window_size=30)
-    found = []
+    options = dict(num_targets=x["num_targets"], times=(x["timestamps"], x["query_timestamps"]), window_size=30)
+    results = []
     for shared in (False, True):
         function = functools.partial(two_layers, shared=shared)
         if shared and mode == "compiled":
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
-        out = function(seq_offsets=x["seq_offsets"], max_seq_len=40, **leaves, **given)
-        found.append((out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))))
-    for apart, together in zip(*found):
+        out = function(seq_offsets=x["seq_offsets"], max_seq_len=40, **leaves, **options)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))))
+    for apart, together in zip(*results):
         assert torch.equal(apart, together)
 
 
@@ -437,5 +452,5 @@ def test_bucket_cells(num_buckets):
     )
     x = spread.float()
     edge, below = bucket_cells(num_buckets)[(x.clamp(min=1).view(torch.int32) >> 23 - CELL_BITS) - (127 << CELL_BITS)].T
-    found = below + (x >= edge.contiguous().view(torch.float32))
-    assert torch.equal(found, time_bucket(spread, num_buckets))
+    buckets = below + (x >= edge.contiguous().view(torch.float32))
+    assert torch.equal(buckets, time_bucket(spread, num_buckets))

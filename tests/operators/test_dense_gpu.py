@@ -181,11 +181,11 @@ def test_time_buckets_at_their_edges():
 def test_gradients_are_deterministic(dtype):
     x = inputs((900, 333), 1000, features=ALL, dtype=dtype)
     leaves = [x[name].requires_grad_() for name in ("position", "time", "q", "k", "v")]
-    found = []
+    gradients = []
     for _ in range(3):
-        found.append(torch.autograd.grad(kernel(**x).float().square().sum(), leaves))
-    for again in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], again))
+        gradients.append(torch.autograd.grad(kernel(**x).float().square().sum(), leaves))
+    for again in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], again))
 
 
 def test_a_gradient_that_is_not_a_number_shows():
@@ -194,8 +194,8 @@ def test_a_gradient_that_is_not_a_number_shows():
     out = kernel(**x)
     grad = torch.ones_like(out)
     grad[50] = float("nan")
-    for found in torch.autograd.grad(out, leaves, grad):
-        assert found.isnan().any()
+    for gradient in torch.autograd.grad(out, leaves, grad):
+        assert gradient.isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -302,7 +302,7 @@ def test_a_shared_plan_under_a_cuda_graph():
         step()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            found = step()
+            actual = step()
     for batch in (*batches, batches[0]):
         with torch.no_grad():
             for name, t in static.items():
@@ -311,9 +311,9 @@ def test_a_shared_plan_under_a_cuda_graph():
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
-        own = [batch[name].detach().requires_grad_() for name in ("q", "k", "v", "position", "time")]
-        expected = gradients_with({**batch, **dict(zip(("q", "k", "v", "position", "time"), own))}, own)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        fresh = [batch[name].detach().requires_grad_() for name in ("q", "k", "v", "position", "time")]
+        expected = gradients_with({**batch, **dict(zip(("q", "k", "v", "position", "time"), fresh))}, fresh)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected))
 
 
 @pytest.mark.multigpu
@@ -331,9 +331,9 @@ def test_compiles_as_one_graph():
     x["q"].requires_grad_()
     expected = kernel(**x)
     (gradient,) = torch.autograd.grad(expected.float().square().sum(), x["q"])
-    found = torch.compile(kernel, fullgraph=True)(**x)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found.float().square().sum(), x["q"])[0], gradient)
+    actual = torch.compile(kernel, fullgraph=True)(**x)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.autograd.grad(actual.float().square().sum(), x["q"])[0], gradient)
 
 
 def test_opcheck():

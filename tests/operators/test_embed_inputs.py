@@ -19,20 +19,20 @@ def check_dropout(lengths, n, size, p=0.3):
     leaves = [x[name].requires_grad_() for name in ("rows", "position", "more")]
     run = functools.partial(kernel, **x, scale=3.0)
     whole, out = run(), run(dropout=p, seed=torch.tensor([7], device=DEVICE))
-    kept = out != 0
-    share = kept.float().mean().item()
-    assert abs(share - (1 - p)) < 4 * (p * (1 - p) / kept.numel()) ** 0.5
-    torch.testing.assert_close(out, whole * kept / (1 - p))
+    mask = out != 0
+    share = mask.float().mean().item()
+    assert abs(share - (1 - p)) < 4 * (p * (1 - p) / mask.numel()) ** 0.5
+    torch.testing.assert_close(out, whole * mask / (1 - p))
     assert torch.equal(out, run(dropout=p, seed=torch.tensor([7], device=DEVICE)))
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    found, expected = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(whole, leaves, grad * kept / (1 - p))
-    torch.testing.assert_close(found, expected)
+    actual, expected = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(whole, leaves, grad * mask / (1 - p))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_reference():
     rows, position, more = torch.randn(5, 3), torch.randn(4, 3), torch.randn(5, 3)
-    found = embed_inputs(rows, position, torch.tensor([0, 2, 2, 5]), scale=2.0, more=more)
-    torch.testing.assert_close(found, 2 * rows + position[[0, 1, 0, 1, 2]] + more)
+    actual = embed_inputs(rows, position, torch.tensor([0, 2, 2, 5]), scale=2.0, more=more)
+    torch.testing.assert_close(actual, 2 * rows + position[[0, 1, 0, 1, 2]] + more)
 
 
 @pytest.mark.parametrize(

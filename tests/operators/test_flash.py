@@ -45,13 +45,13 @@ def test_the_reference_by_hand(left, right, causal, alibi, key_lengths):
     q = make_jagged(lengths, (4, 3), dtype=torch.float64)
     k, v = (make_jagged(key_lengths, (2, size), dtype=torch.float64, seed=size) for size in (3, 5))
     slopes = torch.rand(3, 4, generator=torch.Generator().manual_seed(1)) if alibi else None
-    found, lse = flash_attention(
+    actual, lse = flash_attention(
         q, k, v, make_offsets(lengths), k_offsets=make_offsets(key_lengths), scale=0.7, causal=causal,
         window_size=(left, right), alibi_slopes=slopes, return_lse=True, backend="reference",
     )  # fmt: skip
-    given = None if slopes is None else slopes.tolist()
-    out, right_lse = by_hand(q, k, v, lengths, key_lengths, 0.7, left, right, given)
-    torch.testing.assert_close(found, out)
+    slope_list = None if slopes is None else slopes.tolist()
+    out, right_lse = by_hand(q, k, v, lengths, key_lengths, 0.7, left, right, slope_list)
+    torch.testing.assert_close(actual, out)
     torch.testing.assert_close(lse.float(), right_lse, rtol=1e-5, atol=1e-5)
 
 
@@ -59,12 +59,12 @@ def test_the_reference_against_sdpa():
     lengths = [17, 17]
     inputs = [make_jagged(lengths, (h, 8), dtype=torch.float64, seed=h).requires_grad_() for h in (4, 2, 2)]
     grad = torch.randn(34, 4, 8, dtype=torch.float64)
-    found = flash_attention(*inputs, make_offsets(lengths), causal=True)
+    actual = flash_attention(*inputs, make_offsets(lengths), causal=True)
     q, k, v = (x.view(2, 17, -1, 8).transpose(1, 2) for x in inputs)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out = out.transpose(1, 2).reshape(34, 4, 8)
-    torch.testing.assert_close(found, out)
-    for a, b in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(out, inputs, grad), strict=True):
+    torch.testing.assert_close(actual, out)
+    for a, b in zip(torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(out, inputs, grad), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -83,9 +83,9 @@ def test_dropout_keeps_its_share_and_the_mean():
     lengths, seed = [120, 80], torch.tensor([11])
     q = torch.zeros(200, 2, 4, dtype=torch.float64)
     attend = functools.partial(flash_attention, q, q, torch.ones_like(q), make_offsets(lengths), dropout=0.3)
-    found = attend(seed=seed)
-    assert abs(found.mean().item() - 1) < 0.02 and found.std() > 0.01
-    assert torch.equal(found, attend(seed=seed)) and not torch.equal(found, attend(seed=seed + 1))
+    actual = attend(seed=seed)
+    assert abs(actual.mean().item() - 1) < 0.02 and actual.std() > 0.01
+    assert torch.equal(actual, attend(seed=seed)) and not torch.equal(actual, attend(seed=seed + 1))
     torch.manual_seed(5)
     drawn = attend()
     assert not torch.equal(drawn, attend())
@@ -136,9 +136,9 @@ def test_with_and_without_a_maximum(large):
     config = LaunchConfig(BLOCK_M=32, BLOCK_N=16, TMA=False, num_warps=4, num_stages=1)
     for step, keep in enumerate((first, ~first)):
         layout = Layout(offsets, parts[step], torch.zeros_like(starts[0]), starts[step])
-        given = launch.Launch(q, k[keep], v[keep], layout, Options(scale, -1, 0))
+        step_launch = launch.Launch(q, k[keep], v[keep], layout, Options(scale, -1, 0))
         with override(launch.fwd_config, lambda *_: config), override(launch.looks_for_bounds, lambda *_: True):
-            given.forward(out, lse, before=out if step else None)
+            step_launch.forward(out, lse, before=out if step else None)
     wide = [x.double() for x in (q, k, v)]
     right, right_lse = flash_attention_reference(*wide, Layout(offsets, offsets), Options(scale, -1, 0))
     torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -160,9 +160,9 @@ def test_what_is_known_is_not_lost_beside_no_maximum():
     for keys in (slice(0, 40), slice(40, 70)):
         start = torch.tensor([keys.start], dtype=torch.int32, device=DEVICE)
         layout = Layout(whole, make_offsets([keys.stop - keys.start], device=DEVICE), torch.zeros_like(start), start)
-        given = launch.Launch(q, k[keys], v[keys], layout, Options(1.0, -1, 0))
+        step_launch = launch.Launch(q, k[keys], v[keys], layout, Options(1.0, -1, 0))
         with override(launch.fwd_config, lambda *_: config), override(launch.looks_for_bounds, lambda *_: True):
-            given.forward(out, lse, before=out if keys.start else None)
+            step_launch.forward(out, lse, before=out if keys.start else None)
     wide = [x.double() for x in (q, k, v)]
     right, right_lse = flash_attention_reference(*wide, Layout(whole, whole), Options(1.0, -1, 0))
     torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-4)

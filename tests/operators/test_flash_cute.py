@@ -184,8 +184,8 @@ def test_compiles_whole():
     inputs, call = attention_of([300, 41], backend="cute")
     grad = torch.randn_like(call())
     expected = torch.autograd.grad(call(), inputs, grad)
-    found = torch.autograd.grad(torch.compile(call, fullgraph=True)(), inputs, grad)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    actual = torch.autograd.grad(torch.compile(call, fullgraph=True)(), inputs, grad)
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 @gpu
@@ -193,8 +193,8 @@ def test_auto_compiles_whole():
     inputs, call = attention_of([8192])
     grad = torch.randn_like(call())
     expected = torch.autograd.grad(call(), inputs, grad)
-    found = torch.autograd.grad(torch.compile(call, fullgraph=True)(), inputs, grad)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    actual = torch.autograd.grad(torch.compile(call, fullgraph=True)(), inputs, grad)
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 @gpu
@@ -215,14 +215,14 @@ def test_captured_and_replayed():
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        actual = step()
     with torch.no_grad():
         for x in inputs:
             x.normal_()
     offsets.copy_(make_offsets(others))
     graph.replay()
     expected = step()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @gpu
@@ -230,8 +230,8 @@ def test_gradients_of_expanded_rows():
     inputs, call = attention_of([300, 41], backend="cute")
     row = torch.randn(4, 128, device="cuda", dtype=torch.bfloat16)
     whole = row.repeat(341, 1, 1)
-    found, expected = (torch.autograd.grad(call(), inputs, grad) for grad in (row.expand(341, 4, 128), whole))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual, expected = (torch.autograd.grad(call(), inputs, grad) for grad in (row.expand(341, 4, 128), whole))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @gpu

@@ -83,16 +83,16 @@ def test_compiles_whole():
     inputs, call = attention_of([300, 41])
     grad = torch.randn_like(call())
     expected = torch.autograd.grad(call(), inputs, grad)
-    found = torch.autograd.grad(torch.compile(call, fullgraph=True)(), inputs, grad)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    actual = torch.autograd.grad(torch.compile(call, fullgraph=True)(), inputs, grad)
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 def test_a_gradient_of_expanded_rows():
     inputs, call = attention_of([300, 41])
     row = torch.randn(4, 128, device="cuda", dtype=torch.bfloat16)
     whole = row.repeat(341, 1, 1)
-    found, expected = (torch.autograd.grad(call(), inputs, grad) for grad in (row.expand(341, 4, 128), whole))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual, expected = (torch.autograd.grad(call(), inputs, grad) for grad in (row.expand(341, 4, 128), whole))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_opcheck():
@@ -141,7 +141,7 @@ def test_steps_of_a_ring_add_up(parts, dtype):
     grad = torch.randn_like(inputs[0])
     whole = [call(), *torch.autograd.grad(call(), inputs, grad)]
     exact = flash_attention(*(x.double() for x in inputs), offsets, causal=True, backend="reference")
-    options, found = Options(128**-0.5, -1, 0), [torch.zeros_like(x, dtype=torch.float32) for x in whole]
+    options, sums = Options(128**-0.5, -1, 0), [torch.zeros_like(x, dtype=torch.float32) for x in whole]
     places = [cut_sequences(offsets, rank, parts, zigzag=True)[0] for rank in range(parts)]
     for rank, mine in enumerate(places):
         plan = whole_plan(offsets, rank, parts, zigzag=True)
@@ -157,9 +157,9 @@ def test_steps_of_a_ring_add_up(parts, dtype):
             dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (key, value))
             launch.dkv(grad[mine], rows, dk, dv)
             launch.dq(grad[mine], rows, dq, before=dq if step else None)
-            found[2][places[step]] += dk
-            found[3][places[step]] += dv
-        found[0][mine], found[1][mine] = out, dq
-    assert (found[0] - exact).norm() < 1e-2 * exact.norm()
-    for ring, single in zip(found, whole, strict=True):
+            sums[2][places[step]] += dk
+            sums[3][places[step]] += dv
+        sums[0][mine], sums[1][mine] = out, dq
+    assert (sums[0] - exact).norm() < 1e-2 * exact.norm()
+    for ring, single in zip(sums, whole, strict=True):
         assert (ring - single.float()).norm() < (1e-2 if dtype == torch.bfloat16 else 1e-5) * single.float().norm()

@@ -52,7 +52,7 @@ def literal(q, k, v, lengths, r, top_k, group=1, base=10000.0):
                         nodes = [p * r + i for p in chosen for i in range(r) if p * r + i <= rightmost]
                     keys, values = ([x[i][g] for x in [layers[layer][p] for p in nodes]] for i in (0, 1))
                     # The token's, and that of the one that chooses for its group.
-                    scores, asked = (
+                    scores, own_scores = (
                         {
                             h: [
                                 q.shape[2] ** -0.5 * turn(q[start + i, h], len(nodes) - 1, base) @ turn(key, c, base)
@@ -62,21 +62,21 @@ def literal(q, k, v, lengths, r, top_k, group=1, base=10000.0):
                         }
                         for i in (t, t // group * group)
                     )
-                    kept = set(range(len(nodes)))
+                    remaining = set(range(len(nodes)))
                     if layer:
                         order = [len(nodes) - 1]
                         if len(nodes) > 1:
-                            top = max(s.item() for h in heads for s in asked[h][:-1])
+                            top = max(s.item() for h in heads for s in own_scores[h][:-1])
                             ranked = []
                             for c in range(len(nodes) - 1):
-                                importance = sum(math.exp(asked[h][c].item() - top) for h in heads)
+                                importance = sum(math.exp(own_scores[h][c].item() - top) for h in heads)
                                 bits = struct.unpack("i", struct.pack("f", importance))[0]
                                 ranked.append((-((bits // (low + 1)) * (low + 1) + low - c), c))
                             order += [c for _, c in sorted(ranked)]
-                        kept -= set(order[:top_k])
+                        remaining -= set(order[:top_k])
                         chosen = [nodes[c] for c in sorted(order[:top_k])]
                     for h in heads:
-                        entered[h] += [(scores[h][c], values[c]) for c in kept]
+                        entered[h] += [(scores[h][c], values[c]) for c in remaining]
                 for h in heads:
                     weights = torch.stack([s for s, _ in entered[h]]).softmax(0)
                     outputs.append(sum(w * value for w, (_, value) in zip(weights, entered[h])))
@@ -136,9 +136,9 @@ def test_reference_in_chunks(monkeypatch):
     lengths = (33, 0, 20)
     inputs = [x.requires_grad_() for x in qkv(lengths, 2, 1, 6, 5, dtype=torch.float64)]
     options = dict(seq_offsets=make_offsets(lengths), max_seq_len=40, compression_rate=2, top_k=2, selection_group=2)
-    found = []
+    results = []
     for most in (1 << 26, 5000):
         monkeypatch.setitem(reference.CHUNK, "cpu", most)
         out = htree_attention(*inputs, **options)
-        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    torch.testing.assert_close(*found)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(*results)

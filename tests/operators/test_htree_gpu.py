@@ -81,11 +81,11 @@ def test_deterministic_mode_gives_the_same_bits(dtype, selection_group):
         N, rate, top_k = rest
         leaves = [x.requires_grad_() for x in inputs.values()]
         grad = torch.randn_like(inputs["q"])
-        found = []
+        results = []
         for _ in range(2):
             out = htree_attention(*leaves, offsets, N, compression_rate=rate, top_k=top_k, **options)
-            found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
-        assert all(torch.equal(a, b) for a, b in zip(*found))
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+        assert all(torch.equal(a, b) for a, b in zip(*results))
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -82,7 +82,7 @@ def test_references_by_hand(biased):
 
     indices = cases.any_indices(lengths, 6, torch.Generator().manual_seed(0))  # repeated, masked
     out = sparse_attention(x["q"], x["k"], x["v"], indices, offsets, scale=0.3, bias=bias)
-    given = torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    guess = torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
     valid = torch.rand(20, generator=torch.Generator().manual_seed(9)) < 0.6
     rows, at = [], index_scores(x["iq"], x["ik"], x["w"], indices, offsets, bias=bias)
     for t, (all_scores, chosen, attention, output) in enumerate(by_hand(x, lengths, bias, indices)):
@@ -90,12 +90,12 @@ def test_references_by_hand(biased):
         visible = cases.visible_slots(indices, lengths)[t]
         torch.testing.assert_close(at[t][visible], all_scores[chosen])
         assert (at[t][~visible] == -math.inf).all()
-        p, pi = attention.mean(0), given[t][visible].softmax(0)
+        p, pi = attention.mean(0), guess[t][visible].softmax(0)
         rows.append((p * ((p + 1e-10).log() - (pi + 1e-10).log())).sum())
     options = dict(scale=0.3, bias=bias)
-    loss = indexer_loss(x["q"], x["k"], given, indices, offsets, **options)
+    loss = indexer_loss(x["q"], x["k"], guess, indices, offsets, **options)
     torch.testing.assert_close(loss, torch.stack(rows).mean())
-    loss = indexer_loss(x["q"], x["k"], given, indices, offsets, valid=valid, **options)
+    loss = indexer_loss(x["q"], x["k"], guess, indices, offsets, valid=valid, **options)
     torch.testing.assert_close(loss, torch.stack(rows)[valid].mean())
 
 
@@ -111,10 +111,12 @@ def test_groups_by_hand(biased, group):
     assert indices.shape == scores.shape == (sum(lengths) // group + 4, 4) and len(used) == sum(
         -(-n // group) for n in lengths
     )
-    given = cases.group_indices(lengths, 6, group, torch.Generator().manual_seed(0))  # repeated, masked
-    at = index_scores(x["iq"], x["ik"], x["w"], given, offsets, **options)
-    out = sparse_attention(x["q"], x["k"], x["v"], given, offsets, scale=0.3, **options)
-    guess = torch.randn(len(given), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(8)).requires_grad_()
+    chosen_indices = cases.group_indices(lengths, 6, group, torch.Generator().manual_seed(0))  # repeated, masked
+    at = index_scores(x["iq"], x["ik"], x["w"], chosen_indices, offsets, **options)
+    out = sparse_attention(x["q"], x["k"], x["v"], chosen_indices, offsets, scale=0.3, **options)
+    guess = torch.randn(
+        len(chosen_indices), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(8)
+    ).requires_grad_()
     valid = torch.rand(20, generator=torch.Generator().manual_seed(9)) < 0.6
     plain = list(by_hand(x, lengths, bias, None))
     terms, counted = [], []
@@ -123,13 +125,13 @@ def test_groups_by_hand(biased, group):
             assert (indices[row] == -1).all() and (scores[row] == -math.inf).all() and (at[row] == -math.inf).all()
             continue
         begin, t0, size = used[row]
-        own = plain[begin + t0][0][:t0]
-        best = sorted(range(t0), key=lambda s: (-own[s].item(), s))[:4]
+        score_row = plain[begin + t0][0][:t0]
+        best = sorted(range(t0), key=lambda s: (-score_row[s].item(), s))[:4]
         assert indices[row].tolist() == sorted(best) + [-1] * (4 - len(best))
-        torch.testing.assert_close(scores[row, : len(best)], own[sorted(best)])
-        chosen = [s for s in given[row].tolist() if 0 <= s < t0]
-        visible = (given[row] >= 0) & (given[row] < t0)
-        torch.testing.assert_close(at[row][visible], own[chosen])
+        torch.testing.assert_close(scores[row, : len(best)], score_row[sorted(best)])
+        chosen = [s for s in chosen_indices[row].tolist() if 0 <= s < t0]
+        visible = (chosen_indices[row] >= 0) & (chosen_indices[row] < t0)
+        torch.testing.assert_close(at[row][visible], score_row[chosen])
         assert (at[row][~visible] == -math.inf).all()
         for t in range(t0, t0 + size):
             seen = chosen + list(range(t0, t + 1))
@@ -139,12 +141,14 @@ def test_groups_by_hand(biased, group):
             p, pi = attention_by_hand(x, bias, begin, t0, chosen).softmax(1).mean(0), guess[row][visible].softmax(0)
             terms.append((p * (p.log() - pi.log())).sum())
             counted.append(valid[begin + t0])
-    loss = indexer_loss(x["q"], x["k"], guess, given, offsets, scale=0.3, eps=1e-30, **options)
+    loss = indexer_loss(x["q"], x["k"], guess, chosen_indices, offsets, scale=0.3, eps=1e-30, **options)
     terms = torch.stack(terms) if terms else guess.sum()[None] * 0
     torch.testing.assert_close(loss, terms.mean())
     torch.testing.assert_close(*(torch.autograd.grad(y, guess)[0] for y in (loss, terms.mean())))
     if counted:
-        loss = indexer_loss(x["q"], x["k"], guess, given, offsets, scale=0.3, eps=1e-30, valid=valid, **options)
+        loss = indexer_loss(
+            x["q"], x["k"], guess, chosen_indices, offsets, scale=0.3, eps=1e-30, valid=valid, **options
+        )
         torch.testing.assert_close(loss, terms[torch.stack(counted)].sum() / max(sum(counted), 1))
 
 
@@ -227,7 +231,7 @@ def test_scores_kept_and_gathered_again_give_one_loss():
     scores = torch.randn(7, 50, requires_grad=True)
     indices = cases.any_indices(lengths, 50, torch.Generator().manual_seed(0))
     bias = tables(lengths, torch.float32)
-    found = []
+    results = []
     for held in (0, 2, 4):
         config = LaunchConfig(4, 2, BLOCK=32, HELD=held)
         with override(loss_config, lambda *_, config=config: config):
@@ -236,9 +240,9 @@ def test_scores_kept_and_gathered_again_give_one_loss():
                 x["q"][:6].view(2, 3, *x["q"].shape[1:]).transpose(1, 2), x["k"][:6].view(2, 3, -1),
                 scores[:6].view(2, 3, 50), indices[:6].view(2, 3, 50), 0.4, backend="triton",
             )  # fmt: skip
-        found.append((loss.detach(), padded.detach(), *torch.autograd.grad(loss + padded, scores)))
-    for others in found[1:]:
-        torch.testing.assert_close(others, found[0])
+        results.append((loss.detach(), padded.detach(), *torch.autograd.grad(loss + padded, scores)))
+    for others in results[1:]:
+        torch.testing.assert_close(others, results[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -302,10 +306,10 @@ def test_ties_are_exact(kind, backend, monkeypatch):
     begin = 0
     for length in lengths:
         for t in range(begin, begin + length):
-            own = (w[t] * F.relu(ik[begin : t + 1] @ iq[t].T)).sum(1)
-            best = sorted(sorted(range(t + 1 - begin), key=lambda s: (-own[s].item(), s))[:top_k])
+            score_row = (w[t] * F.relu(ik[begin : t + 1] @ iq[t].T)).sum(1)
+            best = sorted(sorted(range(t + 1 - begin), key=lambda s: (-score_row[s].item(), s))[:top_k])
             assert indices[t].tolist() == best + [-1] * (top_k - len(best)), t
-            assert scores[t, : len(best)].tolist() == own[best].tolist()
+            assert scores[t, : len(best)].tolist() == score_row[best].tolist()
         begin += length
 
 
@@ -323,14 +327,14 @@ def test_the_sample_spares_the_refill(monkeypatch):
 
     monkeypatch.setattr(topk, "lightning_indexer_refill_kernel", Look())
     x = inputs((160,), dtype=torch.float32)
-    given = x["iq"], x["ik"], x["w"].abs(), make_offsets((160,)), 4
+    operands = x["iq"], x["ik"], x["w"].abs(), make_offsets((160,)), 4
     with choice_with(96, 256):
-        _, indices = lightning_indexer(*given, backend="triton")
+        _, indices = lightning_indexer(*operands, backend="triton")
     assert kernel is not topk.lightning_indexer_refill_kernel and len(counts) == 1
-    found, tokens = counts[0]
-    found = found[tokens >= 0]
-    assert (found[96:] >= 4).all() and (found <= 96).all() and found[96:].float().mean() < 48
-    assert torch.equal(indices, lightning_indexer(*given)[1])
+    num_candidates, tokens = counts[0]
+    num_candidates = num_candidates[tokens >= 0]
+    assert (num_candidates[96:] >= 4).all() and (num_candidates <= 96).all() and num_candidates[96:].float().mean() < 48
+    assert torch.equal(indices, lightning_indexer(*operands)[1])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -382,11 +386,11 @@ def test_padded_loss_equals_plain_computation(backend):
     indices = torch.randint(-2, 15, (2, 6, 7), generator=generator)
     indices[0, 0] = 14  # nothing left of this row
     loss = compute_index_loss_sparse(query, key, score, indices, 0.4, chunk_offset=5, backend=backend)
-    (found,) = torch.autograd.grad(loss, score)
+    (actual,) = torch.autograd.grad(loss, score)
     expected = plain_padded_loss(query, key, score, indices, 0.4, 5, eps=0.0)
     (gradient,) = torch.autograd.grad(expected, score)
     torch.testing.assert_close(loss, expected.detach() if expected.requires_grad else expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -438,7 +442,7 @@ def test_chunks_add_up(backend):
 def test_errors(function, change, error, message):
     x, indices = inputs((5,), dtype=torch.float32), torch.zeros(5, 2, dtype=torch.int32)
     choice = {"k": x["k"], "indices": indices, "seq_offsets": make_offsets((5,))}
-    given = {
+    arguments = {
         lightning_indexer: {n: x[n] for n in ("iq", "ik", "w")} | {"seq_offsets": make_offsets((5,)), "top_k": 2},
         sparse_attention: {"q": x["q"], "v": x["v"]} | choice,
         indexer_loss: {"q": x["q"], "scores": torch.zeros(5, 2)} | choice,
@@ -448,7 +452,7 @@ def test_errors(function, change, error, message):
         },
     }[function]  # fmt: skip
     with pytest.raises(error, match=message):
-        function(**given | change)
+        function(**arguments | change)
 
 
 @interpreter
@@ -501,7 +505,7 @@ def test_opcheck(name, group):
     scores = torch.randn(len(indices), 3, requires_grad=True)
     x = {n: y.requires_grad_() for n, y in x.items()}
     indexer = (x["iq"], x["ik"], x["w"])
-    operator, given = {
+    operator, arguments = {
         "sparse_attention": (
             launch_attention.sparse_attention_jagged,
             (x["q"], x["k"], x["v"], indices, *rest, 0.4, group),
@@ -513,7 +517,7 @@ def test_opcheck(name, group):
             (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, group, True),
         ),
     }[name]
-    torch.library.opcheck(operator.registered_forward, given)
+    torch.library.opcheck(operator.registered_forward, arguments)
 
 
 @interpreter
@@ -530,5 +534,5 @@ def test_one_graph(group):
 
     leaves = [y.requires_grad_() for y in x.values()]
     expected = torch.autograd.grad(layer(*leaves), leaves)
-    found = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves), leaves)
-    torch.testing.assert_close(found, expected)
+    actual = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    torch.testing.assert_close(actual, expected)

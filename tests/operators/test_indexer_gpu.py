@@ -111,8 +111,8 @@ def test_choice_of_each_distribution(kind, top_k):
         best = every.sort(dim=1, descending=True, stable=True)
         chosen = best.indices[:, :top_k].masked_fill(best.values[:, :top_k] == -1e9, n).sort(1).values
         assert torch.equal(indices[rows], chosen.masked_fill(chosen == n, -1).int())
-        found = every.gather(1, chosen.clamp(max=n - 1)).masked_fill(chosen == n, -torch.inf)
-        assert torch.equal(scores[rows], found)
+        chosen_scores = every.gather(1, chosen.clamp(max=n - 1)).masked_fill(chosen == n, -torch.inf)
+        assert torch.equal(scores[rows], chosen_scores)
 
 
 def test_the_sample_rarely_misleads(monkeypatch):
@@ -126,8 +126,8 @@ def test_the_sample_rarely_misleads(monkeypatch):
         if kernel is topk.lightning_indexer_refill_kernel:
             named = kernel.arg_names.index
             counts, tokens, capacity, top_k = (arguments[named(n)] for n in ("counts", "tokens", "capacity", "K"))
-            found, t = counts[tokens >= 0], tokens[tokens >= 0]
-            seen.append(((found > capacity) | (found < (t + 1).clamp(max=top_k))).sum().item())
+            num_candidates, t = counts[tokens >= 0], tokens[tokens >= 0]
+            seen.append(((num_candidates > capacity) | (num_candidates < (t + 1).clamp(max=top_k))).sum().item())
         run(kernel, programs, *arguments, **settings)
 
     monkeypatch.setattr(launch_indexer, "run", look)
@@ -186,8 +186,8 @@ def test_another_batch_compiles_nothing_and_nothing_waits(group):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            given = dict(bias=bias, offsets=offsets, group=group)
-            torch.autograd.grad(layer(**named, **given), [*named.values(), bias.position])
+            options = dict(bias=bias, offsets=offsets, group=group)
+            torch.autograd.grad(layer(**named, **options), [*named.values(), bias.position])
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -207,8 +207,8 @@ def test_one_graph():
     leaves = list(named.values())
     expected = torch.autograd.grad(layer(**named, bias=bias, offsets=offsets), leaves)
     compiled = torch.compile(layer, fullgraph=True)
-    found = torch.autograd.grad(compiled(**named, bias=bias, offsets=offsets), leaves)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    actual = torch.autograd.grad(compiled(**named, bias=bias, offsets=offsets), leaves)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_the_loss_keeps_nothing_of_the_heads():

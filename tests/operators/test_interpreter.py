@@ -85,8 +85,8 @@ def test_shapes_and_types_are_those_of_each_value():
 
 def test_device_functions_do_not_patch_the_language_again(monkeypatch):
     calls, patch = [], interpreter._patch_lang
-    given = patch.patch  # Triton's own
-    monkeypatch.setattr(patch, "patch", lambda function: calls.append(function) or given(function))
+    original = patch.patch  # Triton's own
+    monkeypatch.setattr(patch, "patch", lambda function: calls.append(function) or original(function))
     x = torch.ones(4, 8)
     folds(x)
     folds(x)

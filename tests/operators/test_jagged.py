@@ -88,12 +88,12 @@ def test_values_are_not_read_where_there_are_none(monkeypatch, debug, offsets, m
     monkeypatch.setattr(jagged, "DEBUG", debug)
     jagged.check_jagged(torch.tensor(offsets, device="meta"), 4, q=torch.zeros(5, 1, 1, device="meta"))
     with FakeTensorMode() as mode:
-        given, q = mode.from_tensor(torch.tensor(offsets)), torch.zeros(5, 1, 1)
-        jagged.check_jagged(given, 4, q=q)
+        fake_offsets, q = mode.from_tensor(torch.tensor(offsets)), torch.zeros(5, 1, 1)
+        jagged.check_jagged(fake_offsets, 4, q=q)
 
     @torch.compile(fullgraph=True, backend="eager")
-    def compiled(given, q):
-        jagged.check_jagged(given, 4, q=q)
+    def compiled(fake_offsets, q):
+        jagged.check_jagged(fake_offsets, 4, q=q)
         return q + 1
 
     compiled(torch.tensor(offsets), torch.zeros(5, 1, 1))

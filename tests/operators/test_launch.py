@@ -144,14 +144,14 @@ def test_every_call_gets_the_kernel_that_triton_would_give_it():
     for _ in range(2):
         for arguments, settings in CALLS:
             launch.run(kernel, (5, 2), *arguments, **settings)
-    wanted = [kernel.key_of(*arguments, **settings) for arguments, settings in CALLS]
+    keys = [kernel.key_of(*arguments, **settings) for arguments, settings in CALLS]
     # No kernel is made twice but where a default is written out, each is then launched by itself and gets all
     # parameters.
-    assert set(kernel.dispatched) == set(wanted) and len(kernel.dispatched) <= len(set(wanted)) + 1
+    assert set(kernel.dispatched) == set(keys) and len(kernel.dispatched) <= len(set(keys)) + 1
     assert len(kernel.dispatched) + len(kernel.launched) == 2 * len(CALLS)
-    for (arguments, settings), (grid, key, given) in zip(CALLS, kernel.launched[-len(CALLS) :], strict=True):
+    for (arguments, settings), (grid, key, passed) in zip(CALLS, kernel.launched[-len(CALLS) :], strict=True):
         assert grid == (5, 2, 1) and key == kernel.key_of(*arguments, **settings)
-        assert all(x is y for x, y in zip(given, arguments)) and given[4:] == (settings["A"], settings.get("B", 3))
+        assert all(x is y for x, y in zip(passed, arguments)) and passed[4:] == (settings["A"], settings.get("B", 3))
 
 
 def test_kernels_of_one_name_are_told_apart():
@@ -201,8 +201,8 @@ def test_rooms_launch_by_run_alone():
         for file in (ROOT / "hstu_sparse").rglob("*.py")
         if file.name != "launch.py" or file.parent.name != "hstu_sparse"
     ]
-    found = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in launched_without_run(file.read_text())]
-    assert len(files) > 80 and not found, found
+    launches = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in launched_without_run(file.read_text())]
+    assert len(files) > 80 and not launches, launches
 
 
 def test_a_launch_config():
@@ -228,7 +228,7 @@ def test_configurations_are_cached_and_overridden():
         return launch.LaunchConfig(4, BLOCK=width)
 
     assert config(16, 90) is config(16, 90) and calls == [16]
-    with launch.override(config, lambda found, width, arch: found.replace(ARCH=arch)):
+    with launch.override(config, lambda chosen, width, arch: chosen.replace(ARCH=arch)):
         assert config(16, 90) == launch.LaunchConfig(4, BLOCK=16, ARCH=90)
         with launch.override(config, lambda *_: 3):
             assert config(16, 90) == 3
@@ -245,17 +245,17 @@ def test_an_override_reaches_the_launch():
     from hstu_sparse.ring.flash.launch import fwd_config
     from hstu_sparse.testing import make_jagged, make_offsets
 
-    q, asked = make_jagged((40, 3), (2, 16)), []
+    q, configs = make_jagged((40, 3), (2, 16)), []
     right = flash_attention(q, q, q, make_offsets((40, 3)), causal=True, backend="triton")
 
-    def change(found, *_):
-        asked.append(found)
-        return found.replace(BLOCK_M=16, BLOCK_N=16)
+    def change(chosen, *_):
+        configs.append(chosen)
+        return chosen.replace(BLOCK_M=16, BLOCK_N=16)
 
     with launch.override(fwd_config, change):
-        found = flash_attention(q, q, q, make_offsets((40, 3)), causal=True, backend="triton")
-    assert len(asked) == 1 and asked[0].BLOCK_M != 16
-    torch.testing.assert_close(found, right)
+        actual = flash_attention(q, q, q, make_offsets((40, 3)), causal=True, backend="triton")
+    assert len(configs) == 1 and configs[0].BLOCK_M != 16
+    torch.testing.assert_close(actual, right)
 
 
 # Every kernel of every operator, without a compiler: what `run` would ask of its signature on a GPU.

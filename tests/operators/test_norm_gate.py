@@ -47,26 +47,26 @@ def check_dropout(tokens, channels, *, p=0.3, dtype=torch.float32):
     x, u = inputs(tokens, channels, dtype=dtype).values()
     grad = torch.randn(tokens, channels, generator=torch.Generator().manual_seed(3)).to(x)
     seed = torch.tensor([2**40 + 5], device=DEVICE)
-    kept = mask(tokens, channels, p, seed, dtype)
-    share, spread = kept.float().mean().item(), (p * (1 - p) / kept.numel()) ** 0.5
-    assert abs(share - (1 - p)) < 4 * spread, f"kept {share:.4f} of {kept.numel()} elements, expected {1 - p:.4f}"
+    kept_mask = mask(tokens, channels, p, seed, dtype)
+    share, spread = kept_mask.float().mean().item(), (p * (1 - p) / kept_mask.numel()) ** 0.5
+    assert abs(share - (1 - p)) < 4 * spread, f"kept {share:.4f} of {kept_mask.numel()} elements, expected {1 - p:.4f}"
 
     out, dx, du = gradients(x, u, grad, dropout=p, seed=seed)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     # With the gradient already dropped, the kernel without dropout has to give the same.
-    scale = kept / (1 - p)
+    scale = kept_mask / (1 - p)
     expected = gradients(x.float(), u.float(), grad * scale)
     close(out.float(), expected[0] * scale)
     close(dx.float(), expected[1])
     close(du.float(), expected[2])
-    assert not out[~kept].any() and not du[~kept].any()
+    assert not out[~kept_mask].any() and not du[~kept_mask].any()
 
     assert torch.equal(out, kernel(x, u, dropout=p, seed=seed.clone()))
     other = mask(tokens, channels, p, seed + 1)
-    assert abs((other == kept).float().mean().item() - (p**2 + (1 - p) ** 2)) < 4 * spread
+    assert abs((other == kept_mask).float().mean().item() - (p**2 + (1 - p) ** 2)) < 4 * spread
     # The mask depends on the element's place only, neither on T nor on C.
-    assert torch.equal(mask(tokens // 2, channels // 2, p, seed), kept[: tokens // 2, : channels // 2])
+    assert torch.equal(mask(tokens // 2, channels // 2, p, seed), kept_mask[: tokens // 2, : channels // 2])
 
 
 # The interface.
@@ -91,9 +91,9 @@ def test_norm_in_another_dtype(backend):
     exact, rounded = layer_norm(x, backend=backend), layer_norm(x, dtype=torch.float16, backend=backend)
     assert rounded.dtype == torch.float16
     torch.testing.assert_close(rounded.float(), exact, rtol=1e-3, atol=1e-4)
-    (wanted,), (found,) = (torch.autograd.grad(y, x, g) for y, g in ((exact, grad.float()), (rounded, grad)))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    (expected,), (actual,) = (torch.autograd.grad(y, x, g) for y, g in ((exact, grad.float()), (rounded, grad)))
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_strides():
     compare_with_reference(kernel, reference, {"x": x, "u": u}, factor=4.0)
     compare_with_reference(kernel, reference, {"x": torch.randn(11, 9).T, "u": wide[:, :22:2]}, factor=4.0)
     for grad in (torch.ones(()).expand(9, 11), torch.randn(11).expand(9, 11)):
-        for found, expected in zip(gradients(x, u, grad), gradients(x, u, grad.contiguous())):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        for actual, expected in zip(gradients(x, u, grad), gradients(x, u, grad.contiguous())):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @interpreter
@@ -225,8 +225,8 @@ def one_graph(backend, options, dynamic=None):
     compiled = torch.compile(kernel, fullgraph=True, backend=backend, dynamic=dynamic)
     x, u = x.requires_grad_(), u.requires_grad_()
     out = compiled(x, u, **options)
-    found = out.detach(), *torch.autograd.grad(out.sum(), (x, u))
-    torch.testing.assert_close(found, expected)
+    actual = out.detach(), *torch.autograd.grad(out.sum(), (x, u))
+    torch.testing.assert_close(actual, expected)
     compiled_norm = torch.compile(norm_kernel, fullgraph=True, backend=backend, dynamic=dynamic)
     torch.testing.assert_close(compiled_norm(x), norm_kernel(x))
 

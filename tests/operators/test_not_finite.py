@@ -62,18 +62,18 @@ def test_it_stays_behind(kind, name, backend, value):
 @pytest.mark.parametrize("negatives", [None, torch.tensor([5, 1]), torch.tensor([[5, 1]] * 4)], ids=["all", "K", "TK"])
 @pytest.mark.parametrize(("which", "row"), [("out", 0), ("items", 0), ("items", 5)])
 def test_catalogue_loss_is_no_number_then(which, row, negatives, backend):
-    given = {"out": torch.randn(4, 16), "items": torch.randn(9, 16), "targets": torch.tensor([0, 8, -1, 3])}
-    given[which][row] = NAN
-    assert hs.catalogue_loss(**given, temperature=0.1, negatives=negatives, backend=backend).isnan()
+    inputs = {"out": torch.randn(4, 16), "items": torch.randn(9, 16), "targets": torch.tensor([0, 8, -1, 3])}
+    inputs[which][row] = NAN
+    assert hs.catalogue_loss(**inputs, temperature=0.1, negatives=negatives, backend=backend).isnan()
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
 @pytest.mark.parametrize("name", ["q", "k", "scores"])
 def test_indexer_loss_is_no_number_then(name, backend):
-    given = {"q": torch.randn(5, 2, 16), "k": torch.randn(5, 16), "scores": torch.randn(5, 2)}
-    given[name][0] = NAN
+    inputs = {"q": torch.randn(5, 2, 16), "k": torch.randn(5, 16), "scores": torch.randn(5, 2)}
+    inputs[name][0] = NAN
     chosen = torch.tensor([[0, -1], [0, 1], [0, 2], [1, 3], [2, 4]])
-    assert hs.indexer_loss(**given, indices=chosen, seq_offsets=torch.tensor([0, 5]), backend=backend).isnan()
+    assert hs.indexer_loss(**inputs, indices=chosen, seq_offsets=torch.tensor([0, 5]), backend=backend).isnan()
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
@@ -82,5 +82,5 @@ def test_cache_attention_is_no_number_then(backend):
     k[1] = NAN
     cache = hs.rotatekv_compress(k, v, offsets, sink_tokens=2, backend=backend)
     call = {"activation": "softmax", "return_lse": True, "backend": backend}
-    for found in hs.rotatekv_attention(torch.randn(1, 2, 16), torch.tensor([0, 1]), cache, 8, **call):
-        assert found.isnan().all()
+    for output in hs.rotatekv_attention(torch.randn(1, 2, 16), torch.tensor([0, 1]), cache, 8, **call):
+        assert output.isnan().all()

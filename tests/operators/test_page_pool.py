@@ -158,9 +158,9 @@ def test_file(tmp_path, name):
     pool, rows = filled(FORMATS[name], lengths)
     rows[0] = pool.shrink(rows[0], 30)
     pool.save(tmp_path / "pool", rows[::-1], [17, 3, 0, 30])
-    back, again, found = PagePool.load(tmp_path / "pool", num_pages=9)
-    assert (back.format, back.layers, back.num_pages, found) == (pool.format, 2, 9, [17, 3, 0, 30])
-    assert all(map(torch.equal, read_all(back, again, found), read_all(pool, rows[::-1], found)))
+    back, again, stored_lengths = PagePool.load(tmp_path / "pool", num_pages=9)
+    assert (back.format, back.layers, back.num_pages, stored_lengths) == (pool.format, 2, 9, [17, 3, 0, 30])
+    assert all(map(torch.equal, read_all(back, again, stored_lengths), read_all(pool, rows[::-1], stored_lengths)))
     assert PagePool.load(tmp_path / "pool")[0].num_pages == 40
     with pytest.raises(PoolFull):
         PagePool.load(tmp_path / "pool", num_pages=4)
@@ -176,9 +176,9 @@ def test_file(tmp_path, name):
     ],
 )
 def test_rows_that_do_not_fit_are_not_saved(tmp_path, rows, lengths, message):
-    pool, own = filled(FORMATS["2 bits"], (5, 16))
+    pool, indices = filled(FORMATS["2 bits"], (5, 16))
     with pytest.raises(ValueError, match=message):
-        pool.save(tmp_path / "pool", rows(*own), lengths)
+        pool.save(tmp_path / "pool", rows(*indices), lengths)
     assert not list(tmp_path.iterdir())
 
 
@@ -205,11 +205,11 @@ def test_forged_file_is_refused_in_one_line(tmp_path, change, tensors, message):
     pool, rows = filled(FORMATS["2 bits"], (17, 3))
     pool.save(path, rows, [17, 3])
     with safe_open(path, framework="pt") as file:
-        facts, found = json.loads(file.metadata()["facts"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        facts, entries = json.loads(file.metadata()["facts"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     facts = change(facts) or facts
-    tensors(found)
+    tensors(entries)
     text = json.dumps(facts)
-    save_file(found, path, {"format": files.FORMAT, "facts": text, "sha256": files.checksum(text, found)})
+    save_file(entries, path, {"format": files.FORMAT, "facts": text, "sha256": files.checksum(text, entries)})
     with pytest.raises(ValueError, match=message) as caught:
         PagePool.load(path)
     assert "\n" not in str(caught.value)

@@ -39,7 +39,7 @@ class Users:
             make_jagged(lengths, (format.heads, size), dtype=dtype, seed=i) for i, size in enumerate(sizes)
         )
         self.times = make_timestamps(lengths)
-        self.asked = self.times + make_jagged(lengths, (), seed=5).abs().mul(1e4).long()
+        self.query_times = self.times + make_jagged(lengths, (), seed=5).abs().mul(1e4).long()
         self.begins = make_offsets(lengths).tolist()
         pages = sum(format.num_pages(length + room) for length in lengths)
         self.pool = PagePool(format, pages, layers=layers, num_sequences=len(lengths))
@@ -57,7 +57,7 @@ class Users:
         where = make_offsets(counts), self.pool.table(self.rows), torch.tensor(self.done)
         self.pool.write_timestamps(self.times[index], *where)
         self.pool.write(self.call["layer"], self.k[index], self.v[index], *where, **options)
-        bias = RelativeBias(*self.tables, self.times[index], self.asked[index])
+        bias = RelativeBias(*self.tables, self.times[index], self.query_times[index])
         out = self.attend(index, *where, bias, **options)
         self.done = [a + b for a, b in zip(self.done, counts)]
         return list(out.split(list(counts)))
@@ -81,7 +81,7 @@ def by_definition(users, softmax):
         for t in range(b, e):
             keys, values = torch.cat((k[b:t], users.k[t : t + 1])), torch.cat((v[b:t], users.v[t : t + 1]))
             scores = torch.einsum("hd,shd->hs", users.q[t].double(), keys.double()) * users.q.shape[2] ** -0.5
-            gaps = (users.asked[t] - users.times[b : t + 1]).abs().double()
+            gaps = (users.query_times[t] - users.times[b : t + 1]).abs().double()
             scores = scores + position[torch.arange(t - b, -1, -1)] + time[torch.bucketize(gaps, edges, right=True)]
             weights = scores.softmax(-1) if softmax else torch.nn.functional.silu(scores) / N
             result.append(torch.einsum("hs,shv->hv", weights, values.double()))
@@ -97,7 +97,7 @@ def test_a_token_sees_others_rounded_and_itself_as_it_is(name, activation):
 
 def test_pages_as_they_are_give_dense_attention():
     users = Users(PLAIN)
-    bias = RelativeBias(*users.tables, users.times, users.asked)
+    bias = RelativeBias(*users.tables, users.times, users.query_times)
     offsets = make_offsets(LENGTHS)
     torch.testing.assert_close(users.at_once(), hstu_attention(users.q, users.k, users.v, offsets, N, bias=bias))
 
@@ -135,15 +135,15 @@ def test_candidates_see_the_pages_and_themselves(name, activation):
     users.append([length // 2 for length in LENGTHS])
     counts = [length - length // 2 for length in LENGTHS]
     index = torch.cat([torch.arange(b + n // 2, b + n) for b, n in zip(users.begins, LENGTHS)])
-    asked = torch.tensor([2_000_000_000 + 1000 * b for b in range(len(LENGTHS))])
+    asking_times = torch.tensor([2_000_000_000 + 1000 * b for b in range(len(LENGTHS))])
     where = make_offsets(counts), users.pool.table(users.rows), torch.tensor(users.done)
     before = [x.clone() for x in users.pool.tensors[1].values()]
-    out = users.attend(index, *where, RelativeBias(*users.tables, asked, asked + 50), candidates=True)
+    out = users.attend(index, *where, RelativeBias(*users.tables, asking_times, asking_times + 50), candidates=True)
     assert all(torch.equal(x, y) for x, y in zip(before, users.pool.tensors[1].values()))
     for b, (first, last) in enumerate(itertools.pairwise(where[0].tolist())):
         one = [int(c == b) for c in range(len(LENGTHS))]
         for i in range(first, last):
-            bias = RelativeBias(*users.tables, asked[b : b + 1], asked[b : b + 1] + 50)
+            bias = RelativeBias(*users.tables, asking_times[b : b + 1], asking_times[b : b + 1] + 50)
             alone = users.attend(index[i : i + 1], make_offsets(one), *where[1:], bias)
             torch.testing.assert_close(out[i : i + 1], alone)
 

@@ -12,10 +12,10 @@ from tests.random.cases.paged import check
 pytestmark = pytest.mark.gpu
 
 BASE = dict(
-    lengths=[700, 0, 130, 1, 64], asked=[1, 2, 3, 4, 0], groups=2, head_size=64, value_size=64, position=True,
+    lengths=[700, 0, 130, 1, 64], query_lengths=[1, 2, 3, 4, 0], groups=2, head_size=64, value_size=64, position=True,
     timed=True,
 )  # fmt: skip
-MANY = dict(lengths=[700, 0, 130, 1, 64], asked=[130, 90, 300, 1, 64])
+MANY = dict(lengths=[700, 0, 130, 1, 64], query_lengths=[130, 90, 300, 1, 64])
 CASES = {
     "append": {},
     "append, softmax, parts": dict(softmax=True, splits=3),
@@ -24,7 +24,7 @@ CASES = {
     "many": MANY,
     "many, softmax": dict(MANY, softmax=True),
     "many candidates": dict(MANY, candidates=True, contiguous=False),
-    "some": dict(MANY, asked=[20, 30, 1, 10, 20], candidates=True, softmax=True),
+    "some": dict(MANY, query_lengths=[20, 30, 1, 10, 20], candidates=True, softmax=True),
     "heads of 25": dict(head_size=25, value_size=25),
     "heads of 256, many": dict(MANY, head_size=256, value_size=256, groups=1, candidates=True),
     "heads of 256": dict(head_size=256, value_size=16, groups=1),

@@ -12,10 +12,10 @@ def count():
     from hstu_sparse.layer_norm_gate import kernels, residual
     from hstu_sparse.uvqk import kernels as parts
 
-    found = {
+    jit_functions = {
         x for m in (kernels, residual, gates, inputs, parts) for x in vars(m).values() if hasattr(x, "device_caches")
     }
-    return sum(len(cache[0]) for kernel in found for cache in kernel.device_caches.values())
+    return sum(len(cache[0]) for kernel in jit_functions for cache in kernel.device_caches.values())
 
 
 @pytest.mark.parametrize("autocast", [False, True])

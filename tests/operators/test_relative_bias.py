@@ -23,8 +23,8 @@ def test_pair_bias_by_hand():
     bias = RelativeBias(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0]))
     distance = torch.tensor([[0, -1], [2, 1]])
     # Differences of 1, 2, 0 and -5 seconds: ln / 0.301 is 0, 2.3, 0 and 5.3, in a table of buckets 0 to 2.
-    found = pair_bias(bias, distance, torch.tensor([[101], [105]]), torch.tensor([[100, 99], [105, 110]]))
-    assert found.tolist() == [[11.0, 31.0], [13.0, 32.0]]
+    actual = pair_bias(bias, distance, torch.tensor([[101], [105]]), torch.tensor([[100, 99], [105, 110]]))
+    assert actual.tolist() == [[11.0, 31.0], [13.0, 32.0]]
     assert pair_bias(RelativeBias(), distance) == 0.0
 
 
@@ -45,8 +45,8 @@ def test_check_bias_completes():
     device = torch.device("cpu")
     times, table = torch.zeros(6, dtype=torch.int64), torch.zeros(8)
     assert check_bias(None, 8, 6, device) == RelativeBias()
-    found = check_bias(RelativeBias(table, table, times), 8, 6, device)
-    assert found.query_timestamps is times
+    completed = check_bias(RelativeBias(table, table, times), 8, 6, device)
+    assert completed.query_timestamps is times
     assert check_bias(RelativeBias(table, None, times), 8, 6, device) == (table, None, None, None)
     assert check_bias(RelativeBias(table), 5, 6, device).position is table
 

@@ -70,9 +70,9 @@ def test_gradients_that_do_not_come(left):
 def test_one_graph():
     x, added, bias = (torch.randn(*shape, requires_grad=True) for shape in ((5, 6), (5, 6), (6,)))
     compiled = torch.compile(stream("triton"), fullgraph=True, backend="aot_eager")
-    found, expected = (torch.autograd.grad(f(x, added, bias).square().sum(), (x, added, bias))
+    actual, expected = (torch.autograd.grad(f(x, added, bias).square().sum(), (x, added, bias))
                        for f in (compiled, stream("reference")))  # fmt: skip
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @interpreter
@@ -91,12 +91,12 @@ def test_the_compiled_sum_is_the_kernels(dtype, biased):
     leaves = [torch.randn(5, 6), torch.randn(5, 6).to(dtype), torch.randn(6)][: 3 if biased else 2]
     leaves = [x.requires_grad_() for x in leaves]
     compiled = torch.compile(add, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
-    (out, found), (right, expected) = (
+    (out, actual), (right, expected) = (
         (total, torch.autograd.grad(total.square().sum(), leaves))
         for total in (compiled(*leaves), residual_add(*leaves))
     )
     tolerance = dict(rtol=1e-2, atol=1e-2) if dtype == torch.float16 else {}
-    torch.testing.assert_close((out, *found), (right, *expected), **tolerance)
+    torch.testing.assert_close((out, *actual), (right, *expected), **tolerance)
     ours = [target for target in targets if "hstu_sparse" in target]
     assert ours == ["hstu_sparse.residual_sum.default", "hstu_sparse.residual_shares.default"][: 2 if biased else 1]
     assert not any("add" in target for target in targets if target not in ours)

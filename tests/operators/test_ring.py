@@ -14,7 +14,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @functools.cache
-def found(world: int) -> list:
+def results_of(world: int) -> list:
     """Return the results of every rank, all cases: one start of the processes serves all tests."""
     return run_ranks(all_of_rank, world, world, CASES, "reference")
 
@@ -46,7 +46,7 @@ def assert_as_one_process(form, option, world, ranks):
 
 @pytest.mark.parametrize(("form", "option"), CASES)
 def test_two_processes_equal_one(form, option):
-    assert_as_one_process(form, option, 2, found(2))
+    assert_as_one_process(form, option, 2, results_of(2))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -28,21 +28,21 @@ def message(function, *arguments, **keywords):
 def disagreements(rank):
     """Messages of calls in which rank 1 is different."""
     odd = rank == 1
-    found = [message(triton_ring_flash_attn_func, *tensors(8 if odd else 4))]
-    found.append(message(triton_ring_flash_attn_func, *tensors(4), causal=odd))
-    found.append(message(triton_ring_flash_attn_func, *tensors(4)))
+    messages = [message(triton_ring_flash_attn_func, *tensors(8 if odd else 4))]
+    messages.append(message(triton_ring_flash_attn_func, *tensors(4), causal=odd))
+    messages.append(message(triton_ring_flash_attn_func, *tensors(4)))
     jagged.DEBUG = True
-    found.append(message(triton_ring_flash_attn_func, *tensors(6 if odd else 4)))
+    messages.append(message(triton_ring_flash_attn_func, *tensors(6 if odd else 4)))
     q, k, v = (x[0] for x in tensors(7 if odd else 4))
     offsets = torch.tensor([0, len(q)])
-    found.append(message(ring_flash_attention, q, k, v, offsets, zigzag=True))
-    found.append(message(ring_hstu_attention, q, k, v, torch.arange(len(q)), 40 if odd else 50))
-    return found
+    messages.append(message(ring_flash_attention, q, k, v, offsets, zigzag=True))
+    messages.append(message(ring_hstu_attention, q, k, v, torch.arange(len(q)), 40 if odd else 50))
+    return messages
 
 
 def test_ranks_that_do_not_agree():
-    for found in run_ranks(disagreements, 2):
-        shape, option, fine, later, cut, normaliser = found
+    for messages in run_ranks(disagreements, 2):
+        shape, option, fine, later, cut, normaliser = messages
         assert re.match(
             r"ValueError: triton_ring\w+: rank 1 has q=\[1, 8, 2, 16\], rank 0 has q=\[1, 4, 2, 16\]", shape
         )
@@ -74,14 +74,14 @@ def lost(rank, when, how):
 TIMEOUT, LONG = 2, 60
 
 
-def expect(check, *given, waits=True, **options):
+def expect(check, *arguments, waits=True, **options):
     """`check` holds of what the ranks return; with the long timeout where it does not with the short one."""
     try:
-        return check(run_ranks(*given, **options, **({"timeout": TIMEOUT} if waits else {})))
+        return check(run_ranks(*arguments, **options, **({"timeout": TIMEOUT} if waits else {})))
     except AssertionError:
         if not waits:
             raise
-    return check(run_ranks(*given, **options, timeout=LONG))
+    return check(run_ranks(*arguments, **options, timeout=LONG))
 
 
 @pytest.mark.parametrize("when", ["first call", "second call", "backward"])
@@ -91,9 +91,9 @@ def test_a_lost_rank_is_named(when, how):
     def check(ranks):
         assert ranks[2] is None
         for rank in (0, 1, 3):
-            found = ranks[rank]
+            text = ranks[rank]
             named = rf"RuntimeError: (ring attention|(triton_)?ring_\w+): rank {rank} lost rank \d"
-            assert re.match(named, found), found
+            assert re.match(named, text), text
         # The neighbours of the lost rank see it first; what they do about it is what rank 0 sees.
         assert any("lost rank 2" in ranks[rank] for rank in (1, 3))
         if when == "first call":
@@ -104,9 +104,9 @@ def test_a_lost_rank_is_named(when, how):
 
 def other_shapes(rank):
     """Rank 1 calls with a length of its own, and nothing compares them: after a first call that was right."""
-    found = message(triton_ring_flash_attn_func, *tensors(4), causal=True)
+    first = message(triton_ring_flash_attn_func, *tensors(4), causal=True)
     later = message(triton_ring_flash_attn_func, *tensors(6 if rank == 1 else 4), causal=True)
-    return found, later
+    return first, later
 
 
 def test_other_shapes_in_a_later_call():

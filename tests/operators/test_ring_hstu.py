@@ -11,7 +11,7 @@ from tests.operators.ring_cases import HSTU_CASES, all_hstu_of_rank, hstu_expect
 
 
 @functools.cache
-def found(world: int) -> list:
+def results_of(world: int) -> list:
     return run_ranks(all_hstu_of_rank, world, world, HSTU_CASES, "reference")
 
 
@@ -33,7 +33,7 @@ def check(case, world, ranks):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("case", HSTU_CASES)
 def test_ring_equals_one_process(case, world):
-    check(case, world, found(world))
+    check(case, world, results_of(world))
 
 
 @pytest.mark.parametrize("case", HSTU_CASES)

@@ -49,9 +49,9 @@ def is_floating(x) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def leaves_of(given: dict, dtype: torch.dtype | None = None) -> dict:
+def leaves_of(arguments: dict, dtype: torch.dtype | None = None) -> dict:
     """The arguments of a call, floating point ones as leaves with gradients, of `dtype`."""
-    return {n: x.detach().to(dtype or x.dtype).requires_grad_() if is_floating(x) else x for n, x in given.items()}
+    return {n: x.detach().to(dtype or x.dtype).requires_grad_() if is_floating(x) else x for n, x in arguments.items()}
 
 
 def parameters(name: str) -> set[str]:
@@ -67,20 +67,20 @@ def test_every_operator_is_here():
 def test_autocast_changes_nothing(name):
     expected = function(name)(**VALID[name])
     with torch.autocast("cpu", torch.bfloat16):
-        found = function(name)(**VALID[name])
+        actual = function(name)(**VALID[name])
         assert torch.is_autocast_enabled("cpu")
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
 @pytest.mark.parametrize("name", ["catalogue_loss", "lightning_indexer", "norm_gate", "query_gates", "silu_parts"])
 def test_autocast_changes_nothing_about_kernels(name):
     leaves = leaves_of(VALID[name])
-    wanted = [x for x in leaves.values() if is_floating(x)]
+    differentiable = [x for x in leaves.values() if is_floating(x)]
 
     def run():
         out = flat(function(name)(**leaves, backend="triton"))
-        return out, torch.autograd.grad(sum(x.sin().sum() for x in out if x.requires_grad), wanted)
+        return out, torch.autograd.grad(sum(x.sin().sum() for x in out if x.requires_grad), differentiable)
 
     expected = run()
     with torch.autocast("cpu", torch.bfloat16):
@@ -118,10 +118,10 @@ def test_tensors_of_another_storage_are_named(name):
 
 @pytest.mark.parametrize("name", VALID)
 def test_tensors_without_values_are_named(name):
-    given = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in VALID[name].items()}
-    if any(isinstance(x, torch.Tensor) for x in given.values()):
+    arguments = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in VALID[name].items()}
+    if any(isinstance(x, torch.Tensor) for x in arguments.values()):
         with pytest.raises((TypeError, ValueError), match=r"meta|must be on") as error:
-            function(name)(**given)
+            function(name)(**arguments)
         assert "\n" not in str(error.value)
 
 
@@ -143,34 +143,36 @@ ROUNDING = (
 )
 ROUNDED_ONCE = [
     name
-    for name, given in VALID.items()
-    if name not in ROUNDING and "ring_flash_attn" not in name and any(map(is_floating, given.values()))
+    for name, arguments in VALID.items()
+    if name not in ROUNDING and "ring_flash_attn" not in name and any(map(is_floating, arguments.values()))
 ]
 
 
-def with_gradients(name: str, given: dict, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def with_gradients(name: str, arguments: dict, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Results and gradients of a call whose results have gradients; with `dtype` in fp32, rounded to it at the end."""
     working = torch.float32 if dtype else None
-    leaves = {n: x.to(working or x.dtype).detach().requires_grad_() for n, x in given.items() if is_floating(x)}
-    if "gates" in given:
-        given = given | {"gates": [gate.to(working or gate.dtype) for gate in given["gates"]]}
-    out = [x for x in flat(function(name)(**given | leaves)) if is_floating(x)]
-    found = [x.detach() for x in out]
+    leaves = {n: x.to(working or x.dtype).detach().requires_grad_() for n, x in arguments.items() if is_floating(x)}
+    if "gates" in arguments:
+        arguments = arguments | {"gates": [gate.to(working or gate.dtype) for gate in arguments["gates"]]}
+    out = [x for x in flat(function(name)(**arguments | leaves)) if is_floating(x)]
+    results = [x.detach() for x in out]
     graded = [x for x in out if x.requires_grad]
     if graded:
         ones = [torch.ones_like(x) for x in graded]
-        found += [x for x in torch.autograd.grad(graded, [*leaves.values()], ones, allow_unused=True) if x is not None]
-    return found
+        results += [
+            x for x in torch.autograd.grad(graded, [*leaves.values()], ones, allow_unused=True) if x is not None
+        ]
+    return results
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("name", ROUNDED_ONCE)
 def test_16_bits_are_computed_with_in_fp32(name, dtype):
     """Results and gradients are those of fp32, rounded at the end: what is ordinary there is so in fp16 too."""
-    given = {n: (100 * x).to(dtype) if is_floating(x) else x for n, x in VALID[name].items()}
-    if "gates" in given:
-        given["gates"] = [gate.to(dtype) for gate in given["gates"]]
-    narrow, wide = with_gradients(name, given), with_gradients(name, given, dtype)
+    arguments = {n: (100 * x).to(dtype) if is_floating(x) else x for n, x in VALID[name].items()}
+    if "gates" in arguments:
+        arguments["gates"] = [gate.to(dtype) for gate in arguments["gates"]]
+    narrow, wide = with_gradients(name, arguments), with_gradients(name, arguments, dtype)
     for x, y in zip(narrow, wide, strict=True):
         assert x.dtype in (dtype, torch.float32)
         assert torch.equal(x.nan_to_num(), y.to(x.dtype).nan_to_num())
@@ -187,7 +189,7 @@ def test_what_is_ordinary_overflows_nowhere_on_the_way():
     keys, chosen = torch.full((9, 2, 8), 3e3, dtype=half), torch.arange(9)[:, None].int()
     gates = [torch.full((9, 2), 0.5, dtype=half)] * 3
     options = {"block_size": 4, "window_size": 2}
-    found = {
+    results = {
         "flash": hstu_sparse.flash_attention(large, large, v, offsets),
         "sparse": hstu_sparse.sparse_attention(large, large[:, 0], v[:, 0], chosen, offsets),
         "dense": hstu_sparse.hstu_attention(large, large, v, offsets, 2**16),
@@ -200,7 +202,7 @@ def test_what_is_ordinary_overflows_nowhere_on_the_way():
         ))),
         "hadamard": hstu_sparse.hadamard_transform(torch.full((2, 8), 2e4, dtype=half)),
     }  # fmt: skip
-    for name, x in found.items():
+    for name, x in results.items():
         assert x.dtype == half
         assert x.isfinite().all(), name
 
@@ -217,9 +219,9 @@ CONTIGUOUS = ("norm_gate", "layer_norm", "residual_add", "embed_inputs", "rotary
 @pytest.mark.parametrize("name", CONTIGUOUS)
 def test_results_are_contiguous_as_promised(name):
     """Whatever the strides of inputs are."""
-    given = {n: x.mT.contiguous().mT if is_floating(x) and x.dim() > 1 else x for n, x in VALID[name].items()}
-    assert not all(x.is_contiguous() for x in given.values() if isinstance(x, torch.Tensor))
-    assert function(name)(**given).is_contiguous()
+    arguments = {n: x.mT.contiguous().mT if is_floating(x) and x.dim() > 1 else x for n, x in VALID[name].items()}
+    assert not all(x.is_contiguous() for x in arguments.values() if isinstance(x, torch.Tensor))
+    assert function(name)(**arguments).is_contiguous()
 
 
 NUMBERS = ("scale", "scaling", "softmax_scale", "max_seq_len", "window_size", "eps", "rope_base", "temperature", "clip")
@@ -265,34 +267,37 @@ def test_the_research_layer_checks_its_sizes(name, value):
 # straight through codes, which no difference of results shows.
 GRADED = [
     name
-    for name, given in VALID.items()
+    for name, arguments in VALID.items()
     if "ring_flash_attn" not in name
     and name != "rotatekv_self_attention"
-    and any(x.requires_grad for x in flat(function(name)(**leaves_of(given))) if is_floating(x))
+    and any(x.requires_grad for x in flat(function(name)(**leaves_of(arguments))) if is_floating(x))
 ]
 
 
 @pytest.mark.parametrize("name", GRADED)
 def test_second_derivatives_are_right_or_refused(name):
     """None of them is 0 in silence; with biases, where an operator takes them."""
-    given = leaves_of(VALID[name], torch.float64)
-    wanted = [n for n, x in given.items() if is_floating(x)]
+    arguments = leaves_of(VALID[name], torch.float64)
+    names = [n for n, x in arguments.items() if is_floating(x)]
     tables = ()
     if "bias" in parameters(name) and name != "residual_add":
-        tokens = len(given["seq_offsets"]) and int(given["seq_offsets"][-1])
-        tables = random(given.get("max_seq_len", tokens)).double().requires_grad_(), random(3).double().requires_grad_()
+        tokens = len(arguments["seq_offsets"]) and int(arguments["seq_offsets"][-1])
+        tables = (
+            random(arguments.get("max_seq_len", tokens)).double().requires_grad_(),
+            random(3).double().requires_grad_(),
+        )
 
     def slope(leaves: list, along: list) -> torch.Tensor:
         """The derivative in a direction."""
-        changed = dict(zip(wanted, leaves))
+        changed = dict(zip(names, leaves))
         if tables:
-            changed["bias"] = hstu_sparse.RelativeBias(*leaves[len(wanted) :], torch.arange(tokens) * 60)
-        found = flat(function(name)(**given | changed))
-        total = sum(torch.tanh(x.nan_to_num(neginf=0.0)).sum() for x in found if x.requires_grad)
+            changed["bias"] = hstu_sparse.RelativeBias(*leaves[len(names) :], torch.arange(tokens) * 60)
+        outputs = flat(function(name)(**arguments | changed))
+        total = sum(torch.tanh(x.nan_to_num(neginf=0.0)).sum() for x in outputs if x.requires_grad)
         first = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
         return sum((x * u).sum() for x, u in zip(first, along) if x is not None)
 
-    leaves = [given[n] for n in wanted] + list(tables)
+    leaves = [arguments[n] for n in names] + list(tables)
     generator = torch.Generator().manual_seed(0)
     u, w = ([torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in leaves] for _ in "uw")
     if name in ("indexer_loss", "compute_index_loss_sparse", "ring_hstu_attention"):
@@ -300,10 +305,10 @@ def test_second_derivatives_are_right_or_refused(name):
             slope(leaves, u)
         return
     second = torch.autograd.grad(slope(leaves, u), leaves, allow_unused=True)
-    found = sum((x * y).sum() for x, y in zip(second, w) if x is not None)
+    outputs = sum((x * y).sum() for x, y in zip(second, w) if x is not None)
     step = 1e-5
     ahead, behind = (slope([x + sign * step * y for x, y in zip(leaves, w)], u) for sign in (1, -1))
-    torch.testing.assert_close(found, ((ahead - behind) / (2 * step)).detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(outputs, ((ahead - behind) / (2 * step)).detach(), rtol=1e-4, atol=1e-6)
 
 
 QKV = {name: VALID["hstu_attention"][name] for name in ("q", "k", "v")}
@@ -319,8 +324,8 @@ OFFSETS, OTHER = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 3, 5, 9])  # as ma
     ],
 )
 def test_a_rings_plan_is_for_one_batch(name, offsets, message):
-    given = VALID[name] | {"plan": hstu_sparse.ring_plan(OFFSETS)}
-    assert_same(function(name)(**given), function(name)(**VALID[name]))
+    arguments = VALID[name] | {"plan": hstu_sparse.ring_plan(OFFSETS)}
+    assert_same(function(name)(**arguments), function(name)(**VALID[name]))
     with pytest.raises(ValueError, match=message):
         function(name)(**VALID[name] | {"plan": hstu_sparse.ring_plan(offsets)})
     with pytest.raises(ValueError, match="plan is for rank 1 of 2, this is rank 0 of 1"):
@@ -347,11 +352,11 @@ def test_a_kernels_plan_is_for_one_batch(name, what):
             return hstu_sparse.bsa_plan(QKV["q"], **where)
         return hstu_sparse.attention_plan(QKV["q"], QKV["v"], **where | changed)
 
-    given = dict(seq_offsets=OFFSETS, max_seq_len=6, bias=bias(times), backend="triton") | QKV | more | candidates
+    arguments = dict(seq_offsets=OFFSETS, max_seq_len=6, bias=bias(times), backend="triton") | QKV | more | candidates
     if bsa:
-        given["gates"] = VALID[name]["gates"]
+        arguments["gates"] = VALID[name]["gates"]
     right = made(OFFSETS.clone(), times.clone(), **candidates)
-    assert_same(function(name)(**given, plan=right), function(name)(**given))
+    assert_same(function(name)(**arguments, plan=right), function(name)(**arguments))
     wrong = {
         "offsets": lambda: made(OTHER, times),
         "times": lambda: made(OFFSETS, times * 2),
@@ -359,7 +364,7 @@ def test_a_kernels_plan_is_for_one_batch(name, what):
         "of another type": lambda: hstu_sparse.ring_plan(OFFSETS),
     }[what]()
     with pytest.raises((TypeError, ValueError), match=r"plan was made for|plan must be of (Attention|Block)Plan"):
-        function(name)(**given, plan=wrong)
+        function(name)(**arguments, plan=wrong)
 
 
 @pytest.mark.parametrize("timed", [False, True])
@@ -368,9 +373,9 @@ def test_a_block_beyond_every_sequence_takes_no_memory(selection_group, timed):
     """2^16 squared scores for nine tokens would be 100 GB; a block of 16 holds them as well."""
     bias = hstu_sparse.RelativeBias(random(6), random(4) if timed else None, torch.arange(9) * 60 if timed else None)
     call = VALID["bsa_attention"] | {"bias": bias, "return_block_indices": True}
-    found, expected = (
+    actual, expected = (
         hstu_sparse.bsa_attention(**call | {"block_size": size, "selection_group": min(size, selection_group)})
         for size in (2**16, 16)
     )
-    torch.testing.assert_close(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])

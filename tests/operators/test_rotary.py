@@ -39,21 +39,21 @@ def by_hand(x, offsets, longest, times, position):
 def test_the_reference_by_hand(size, position, timed):
     lengths = [3, 0, 5]
     x, times = make_jagged(lengths, (2, size), dtype=torch.float64), make_timestamps(lengths, scale=1e7)
-    found = rotary(x, make_offsets(lengths), 20, times=times if timed else None, position=position)
+    actual = rotary(x, make_offsets(lengths), 20, times=times if timed else None, position=position)
     expected = by_hand(x, make_offsets(lengths).tolist(), 20, times.tolist() if timed else None, position)
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("case", EDGE_CASES)
 @pytest.mark.parametrize("timed", [True, False])
 def test_kernel_against_reference(case, timed):
     lengths, longest = EDGE_CASES[case]
-    given = dict(
+    options = dict(
         seq_offsets=make_offsets(lengths, device=DEVICE),
         max_seq_len=longest,
         times=make_timestamps(lengths, device=DEVICE) if timed else None,
     )
-    kernel, reference = (functools.partial(rotary, **given, backend=name) for name in ("triton", "reference"))
+    kernel, reference = (functools.partial(rotary, **options, backend=name) for name in ("triton", "reference"))
     compare_with_reference(kernel, reference, {"x": make_jagged(lengths, (2, 24), device=DEVICE)}, factor=4.0)
 
 
@@ -67,22 +67,22 @@ def test_parts_of_sequences(backend):
     times, offsets = make_timestamps(lengths, scale=1e7, device=DEVICE), make_offsets(lengths, device=DEVICE)
     whole = rotary(x, offsets, 20, times=times, backend=backend)
     part = torch.tensor([1, 2, 7, 8, 10, 14], device=DEVICE)
-    found = rotary(
+    actual = rotary(
         x[part], make_offsets([4, 0, 2], device=DEVICE), 20, times=times[part],
         origins=times[torch.tensor([0, 9, 9], device=DEVICE)],
         positions=torch.tensor([1, 2, 7, 8, 1, 5], device=DEVICE), backend=backend,
     )  # fmt: skip
-    torch.testing.assert_close(found, whole[part], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual, whole[part], rtol=1e-6, atol=1e-6)
 
 
 def test_scores_depend_on_differences_alone():
     """Years of seconds, in fp32: the score of two tokens is the same wherever they stand, if their origins agree."""
     q, k = (make_jagged([1], (1, 64), seed=seed).expand(4, 1, 64) for seed in (0, 1))
-    asked = torch.tensor([0, 400_000_000, 7, 400_000_007])
-    seen = asked - torch.tensor([0, 86_400 * 30, 0, 86_400 * 30])
+    query_times = torch.tensor([0, 400_000_000, 7, 400_000_007])
+    key_times = query_times - torch.tensor([0, 86_400 * 30, 0, 86_400 * 30])
     turned = [
         rotary(x, torch.tensor([0, 4]), 200, times=times, origins=torch.tensor([1000]), position=False)
-        for x, times in ((q, asked), (k, seen))
+        for x, times in ((q, query_times), (k, key_times))
     ]
     scores = (turned[0] * turned[1]).sum((1, 2))
     torch.testing.assert_close(scores[0], scores[2], rtol=1e-5, atol=1e-4)
@@ -113,6 +113,6 @@ def test_one_graph_and_opcheck():
     ],
 )
 def test_errors(change, error, message):
-    given = dict(seq_offsets=torch.tensor([0, 5]), max_seq_len=5) | change
+    options = dict(seq_offsets=torch.tensor([0, 5]), max_seq_len=5) | change
     with pytest.raises(error, match=message):
-        rotary(torch.zeros(5, 1, 4), **given)
+        rotary(torch.zeros(5, 1, 4), **options)

@@ -32,8 +32,8 @@ def make(lengths=(37, 0, 130, 1), heads=2, size=32, value_size=24, dtype=torch.f
     return k, v, make_offsets(lengths)
 
 
-def relative_error(found, true):
-    return ((found - true).norm() / true.norm()).item()
+def relative_error(actual, true):
+    return ((actual - true).norm() / true.norm()).item()
 
 
 def test_self_attention_by_a_loop():
@@ -56,10 +56,10 @@ def test_self_attention_by_a_loop():
                 total = total + (score * score.sigmoid())[:, None] * value / N
             rows.append(total)
     expected = torch.stack(rows)
-    found = rotatekv_self_attention(q, k, v, offsets, N, scale=scale, bias=bias, **options)
-    torch.testing.assert_close(found, expected)
-    grad = torch.randn(found.shape).double()
-    for x, y in zip(*(torch.autograd.grad(out, leaves, grad) for out in (found, expected))):
+    actual = rotatekv_self_attention(q, k, v, offsets, N, scale=scale, bias=bias, **options)
+    torch.testing.assert_close(actual, expected)
+    grad = torch.randn(actual.shape).double()
+    for x, y in zip(*(torch.autograd.grad(out, leaves, grad) for out in (actual, expected))):
         torch.testing.assert_close(x, y)
     assert (coded[0] != k).any() and (coded[0][0] == k[0]).all()
 
@@ -76,20 +76,20 @@ def test_codes_by_hand():
     """Two bits, one group of 16: from -1 to 2 in steps of 1; a half goes to the even code; a constant has scale 0."""
     x = torch.tensor([-1.0, 0.0, 1.0, 2.0, -0.5, 0.5, 1.5, 0.2] * 2)
     side = Side.of(16, 64, 2)
-    found = packing.quantise(torch.stack((x, torch.full((16,), 3.0)))[:, None], side, 2, None)
-    assert found.codes[0, 0, :8].tolist() == [0, 1, 2, 3, 0, 2, 2, 1]
-    assert (found.scale.flatten().tolist(), found.zero.flatten().tolist()) == ([1.0, 0.0], [-1.0, 3.0])
-    assert (found.codes[1] == 0).all()
-    assert torch.equal(packing.dequantise(found, side, torch.float32)[1], torch.full((1, 16), 3.0))
+    coded = packing.quantise(torch.stack((x, torch.full((16,), 3.0)))[:, None], side, 2, None)
+    assert coded.codes[0, 0, :8].tolist() == [0, 1, 2, 3, 0, 2, 2, 1]
+    assert (coded.scale.flatten().tolist(), coded.zero.flatten().tolist()) == ([1.0, 0.0], [-1.0, 3.0])
+    assert (coded.codes[1] == 0).all()
+    assert torch.equal(packing.dequantise(coded, side, torch.float32)[1], torch.full((1, 16), 3.0))
 
 
 def test_clipped_codes_by_hand():
     """Three quarters of a range from -1 to 7 reach from 0 to 6 in steps of 2; what lies outside becomes 0 or 6."""
     x = torch.tensor([-1.0, 7.0, 0.0, 6.0, 0.9, 1.1, 3.2, 5.2] * 2)[None, None]
     side, options = Side.of(16, 64, 2), RotateKVOptions(clip=0.75)
-    found = packing.quantise(x, side, 2, None, options.inset)
-    assert (found.zero.item(), found.scale.item()) == (0.0, 2.0)
-    assert found.codes[0, 0, :8].tolist() == [0, 3, 0, 3, 0, 1, 2, 3]
+    coded = packing.quantise(x, side, 2, None, options.inset)
+    assert (coded.zero.item(), coded.scale.item()) == (0.0, 2.0)
+    assert coded.codes[0, 0, :8].tolist() == [0, 3, 0, 3, 0, 1, 2, 3]
 
 
 def test_clipping_helps_few_codes():
@@ -104,10 +104,10 @@ def test_clipping_helps_few_codes():
 def test_codes_are_of_the_stored_scale():
     x = torch.linspace(0, 1000.3, 64)[None, None]
     side = Side.of(64, 64, 8)
-    found = packing.quantise(x, side, 8, None)
-    scale, zero = found.scale.float(), found.zero.float()
+    coded = packing.quantise(x, side, 8, None)
+    scale, zero = coded.scale.float(), coded.zero.float()
     assert scale.item() != 1000.3 / 255
-    assert torch.equal(found.codes[0, 0], ((x[0, 0] - zero) / scale).flatten().clamp(0, 255).round().long())
+    assert torch.equal(coded.codes[0, 0], ((x[0, 0] - zero) / scale).flatten().clamp(0, 255).round().long())
 
 
 def test_pruning_keeps_the_greatest_and_the_first_of_equals():
@@ -137,11 +137,11 @@ def test_packing_order_by_hand():
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packing_of_what_is_kept(bits):
-    kept = packing.prune(torch.randn(7, 2, 64, generator=torch.Generator().manual_seed(1)), 13)
-    codes = torch.randint(2**bits, kept.shape, generator=torch.Generator().manual_seed(0)) * kept
-    words = packing.pack_kept(codes, kept, 13, bits)
+    mask = packing.prune(torch.randn(7, 2, 64, generator=torch.Generator().manual_seed(1)), 13)
+    codes = torch.randint(2**bits, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
+    words = packing.pack_kept(codes, mask, 13, bits)
     assert words.shape[-1] == sum(-(-13 * plane // 32) for plane in ((2, 1) if bits == 3 else (bits,)))
-    assert torch.equal(packing.unpack_kept(words, kept, 13, bits), codes)
+    assert torch.equal(packing.unpack_kept(words, mask, 13, bits), codes)
 
 
 @pytest.mark.parametrize("options", [{}, dict(head_group=4), dict(head_group=1, quant_group=16), dict(sink_tokens=5)])
@@ -156,14 +156,14 @@ def test_error_of_a_round_trip(bits, most, options):
 @pytest.mark.parametrize("options", [{}, dict(sparsity=0.5, sink_tokens=3), dict(bits=3, sink_tokens=25, clip=0.8)])
 def test_round_trip_is_decompress_of_compress(name, options):
     k, v, offsets = make(EDGE_CASES[name][0])
-    found = rotatekv_decompress(rotatekv_compress(k, v, offsets, **options))
-    for x, y in zip(found, rotatekv_round_trip(k, v, offsets, **options)):
+    restored = rotatekv_decompress(rotatekv_compress(k, v, offsets, **options))
+    for x, y in zip(restored, rotatekv_round_trip(k, v, offsets, **options)):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
     sinks = options.get("sink_tokens", 0)
     for begin, end in zip(offsets.tolist(), offsets.tolist()[1:]):
         last = min(end, begin + sinks)
-        assert torch.equal(found[0][begin:last], k[begin:last])
-        assert torch.equal(found[1][begin:last], v[begin:last])
+        assert torch.equal(restored[0][begin:last], k[begin:last])
+        assert torch.equal(restored[1][begin:last], v[begin:last])
 
 
 def outlier_keys(heads=2, size=32, seed=0):
@@ -222,13 +222,13 @@ def test_append_leaves_what_is_packed_and_equals_compressing_all(options):
         before, lengths = codes_at(cache, sequence, position), cache.lengths
         rows, sinks = [list(row) for row in cache.rows], cache.tensors.get("sink_k", torch.zeros(0)).clone()
         assert cache.append(k, v, offsets) is cache
-        for found, expected in zip(codes_at(cache, sequence, position), before):
-            assert all(x is y is None or torch.equal(x, y) for x, y in zip(found, expected))
+        for actual, expected in zip(codes_at(cache, sequence, position), before):
+            assert all(x is y is None or torch.equal(x, y) for x, y in zip(actual, expected))
         for row, now, length in zip(rows, cache.rows, lengths):
             assert list(now[: len(row)]) == row
             if row and cache.options.sink_tokens:
-                kept = cache.tensors["sink_k"][row[0], : min(length, cache.options.sink_tokens)]
-                assert torch.equal(kept, sinks[row[0], : min(length, cache.options.sink_tokens)])
+                stored_sinks = cache.tensors["sink_k"][row[0], : min(length, cache.options.sink_tokens)]
+                assert torch.equal(stored_sinks, sinks[row[0], : min(length, cache.options.sink_tokens)])
     together = [torch.cat([part[x][part[2][b] : part[2][b + 1]] for b in range(4) for part in made]) for x in (0, 1)]
     offsets = sum(part[2] for part in made)
     for x, y in zip(rotatekv_decompress(cache), rotatekv_decompress(rotatekv_compress(*together, offsets, **options))):
@@ -256,19 +256,23 @@ def test_attention_equals_dense_attention_of_the_last_token():
     q = make_jagged(lengths, (2, 32), seed=5)
     times = make_timestamps(lengths)
     tables = dict(position=torch.randn(N), time=torch.randn(129))
-    asked = times + 1000
-    whole = hstu_attention(q, k, v, offsets, N, bias=RelativeBias(**tables, timestamps=times, query_timestamps=asked))
+    query_times = times + 1000
+    whole = hstu_attention(
+        q, k, v, offsets, N, bias=RelativeBias(**tables, timestamps=times, query_timestamps=query_times)
+    )
     last = offsets[1:] - 1
     history = torch.ones(len(k), dtype=torch.bool)
     history[last] = False
     lens = offsets.diff() - 1
     cached = make_offsets(lens.tolist())
     cache = rotatekv_compress(k[history], v[history], cached, bits=8, sink_tokens=64)
-    bias = RelativeBias(**tables, timestamps=times[history], query_timestamps=asked[last])
+    bias = RelativeBias(**tables, timestamps=times[history], query_timestamps=query_times[last])
     out = rotatekv_attention(q[last], torch.arange(4), cache, N - 1, bias=bias) * ((N - 1) / N)
-    own = (q[last] * k[last]).sum(-1) * 32**-0.5 + tables["position"][0]
-    own = own + tables["time"][hstu_sparse.bias.relative.time_bucket(asked[last] - times[last], 128)][:, None]
-    out = out + torch.nn.functional.silu(own)[..., None] * v[last] / N
+    own_score = (q[last] * k[last]).sum(-1) * 32**-0.5 + tables["position"][0]
+    own_score = (
+        own_score + tables["time"][hstu_sparse.bias.relative.time_bucket(query_times[last] - times[last], 128)][:, None]
+    )
+    out = out + torch.nn.functional.silu(own_score)[..., None] * v[last] / N
     torch.testing.assert_close(out, whole[last])
 
 
@@ -287,10 +291,10 @@ def test_rope_depends_on_distance_only_and_two_stages_agree():
     k, v, offsets = make((40, 7))
     q, q_offsets = make_jagged((2, 3), (2, 32), seed=3), make_offsets((2, 3))
     cache = rotatekv_compress(k, v, offsets)
-    given = dict(activation="softmax", rope_base=100.0, return_lse=True)
-    fused = rotatekv_attention(q, q_offsets, cache, 40, **given)
-    found = mustafar_decompress_with_hadamard_inverse(cache)
-    staged = mustafar_attention_with_rope(q, q_offsets, *found, offsets, 40, **given)
+    options = dict(activation="softmax", rope_base=100.0, return_lse=True)
+    fused = rotatekv_attention(q, q_offsets, cache, 40, **options)
+    restored = mustafar_decompress_with_hadamard_inverse(cache)
+    staged = mustafar_attention_with_rope(q, q_offsets, *restored, offsets, 40, **options)
     torch.testing.assert_close(fused, staged)
     x = torch.randn(5, 2, 8, dtype=torch.float64)
     here, there = (reference.rope(x, torch.arange(5) + shift, 50.0) for shift in (0, 1000))
@@ -388,8 +392,10 @@ def test_attention_is_refused():
     k, v, offsets = make()
     cache = rotatekv_compress(k, v, offsets)
     q, q_offsets = torch.zeros(4, 2, 32), torch.arange(5)
-    run = lambda **given: rotatekv_attention(**(dict(q=q, q_offsets=q_offsets, cache=cache, max_seq_len=130) | given))
-    for given, error, message in (
+    run = lambda **changes: rotatekv_attention(
+        **(dict(q=q, q_offsets=q_offsets, cache=cache, max_seq_len=130) | changes)
+    )
+    for changes, error, message in (
         (dict(q=q[:, :1]), ValueError, "H=2, D=32"),
         (dict(q=q.double()), TypeError, "float32 as the cache"),
         (dict(q=q[:3], q_offsets=q_offsets[:-1]), ValueError, "B\\+1=5"),
@@ -401,6 +407,6 @@ def test_attention_is_refused():
         (dict(bias=RelativeBias(None, torch.zeros(9), torch.zeros(168, dtype=torch.long))), ValueError, "query_times"),
     ):
         with pytest.raises(error, match=message):
-            run(**given)
+            run(**changes)
     with pytest.raises(ValueError, match="power of two"):
         hadamard_transform(torch.zeros(3, 12))

@@ -18,11 +18,11 @@ from tests.operators.test_rotatekv import make
 def forge(path, change, tensors=lambda x: None):
     """Rewrites a cache's file with other facts or tensors, and the checksum that belongs to them."""
     with safe_open(path, framework="pt") as file:
-        facts, found = json.loads(file.metadata()["facts"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        facts, entries = json.loads(file.metadata()["facts"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     facts = change(facts) or facts
-    tensors(found)
+    tensors(entries)
     text = json.dumps(facts)
-    save_file(found, path, {"format": files.FORMAT, "facts": text, "sha256": files.checksum(text, found)})
+    save_file(entries, path, {"format": files.FORMAT, "facts": text, "sha256": files.checksum(text, entries)})
 
 
 @pytest.mark.parametrize(
@@ -126,21 +126,21 @@ def test_what_does_not_fit_in_fp16_scales_is_refused(size, name, bits, backend):
     if backend == "triton" and not INTERPRET:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     k, v, offsets = make((3, 2))
-    given = {"k": k, "v": v} | {name: size * {"k": k, "v": v}[name]}
+    inputs = {"k": k, "v": v} | {name: size * {"k": k, "v": v}[name]}
     message = f"{name} must fit in fp16 scales" if size > 1 else f"{name} must reach .* scale it up first"
     for function in (rotatekv_compress, rotatekv_round_trip):
         with pytest.raises(ValueError, match=message):
-            function(**given, seq_offsets=offsets, bits=bits, backend=backend)
-        function(**given, seq_offsets=offsets, bits=bits, sink_tokens=3, backend=backend)  # they stay as they are
+            function(**inputs, seq_offsets=offsets, bits=bits, backend=backend)
+        function(**inputs, seq_offsets=offsets, bits=bits, sink_tokens=3, backend=backend)  # they stay as they are
     cache = rotatekv_compress(k, v, offsets, bits=bits)
     before = rotatekv_decompress(cache)
     with pytest.raises(ValueError, match=message):
-        cache.append(**given, seq_offsets=offsets, backend=backend)
+        cache.append(**inputs, seq_offsets=offsets, backend=backend)
     assert all(torch.equal(x, y) for x, y in zip(rotatekv_decompress(cache), before))
 
 
 @pytest.mark.parametrize("size", [0.0, 2e-3, 1.0, 1e4])
 def test_what_fits_comes_back_as_close_as_codes_are(size):
     k, v, offsets = make()
-    for found, x in zip(rotatekv_round_trip(size * k, size * v, offsets, bits=8), (size * k, size * v)):
-        assert (found - x).norm() <= 0.02 * x.norm()
+    for restored, x in zip(rotatekv_round_trip(size * k, size * v, offsets, bits=8), (size * k, size * v)):
+        assert (restored - x).norm() <= 0.02 * x.norm()

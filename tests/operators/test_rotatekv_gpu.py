@@ -11,7 +11,8 @@ from tests.random.cases.rotatekv import check, check_self_attention
 pytestmark = pytest.mark.gpu
 
 BASE = dict(
-    lengths=[700, 0, 130, 1, 64], asked=[1, 2, 3, 4, 0], max_seq_len=720, groups=2, head_size=128, value_size=128
+    lengths=[700, 0, 130, 1, 64], query_lengths=[1, 2, 3, 4, 0], max_seq_len=720, groups=2, head_size=128,
+    value_size=128
 )  # fmt: skip
 CASES = {
     **{f"{bits} bits": dict(bits=bits) for bits in (2, 3, 4, 8)},
@@ -33,10 +34,10 @@ CASES = {
     "rope, heads of 256": dict(rope=True, head_size=256, head_group=1, value_size=256, softmax=True),
     "rope, one head a group": dict(rope=True, head_group=1, sink_tokens=3),
     "both biases": dict(position=True, timed=True, softmax=True),
-    "many queries": dict(asked=[128, 64, 100, 1, 70]),
-    "many queries, rope, both biases": dict(asked=[128, 64, 100, 1, 70], rope=True, position=True, timed=True),
-    "many queries, 4 bits, softmax": dict(asked=[128, 64, 100, 1, 70], bits=4, softmax=True, sink_tokens=70),
-    "many queries, softmax, pruned": dict(asked=[128, 64, 100, 1, 70], softmax=True, sparsity=0.6),
+    "many queries": dict(query_lengths=[128, 64, 100, 1, 70]),
+    "many queries, rope, both biases": dict(query_lengths=[128, 64, 100, 1, 70], rope=True, position=True, timed=True),
+    "many queries, 4 bits, softmax": dict(query_lengths=[128, 64, 100, 1, 70], bits=4, softmax=True, sink_tokens=70),
+    "many queries, softmax, pruned": dict(query_lengths=[128, 64, 100, 1, 70], softmax=True, sparsity=0.6),
     "smallest": dict(head_size=8, head_group=2, value_size=1, rope=True),
     "non-contiguous": dict(contiguous=False, softmax=True),
 }
@@ -58,12 +59,13 @@ def test_agrees_with_reference(name, dtype):
     ],
 )
 def test_self_attention(options, dtype):
-    given = {name: x for name, x in (BASE | options | dict(dtype=dtype)).items() if name != "asked"}
-    check_self_attention("cuda", **given)
+    case = {name: x for name, x in (BASE | options | dict(dtype=dtype)).items() if name != "query_lengths"}
+    check_self_attention("cuda", **case)
 
 
 MANY = dict(
-    lengths=[700, 0, 129, 1, 64, 128, 1500], asked=[128, 64, 100, 1, 130, 300, 129], max_seq_len=1510, softmax=True
+    lengths=[700, 0, 129, 1, 64, 128, 1500], query_lengths=[128, 64, 100, 1, 130, 300, 129], max_seq_len=1510,
+    softmax=True
 )  # fmt: skip
 
 
@@ -74,8 +76,8 @@ MANY = dict(
         dict(splits=5),
         dict(head_group=4, groups=1, sink_tokens=70, splits=3),
         dict(clip=0.75, contiguous=False, dtype="float16"),
-        dict(lengths=[9000, 3], asked=[200, 1], max_seq_len=9000),
-        dict(lengths=[40, 0, 300] * 60, asked=[1, 130, 90] * 60, max_seq_len=300),
+        dict(lengths=[9000, 3], query_lengths=[200, 1], max_seq_len=9000),
+        dict(lengths=[40, 0, 300] * 60, query_lengths=[1, 130, 90] * 60, max_seq_len=300),
     ],
 )
 def test_many_queries_of_softmax(options):
@@ -93,8 +95,8 @@ def test_maxima_that_rise_along_the_history(options):
     q = make_jagged((128, 100), (4, 128), dtype=torch.bfloat16, device="cuda", seed=2)
     q_offsets, offsets = make_offsets((128, 100), device="cuda"), make_offsets((length, 130), device="cuda")
     cache = rotatekv_compress(k, v, offsets, **options)
-    given = dict(activation="softmax", scale=scale, return_lse=True)
-    found = rotatekv_attention(q, q_offsets, cache, length, **given)
+    settings = dict(activation="softmax", scale=scale, return_lse=True)
+    actual = rotatekv_attention(q, q_offsets, cache, length, **settings)
     lossy, exact = (
         reference.attention_reference(
             q.to(dtype), q_offsets, *reference.decompress_reference(cache, dtype), offsets, bias=RelativeBias(),
@@ -102,28 +104,30 @@ def test_maxima_that_rise_along_the_history(options):
         )
         for dtype in (torch.bfloat16, torch.float64)
     )  # fmt: skip
-    for name, got, low, high in zip(("out", "log-sum-exp"), found, lossy, exact):
+    for name, got, low, high in zip(("out", "log-sum-exp"), actual, lossy, exact):
         assert_within_budget(name, got, low.to(got.dtype), high, factor=4.0, floor=2 * torch.finfo(torch.bfloat16).eps)
 
 
-@pytest.mark.parametrize("asked", [1, 20, 100])
-def test_calls_that_come_again(asked):
+@pytest.mark.parametrize("num_queries", [1, 20, 100])
+def test_calls_that_come_again(num_queries):
     """They give what a call on another cache of the same tokens gives, before and after an append."""
     k, v = (make_jagged((300, 17), (2, 128), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(2))
-    offsets, q_offsets = make_offsets((300, 17), device="cuda"), make_offsets((asked, asked), device="cuda")
-    q = [make_jagged((asked, asked), (2, 128), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(3)]
+    offsets, q_offsets = make_offsets((300, 17), device="cuda"), make_offsets((num_queries, num_queries), device="cuda")
+    q = [
+        make_jagged((num_queries, num_queries), (2, 128), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(3)
+    ]
     caches = [rotatekv_compress(k, v, offsets) for _ in range(2)]
-    given = dict(activation="softmax", return_lse=True)
+    options = dict(activation="softmax", return_lse=True)
     for _ in range(2):
-        found = [rotatekv_attention(x, q_offsets, caches[0], 700, **given) for x in q]
-        for x, got in zip(q, found):
-            assert all(map(torch.equal, got, rotatekv_attention(x, q_offsets, caches[1], 700, **given)))
+        results = [rotatekv_attention(x, q_offsets, caches[0], 700, **options) for x in q]
+        for x, got in zip(q, results):
+            assert all(map(torch.equal, got, rotatekv_attention(x, q_offsets, caches[1], 700, **options)))
         # Now after more tokens.
         for cache in caches:
             cache.append(k, v, offsets)
     for wrong in (dict(max_seq_len=0), dict(max_seq_len=700, activation="relu")):
         with pytest.raises(ValueError):
-            rotatekv_attention(q[0], q_offsets, caches[0], **(given | wrong))
+            rotatekv_attention(q[0], q_offsets, caches[0], **(options | wrong))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -183,12 +187,12 @@ def test_attention_unpacks_nothing_to_memory():
 def test_the_same_bits_in_every_run():
     k, v, offsets = large()
     q = make_jagged((3,) * 8, (8, 128), dtype=k.dtype, device="cuda")
-    found = []
+    results = []
     for _ in range(2):
         cache = rotatekv_compress(k, v, offsets, sparsity=0.5)
         out = rotatekv_attention(q, make_offsets((3,) * 8, device="cuda"), cache, 8192, activation="softmax")
-        found.append((out, *rotatekv_decompress(cache), *cache.tensors.values()))
-    assert all(torch.equal(x, y) for x, y in zip(*found))
+        results.append((out, *rotatekv_decompress(cache), *cache.tensors.values()))
+    assert all(torch.equal(x, y) for x, y in zip(*results))
 
 
 def test_batches_do_not_recompile_kernels():
@@ -203,9 +207,9 @@ def test_batches_do_not_recompile_kernels():
         cache = rotatekv_compress(k, v, make_offsets(lengths, device="cuda"))
         cache.append(k, v, make_offsets(lengths, device="cuda"))
         rotatekv_decompress(cache)
-        asked = [1 for _ in lengths]
-        q = make_jagged(asked, (2, 64), dtype=torch.bfloat16, device="cuda")
-        rotatekv_attention(q, make_offsets(asked, device="cuda"), cache, 2 * max(lengths))
+        num_queries = [1 for _ in lengths]
+        q = make_jagged(num_queries, (2, 64), dtype=torch.bfloat16, device="cuda")
+        rotatekv_attention(q, make_offsets(num_queries, device="cuda"), cache, 2 * max(lengths))
 
     def compiled():
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -20,12 +20,12 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
 BASE = dict(
-    lengths=[37, 0, 1], asked=[1, 2, 0], max_seq_len=75, groups=1, head_size=32, value_size=24, dtype="float32"
+    lengths=[37, 0, 1], query_lengths=[1, 2, 0], max_seq_len=75, groups=1, head_size=32, value_size=24, dtype="float32"
 )  # fmt: skip
 OPTIONS = {
     **{f"{bits} bits": dict(bits=bits) for bits in (2, 3, 4, 8)},
     **{f"groups of {group} heads": dict(head_group=group, groups=4 // group) for group in (1, 2, 4)},
-    **{f"{share:.0%} pruned": dict(sparsity=share, lengths=[70], asked=[2]) for share in (0.2, 0.9)},
+    **{f"{share:.0%} pruned": dict(sparsity=share, lengths=[70], query_lengths=[2]) for share in (0.2, 0.9)},
     "pruned, 3 bits, sinks": dict(sparsity=0.7, bits=3, sink_tokens=5),
     "more sinks than tokens": dict(sink_tokens=40),
     "clipped": dict(clip=0.7, sparsity=0.3),
@@ -34,7 +34,7 @@ OPTIONS = {
     "ordered": dict(ordered=True, head_size=16, head_group=4, quant_group=32),
     "ordered and pruned": dict(ordered=True, sparsity=0.4),
     "smallest heads": dict(head_size=8, value_size=1, head_group=2),
-    "large heads": dict(head_size=256, lengths=[20], asked=[2], value_size=72),
+    "large heads": dict(head_size=256, lengths=[20], query_lengths=[2], value_size=72),
 }
 HALF = dict(dtype="float16", value_size=32)
 CALLS = {
@@ -44,15 +44,15 @@ CALLS = {
     "rope, pruned, ordered": dict(rope=True, sparsity=0.5, ordered=True, softmax=True),
     "both biases": dict(position=True, timed=True),
     "both biases, softmax, split": dict(position=True, timed=True, softmax=True, splits=3, sink_tokens=3),
-    "split": dict(splits=2, lengths=[130], asked=[2], max_seq_len=130),
-    "many queries": dict(asked=[70, 1, 35]),
-    "many queries, rope, bias": dict(asked=[70, 1, 35], rope=True, timed=True),
+    "split": dict(splits=2, lengths=[130], query_lengths=[2], max_seq_len=130),
+    "many queries": dict(query_lengths=[70, 1, 35]),
+    "many queries, rope, bias": dict(query_lengths=[70, 1, 35], rope=True, timed=True),
     "non-contiguous": dict(contiguous=False),
-    "nobody asks": dict(asked=[0, 0, 0]),
+    "nobody asks": dict(query_lengths=[0, 0, 0]),
     "half precision": dict(HALF, sink_tokens=5, position=True, timed=True),
     "half precision, 4 bits, softmax, ordered": dict(HALF, bits=4, softmax=True, ordered=True, splits=2),
     "half precision, rope, 256": dict(
-        HALF, head_size=256, head_group=1, rope=True, softmax=True, lengths=[20], asked=[1]
+        HALF, head_size=256, head_group=1, rope=True, softmax=True, lengths=[20], query_lengths=[1]
     ),
 }
 
@@ -77,8 +77,8 @@ SELF = {
 
 @pytest.mark.parametrize("name", SELF)
 def test_self_attention(name):
-    given = {what: x for what, x in (BASE | SELF[name]).items() if what != "asked"}
-    check_self_attention("cpu", **given)
+    case = {what: x for what, x in (BASE | SELF[name]).items() if what != "query_lengths"}
+    check_self_attention("cpu", **case)
 
 
 def test_self_attention_is_one_graph():
@@ -100,7 +100,7 @@ def test_self_attention_is_one_graph():
 @pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1", "N far above every length"])
 def test_edge_cases(name):
     lengths, N = EDGE_CASES[name]
-    check("cpu", **(BASE | dict(lengths=list(lengths), asked=[2 for _ in lengths], max_seq_len=N)))
+    check("cpu", **(BASE | dict(lengths=list(lengths), query_lengths=[2 for _ in lengths], max_seq_len=N)))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -128,9 +128,9 @@ def test_codes_in_the_mantissa_of_half_precision(bits):
     cache = rotatekv_compress(k, v, offsets, bits=bits, backend="triton")
     for x, y in zip(*(rotatekv_decompress(cache, backend=b) for b in ("triton", "reference"))):
         torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3)
-    given = dict(q=q, q_offsets=make_offsets((2,)), cache=cache, max_seq_len=70, activation="softmax")
-    found = [rotatekv_attention(**given, backend=backend) for backend in ("triton", "reference")]
-    torch.testing.assert_close(*found, rtol=4e-3, atol=4e-3)
+    arguments = dict(q=q, q_offsets=make_offsets((2,)), cache=cache, max_seq_len=70, activation="softmax")
+    results = [rotatekv_attention(**arguments, backend=backend) for backend in ("triton", "reference")]
+    torch.testing.assert_close(*results, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("n", [1, 4, 64, 128, 2048])

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check(found, x):
-    assert torch.equal(found, F.pad(x, (0, -x.shape[-1] % 16)))
-    assert found.data_ptr() % 16 == 0 and found.stride(-1) == 1
-    assert all(s and s % 16 == 0 for s, size in zip(found.stride()[:-1], found.shape) if size > 1), found.stride()
+def check(row_tensor, x):
+    assert torch.equal(row_tensor, F.pad(x, (0, -x.shape[-1] % 16)))
+    assert row_tensor.data_ptr() % 16 == 0 and row_tensor.stride(-1) == 1
+    assert all(s and s % 16 == 0 for s, size in zip(row_tensor.stride()[:-1], row_tensor.shape) if size > 1), (
+        row_tensor.stride()
+    )
 
 
 @pytest.mark.parametrize("tokens", [0, 37])
@@ -20,9 +22,9 @@ def test_heads_of_several_tensors(tokens, d, v, heads):
 
     wide = torch.randn(tokens, heads, 2 * d + 3, device=DEVICE)
     k, values = (torch.randn(tokens, heads, size, device=DEVICE) for size in (d, v))
-    given = wide[..., 3 : 3 + d], k, None, values, k
-    for found, x in zip(as_rows(*given), given, strict=True):
-        assert found is None if x is None else check(found, x) is None
+    inputs = wide[..., 3 : 3 + d], k, None, values, k
+    for actual, x in zip(as_rows(*inputs), inputs, strict=True):
+        assert actual is None if x is None else check(actual, x) is None
 
 
 def test_what_no_kernel_pads_for_all():
@@ -31,9 +33,9 @@ def test_what_no_kernel_pads_for_all():
 
     x = torch.randn(6, 2, 5, device=DEVICE)
     others = x[:4], x[:, :1], x[:, 0], x.transpose(0, 2), x.transpose(1, 2), torch.randn(2, 6, 2, 5, device=DEVICE)
-    for given in (*((x, other) for other in others), (x,) * 5):
-        for found, one in zip(as_rows(*given), given, strict=True):
-            check(found, one)
+    for inputs in (*((x, other) for other in others), (x,) * 5):
+        for actual, one in zip(as_rows(*inputs), inputs, strict=True):
+            check(actual, one)
 
 
 def test_copies_only_what_cannot_be_read():
@@ -41,9 +43,9 @@ def test_copies_only_what_cannot_be_read():
 
     x = torch.randn(4, 2, 96, device=DEVICE)
     view, shifted, expanded = x[..., 16:48], x[..., 1:33], x[:, :1].expand(4, 2, 96)
-    found = as_rows(view, shifted, expanded, x.transpose(1, 2)[..., :1].expand(4, 96, 16))
-    assert found[0] is view and found[1] is not shifted
-    for one, given in zip(found, (view, shifted, expanded)):
-        check(one, given)
+    results = as_rows(view, shifted, expanded, x.transpose(1, 2)[..., :1].expand(4, 96, 16))
+    assert results[0] is view and results[1] is not shifted
+    for one, source in zip(results, (view, shifted, expanded)):
+        check(one, source)
     plain = as_rows(shifted, None, expanded, x.transpose(1, 2), align=False)
     assert plain[0] is shifted and plain[1] is None and plain[2] is expanded and plain[3].is_contiguous()

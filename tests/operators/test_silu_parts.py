@@ -15,8 +15,8 @@ interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 def test_reference():
     x = torch.randn(5, 12)
-    for found, expected in zip(silu_parts(x, [3, 2, 6, 1]), F.silu(x).split([3, 2, 6, 1], 1)):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(silu_parts(x, [3, 2, 6, 1]), F.silu(x).split([3, 2, 6, 1], 1)):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_parts_without_a_gradient_and_gradients_that_lie_apart():
     x = torch.randn(6, 12, requires_grad=True)
     grad = torch.randn(3, 6).T
     for i in range(4):
-        found, expected = (
+        actual, expected = (
             torch.autograd.grad(silu_parts(x, [3] * 4, backend=backend)[i], x, grad)[0]
             for backend in ("triton", "reference")
         )
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 @interpreter
@@ -66,9 +66,9 @@ def test_opcheck_and_one_graph():
     compiled = torch.compile(lambda x: kernel(x, (3, 2, 6, 1)), fullgraph=True, backend="aot_eager")
     for run in (compiled, lambda x: kernel(x, (3, 2, 6, 1))):
         u, *_, k = run(x)
-        (found,) = torch.autograd.grad(u.sum() + k.sum(), x)
+        (gradient,) = torch.autograd.grad(u.sum() + k.sum(), x)
         u, *_, k = silu_parts(x, (3, 2, 6, 1))
-        torch.testing.assert_close(found, torch.autograd.grad(u.sum() + k.sum(), x)[0])
+        torch.testing.assert_close(gradient, torch.autograd.grad(u.sum() + k.sum(), x)[0])
 
 
 @pytest.mark.gpu

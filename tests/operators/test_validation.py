@@ -115,12 +115,12 @@ def arguments():
 def test_an_operator_outside_and_inside_of_a_graph(scaled):
     x, table, index, rest, scale = arguments()
     expected = x * scale * table[index][:, None]
-    wanted = torch.autograd.grad(expected.square().sum(), (x, table))
-    for call in (scaled, torch.compile(lambda *given: scaled(*given), fullgraph=True, backend="aot_eager")):
+    expected_gradients = torch.autograd.grad(expected.square().sum(), (x, table))
+    for call in (scaled, torch.compile(lambda *inputs: scaled(*inputs), fullgraph=True, backend="aot_eager")):
         out, rows = call(x, table, index, rest, scale)
         assert not rows.requires_grad
         torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (x, table)), wanted)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (x, table)), expected_gradients)
     with torch.no_grad():
         torch.testing.assert_close(scaled(x, table, index, rest, scale)[0], expected.detach())
 

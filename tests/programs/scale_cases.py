@@ -108,20 +108,20 @@ def run(case: str, out: Path, met) -> None:
     folder = out / (name if resumed else f"{case}-{world}")
     build, write = train.build_step, FileSystemWriter.write_data
 
-    def recorded(*given, **options):
-        optimizer, step = build(*given, **options)
+    def recorded(*inputs, **options):
+        optimizer, step = build(*inputs, **options)
 
         def noted(batch):
             met("step")
-            found = step(batch)
-            losses.append(float(found["loss"]))
-            return found
+            result_of_step = step(batch)
+            losses.append(float(result_of_step["loss"]))
+            return result_of_step
 
         return optimizer, noted
 
-    def written(*given, **options):
+    def written(*inputs, **options):
         met("save")
-        done = write(*given, **options)
+        done = write(*inputs, **options)
         met("saved")
         return done
 
@@ -139,9 +139,9 @@ def run(case: str, out: Path, met) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         result = json.loads((folder / "result.json").read_text())
         metrics = result["model"].get("history", result["model"])
-        told = {"losses": losses, "metrics": metrics, "users": result["users"]}
-        told["starts"] = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        (out / f"{name}-{world}.json").write_text(json.dumps(told))
+        facts = {"losses": losses, "metrics": metrics, "users": result["users"]}
+        facts["starts"] = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        (out / f"{name}-{world}.json").write_text(json.dumps(facts))
 
 
 def main(out: str, *cases: str) -> None:

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from tests.programs.scale_cases import BSA, FEATURES, MOL, SASREC
-from tests.programs.test_scale import found, launch
+from tests.programs.test_scale import facts_of, launch
 
 MODELS = {"hstu": [], "sasrec": SASREC, "bsa": BSA, "mol": MOL, "features": [FEATURES]}
 LOSSES = {
@@ -73,7 +73,7 @@ def main() -> int:
         if cases:
             launch([1, 2, 4], out, *cases, more=out / "cases.json")
         for name in cases:
-            results += [tell(f"{name} on {w}", found(out, name, w), found(out, name, 1)) for w in (2, 4)]
+            results += [tell(f"{name} on {w}", facts_of(out, name, w), facts_of(out, name, 1)) for w in (2, 4)]
     draw, out = random.Random(0), options.out / "kills"
     if re.search(options.only, "kills"):
         out.mkdir(parents=True, exist_ok=True)
@@ -83,16 +83,16 @@ def main() -> int:
             kill = f"{draw.randrange(2)}:{draw.choice(['step', 'save', 'saved'])}:{draw.randint(2, 31)}"
             folder = out / f"{number}"
             launch([2], folder, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill)
-            told = found(folder, case, 2)
-            right = tell(f"{case} killed at {kill}, {told['starts']} starts", told, found(out, case, 1))
-            results.append(right and told["starts"] == 2)
+            facts = facts_of(folder, case, 2)
+            right = tell(f"{case} killed at {kill}, {facts['starts']} starts", facts, facts_of(out, case, 1))
+            results.append(right and facts["starts"] == 2)
     if re.search(options.only, "resumed"):
         out = options.out / "resumed"
         launch([1], out / "one", "hstu")
         for world, epochs, kind in ((4, 2, "row_wise"), (2, 4, "row_wise"), (1, 6, "row_wise"), (4, 8, "column_wise")):
             launch([world], out, f"hstu:resume:train.epochs={epochs}:parallel.embedding={kind}")
         results.append(
-            tell("4 ranks, 2, 1, 4 with another sharding", found(out, "hstu", 4), found(out / "one", "hstu", 1))
+            tell("4 ranks, 2, 1, 4 with another sharding", facts_of(out, "hstu", 4), facts_of(out / "one", "hstu", 1))
         )
     if re.search(options.only, "users"):
         out = options.out / "users"
@@ -100,8 +100,8 @@ def main() -> int:
         data = "data.synthetic={num_users: 943, num_items: 200, mean_length: 20}"
         (out / "cases.json").write_text(json.dumps({"users": [data, "train.epochs=1", "train.batch_size=400"]}))
         launch([1, 4], out, "users", more=out / "cases.json")
-        assert found(out, "users", 4)["users"] == 943
-        results.append(tell("943 users on 4 ranks", found(out, "users", 4), found(out, "users", 1)))
+        assert facts_of(out, "users", 4)["users"] == 943
+        results.append(tell("943 users on 4 ranks", facts_of(out, "users", 4), facts_of(out, "users", 1)))
     print(f"{sum(results)} of {len(results)} right")
     return 0 if all(results) else 1
 

@@ -98,9 +98,9 @@ def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
 
     third = run("plan.yaml", "--out", "out")
     assert place.launched[7:] == [] and results() == (tree, table)
-    told = third.stdout.splitlines()
-    assert told == second.stdout.splitlines()[-len(told) :]
-    assert max(map(len, told)) <= 80
+    printed = third.stdout.splitlines()
+    assert printed == second.stdout.splitlines()[-len(printed) :]
+    assert max(map(len, printed)) <= 80
 
     # The whole thing again elsewhere: the same runs give the same figures.
     again = run("plan.yaml", "--out", "other", "--seeds", "1,2")

@@ -53,20 +53,20 @@ def known_keys() -> set[str]:
 @cache
 def flags() -> dict[str, set[str]]:
     """Program -> its flags, from --help where that is cheap, else from its source."""
-    found = {}
+    by_program = {}
     for program in ("train", "eval", "compare", "tune", "serve"):
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             getattr(command, f"{program}_options")("", ["--help"])
-        found[f"{program}.py"] = set(FLAG.findall(text.getvalue()))
+        by_program[f"{program}.py"] = set(FLAG.findall(text.getvalue()))
     files = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "data" / "download.py", ROOT / "tests" / "conftest.py"]
     for file in files:
-        found[str(file.relative_to(ROOT))] = set(re.findall(r'"(--[a-z][a-z-]*)"', file.read_text()))
-    shared = set().union(*(names for file, names in found.items() if file.startswith("benchmarks/")))
-    found["benchmarks/run.py"] |= shared  # which takes its operators' flags too
-    found["benchmarks/train.py"] |= found["benchmarks/parts.py"]
-    found["(torchrun)"] = {"--standalone", "--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts"}
-    return found
+        by_program[str(file.relative_to(ROOT))] = set(re.findall(r'"(--[a-z][a-z-]*)"', file.read_text()))
+    shared = set().union(*(names for file, names in by_program.items() if file.startswith("benchmarks/")))
+    by_program["benchmarks/run.py"] |= shared  # which takes its operators' flags too
+    by_program["benchmarks/train.py"] |= by_program["benchmarks/parts.py"]
+    by_program["(torchrun)"] = {"--standalone", "--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts"}
+    return by_program
 
 
 def spread(name: str) -> Iterator[str]:
@@ -140,8 +140,8 @@ def faults_of_code(text: str) -> Iterator[str]:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         yield from (f"make {word}" for word in words[1:2] if re.fullmatch("[a-z-]+", word) and word not in targets)
     elif program in flags():
-        given = FLAG.findall(text.partition(program)[2])
-        yield from (f"{program} {flag}" for flag in given if flag not in flags()[program])
+        used = FLAG.findall(text.partition(program)[2])
+        yield from (f"{program} {flag}" for flag in used if flag not in flags()[program])
     elif FLAG.match(text):
         every = set().union(*flags().values())
         yield from (f"flag {flag}" for flag in FLAG.findall(text) if flag not in every)
@@ -158,16 +158,16 @@ def anchors(page: Path) -> set[str]:
 
 def faults(text: str, folder: Path) -> list[str]:
     """Everything that a page names and that does not exist."""
-    found: list[str] = []
+    listed: list[str] = []
     for language, _, block in BLOCK.findall(text):
         if language == "yaml":
-            found += faults_of_yaml(block)
-        found += [fault for line in re.sub(r"\\\n", "", block).splitlines() for fault in faults_of_code(line)]
+            listed += faults_of_yaml(block)
+        listed += [fault for line in re.sub(r"\\\n", "", block).splitlines() for fault in faults_of_code(line)]
     rest = BLOCK.sub("", text)
     for block in INDENTED.findall(rest):
-        found += [fault for line in block.splitlines() for fault in faults_of_code(line.strip())]
-    found += [fault for span in SPAN.findall(rest) for fault in faults_of_code(span)]
-    return found + list(faults_of_links(rest, folder))
+        listed += [fault for line in block.splitlines() for fault in faults_of_code(line.strip())]
+    listed += [fault for span in SPAN.findall(rest) for fault in faults_of_code(span)]
+    return listed + list(faults_of_links(rest, folder))
 
 
 def faults_of_links(text: str, folder: Path) -> Iterator[str]:
@@ -202,10 +202,10 @@ def test_no_sentence_begins_with_of():
     begins = re.compile(r"(?:^\s*|[.!?] |\"\"\"|# |\()Of [a-z\[|`]", re.MULTILINE)
     code = [file for folder in FOLDERS.split("|") for file in (ROOT / folder).rglob("*.py")]
     wrong = [
-        f"{file.relative_to(ROOT)}: {text[found.start() : found.end() + 40]!r}"
+        f"{file.relative_to(ROOT)}: {text[match.start() : match.end() + 40]!r}"
         for file in [*PAGES, ROOT / "CHANGELOG.md", *code, *ROOT.glob("*.py")]
         for text in [file.read_text()]
-        for found in begins.finditer(text)
+        for match in begins.finditer(text)
     ]
     assert not wrong, wrong
 

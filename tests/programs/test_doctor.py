@@ -15,8 +15,8 @@ GOOD = {"torch": "2.13.0+cpu", "triton": "3.7.1", "torchrec": "1.8.0", "fbgemm":
 
 @pytest.mark.parametrize("release", COMBINATIONS)
 def test_known_combinations_fit(release):
-    found = {"torch": f"{release}.0+cu130", "triton": "3.6.0"} | COMBINATIONS[release]
-    assert mismatches(found, "fbgemm-gpu", has_gpu=True) == []
+    versions = {"torch": f"{release}.0+cu130", "triton": "3.6.0"} | COMBINATIONS[release]
+    assert mismatches(versions, "fbgemm-gpu", has_gpu=True) == []
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_runs_where_nothing_is_installed():
 
 def test_pyproject_pins_the_tested_combination():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = COMBINATIONS[TESTED]
+    versions = COMBINATIONS[TESTED]
     for extra, fbgemm in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
-        pins = [f"torch=={TESTED}.0", f"triton=={wanted['triton']}", f"{fbgemm}=={wanted['fbgemm']}"]
+        pins = [f"torch=={TESTED}.0", f"triton=={versions['triton']}", f"{fbgemm}=={versions['fbgemm']}"]
         assert extras[extra] == pins
-    assert f"torchrec=={wanted['torchrec']}" in (ROOT / "Makefile").read_text()
+    assert f"torchrec=={versions['torchrec']}" in (ROOT / "Makefile").read_text()

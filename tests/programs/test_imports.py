@@ -87,18 +87,18 @@ def imports(code: ast.AST, package: str = "") -> set[str]:
     Imports for type checkers alone count too: an annotation ties modules as a call does. `from package import name` is
     the module `package.name` where there is one, and not the package's own file, which imports what stands inside it.
     """
-    found = set()
+    names = set()
     for node in ast.iter_child_nodes(code):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             module = ".".join([*parents, *([node.module] if node.module else [])])
             inside = {f"{module}.{alias.name}" for alias in node.names}
-            found |= inside if inside <= set(MODULES) else {module}
+            names |= inside if inside <= set(MODULES) else {module}
         else:
-            found |= imports(node, package)
-    return found & set(MODULES)
+            names |= imports(node, package)
+    return names & set(MODULES)
 
 
 @functools.cache
@@ -120,12 +120,12 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
         if name in done:
             return []
         for other in sorted(graph[name]):
-            if found := walk(other, [*way, name]):
-                return found
+            if way_back := walk(other, [*way, name]):
+                return way_back
         done.add(name)
         return []
 
-    return next((found for name in sorted(graph) if (found := walk(name, []))), [])
+    return next((way_round for name in sorted(graph) if (way_round := walk(name, []))), [])
 
 
 def test_the_check_sees_a_circle():

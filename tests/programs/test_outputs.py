@@ -208,11 +208,11 @@ def test_a_backend_that_is_none_costs_no_report(tmp_path):
 
 def test_the_report_says_where_it_comes_from(place):
     assert run("train.py", "--resume", "run", "train.epochs=3").returncode == 0
-    told = (place / "run" / "report.md").read_text()
+    report = (place / "run" / "report.md").read_text()
     manifest = json.loads((place / "run" / "run.json").read_text())
     for part in (manifest["commit"], manifest["created"], "- command: `", "95% intervals", "coverage", "next event"):
-        assert part in told
-    assert "HR@50" not in told and "0.0 minutes" not in told
+        assert part in report
+    assert "HR@50" not in report and "0.0 minutes" not in report
     result = json.loads((place / "run" / "result.json").read_text())
     low, high = result["intervals"]["NDCG@10"]
     assert low < result["model"]["history"]["NDCG@10"] < high

@@ -81,12 +81,12 @@ def test_it_asks_for_what_the_operators_import(wheel):
 
 
 def test_facts_and_changelog_agree(wheel):
-    found = facts(wheel)
-    assert found["Version"] == hstu_sparse.__version__
+    metadata = facts(wheel)
+    assert metadata["Version"] == hstu_sparse.__version__
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(rf"^## {re.escape(found['Version'])}\b", changelog, re.MULTILINE)
-    assert {"train", "serve", "tune", "cute", "docs", "dev"} <= set(found.get_all("Provides-Extra"))
-    assert "Typing :: Typed" in found.get_all("Classifier")
+    assert re.search(rf"^## {re.escape(metadata['Version'])}\b", changelog, re.MULTILINE)
+    assert {"train", "serve", "tune", "cute", "docs", "dev"} <= set(metadata.get_all("Provides-Extra"))
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
 
 
 def test_readme_kernel_lines_run_with_torch_only(wheel, tmp_path):
@@ -95,8 +95,8 @@ def test_readme_kernel_lines_run_with_torch_only(wheel, tmp_path):
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    asked = [one.name for one in requirements(facts(wheel).get_all("Requires-Dist"))]
-    for name in installed_with(asked):
+    required = [one.name for one in requirements(facts(wheel).get_all("Requires-Dist"))]
+    for name in installed_with(required):
         for file in metadata.files(name):
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not (site / top).exists():

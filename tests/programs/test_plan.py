@@ -116,12 +116,12 @@ def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_are_what_autograd_keeps(plans, kind):
-    found = plans[kind]
-    activations = sum(found["activations"].values())
+    plan = plans[kind]
+    activations = sum(plan["activations"].values())
     # A batch's plan, which autograd does not save, is held beside what it saves.
-    assert 0.98 * found["saved"] < activations <= 1.6 * found["saved"]
-    assert any(name.startswith(f"attention {kind}") for name in found["activations"])
-    assert activations < found["step"] < found["training_peak"] <= found["peak"]
+    assert 0.98 * plan["saved"] < activations <= 1.6 * plan["saved"]
+    assert any(name.startswith(f"attention {kind}") for name in plan["activations"])
+    assert activations < plan["step"] < plan["training_peak"] <= plan["peak"]
 
 
 def test_ranks_share_batch_and_table(plans):
@@ -143,15 +143,15 @@ def test_ranks_share_batch_and_table(plans):
 
 
 def test_ranking_has_a_plan(plans):
-    found = plans["ranking"]
-    assert found["activations"] and min(found["step"], found["evaluation"]) > found["tokens"] * 64 * 4
+    plan = plans["ranking"]
+    assert plan["activations"] and min(plan["step"], plan["evaluation"]) > plan["tokens"] * 64 * 4
 
 
 def test_features_have_a_plan(plans):
     dense, one, sharded = (plans[name] for name in ("dense", "features", "features, sharded"))
-    for found in (one, sharded):  # a table of a group's rows, and items without an event
-        assert found["persistent"]["weights"] > dense["persistent"]["weights"] + 7 * 64 * 4
-        assert found["activations"] and found["evaluation"] > 0
+    for plan in (one, sharded):  # a table of a group's rows, and items without an event
+        assert plan["persistent"]["weights"] > dense["persistent"]["weights"] + 7 * 64 * 4
+        assert plan["activations"] and plan["evaluation"] > 0
     assert sharded["persistent"]["optimiser"] == one["persistent"]["optimiser"]
 
 
@@ -185,7 +185,7 @@ def test_docs_carry_the_tables_of_the_model():
     assert "\n".join(scaling.users(10**8, 10**10, 10**8)) in note
     page = (ROOT / "docs/scaling.md").read_text()
     for gpus in (8, 64, 1024):
-        own, shared, fused, whole = (scaling.step(scaling.SETTINGS[n], gpus, 65_536, 10**8) for n in (0, 2, 3, 4))
-        cells = [f"{step.ms:.0f} ms, {step.memory / 1e9:.0f} GB" for step in (own, shared, fused)]
+        separate, shared, fused, whole = (scaling.step(scaling.SETTINGS[n], gpus, 65_536, 10**8) for n in (0, 2, 3, 4))
+        cells = [f"{step.ms:.0f} ms, {step.memory / 1e9:.0f} GB" for step in (separate, shared, fused)]
         cells.append(f"{whole.ms / 1e3:.1f} s, {whole.memory / 1e9:.0f} GB")
         assert f"| {gpus:,} | {' | '.join(cells)} |" in page

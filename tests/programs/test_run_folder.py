@@ -71,7 +71,7 @@ def test_errors_of_the_file_system_name_the_path(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "lost"),
+    ("content", "lost"),
     [
         (None, True),
         (b"", True),
@@ -82,10 +82,10 @@ def test_errors_of_the_file_system_name_the_path(tmp_path):
         (b'\xff{"a": 1}\n{"a": 2}\n', True),
     ],
 )
-def test_metrics_are_what_the_checkpoint_knew(tmp_path, found, lost):
+def test_metrics_are_what_the_checkpoint_knew(tmp_path, content, lost):
     file = tmp_path / "metrics.jsonl"
-    if found is not None:
-        file.write_bytes(found)
+    if content is not None:
+        file.write_bytes(content)
     log = MetricsLog(tmp_path, [{"a": 1}, {"a": 2}], TensorBoard(tmp_path, 0))
     assert log.lost == lost
     log.write({"a": 3, "step": 1}, 0.5, {})
@@ -150,10 +150,10 @@ def test_weights_know_their_configuration(copy, capsys):
             "-> softmax",
         ),
     )
-    for other, told in others:
+    for other, message in others:
         config.write_text(other)
         assert evaluation.main([str(copy)]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     config.write_text(text.replace("filter_seen: history", "filter_seen: none").replace("threads: 1", "threads: 2"))
     assert evaluation.main([str(copy)]) == 0
     config.write_text(text)

@@ -39,7 +39,7 @@ def launch(worlds, out, *cases, restarts=None, kill=None, more=None):
     return done.stderr
 
 
-def found(out, case, world):
+def facts_of(out, case, world):
     return json.loads((out / f"{case}-{world}.json").read_text())
 
 
@@ -56,10 +56,10 @@ def check(shared, alone):
 def test_ranks_train_and_judge_as_one(tmp_path, worlds, cases):
     launch([1, *worlds], tmp_path, *cases, "judge:hstu-row-fused")
     for case in cases:
-        one = found(tmp_path, case, 1)
+        one = facts_of(tmp_path, case, 1)
         assert len(one["losses"]) >= 30 and one["losses"][-1] < 0.9 * one["losses"][0], case
         for world in worlds:
-            check(found(tmp_path, case, world), one)
+            check(facts_of(tmp_path, case, world), one)
     run = tmp_path / "hstu-row-fused-1"
     judged, trained = (json.loads((run / name).read_text()) for name in ("eval-test.json", "result.json"))
     assert judged["users"] == 37
@@ -75,9 +75,9 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill):
     launch([1], tmp_path, case)
     errors = launch([2], tmp_path, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill)
     assert errors.count("error: ") == errors.count("error: another process of this run was lost") <= 1
-    resumed = found(tmp_path, case, 2)
+    resumed = facts_of(tmp_path, case, 2)
     assert 0 < len(resumed["losses"]) < 32
-    check(resumed, found(tmp_path, case, 1))
+    check(resumed, facts_of(tmp_path, case, 1))
 
 
 @pytest.mark.slow
@@ -86,4 +86,4 @@ def test_resumed_on_other_ranks_and_shardings(tmp_path):
     launch([1], tmp_path / "alone", case)
     for world, epochs, kind in ((2, 2, "row_wise"), (1, 5, "column_wise"), (2, 8, "table_wise")):
         launch([world], tmp_path, f"{case}:resume:train.epochs={epochs}:parallel.embedding={kind}")
-    check(found(tmp_path, case, 2), found(tmp_path / "alone", case, 1))
+    check(facts_of(tmp_path, case, 2), facts_of(tmp_path / "alone", case, 1))

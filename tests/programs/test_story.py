@@ -23,11 +23,11 @@ def interrupted(monkeypatch, place, name, call):
     """SIGINT when `name` of an object is called for the `call`-th time."""
     whole, calls = getattr(place, name), []
 
-    def counted(*given, **more):
+    def counted(*arguments, **more):
         calls.append(1)
         if len(calls) == call:
             os.kill(os.getpid(), signal.SIGINT)
-        return whole(*given, **more)
+        return whole(*arguments, **more)
 
     monkeypatch.setattr(place, name, counted)
 
@@ -51,11 +51,11 @@ def test_the_story(tmp_path, monkeypatch):
         (ending, "judge", 1, "evaluating; all epochs are saved. To evaluate: python train.py --resume run"),
     )
     arguments = ("run.yaml", "--run", "run")
-    for place, name, call, told in stops:
+    for place, name, call, doing in stops:
         with monkeypatch.context() as patch:
             interrupted(patch, place, name, call)
             done = run("train.py", *arguments)
-        assert done.returncode == 130 and f"Stopped while {told}" in done.stdout, (name, done.stdout, done.stderr)
+        assert done.returncode == 130 and f"Stopped while {doing}" in done.stdout, (name, done.stdout, done.stderr)
         if name != "open_data":
             arguments = ("--resume", "run")
     assert run("train.py", *arguments).returncode == 0

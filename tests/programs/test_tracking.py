@@ -77,7 +77,7 @@ def check_what_an_interrupted_run_leaves(folder):
 def test_stopped_while_it_is_judged(place, monkeypatch):
     from models import ending
 
-    def stopped(*given):
+    def stopped(*arguments):
         raise Stopped(signal.SIGINT)
 
     with monkeypatch.context() as patch:
@@ -91,8 +91,8 @@ def test_stopped_while_it_is_judged(place, monkeypatch):
 class FakeRun:
     """As much of a W&B run as is used; it fails at the `broken`-th point."""
 
-    def __init__(self, given, broken=None):
-        self.given, self.points, self.ends, self.broken = given, [], [], broken
+    def __init__(self, options, broken=None):
+        self.options, self.points, self.ends, self.broken = options, [], [], broken
 
     def define_metric(self, name, step_metric):
         assert (name, step_metric) == ("*", "step")
@@ -109,7 +109,7 @@ class FakeRun:
 def fake_wandb(monkeypatch, broken=None):
     runs = []
     module = ModuleType("wandb")
-    module.init = lambda **given: runs.append(FakeRun(given, broken)) or runs[-1]
+    module.init = lambda **options: runs.append(FakeRun(options, broken)) or runs[-1]
     monkeypatch.setitem(sys.modules, "wandb", module)
     return runs
 
@@ -121,8 +121,8 @@ def test_wandb_goes_on_with_the_same_run(place, monkeypatch):
         assert train.main(["tiny.yaml", "train.tracking=wandb", "--run", "run", "--quiet"]) == 128 + signal.SIGTERM
     assert train.main(["--resume", "run", "--quiet"]) == 0
     first, second = runs
-    assert first.given["id"] == second.given["id"] == json.loads((place / "run/run.json").read_text())["run"]
-    assert first.given["resume"] == "allow" and first.given["config"]["train"]["lr"] == 0.01
+    assert first.options["id"] == second.options["id"] == json.loads((place / "run/run.json").read_text())["run"]
+    assert first.options["resume"] == "allow" and first.options["config"]["train"]["lr"] == 0.01
     assert (first.ends, second.ends) == ([1], [0])
     steps = [json.loads(line)["step"] for line in (place / "run/metrics.jsonl").read_text().splitlines()]
     assert [point["step"] for point in first.points + second.points] == steps
@@ -132,8 +132,10 @@ def test_wandb_goes_on_with_the_same_run(place, monkeypatch):
 def test_a_tracker_that_fails_is_told_once_and_training_goes_on(place, monkeypatch, capsys):
     (run,) = [fake_wandb(monkeypatch, broken=1)]
     assert train.main(["tiny.yaml", "train.tracking=wandb", "--run", "run"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("train.tracking: wandb failed, training goes on without it: ConnectionError: no network at") == 1
+    printed = capsys.readouterr().out
+    assert (
+        printed.count("train.tracking: wandb failed, training goes on without it: ConnectionError: no network at") == 1
+    )
     assert len(run[0].points) == 1 and run[0].ends == [] and is_finished(place / "run")
 
 
@@ -146,7 +148,7 @@ def test_a_tracker_that_is_not_there(place, monkeypatch, capsys):
     )
     assert not (place / "run").exists()
 
-    def unreachable(**given):
+    def unreachable(**options):
         raise OSError("unreachable")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=unreachable))
@@ -156,6 +158,6 @@ def test_a_tracker_that_is_not_there(place, monkeypatch, capsys):
 
 def test_parameters_are_leaves_by_dotted_keys(place):
     tree = load_config("tiny.yaml").model_dump(mode="json")
-    found = tracking.flat(tree)
-    assert found["model.attention.0.kind"] == "dense" and found["train.betas"] == [0.9, 0.98]
-    assert all(not isinstance(value, dict) for value in found.values())
+    leaves = tracking.flat(tree)
+    assert leaves["model.attention.0.kind"] == "dense" and leaves["train.betas"] == [0.9, 0.98]
+    assert all(not isinstance(value, dict) for value in leaves.values())

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN = {
     "train.py": train.main,
     "eval.py": evaluation.main,
-    "serve.py": lambda given: importlib.import_module("serve").main(given),
+    "serve.py": lambda arguments: importlib.import_module("serve").main(arguments),
 }
 SETTINGS = [
     "data.synthetic={num_users: 200, num_items: 80, mean_length: 15}",
@@ -308,8 +308,8 @@ def test_users_with_too_few_events_are_left_out_and_counted(tmp_path):
     rows = [(user, item) for item in range(6) for user in range(30)] + [(100, 1)]
     lines.write_text("".join(f"{user} {item}\n" for user, item in rows))
     folder = tmp_path / "run"
-    own = ["data.format=lines", f"data.path={lines}", f"data.cache_dir={tmp_path}"]
-    done = start(folder, "data.synthetic=null", *own)
+    data_options = ["data.format=lines", f"data.path={lines}", f"data.cache_dir={tmp_path}"]
+    done = start(folder, "data.synthetic=null", *data_options)
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "result.json").read_text())["users"] == 30
     report = (folder / "report.md").read_text()
@@ -323,9 +323,9 @@ def test_biases_by_time_are_on_where_the_data_have_times(tmp_path, timed, kind):
     rows = [f"{user},{(user + place) % 9},{place}" for user in range(30) for place in range(6)]
     events.write_text("\n".join(["user,item,timestamp", *rows]) + "\n")
     folder = tmp_path / "run"
-    own = ["data.format=csv", f"data.path={events}", f"data.cache_dir={tmp_path}", "data.synthetic=null"]
-    own += [] if timed else ['data.columns={timestamp: ""}']
-    done = start(folder, *own, "train.epochs=1", f"model.attention.kind={kind}")
+    data_options = ["data.format=csv", f"data.path={events}", f"data.cache_dir={tmp_path}", "data.synthetic=null"]
+    data_options += [] if timed else ['data.columns={timestamp: ""}']
+    done = start(folder, *data_options, "train.epochs=1", f"model.attention.kind={kind}")
     assert done.returncode == 0, done.stderr
     (attention,) = load_config(folder / "config.yaml").model.attention
     assert [getattr(attention, name) for name in attention.time_options()] == len(attention.time_options()) * [timed]

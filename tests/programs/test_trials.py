@@ -38,11 +38,11 @@ def plan(tmp_path):
 
 def tried(state, better=()):
     """All trials of a search in their order, each told at once; those whose point is in `better` are an improvement."""
-    found = []
+    trials_ = []
     while (trial := state.next()) is not None:
-        found.append((trial.title, *trial.point.values()))
+        trials_.append((trial.title, *trial.point.values()))
         state.tell(trial, 1.0 + 0.1 * better.index(trial.point) if trial.point in better else 0.5, True)
-    return found
+    return trials_
 
 
 def test_a_search_changes_one_option_by_a_step_and_goes_on_from_what_is_better():
@@ -91,22 +91,22 @@ def test_trials_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plan.yaml"]
     capsys.readouterr()
     trials.main(["--table", "--out", str(out)])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     effect = records[2]["value"] / records[0]["value"] - 1
-    assert "one: 3 trials" in told and f"train.lr=0.003: {100 * effect:+.1f}% (1 trials)" in told
+    assert "one: 3 trials" in printed and f"train.lr=0.003: {100 * effect:+.1f}% (1 trials)" in printed
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "setting, message",
     [
         ("one:eval.best_metric=nothing", "eval.best_metric"),
         ("one:data.protocol=published", "eval.patience: protocol published has no validation split"),
         ("two:train.lr=1", "two:train.lr=1: expected SEARCH:key=value with one of one"),
     ],
 )
-def test_what_cannot_be_is_told_before_a_trial_begins(plan, tmp_path, given, message):
+def test_what_cannot_be_is_told_before_a_trial_begins(plan, tmp_path, setting, message):
     with pytest.raises(SystemExit, match=message):
-        trials.main([str(plan), given, "--out", str(tmp_path / "out")])
+        trials.main([str(plan), setting, "--out", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(
@@ -168,5 +168,5 @@ def test_finals_are_judged_on_the_test_split(plan, tmp_path, capsys):
     assert len(ranks) == 60 and records[-1]["test"]["HR@10"] == pytest.approx((ranks <= 10).mean())
     capsys.readouterr()
     trials.table(out)
-    told = capsys.readouterr().out
-    assert "one on the test split, 1 seeds" in told and f"NDCG@10 {records[-1]['test']['NDCG@10']:.5f}" in told
+    printed = capsys.readouterr().out
+    assert "one on the test split, 1 seeds" in printed and f"NDCG@10 {records[-1]['test']['NDCG@10']:.5f}" in printed

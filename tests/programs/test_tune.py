@@ -206,18 +206,18 @@ def test_a_run_that_is_still_saving_is_waited_for(tmp_path, monkeypatch):
         [sys.executable, "-c", code, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert holder.stdout.readline() == b"1\n"
-    flock, asked = fcntl.flock, []
+    flock, locks = fcntl.flock, []
 
     def noticed(file, how):
         with pytest.raises(BlockingIOError):
             flock(file, how | fcntl.LOCK_NB)
-        asked.append(how)
+        locks.append(how)
         holder.stdin.close()
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", noticed)
     wait_until_free(tmp_path)
-    assert asked == [fcntl.LOCK_SH]
+    assert locks == [fcntl.LOCK_SH]
     assert holder.wait() == 0
     holder.stdout.close()
 

@@ -64,12 +64,12 @@ def _squares_of_terms(
         mock.patch.object(torch.nn.functional, "silu", lambda scores: scores),
         mock.patch.object(relative, "look_up", lambda table, index: squares(table, index)),
     ):
-        found = []
+        squares_by_head = []
         for h in range(grad.shape[1]):
             head = slice(h, h + 1)
-            own = inputs | {name: inputs[name][:, head] for name in by_head}
-            found.append(gradients(lambda head=head, **x: reference(head, **x), own, grad[:, head]))
-    return {name: sum(head[name] for head in found) for name in TABLES if name in found[0]}
+            head_inputs = inputs | {name: inputs[name][:, head] for name in by_head}
+            squares_by_head.append(gradients(lambda head=head, **x: reference(head, **x), head_inputs, grad[:, head]))
+    return {name: sum(head[name] for head in squares_by_head) for name in TABLES if name in squares_by_head[0]}
 
 
 class _Squares(torch.autograd.Function):

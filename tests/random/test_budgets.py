@@ -35,11 +35,11 @@ class Rounded(TorchDispatchMode):
         self.on, self.generator = False, torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        found = function(*arguments, **(named or {}))
-        if self.on and function in (aten.mm.default, aten.bmm.default) and found.dtype == torch.float32:
+        result = function(*arguments, **(named or {}))
+        if self.on and function in (aten.mm.default, aten.bmm.default) and result.dtype == torch.float32:
             sizes = function(*(x.square() for x in arguments)).sqrt()
-            found = found + 2**-22 * sizes * torch.randn(found.shape, generator=self.generator)
-        return found
+            result = result + 2**-22 * sizes * torch.randn(result.shape, generator=self.generator)
+        return result
 
 
 def stand_in(monkeypatch, module, names, factor):
@@ -50,7 +50,7 @@ def stand_in(monkeypatch, module, names, factor):
         rounded.on |= backend == "triton"
         return function(*arguments, backend="reference", **named)
 
-    def found(*arguments):
+    def enlarged_gradients(*arguments):
         rounded.on = False
         with rounded:
             result = gradients(*arguments)
@@ -61,7 +61,7 @@ def stand_in(monkeypatch, module, names, factor):
         function = function.func if isinstance(function, functools.partial) else function
         monkeypatch.setattr(module, name, functools.partial(called, function))
     for place in (testing, module):
-        monkeypatch.setattr(place, "gradients", found, raising=False)
+        monkeypatch.setattr(place, "gradients", enlarged_gradients, raising=False)
 
 
 def failures(name):

@@ -66,34 +66,35 @@ FIXED: list[tuple[str, dict]] = [
         "seed": 2102805495,
     }),
     ("rotatekv", {
-        "lengths": [1990, 1353, 271, 1, 0, 1, 1], "asked": [1, 76, 0, 1, 1, 1, 80], "max_seq_len": 1990, "groups": 2,
-        "head_size": 128, "value_size": 16, "dtype": "float16", "bits": 3, "head_group": 4, "quant_group": 32,
-        "sparsity": 0.18688314056196764, "sink_tokens": 14, "clip": 1.0, "ordered": False, "softmax": False,
-        "rope": True, "position": True, "timed": False, "splits": None, "contiguous": False, "seed": 634734695,
+        "lengths": [1990, 1353, 271, 1, 0, 1, 1], "query_lengths": [1, 76, 0, 1, 1, 1, 80], "max_seq_len": 1990,
+        "groups": 2, "head_size": 128, "value_size": 16, "dtype": "float16", "bits": 3, "head_group": 4,
+        "quant_group": 32, "sparsity": 0.18688314056196764, "sink_tokens": 14, "clip": 1.0, "ordered": False,
+        "softmax": False, "rope": True, "position": True, "timed": False, "splits": None, "contiguous": False,
+        "seed": 634734695,
     }),
     ("rotatekv", {
-        "lengths": [1576, 0, 82, 0, 866], "asked": [1, 1, 1, 0, 0], "max_seq_len": 1576, "groups": 2,
+        "lengths": [1576, 0, 82, 0, 866], "query_lengths": [1, 1, 1, 0, 0], "max_seq_len": 1576, "groups": 2,
         "head_size": 256, "value_size": 96, "dtype": "float16", "bits": 3, "head_group": 2, "quant_group": 64,
-        "sparsity": 0.7495120464720532, "sink_tokens": 0, "clip": 1.0, "ordered": False, "softmax": True, "rope": True,
-        "position": False, "timed": False, "splits": 1, "contiguous": True, "seed": 451164200,
+        "sparsity": 0.7495120464720532, "sink_tokens": 0, "clip": 1.0, "ordered": False, "softmax": True,
+        "rope": True, "position": False, "timed": False, "splits": 1, "contiguous": True, "seed": 451164200,
     }),
     ("rotatekv", {
-        "lengths": [311, 0], "asked": [1, 0], "max_seq_len": 311, "groups": 1, "head_size": 128, "value_size": 200,
-        "dtype": "float16", "bits": 4, "head_group": 2, "quant_group": 128, "sparsity": 0.0, "sink_tokens": 3,
-        "clip": 1.0, "ordered": True, "softmax": True, "rope": False, "position": False, "timed": False,
-        "splits": None, "contiguous": True, "seed": 84676258,
+        "lengths": [311, 0], "query_lengths": [1, 0], "max_seq_len": 311, "groups": 1, "head_size": 128,
+        "value_size": 200, "dtype": "float16", "bits": 4, "head_group": 2, "quant_group": 128, "sparsity": 0.0,
+        "sink_tokens": 3, "clip": 1.0, "ordered": True, "softmax": True, "rope": False, "position": False,
+        "timed": False, "splits": None, "contiguous": True, "seed": 84676258,
     }),
     ("rotatekv", {
-        "lengths": [40, 0], "asked": [3, 1], "max_seq_len": 43, "groups": 2, "head_size": 128, "value_size": 96,
-        "dtype": "float32", "bits": 4, "head_group": 2, "quant_group": 128, "sparsity": 0.0, "sink_tokens": 3,
-        "clip": 1.0, "ordered": False, "softmax": True, "rope": True, "position": True, "timed": False, "splits": None,
-        "contiguous": True, "seed": 661592650,
+        "lengths": [40, 0], "query_lengths": [3, 1], "max_seq_len": 43, "groups": 2, "head_size": 128,
+        "value_size": 96, "dtype": "float32", "bits": 4, "head_group": 2, "quant_group": 128, "sparsity": 0.0,
+        "sink_tokens": 3, "clip": 1.0, "ordered": False, "softmax": True, "rope": True, "position": True,
+        "timed": False, "splits": None, "contiguous": True, "seed": 661592650,
     }),
     ("rotatekv", {
-        "lengths": [1323, 1819, 1076, 303, 1], "asked": [6, 61, 0, 126, 0], "max_seq_len": 1819, "groups": 1,
+        "lengths": [1323, 1819, 1076, 303, 1], "query_lengths": [6, 61, 0, 126, 0], "max_seq_len": 1819, "groups": 1,
         "head_size": 128, "value_size": 96, "dtype": "float16", "bits": 3, "head_group": 4, "quant_group": 128,
-        "sparsity": 0.8105972604593938, "sink_tokens": 0, "clip": 1.0, "ordered": True, "softmax": True, "rope": False,
-        "position": True, "timed": False, "splits": 1, "contiguous": True, "seed": 1845854705,
+        "sparsity": 0.8105972604593938, "sink_tokens": 0, "clip": 1.0, "ordered": True, "softmax": True,
+        "rope": False, "position": True, "timed": False, "splits": 1, "contiguous": True, "seed": 1845854705,
     }),
     ("ring_hstu", {
         "lengths": [1500, 1500, 1, 0, 1], "gap": 0, "heads": 1, "size": 16, "value_size": 128, "dtype": "float32",
@@ -205,8 +206,8 @@ def test_a_failure_is_printed_as_a_case(monkeypatch):
     monkeypatch.setattr(module, "draw", lambda *_: next(cases))
     clock = iter([0.0, 0.0, 2.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    with pytest.raises(AssertionError) as found:
+    with pytest.raises(AssertionError) as raised:
         campaign("norm_gate", "cpu", 1.0, "0")
-    printed = str(found.value).splitlines()[1]
+    printed = str(raised.value).splitlines()[1]
     assert printed.endswith("# AssertionError: two numbers differ")
     assert eval(printed) == (("norm_gate", wrong),)

@@ -86,16 +86,16 @@ class Campaign:
             return
         at = [self.at(user) for user in users]
         candidates = item_ids()[self.rng.integers(0, NUM_ITEMS, (len(users), int(self.rng.integers(1, 6))))]
-        found = self.served.score(users, candidates, at)
-        for user, time_, row, values in zip(users, at, candidates, found):
+        scores = self.served.score(users, candidates, at)
+        for user, time_, row, values in zip(users, at, candidates, scores):
             self.compare(values, self.plain.score(user, row, time_).numpy())
 
-    def compare(self, found, expected) -> None:
+    def compare(self, actual, expected) -> None:
         both = np.isfinite(expected)
-        assert (np.isfinite(found) == both).all()
-        worst = float(np.abs(np.asarray(found)[both] - expected[both]).max(initial=0))
+        assert (np.isfinite(actual) == both).all()
+        worst = float(np.abs(np.asarray(actual)[both] - expected[both]).max(initial=0))
         self.worst = max(self.worst, worst)
-        np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-4)
+        np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=1e-4)
 
     def pin(self) -> None:
         if len(self.pinned) < 3:
@@ -112,10 +112,10 @@ class Campaign:
 
     def history(self) -> None:
         for user in self.some():
-            found, expected = self.served.history(user), self.plain.window(user)
-            assert found.timestamps.tolist() == [time_ for time_, *_ in expected]
-            assert found.items.tolist() == [item for _, item, _ in expected]
-            assert found.count == len(self.plain.users[str(user)])
+            actual, expected = self.served.history(user), self.plain.window(user)
+            assert actual.timestamps.tolist() == [time_ for time_, *_ in expected]
+            assert actual.items.tolist() == [item for _, item, _ in expected]
+            assert actual.count == len(self.plain.users[str(user)])
 
     def save(self) -> None:
         """Saves, and goes on with another recommender that reads what was saved."""

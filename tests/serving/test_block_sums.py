@@ -28,16 +28,16 @@ def test_sums_are_those_of_the_pages(size):
         before = before + torch.tensor(counts)
     assert before.tolist() == lengths
     blocks = 80 // size
-    found, begun = sums.read(0, table, before, blocks), sums.begun(0, table, before)
+    complete_sums, begun = sums.read(0, table, before, blocks), sums.begun(0, table, before)
     stored = pool.read(0, table, before)
-    for mine, open_sum, x in zip(found, begun, stored):
+    for mine, open_sum, x in zip(complete_sums, begun, stored):
         for user, (begin, length) in enumerate(zip(np.cumsum([0, *lengths]).tolist(), lengths)):
-            own = x[begin : begin + length].transpose(0, 1)  # [H, L, ..]
+            user_rows = x[begin : begin + length].transpose(0, 1)  # [H, L, ..]
             whole = length // size
-            expected = own[:, : whole * size].unflatten(1, (whole, size)).sum(2) if whole else own[:, :0]
+            expected = user_rows[:, : whole * size].unflatten(1, (whole, size)).sum(2) if whole else user_rows[:, :0]
             torch.testing.assert_close(mine[user, :, :whole], expected)
             assert not mine[user, :, whole:].any()
-            torch.testing.assert_close(open_sum[user, :, 0], own[:, whole * size :].sum(1))
+            torch.testing.assert_close(open_sum[user, :, 0], user_rows[:, whole * size :].sum(1))
 
 
 def test_a_request_reads_sums_and_its_own_blocks_alone(monkeypatch):
@@ -57,6 +57,6 @@ def test_a_request_reads_sums_and_its_own_blocks_alone(monkeypatch):
 def test_the_budget_holds_pages_and_sums():
     config = make_config(BSA, max_seq_len=64)
     served = serve(config, make_model(config), cache_bytes=2**20)
-    found = served.statistics
-    assert 0.9 * 2**20 < found["page_bytes"] <= 2**20
-    assert found["bytes_per_user"] == found["page_bytes"] // found["pages"] * 4
+    statistics = served.statistics
+    assert 0.9 * 2**20 < statistics["page_bytes"] <= 2**20
+    assert statistics["bytes_per_user"] == statistics["page_bytes"] // statistics["pages"] * 4

@@ -38,10 +38,10 @@ def play(served, other, config, rounds, same):
         same(served.score(known, candidates, now + 60), other.score(known, candidates, now + 60))
         if config.task.kind == "retrieval":
             k, seen = int(rng.integers(1, 9)), bool(rng.random() < 0.7)
-            found, expected = (one.recommend(known, k, now + 60, seen) for one in (served, other))
-            same(found[1], expected[1])
+            actual, expected = (one.recommend(known, k, now + 60, seen) for one in (served, other))
+            same(actual[1], expected[1])
             if same is np.testing.assert_array_equal:
-                same(found[0], expected[0])
+                same(actual[0], expected[0])
 
 
 @pytest.mark.parametrize(("attention", "task", "changes", "options"), CASES)
@@ -63,9 +63,9 @@ def test_padding_changes_nothing(attention, task, changes, options):
 
 def test_sizes():
     assert [rounded_up(count) for count in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
-    found = [rounded_up(count, 4) for count in range(1, 3000)]
-    assert all(count <= size < 1.25 * count + 1 for count, size in enumerate(found, 1))
-    assert len({size for size in found if 1024 < size <= 2048}) == 4
+    sizes = [rounded_up(count, 4) for count in range(1, 3000)]
+    assert all(count <= size < 1.25 * count + 1 for count, size in enumerate(sizes, 1))
+    assert len({size for size in sizes if 1024 < size <= 2048}) == 4
     parts = Sizes(5, 2, 3).split(torch.arange(6 * 5 + 3 * 2 + 3 + 3))
     assert [list(x.shape) for x in parts] == [[6, 5], [2], [2], [2], [3], [2, 3]]
 

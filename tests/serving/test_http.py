@@ -43,16 +43,16 @@ def events(*rows):
 def test_a_day_of_a_user(client, recommender):
     assert client.get("/users/ann/recommendations").status_code == 404
     assert client.post("/events", json=events(("ann", 100, 5), ("bob", "103", 6), (7, 100))).json() == {"accepted": 3}
-    found = client.get("/users/ann/recommendations", params={"k": 5, "at": 9}).json()["items"]
+    response = client.get("/users/ann/recommendations", params={"k": 5, "at": 9}).json()["items"]
     items, scores = recommender.recommend(["ann"], 5, 9)
-    assert [row["item"] for row in found] == items[0].tolist()
-    assert [row["score"] for row in found] == pytest.approx(scores[0].tolist())
+    assert [row["item"] for row in response] == items[0].tolist()
+    assert [row["score"] for row in response] == pytest.approx(scores[0].tolist())
     # What is left is fewer than asked for; `now` by default.
     assert len(client.get("/users/7/recommendations", params={"k": 30}).json()["items"]) == 30
     everything = client.get("/users/ann/recommendations", params={"exclude_seen": False, "k": 30}).json()
     assert len(everything["items"]) == 30
-    found = client.post("/scores", json={"user": "bob", "candidates": [106, 100, "103"], "at": 9}).json()["scores"]
-    assert found == pytest.approx(recommender.score(["bob"], [[106, 100, 103]], 9)[0].tolist())
+    response = client.post("/scores", json={"user": "bob", "candidates": [106, 100, "103"], "at": 9}).json()["scores"]
+    assert response == pytest.approx(recommender.score(["bob"], [[106, 100, 103]], 9)[0].tolist())
     assert client.get("/users/7").json() == {"items": [100], "timestamps": [NOW], "actions": None, "count": 1}
     assert client.delete("/users/ann").json() == {"forgotten": True}
     assert client.delete("/users/ann").json() == {"forgotten": False}
@@ -150,7 +150,7 @@ def test_requests_together_get_what_each_gets_alone(client, recommender):
     assert client.post("/events", json=events(*[(user, 100 + 3 * user, 5) for user in range(8)])).status_code == 200
     alone = [recommender.recommend([user], 4, 50)[0][0].tolist() for user in range(8)]
 
-    def ask(i):
+    def send(i):
         user = i % 10  # two of ten are unknown
         if i % 3 == 0:
             answer = client.post("/scores", json={"user": user, "candidates": [100, 103 + i % 2], "at": 50})
@@ -161,7 +161,7 @@ def test_requests_together_get_what_each_gets_alone(client, recommender):
         return [row["item"] for row in answer.json()["items"]] == alone[user]
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(ask, range(60)))
+        assert all(pool.map(send, range(60)))
 
 
 def test_a_service_that_is_full_or_stopping_says_so(recommender):
@@ -198,8 +198,8 @@ def test_the_log_is_replayed(recommender, small, tmp_path):
         log.close()
         for user in range(3):
             assert other.history(user).items.tolist() == recommender.history(user).items.tolist()
-        found, expected = (one.score(range(3), [item_ids()] * 3, 99) for one in (other, recommender))
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+        actual, expected = (one.score(range(3), [item_ids()] * 3, 99) for one in (other, recommender))
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
         assert without_forgotten(path) == (2 if _ == 0 else 0)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], lines[1].replace(b'"users"', b'"Users"'), *lines[2:]]))

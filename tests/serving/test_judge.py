@@ -41,9 +41,9 @@ def test_a_service_is_judged_as_the_model(attention, tmp_path):
     """Window by window: with slide 1 the service sees what evaluation's batches see."""
     folder = trained(tmp_path, "model.max_seq_len=12", f"model.attention={json.dumps(attention)}")
     whole = judged(folder)
-    found = judged(folder, "--serve", "--slide", "1", name="eval-test-serve-slide=1.json")
-    assert same(whole, found) and found["served"]["slide"] == 1
-    assert found["served"]["cache"] == ("2bit" if attention is ROTATE else "float32")
+    served = judged(folder, "--serve", "--slide", "1", name="eval-test-serve-slide=1.json")
+    assert same(whole, served) and served["served"]["slide"] == 1
+    assert served["served"]["cache"] == ("2bit" if attention is ROTATE else "float32")
     if attention["kind"] == "dense":
         packed = judged(folder, "--serve", "4bit", "--sink-tokens", "2", name="eval-test-serve-4bit-sink_tokens=2.json")
         assert packed["popularity"] == whole["popularity"]
@@ -105,7 +105,7 @@ def test_ranking_is_judged_event_by_event(tmp_path):
     path.write_text(json.dumps(tree))
     assert run("train.py", path, "--run", tmp_path / "run").returncode == 0
     whole = judged(tmp_path / "run")
-    found = judged(tmp_path / "run", "--serve", name="eval-test-serve.json")
-    assert found["model"] == pytest.approx(whole["model"], abs=1e-6)
+    served = judged(tmp_path / "run", "--serve", name="eval-test-serve.json")
+    assert served["model"] == pytest.approx(whole["model"], abs=1e-6)
     done = run("eval.py", tmp_path / "run", "--serve", "--split", "train")
     assert done.returncode == 2 and "a user's first event has no history" in done.stderr

@@ -37,11 +37,11 @@ def events(count, seed=0):
 def portions(count, how):
     if how == "at once":
         return [count]
-    rng, found = np.random.default_rng(count), []
+    rng, sizes = np.random.default_rng(count), []
     while count:
-        found.append(1 if how == "one by one" else int(rng.integers(1, count + 1)))
-        count -= found[-1]
-    return found
+        sizes.append(1 if how == "one by one" else int(rng.integers(1, count + 1)))
+        count -= sizes[-1]
+    return sizes
 
 
 N = 66
@@ -100,13 +100,13 @@ def test_candidates_never_see_one_another():
         candidates = np.append(candidates, candidates[:9])  # some of them twice
         order = np.random.default_rng(2).permutation(len(candidates))
         at = int(times[-1]) + 60
-        found = served.score([1], candidates[None], at)[0]
-        assert len(set(found.tolist())) > NUM_ITEMS // 2
-        assert (served.score([1], candidates[None, order], at)[0] == found[order]).all()
+        scores = served.score([1], candidates[None], at)[0]
+        assert len(set(scores.tolist())) > NUM_ITEMS // 2
+        assert (served.score([1], candidates[None, order], at)[0] == scores[order]).all()
         alone = np.concatenate([served.score([1], [[candidate]], at)[0] for candidate in candidates[:5]])
-        np.testing.assert_allclose(alone, found[:5], atol=1e-6)
+        np.testing.assert_allclose(alone, scores[:5], atol=1e-6)
         # And nothing is left of them.
-        np.testing.assert_array_equal(served.score([1], candidates[None], at)[0], found)
+        np.testing.assert_array_equal(served.score([1], candidates[None], at)[0], scores)
 
 
 def test_events_that_come_late():
@@ -122,9 +122,9 @@ def test_events_that_come_late():
         for one in (served, plain):
             one.append([7], [item], [time])
         expected = plain.window(7)
-        found = served.history("7")
-        assert found.items.tolist() == [item for _, item, _ in expected]
-        assert found.timestamps.tolist() == [time for time, *_ in expected]
+        history = served.history("7")
+        assert history.items.tolist() == [item for _, item, _ in expected]
+        assert history.timestamps.tolist() == [time for time, *_ in expected]
     np.testing.assert_allclose(served.score([7], [item_ids()], now)[0], plain.score(7, item_ids(), now), atol=2e-6)
 
 
@@ -153,12 +153,12 @@ def test_lists(small):
     served = serve(*small, cache_bytes=SMALL)
     items, times, _ = events(20)
     served.append([1] * 20, items, times)
-    found, scores = served.recommend([1, 1], k=NUM_ITEMS + 5, at=int(times[-1]))
-    assert (found[0] == found[1]).all() and found.shape == scores.shape == (2, NUM_ITEMS + 5)
-    assert (served.recommend(["1"], k=NUM_ITEMS + 5, at=int(times[-1]))[0][0] == found[0]).all()
+    lists, scores = served.recommend([1, 1], k=NUM_ITEMS + 5, at=int(times[-1]))
+    assert (lists[0] == lists[1]).all() and lists.shape == scores.shape == (2, NUM_ITEMS + 5)
+    assert (served.recommend(["1"], k=NUM_ITEMS + 5, at=int(times[-1]))[0][0] == lists[0]).all()
     left = NUM_ITEMS - len(set(items.tolist()))
-    assert (found[0, left:] == -1).all() and np.isneginf(scores[0, left:]).all()
-    assert not set(found[0, :left].tolist()) & set(items.tolist()) and (np.diff(scores[0, :left]) <= 0).all()
+    assert (lists[0, left:] == -1).all() and np.isneginf(scores[0, left:]).all()
+    assert not set(lists[0, :left].tolist()) & set(items.tolist()) and (np.diff(scores[0, :left]) <= 0).all()
     everything, _ = served.recommend([1], k=NUM_ITEMS, at=int(times[-1]), exclude_seen=False)
     assert sorted(everything[0].tolist()) == item_ids().tolist()
     assert served.recommend([], k=3)[0].shape == (0, 3)
@@ -169,8 +169,8 @@ def test_ids_of_text():
     names = np.array(sorted(f"item-{i}" for i in range(NUM_ITEMS)))
     served = Recommender(make_model(config), config, Vocabulary(names), options=ServingOptions(cache_bytes=SMALL))
     served.append(["x", "y"], ["item-1", "item-10"], [5, 6])
-    found, _ = served.recommend(["x"], k=NUM_ITEMS, at=9)
-    assert found[0, 0] in names and "item-1" not in found[0] and found[0, -1] == ""
+    lists, _ = served.recommend(["x"], k=NUM_ITEMS, at=9)
+    assert lists[0, 0] in names and "item-1" not in lists[0] and lists[0, -1] == ""
     with pytest.raises(UnknownItem, match="candidates: 1 of 2 items are not known to the run: nothing"):
         served.score(["x"], [["item-1", "nothing"]], 9)
 
@@ -206,9 +206,9 @@ def test_errors_by_name(small):
         (InvalidRequest, lambda: served.score([1], [[100], [100, 103]])),
         (InvalidRequest, lambda: served.score([1], [[100], [100]])),
     ):
-        with pytest.raises(error) as found:
+        with pytest.raises(error) as raised:
             call()
-        assert type(found.value) is error and "\n" not in str(found.value)
+        assert type(raised.value) is error and "\n" not in str(raised.value)
     assert served.history(1).count == before.count == 1 and served.statistics["users"] == 1
 
 
@@ -297,13 +297,13 @@ def test_a_saved_store(small, tmp_path):
         other.restore(tmp_path / cache)
         same = ("users", "users_with_pages", "users_pinned", "pages_in_use")
         assert [other.statistics[name] for name in same] == [served.statistics[name] for name in same] == [4, 3, 1, 6]
-        found, expected = (one.score(range(3), [item_ids()] * 3, 10**9) for one in (other, served))
-        np.testing.assert_array_equal(found, expected)
+        actual, expected = (one.score(range(3), [item_ids()] * 3, 10**9) for one in (other, served))
+        np.testing.assert_array_equal(actual, expected)
         assert other.statistics["tokens_encoded"] == 0
         other.append([0], [103], [10**8])
         served.append([0], [103], [10**8])
-        found, expected = (one.score([0, 3], [item_ids()] * 2, 10**9) for one in (other, served))
-        np.testing.assert_array_equal(found, expected)
+        actual, expected = (one.score([0, 3], [item_ids()] * 2, 10**9) for one in (other, served))
+        np.testing.assert_array_equal(actual, expected)
     # Pages of another format are left aside.
     other = serve(*small, cache_bytes=SMALL)
     other.restore(tmp_path / "2bit")
@@ -326,9 +326,9 @@ def test_a_damaged_store_changes_nothing(small, tmp_path, file, fault):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2] if fault == "cut" else content[:-9] + b"!" * 9)
     served.append([2], [100], [7])
-    with pytest.raises(StoreError) as found:
+    with pytest.raises(StoreError) as raised:
         served.restore(tmp_path / "store")
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(raised.value)
     assert served.statistics["users"] == 2 and served.recommend([1, 2], at=9)[0].shape == (2, 10)
     if file == "store.json" and fault == "other":
         path.write_text(json.dumps({"layout": 1, "users": [1]}))
@@ -363,5 +363,5 @@ def test_several_threads_read_while_one_writes(small):
     stop.set()
     for reader in readers:
         reader.join()
-    assert all(min(np.abs(found - one).max() for one in valid) < 2e-6 for found in answers)
+    assert all(min(np.abs(scores - one).max() for one in valid) < 2e-6 for scores in answers)
     np.testing.assert_allclose(answers[-1], served.score([0], [item_ids()], at)[0], atol=1e-6)

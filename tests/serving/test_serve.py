@@ -40,11 +40,11 @@ def serving(folder, *options, log=None):
         said = ""
         for line in process.stdout:
             said += line
-            if found := re.search(r"Serving on (http://127\.0\.0\.1:\d+)", line):
+            if address := re.search(r"Serving on (http://127\.0\.0\.1:\d+)", line):
                 break
         else:
             raise AssertionError(said + process.stderr.read())
-        with httpx.Client(base_url=found[1], timeout=600) as client:
+        with httpx.Client(base_url=address[1], timeout=600) as client:
             yield process, client
     finally:
         process.kill()
@@ -111,10 +111,10 @@ def test_kill_under_load_then_a_start(trained, tmp_path):
         file.write(b"0123abcd {")  # what a kill may leave of a line
     with serving(trained, log=log) as (process, client):
         for user, count in acknowledged.items():
-            found = client.get(f"/users/{user}").json()
+            history = client.get(f"/users/{user}").json()
             # One more may have been written and not acknowledged.
-            assert count <= found["count"] <= count + 1
-            assert found["timestamps"] == list(range(found["count"]))[-len(found["timestamps"]) :]
+            assert count <= history["count"] <= count + 1
+            assert history["timestamps"] == list(range(history["count"]))[-len(history["timestamps"]) :]
         assert client.get("/users/a/recommendations").status_code == 200
         process.send_signal(signal.SIGTERM)
         assert ended(process) == (0, "")
@@ -188,8 +188,8 @@ def test_a_run_is_loaded_with_its_history(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     recommender = Recommender.load(trained, device="cpu", cache_bytes=2**24)
     recommender.append(["newcomer"] * 2, items[:2], [10, 20])
-    found, _ = recommender.recommend(["newcomer"], k=10)
-    assert done.stdout.splitlines()[-1] == "newcomer: " + ", ".join(map(str, found[0]))
+    lists, _ = recommender.recommend(["newcomer"], k=10)
+    assert done.stdout.splitlines()[-1] == "newcomer: " + ", ".join(map(str, lists[0]))
     whole = Recommender.load(trained, history=True, device="cpu", cache_bytes=2**24)
     assert whole.num_users == 200
     recommender.export(tmp_path / "vectors")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 MOST_BYTES = 2 * 1024**3
 # What of a case says only how long the sequences are and what is in them: no kernel is compiled anew for another.
-BATCH = {"lengths", "key_lengths", "asked", "max_seq_len", "longer", "spare", "gap", "seed"}
+BATCH = {"lengths", "key_lengths", "query_lengths", "max_seq_len", "longer", "spare", "gap", "seed"}
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 

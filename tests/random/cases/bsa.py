@@ -134,8 +134,8 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
 
     def reference(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None, chosen=indices):
         bias = RelativeBias(position, time, **{name: x.to(q.device) for name, x in (times or {}).items()})
-        given = (q, k, v, offsets.to(q.device), max_seq_len, (g_cmp, g_slc, g_swa))
-        return bsa_attention_reference(*given, **shape, bias=bias, scale=scale, block_indices=chosen)[0]
+        arguments = (q, k, v, offsets.to(q.device), max_seq_len, (g_cmp, g_slc, g_swa))
+        return bsa_attention_reference(*arguments, **shape, bias=bias, scale=scale, block_indices=chosen)[0]
 
     def terms(grad):
         x = {name: x.detach().cpu().double() for name, x in inputs.items()}
@@ -168,11 +168,11 @@ def check_choice(indices, inputs, offsets, shape, scale, times=None):
     for begin, end in zip(offsets.tolist(), offsets.tolist()[1:]):
         t = torch.arange(end - begin, device=device)
         first = t // group * group
-        own = first // block_size  # [n]
-        count = own.clamp(max=most)
+        own_block = first // block_size  # [n]
+        count = own_block.clamp(max=most)
         rows = indices[begin:end].long()  # [n, H, S]
         place = torch.arange(most + 1, device=device)
-        assert (rows.gather(2, count[:, None, None].expand(-1, rows.shape[1], 1))[..., 0] == own[:, None]).all()
+        assert (rows.gather(2, count[:, None, None].expand(-1, rows.shape[1], 1))[..., 0] == own_block[:, None]).all()
         used = (place <= count[:, None])[:, None]
         assert ((rows >= 0) == used).all()
         assert ((rows[:, :, 1:] > rows[:, :, :-1]) | ~used[:, :, 1:]).all()
@@ -183,12 +183,12 @@ def check_choice(indices, inputs, offsets, shape, scale, times=None):
         kbar = k[begin : begin + blocks * block_size].unflatten(0, (blocks, block_size)).mean(1)  # [M, H, D]
         middle = torch.arange(blocks, device=device) * block_size + block_size // 2
         tables = RelativeBias(*(inputs[n].double() if n in inputs else None for n in ("position", "time")))
-        asked = times["query_timestamps"][begin:end][first][:, None] if times else None
-        seen = times["timestamps"][begin:end][middle] if times else None
-        added = pair_bias(tables, first[:, None] - middle, asked, seen)
+        query_times = times["query_timestamps"][begin:end][first][:, None] if times else None
+        key_times = times["timestamps"][begin:end][middle] if times else None
+        added = pair_bias(tables, first[:, None] - middle, query_times, key_times)
         added = added[:, None] if isinstance(added, torch.Tensor) else added
         scores = torch.nn.functional.silu(scale * torch.einsum("nhd,mhd->nhm", q[begin:end][first], kbar) + added)
-        scores = scores.masked_fill(torch.arange(blocks, device=device) >= own[:, None, None], -torch.inf)
+        scores = scores.masked_fill(torch.arange(blocks, device=device) >= own_block[:, None, None], -torch.inf)
         best = scores.topk(min(most, blocks), -1).values
         chosen = torch.where(place < count[:, None, None], rows, blocks)[..., :most]
         scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
@@ -211,10 +211,22 @@ def launches():
             tables = RelativeBias(torch.zeros(256), torch.zeros(129), times, times) if bias else RelativeBias()
             made = plan.make_plan(plan.purpose_of(256, offsets, 256, block_size, tables), offsets, tables)
             options = (block_size, 16, window, group, 0.1, 256.0, deterministic)
-            given = (q, q, q, offsets, 256, gate, gate, gate if window else None, *tables[:2], made.flat(), *options)
+            arguments = (
+                q,
+                q,
+                q,
+                offsets,
+                256,
+                gate,
+                gate,
+                gate if window else None,
+                *tables[:2],
+                made.flat(),
+                *options,
+            )
             torch.use_deterministic_algorithms(deterministic)
-            out = launch.launch_forward(*given)
-            launch.launch_backward(grad, *given, *out[1:])
+            out = launch.launch_forward(*arguments)
+            launch.launch_backward(grad, *arguments, *out[1:])
             torch.use_deterministic_algorithms(False)
 
         label = f"{dtype} {size} BS={block_size} r={group} W={window} deterministic={deterministic} bias={bias}"

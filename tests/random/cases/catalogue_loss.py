@@ -82,25 +82,25 @@ def alone(items: int, targets, negatives=None, **_) -> bool:
     """No target has another item beside it: loss and gradients are differences of equal numbers."""
     if negatives is None:
         return items == 1
-    wanted = targets[:, None].expand(len(targets), negatives.shape[-1])
-    return not ((wanted >= 0) & (negatives >= 0) & (negatives != wanted)).any()
+    target_column = targets[:, None].expand(len(targets), negatives.shape[-1])
+    return not ((target_column >= 0) & (negatives >= 0) & (negatives != target_column)).any()
 
 
 def check(device, **case):
     inputs, options = problem(device, **case)
     if alone(case["items"], **options):
-        found = gradients(lambda **x: catalogue_loss(**x, **options, backend="triton"), inputs, torch.tensor(1.0))
+        grads = gradients(lambda **x: catalogue_loss(**x, **options, backend="triton"), inputs, torch.tensor(1.0))
         # Rows of normal numbers, or normalized ones, and what is taken off them again are rounded.
         rounded = 4 * torch.finfo(inputs["out"].dtype).eps
-        for name, x in found.items():
+        for name, x in grads.items():
             most = max(1e-4, rounded if name != "output" else 0.0) / min(case["temperature"], 1.0)
             assert not x.numel() or x.abs().max() < most, (name, x.abs().max())
         return
     loss, grad, slope = FLOOR[case["dtype"]]
     floor = {"output": loss, "grad of out": grad, "grad of items": grad, "grad of temperature": slope}
     compare_with_reference(
-        lambda **given: catalogue_loss(**given, **options, backend="triton"),
-        lambda **given: catalogue_loss(**given, **options, backend="reference"),
+        lambda **arguments: catalogue_loss(**arguments, **options, backend="triton"),
+        lambda **arguments: catalogue_loss(**arguments, **options, backend="reference"),
         inputs,
         factor=4.0,
         floor=floor,
@@ -117,15 +117,17 @@ def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torc
     """
     rounded = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
     rows = targets.clamp(min=0).long()
-    out, wanted = out.double(), items.double()[rows]
+    out, target_rows = out.double(), items.double()[rows]
     if normalize:
-        (out, length), (wanted, height) = ((x / x.norm(dim=-1, keepdim=True), x.norm(dim=-1)) for x in (out, wanted))
+        (out, length), (target_rows, height) = (
+            (x / x.norm(dim=-1, keepdim=True), x.norm(dim=-1)) for x in (out, target_rows)
+        )
     else:
         length = height = torch.ones_like(rows, dtype=torch.float64)
-    terms = out * wanted / temperature
+    terms = out * target_rows / temperature
     score, share = terms.sum(-1).abs(), (targets >= 0) / (targets >= 0).sum().clamp(min=1)
     off = 2.0**-21 * (1 + score + terms.norm(dim=-1)) * share
-    of_out = ((off + rounded * share) / length / temperature)[:, None] * wanted.abs()
+    of_out = ((off + rounded * share) / length / temperature)[:, None] * target_rows.abs()
     of_wanted = (off / height / temperature)[:, None] * out.abs()
     return {
         "output": off.sum(),
@@ -168,8 +170,8 @@ def launches():
             log_q = None if shape is None else torch.zeros(items)
             temperature = None if bounded else torch.ones(())
             arguments = (out, table, targets, temperature, negatives, log_q, 0.05, normalize, smoothing, skip)
-            _, *kept = operator.forward(*arguments)
-            operator.backward(torch.ones(()), *arguments, *kept)
+            _, *saved = operator.forward(*arguments)
+            operator.backward(torch.ones(()), *arguments, *saved)
 
         label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens} skip={skip}"
         allowed = spills | {"catalogue_loss_fwd_kernel": 200} if dtype == torch.float32 else spills

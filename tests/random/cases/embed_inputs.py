@@ -53,8 +53,8 @@ def launches():
     def case(size, dtype, more, dropout):
         def call():
             x = inputs((40, 56), 100, size, dtype=dtype, more=more)
-            given = (*x.values(), torch.zeros(1, dtype=torch.int64) if dropout else None, 2.0, dropout)
-            operator.backward(operator.forward(*given), *given)
+            arguments = (*x.values(), torch.zeros(1, dtype=torch.int64) if dropout else None, 2.0, dropout)
+            operator.backward(operator.forward(*arguments), *arguments)
 
         return Launches(f"{dtype} E={size} more={more} dropout={dropout}", call)
 

@@ -69,8 +69,8 @@ def problem(
 
 
 def check(device, backend="triton", **case):
-    inputs, given = problem(device, **case)
-    kernel, reference = (functools.partial(flash_attention, **given, backend=b) for b in (backend, "reference"))
+    inputs, options = problem(device, **case)
+    kernel, reference = (functools.partial(flash_attention, **options, backend=b) for b in (backend, "reference"))
     wide = {name: x.double() for name, x in inputs.items()}
     grad = torch.randn(
         inputs["q"].shape[0], case["heads"], case["value_size"], generator=torch.Generator().manual_seed(1)
@@ -83,7 +83,7 @@ def check(device, backend="triton", **case):
     scale = case["size"] ** -0.5 / (1 - case["dropout"])
     sizes = sizes_under_softmax(**inputs, grad=grad.to(inputs["q"]), scale=scale)
     for name in actual:
-        found, terms = (actual[name], lossy[name], exact[name]), sizes.get(name)
+        triple, terms = (actual[name], lossy[name], exact[name]), sizes.get(name)
         if name in ("grad of q", "grad of k"):
             # Where queries see one key, these are 0 but for the rounding of two numbers of this size that cancel, in
             # fp32 one of them a sum of three TF32 products.
@@ -92,8 +92,8 @@ def check(device, backend="triton", **case):
             most = actual[name][none].abs().max().item() if none.any() else 0.0
             allowed = (64 if fp32 else 16) * torch.finfo(actual[name].dtype).eps * size
             assert most <= allowed, f"{name}: {most:.2e} in place of 0, {allowed:.2e} is allowed"
-            found = [x[~none] for x in found]
-        assert_within_budget(name, *found, factor=4.0, floor=floor, terms=lambda terms=terms: terms)
+            triple = [x[~none] for x in triple]
+        assert_within_budget(name, *triple, factor=4.0, floor=floor, terms=lambda terms=terms: terms)
 
 
 def launches():

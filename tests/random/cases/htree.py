@@ -64,8 +64,10 @@ def right_choice(choices, walk, top_k, bound):
             chosen = choices[layer.number - 1]
             expected = (layer.nodes >= 0).sum(-1).clamp(max=top_k)
             assert torch.equal((chosen >= 0).sum(-1), expected), f"layer {layer.number}: wrong number of chosen nodes"
-            found = layer.enters.logical_not() & (layer.nodes >= 0)
-            assert torch.equal(found.sum(-1), expected), f"layer {layer.number}: chosen nodes that are no candidates"
+            is_chosen = layer.enters.logical_not() & (layer.nodes >= 0)
+            assert torch.equal(is_chosen.sum(-1), expected), (
+                f"layer {layer.number}: chosen nodes that are no candidates"
+            )
             last = layer.nodes.amax(-1)
             held = ((chosen == last[..., None]) & (last >= 0)[..., None]).any(-1)
             assert torch.equal(held, last >= 0), f"layer {layer.number}: the last candidate is not chosen"
@@ -176,9 +178,9 @@ def launches():
             if selection_group:
                 options, forward, backward = (*options, selection_group), launch_group_forward, launch_group_backward
             options += (D**-0.5, 10000.0)
-            kept = forward(*options)
+            saved = forward(*options)
             torch.use_deterministic_algorithms(fixed)
-            backward(kept[0], *options, *kept)
+            backward(saved[0], *options, *saved)
             torch.use_deterministic_algorithms(False)
 
         label = f"{dtype} heads={heads}/{kv_heads} D={D} V={V} r={rate} top_k={top_k} fixed={fixed} R={selection_group}"

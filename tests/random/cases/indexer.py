@@ -145,7 +145,7 @@ def check(
             check_choice(device, indexer, tables, lengths, top_k, group, exact)
         elif operator == "index_scores":
             function = biased(index_scores, device, lengths, indices=indices, **shared)
-            compare(lambda **given: function(**given).masked_fill(~visible, 0), indexer | tables, repeated=True)
+            compare(lambda **inputs: function(**inputs).masked_fill(~visible, 0), indexer | tables, repeated=True)
         elif operator == "sparse_attention":
             function = biased(sparse_attention, device, lengths, indices=indices, **shared)
             # Where no query has two tokens to weigh, nothing but v has a gradient: zero, but for what rounding leaves.
@@ -153,14 +153,14 @@ def check(
             several = (first < last).any()
             if group > 1:
                 several = visible.any() or any(size > 1 for _, _, size in group_rows(lengths, group).values())
-            given = {"v": normal(tokens, value_size)} | attention | tables
+            inputs = {"v": normal(tokens, value_size)} | attention | tables
             if several:
-                compare(function, given)
+                compare(function, inputs)
             else:
-                fixed = {name: given.pop(name) for name in (*attention, *tables)}
+                fixed = {name: inputs.pop(name) for name in (*attention, *tables)}
                 compare(
                     lambda v, backend: function(backend, v=v, **{name: x.to(v.dtype) for name, x in fixed.items()}),
-                    given,
+                    inputs,
                 )
         elif operator == "indexer_loss":
             valid = (torch.rand(tokens, generator=generator) < 0.7).to(device) if exact else None
@@ -179,11 +179,11 @@ def check(
 
 def near_kink(iq, ik, lengths):
     """[T, H] index heads of queries with a key whose product may round to either side of 0, where ReLU has no slope."""
-    found = []
+    near = []
     for q, k in zip(iq.double().split(lengths), ik.double().split(lengths)):
         product, size = (torch.einsum("the,se->ths", a, b) for a, b in ((q, k), (q.abs(), k.abs())))
-        found.append((product.abs() < 2**-17 * size).any(-1))
-    return torch.cat(found) if found else torch.zeros(iq.shape[:2], dtype=torch.bool, device=iq.device)
+        near.append((product.abs() < 2**-17 * size).any(-1))
+    return torch.cat(near) if near else torch.zeros(iq.shape[:2], dtype=torch.bool, device=iq.device)
 
 
 def scores_terms(reference, inputs, grad):
@@ -280,11 +280,11 @@ def check_choice(device, inputs, tables, lengths, top_k, group, exact):
         assert (missed <= least + slack).all(), "a token was missed"
     at = biased(index_scores, device, lengths, indices=indices, **shared)
 
-    def given_choice(**given):
-        return at("reference", **given).masked_fill(~chosen, 0)
+    def given_choice(**arguments):
+        return at("reference", **arguments).masked_fill(~chosen, 0)
 
     compare_with_reference(
-        lambda **given: function("triton", **given)[0].masked_fill(~chosen, 0),
+        lambda **arguments: function("triton", **arguments)[0].masked_fill(~chosen, 0),
         given_choice,
         inputs | tables,
         factor=4.0,
@@ -337,12 +337,12 @@ def launches():
         "group_attention_fwd_kernel": 32,
     }
 
-    def kept():
+    def loss_with_saved_scores():
         """The index loss where one program fills a multiprocessor."""
         x, tables = torch.zeros(4000, 16, 128, dtype=torch.bfloat16), (torch.zeros(4000), torch.zeros(129))
         times, valid = torch.zeros(4000, dtype=torch.int64), torch.ones(4000, dtype=torch.bool)
         scores, indices = torch.zeros(4000, 2048), torch.zeros(4000, 2048, dtype=torch.int32)
-        given = (
+        arguments = (
             scores,
             x,
             x[:, 0],
@@ -357,10 +357,10 @@ def launches():
             1,
             True,
         )
-        launch_loss.indexer_loss_jagged.forward(*given)
+        launch_loss.indexer_loss_jagged.forward(*arguments)
 
     return [
-        Launches("loss, 2,048 kept", kept, architectures=(80, 90, 100)),
+        Launches("loss, 2,048 kept", loss_with_saved_scores, architectures=(80, 90, 100)),
         case("bf16 groups bias", torch.bfloat16, 4, 64, 4, 128, bias=True, deterministic=False, group=16),
         case("bf16", torch.bfloat16, 16, 128, 4, 1024, bias=False, deterministic=False),
         case("fp32 bias lists", torch.float32, 4, 64, 2, 64, bias=True, deterministic=True),

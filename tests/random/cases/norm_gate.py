@@ -31,8 +31,8 @@ def check(device, *, tokens, channels, dtype, u_dtype, gate, stride, seed):
     u = wide[1].to(device, getattr(torch, u_dtype))[:, ::stride]
     inputs, function = ({"x": x, "u": u}, norm_gate) if gate else ({"x": x}, layer_norm)
     compare_with_reference(
-        lambda **given: function(**given, backend="triton"),
-        lambda **given: function(**given, backend="reference"),
+        lambda **arguments: function(**arguments, backend="triton"),
+        lambda **arguments: function(**arguments, backend="reference"),
         inputs,
         factor=4.0,
     )

@@ -19,7 +19,7 @@ def draw(random, small):
     dtypes = ["float32", "float16", "bfloat16"]
     return dict(
         lengths=lengths,
-        asked=[random.choice([0, 1, 1, random.randint(1, 40 if small else 300)]) for _ in lengths],
+        query_lengths=[random.choice([0, 1, 1, random.randint(1, 40 if small else 300)]) for _ in lengths],
         longer=random.choice([0, 11]),
         groups=random.randint(1, 2),
         head_size=random.choice([16, 25, 32, 64] if small else [16, 25, 32, 48, 64, 96, 128, 256]),
@@ -41,9 +41,9 @@ def draw(random, small):
     )
 
 
-def reference_bytes(*, lengths, asked, groups, head_group, head_size, value_size, **_):
-    tokens = [n + m for n, m in zip(lengths, asked)]
-    pairs = len(lengths) * max([1, *tokens]) * max([1, *asked])
+def reference_bytes(*, lengths, query_lengths, groups, head_group, head_size, value_size, **_):
+    tokens = [n + m for n, m in zip(lengths, query_lengths)]
+    pairs = len(lengths) * max([1, *tokens]) * max([1, *query_lengths])
     return 112 * groups * head_group * (pairs + sum(tokens) * (head_size + value_size))
 
 
@@ -58,7 +58,7 @@ def launched_with(splits):
 
 
 def check(
-    device, *, lengths, asked, groups, head_size, value_size, dtype="float32", stored="float32", bits=None,
+    device, *, lengths, query_lengths, groups, head_size, value_size, dtype="float32", stored="float32", bits=None,
     head_group=1, quant_group=64, sink_tokens=0, clip=1.0, candidates=False, softmax=False, position=False, timed=False,
     splits=None, contiguous=True, longer=0, seed=0,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def check(
     heads, dtype, stored = groups * head_group, getattr(torch, dtype), getattr(torch, stored)
     codes = dict(bits=bits, quant_group=quant_group, sink_tokens=sink_tokens, clip=clip) if bits else {}
     format = PageFormat(heads, head_size, value_size, stored, head_group=head_group, **codes)
-    whole = [n + m for n, m in zip(lengths, asked)]
+    whole = [n + m for n, m in zip(lengths, query_lengths)]
     made = dict(dtype=dtype, device=device, contiguous=contiguous)
     pools = [
         PagePool(format, sum(map(format.num_pages, whole)) + 1, layers=2, num_sequences=len(whole), device=device)
@@ -82,10 +82,15 @@ def check(
     pages, max_seq_len = pool.table(rows), max([1, *whole]) + longer + int(candidates)
     n, zero = torch.tensor(lengths, device=device), torch.zeros(len(lengths), dtype=torch.int64, device=device)
     # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
-    offsets, q_offsets = (make_offsets(x, device=device).repeat_interleave(2)[::2] for x in (lengths, asked))
-    given = [make_jagged(x, (heads, head_size), seed=seed + i, **made) for i, x in enumerate((lengths, asked, asked))]
-    values = [make_jagged(x, (heads, value_size), seed=seed + 3 + i, **made) for i, x in enumerate((lengths, asked))]
-    cached_k, k, q = given
+    offsets, q_offsets = (make_offsets(x, device=device).repeat_interleave(2)[::2] for x in (lengths, query_lengths))
+    keys_and_queries = [
+        make_jagged(x, (heads, head_size), seed=seed + i, **made)
+        for i, x in enumerate((lengths, query_lengths, query_lengths))
+    ]
+    values = [
+        make_jagged(x, (heads, value_size), seed=seed + 3 + i, **made) for i, x in enumerate((lengths, query_lengths))
+    ]
+    cached_k, k, q = keys_and_queries
     cached_v, v = values
     times = make_timestamps(whole, device=device, seed=seed)
     for target, backend in ((pool, "triton"), (plain, "reference")):
@@ -98,14 +103,14 @@ def check(
 
     bias = RelativeBias()
     if position or timed:
-        new = len(lengths) if candidates else sum(asked)
+        new = len(lengths) if candidates else sum(query_lengths)
         tables = (
             make_jagged([max_seq_len + 3], (), device=device, seed=seed + 5) if position else None,
             make_jagged([129], (), device=device, seed=seed + 6) if timed else None,
             *(make_timestamps([new], device=device, seed=seed + i) + 10_000 for i in range(2)),
         )
         bias = RelativeBias(*(x if x is None else x.repeat_interleave(2)[::2] for x in tables))
-    full = check_bias(bias, max_seq_len, len(lengths) if candidates else sum(asked), q.device)
+    full = check_bias(bias, max_seq_len, len(lengths) if candidates else sum(query_lengths), q.device)
     activation, normalizer = "softmax" if softmax else "silu", 0.7 * max_seq_len
     call = dict(layer=1, candidates=candidates, activation=activation, scale=0.9 * head_size**-0.5)
     with launched_with(splits):
@@ -123,7 +128,7 @@ def check(
         return paged_reference(*map(given_as, (q, k, v)), q_offsets, source, pages, n, **changed)
 
     def sizes():  # what the output was if no product cancelled
-        if sum(asked) > FEW_TOKENS or dtype != torch.float32:
+        if sum(query_lengths) > FEW_TOKENS or dtype != torch.float32:
             return exact
         absolute = PagePool(PageFormat(heads, head_size, value_size, torch.float64), pool.num_pages, layers=2)
         absolute.timestamps = pool.timestamps
@@ -143,8 +148,8 @@ def check(
 
 def written_alike(mine, theirs, pages, lengths):
     """What kernels wrote is what the reference wrote; codes on the edge between two may differ."""
-    found, expected = (pool.read(1, pages, lengths, torch.float64) for pool in (mine, theirs))
-    for name, x, y in zip("kv", found, expected):
+    actual, expected = (pool.read(1, pages, lengths, torch.float64) for pool in (mine, theirs))
+    for name, x, y in zip("kv", actual, expected):
         if mine.format.layout is None:
             assert torch.equal(x, y), name
         elif x.numel():
@@ -175,9 +180,9 @@ def launches():
 
             zeros = torch.zeros(sum(counts), dtype=torch.int64)
             bias = RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros) if biased else RelativeBias()
-            given = dict(layer=0, candidates=False, activation="silu", scale=0.1, normalizer=200.0, bias=bias)
+            settings = dict(layer=0, candidates=False, activation="silu", scale=0.1, normalizer=200.0, bias=bias)
             with launched_with(splits):
-                attention(q, k, v, where[0], pool, *where[1:], **given | (call or {}))
+                attention(q, k, v, where[0], pool, *where[1:], **settings | (call or {}))
 
         label = f"H={heads} D={size} V={value_size} Tq={queries} {dtype} {stored} {options} {call} write={write}"
         return Launches(label, launch, local_bytes, architectures)

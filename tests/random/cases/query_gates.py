@@ -65,8 +65,8 @@ def compare(x):
     hidden = x["q"].double() @ x["w1"].double().T + x["b1"].double()
     clear = (hidden.abs() > (2e-2 if half else 1e-5)).all(-1)
     compare_with_reference(
-        lambda **given: kernel(**given) * clear,
-        lambda **given: reference(**given) * clear,
+        lambda **arguments: kernel(**arguments) * clear,
+        lambda **arguments: reference(**arguments) * clear,
         x,
         factor=4.0,
         floor={f"grad of {name}": floor for name in names} | {"output": floor / 4},

@@ -81,10 +81,10 @@ def launches():
             offsets, places = torch.tensor([0, 64], dtype=torch.int32), torch.arange(64)
             tables = [torch.zeros(64), torch.zeros(9)] if biased else [None, None]
             bias = RelativeBias(*tables, *([places, places] if biased else []))
-            given = q, q, v, offsets, offsets, places, places, 64, 0.1, window, bias
-            block_forward(*given, out)
-            block_dq(v, *given, dq, *tables)
-            block_dkv(v, *given, dq, out)
+            arguments = q, q, v, offsets, offsets, places, places, 64, 0.1, window, bias
+            block_forward(*arguments, out)
+            block_dq(v, *arguments, dq, *tables)
+            block_dkv(v, *arguments, dq, out)
 
         return Launches(f"{dtype} D={size} {value_size=} {biased=} {window=}", call, **more)
 

@@ -29,7 +29,7 @@ def reference_bytes(*, lengths, heads, size, **_):
 
 def check(device, *, lengths, heads, size, dtype, position, timed, contiguous, placed, seed):
     x = make_jagged(lengths, (heads, size), dtype=getattr(torch, dtype), seed=seed, contiguous=contiguous).to(device)
-    given = dict(
+    options = dict(
         seq_offsets=make_offsets(lengths, device=device),
         max_seq_len=max([1, *lengths]),
         times=make_timestamps(lengths, seed=seed, scale=1e7, device=device) if timed else None,
@@ -37,8 +37,8 @@ def check(device, *, lengths, heads, size, dtype, position, timed, contiguous, p
         positions=torch.arange(sum(lengths), device=device) % 97 if placed else None,
     )
     compare_with_reference(
-        lambda x: rotary(x, **given, backend="triton"),
-        lambda x: rotary(x, **given, backend="reference"),
+        lambda x: rotary(x, **options, backend="triton"),
+        lambda x: rotary(x, **options, backend="reference"),
         {"x": x},
         factor=4.0,
     )

@@ -36,7 +36,7 @@ def draw(random, small):
     lengths = [random.choice([0, 1, random.randint(1, most)]) for _ in range(random.randint(1, 2 if small else 8))]
     return dict(
         lengths=lengths,
-        asked=[random.choice([0, 1, random.randint(1, 5 if small else 150)]) for _ in lengths],
+        query_lengths=[random.choice([0, 1, random.randint(1, 5 if small else 150)]) for _ in lengths],
         max_seq_len=max([1, *lengths]) + random.choice([0, 11]),
         groups=random.randint(1, 2),
         head_size=max(size, 16 // group),
@@ -59,24 +59,24 @@ def draw(random, small):
     )
 
 
-def reference_bytes(*, lengths, asked, groups, head_group, head_size, value_size, **_):
-    pairs = len(lengths) * max([1, *lengths]) * max([1, *asked])
+def reference_bytes(*, lengths, query_lengths, groups, head_group, head_size, value_size, **_):
+    pairs = len(lengths) * max([1, *lengths]) * max([1, *query_lengths])
     return 112 * groups * head_group * (pairs + sum(lengths) * (head_size + value_size))
 
 
 def check(
-    device, *, lengths, asked, max_seq_len, groups, head_size, value_size, dtype, bits=2, head_group=2, quant_group=64,
-    sparsity=0.0, sink_tokens=0, clip=1.0, ordered=False, softmax=False, rope=False, position=False, timed=False,
-    splits=None, contiguous=True, seed=0,
+    device, *, lengths, query_lengths, max_seq_len, groups, head_size, value_size, dtype, bits=2, head_group=2,
+    quant_group=64, sparsity=0.0, sink_tokens=0, clip=1.0, ordered=False, softmax=False, rope=False, position=False,
+    timed=False, splits=None, contiguous=True, seed=0,
 ):  # fmt: skip
     """The kernels' cache is one that the options allow; decompression, round trip and attention on it are right."""
     heads, dtype = groups * head_group, getattr(torch, dtype)
     made = dict(dtype=dtype, device=device, contiguous=contiguous)
     k = make_jagged(lengths, (heads, head_size), seed=seed, **made)
     v = make_jagged(lengths, (heads, value_size), seed=seed + 1, **made)
-    q = make_jagged(asked, (heads, head_size), seed=seed + 2, **made)
+    q = make_jagged(query_lengths, (heads, head_size), seed=seed + 2, **made)
     # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
-    offsets, q_offsets = (make_offsets(x, device=device).repeat_interleave(2)[::2] for x in (lengths, asked))
+    offsets, q_offsets = (make_offsets(x, device=device).repeat_interleave(2)[::2] for x in (lengths, query_lengths))
     order = None
     if ordered:
         generator = torch.Generator().manual_seed(seed)
@@ -95,10 +95,10 @@ def check(
     cache = rotatekv_compress(k, v, offsets, **options, backend="triton")
     codes_are_right(cache, k, v)
 
-    found = rotatekv_decompress(cache, backend="triton")
+    restored = rotatekv_decompress(cache, backend="triton")
     lossy, exact = (reference.decompress_reference(cache, wide) for wide in (dtype, torch.float64))
     again = rotatekv_round_trip(k, v, offsets, **options, backend="triton")
-    for name, *got, low, high in zip("kv", found, again, lossy, exact):
+    for name, *got, low, high in zip("kv", restored, again, lossy, exact):
         for way, x in zip(("decompress", "round trip"), got):
             most = first_channels(cache, high) if name == "k" and dtype == torch.float32 else None
             assert_within_budget(f"{way} {name}", x, low, high, factor=4.0, terms=lambda most=most: most)
@@ -109,33 +109,35 @@ def check(
             make_jagged([max_seq_len + 3], (), device=device, seed=seed + 3) if position else None,
             make_jagged([129], (), device=device, seed=seed + 4) if timed else None,
             make_timestamps(lengths, device=device, seed=seed),
-            make_timestamps(asked, device=device, seed=seed + 1) + 100_000,
+            make_timestamps(query_lengths, device=device, seed=seed + 1) + 100_000,
         )
         bias = RelativeBias(*(x if x is None else x.repeat_interleave(2)[::2] for x in tables))
     call = dict(bias=bias, rope_base=10000.0 if rope else None, scale=head_size**-0.5)
-    given = call | dict(activation="softmax" if softmax else "silu")
+    settings = call | dict(activation="softmax" if softmax else "silu")
     normalizer = 0.7 * max_seq_len if seed % 3 == 1 else float(max_seq_len)
     if not softmax:
-        given["normalizer"] = normalizer
-    wanted = dict(call, bias=check_bias(bias, max_seq_len + 1, sum(lengths), q.device, query_tokens=sum(asked)))
+        settings["normalizer"] = normalizer
+    reference_options = dict(
+        call, bias=check_bias(bias, max_seq_len + 1, sum(lengths), q.device, query_tokens=sum(query_lengths))
+    )
 
     def by_reference(wide, change=lambda x: x, **more):
         def given_as(x):
             return change(x.to(wide)) if x is not None and x.is_floating_point() else x
 
         queries, keys, values = map(given_as, (q, *reference.decompress_reference(cache, wide)))
-        changed = given | more | dict(bias=RelativeBias(*map(given_as, wanted["bias"])))
+        changed = settings | more | dict(bias=RelativeBias(*map(given_as, reference_options["bias"])))
         return reference.attention_reference(queries, q_offsets, keys, values, offsets, **changed)
 
     def sizes():  # of few queries: what output and log-sum-exp were if no product cancelled
-        few = sum(asked) <= FEW_TOKENS and dtype == torch.float32
+        few = sum(query_lengths) <= FEW_TOKENS and dtype == torch.float32
         return by_reference(torch.float64, torch.abs, rope_base=None) if few else exact
 
     lossy, exact = by_reference(dtype), by_reference(torch.float64)
-    public = given | dict(return_lse=softmax, backend="triton")
+    public = settings | dict(return_lse=softmax, backend="triton")
     ways = {
         "fused": rotatekv_attention(q, q_offsets, cache, max_seq_len, **public),
-        "two stages": mustafar_attention_with_rope(q, q_offsets, *found, offsets, max_seq_len, **public),
+        "two stages": mustafar_attention_with_rope(q, q_offsets, *restored, offsets, max_seq_len, **public),
     }
     from hstu_sparse.rotatekv import launch_attention
 
@@ -150,7 +152,7 @@ def check(
             return_lse=softmax,
             way=way,
             splits=splits,
-            **wanted,
+            **reference_options,
         )
     for way, got in ways.items():
         out, lse = got if isinstance(got, tuple) else (got, None)
@@ -189,13 +191,13 @@ def check_self_attention(
         return RelativeBias(position, time, times, times + 1000) if timed else RelativeBias(position)
 
     def kernel(q, k, v, position, time):
-        given = factors | options | dict(bias=biased(position, time), backend="triton")
-        return rotatekv_self_attention(q, k, v, offsets, max_seq_len, **given)
+        arguments = factors | options | dict(bias=biased(position, time), backend="triton")
+        return rotatekv_self_attention(q, k, v, offsets, max_seq_len, **arguments)
 
     def by_reference(q, k, v, position, time):
         bias = biased(position, time)
-        *given, own = reference.own_token(q, k, v, *(x.to(q) for x in coded), bias, *factors.values())
-        return hstu_attention(*given, offsets, max_seq_len, **factors, bias=bias, backend="reference") + own
+        *inputs, self_term = reference.own_token(q, k, v, *(x.to(q) for x in coded), bias, *factors.values())
+        return hstu_attention(*inputs, offsets, max_seq_len, **factors, bias=bias, backend="reference") + self_term
 
     # Most of a table's gradient is dense attention's: the floor is that of its own check (cases/dense.py).
     floor = dict.fromkeys(TABLES, 1e-5) if dtype == torch.float32 else {}
@@ -225,10 +227,10 @@ def codes_are_right(cache, k, v):
     codes = store.read_codes(cache.tensors, format, *where)
     rotated = packing.rotate(k[packed].double(), layout.options.head_group, cache.channel_order)
     plain = packing.grouped(v[packed].double(), layout.options.head_group)
-    for name, found, x, side in (("k", codes[0], rotated, layout.keys), ("v", codes[1], plain, layout.values)):
+    for name, coded, x, side in (("k", codes[0], rotated, layout.keys), ("v", codes[1], plain, layout.values)):
         real = torch.ones_like(x, dtype=torch.bool)
-        if found.mask is not None:
-            real = found.mask
+        if coded.mask is not None:
+            real = coded.mask
             assert (real.sum(-1) == layout.num_kept).all()
             least = x.abs().masked_fill(~real, float("inf")).amin(-1)
             most_dropped = x.abs().masked_fill(real, 0).amax(-1)
@@ -236,7 +238,7 @@ def codes_are_right(cache, k, v):
         padding = side.groups * side.group - side.channels
         grouped = torch.nn.functional.pad(x, (0, padding)).unflatten(-1, (side.groups, side.group))
         real = torch.nn.functional.pad(real, (0, padding)).view(grouped.shape)
-        code = found.codes.view(grouped.shape)
+        code = coded.codes.view(grouped.shape)
         assert (code[~real] == 0).all()
         least = grouped.masked_fill(~real, float("inf")).amin(-1)
         most = grouped.masked_fill(~real, float("-inf")).amax(-1)
@@ -244,11 +246,11 @@ def codes_are_right(cache, k, v):
         least, most = least + margin, most - margin
         # What fp32 may have lost on the way, and what fp16 does of a number at its smallest.
         some, lost = real.any(-1), 1e-6 * grouped.abs().amax(-1) + 2**-24
-        for what, got, true in (("zero", found.zero, least), ("scale", found.scale, (most - least) / levels)):
+        for what, got, true in (("zero", coded.zero, least), ("scale", coded.scale, (most - least) / levels)):
             error, allowed = (got.double() - true).abs(), true.abs() * 2**-11 * 1.01 + lost
             assert (error[some] <= allowed[some]).all(), f"{name}: {what}"
             assert (got[~some] == 0).all()
-        scale, zero = found.scale.double()[..., None], found.zero.double()[..., None]
+        scale, zero = coded.scale.double()[..., None], coded.zero.double()[..., None]
         ideal = torch.where(scale > 0, (grouped - zero) / scale, 0).clamp(0, levels)
         allowed = 0.5 + 1e-5 * levels + torch.where(scale > 0, lost[..., None] / scale, 0)
         excess = (((code - ideal).abs() - allowed) * real).max().item()
@@ -298,12 +300,12 @@ def launches():
     )
     small = dict(heads=2, size=32, value_size=32)
 
-    def own(dtype, size, value_size, bias, local_bytes=0):
+    def own_token(dtype, size, value_size, bias, local_bytes=0):
         def call():
             q, k, v = (torch.zeros(100, 4, x, dtype=dtype) for x in (size, size, value_size))
-            given = q, k, v, k, v, *bias, 0.1, 200.0
-            own_operator(*given)
-            gradients_operator(q, k, v, v, *given)
+            arguments = q, k, v, k, v, *bias, 0.1, 200.0
+            own_operator(*arguments)
+            gradients_operator(q, k, v, v, *arguments)
 
         return Launches(f"own token {dtype} D={size} V={value_size} {bias[0] is not None}", call, local_bytes)
 
@@ -324,8 +326,8 @@ def launches():
         case("round trip"),
         case("round trip", dtype=torch.float32, **small),
         case("round trip", heads=4, size=64, value_size=64),
-        own(torch.bfloat16, 64, 64, RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros)),
-        own(torch.float32, 25, 40, RelativeBias(), local_bytes=16),
+        own_token(torch.bfloat16, 64, 64, RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros)),
+        own_token(torch.float32, 25, 40, RelativeBias(), local_bytes=16),
         case("attention"),
         case("attention", splits=3, attend=dict(softmax=True)),
         case("attention", attend=biased, **small),
