@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
-from benchmarks.figures import RESULTS, save
+from benchmarks.figures import RESULTS, panels, save
 from data.batch import Batch
 from models.config import RunConfig
 from models.hstu import SequenceModel
@@ -287,8 +287,8 @@ def plot(source: Path, target: Path) -> None:
     groups = collections.defaultdict(list)
     for record in records:
         groups[record["length"]].append(record)
-    figure, axes = plt.subplots(1, len(groups), figsize=(4 * len(groups), 4.5), squeeze=False, layout="constrained")
-    for axis, (length, group) in zip(axes[0], sorted(groups.items())):
+    figure, axes = panels(plt, len(groups), (6, 4.5), layout="constrained")
+    for axis, (length, group) in zip(axes, sorted(groups.items())):
         names, below = [record["attention"] for record in group], [0.0] * len(group)
         for part in PARTS:
             heights = [record["parts_ms"][part] for record in group]
@@ -308,7 +308,7 @@ def plot(source: Path, target: Path) -> None:
         axis.set(title=f"N = {length:,}", ylabel="ms", ylim=(0, top))
         axis.tick_params(axis="x", rotation=90)
         axis.grid(alpha=0.3, axis="y")
-    axes[0][0].legend(fontsize=8)
+    axes[0].legend(fontsize=8)
     first = records[0]
     figure.suptitle(f"A step of {first['tokens']:,} tokens, {first['environment']['device']}", fontsize=10)
     save(figure, target)

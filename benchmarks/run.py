@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from benchmarks.figures import RESULTS, save
+from benchmarks.figures import RESULTS, panels, save
 
 
 @dataclasses.dataclass
@@ -136,8 +136,8 @@ def plot(source: pathlib.Path, target: pathlib.Path) -> None:
     if not records:
         raise SystemExit(f"{source}: no timings in it")
     parts = list(dict.fromkeys(r["part"] for r in records))
-    figure, axes = plt.subplots(1, len(parts), figsize=(6 * len(parts), 4.5), squeeze=False)
-    for axis, part in zip(axes[0], parts):
+    figure, axes = panels(plt, len(parts), (6, 4.5))
+    for axis, part in zip(axes, parts):
         for name in dict.fromkeys(r["name"] for r in records):
             points = sorted((r["length"], r["ms"], r["ms_p10"], r["ms_p90"]) for r in records if r["name"] == name
                             and r["part"] == part)  # fmt: skip
