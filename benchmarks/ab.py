@@ -193,7 +193,7 @@ def serve_epochs(checkout: str, config: str) -> None:
 
 
 def serve_steps(checkout: str, kind: str, lengths: str) -> None:
-    """The same for training steps of one attention kind, the median of ten, as the checkout's benchmarks/parts.py."""
+    """Answer requests for training steps of one attention kind: the median of ten, by the checkout's parts.py."""
     sys.path[:0] = [checkout, str(Path(checkout) / "benchmarks")]
     import torch
 

@@ -111,7 +111,7 @@ def drawn_points(search: Search) -> list[dict[str, int]]:
 
 
 class State:
-    """What a search has tried and goes on from."""
+    """The state of a search: its trials so far and the point from which it continues."""
 
     def __init__(self, name: str, search: Search, final_seeds: Sequence[int] = ()):
         self.name, self.search, self.final_seeds, self.screening = name, search, final_seeds, bool(final_seeds)
@@ -147,7 +147,7 @@ class State:
         return Trial(option, self.tried[-1], {})
 
     def tell(self, trial: Trial, value: float, whole: bool, points: Sequence[list[float]] = ()) -> None:
-        """What came of a trial; whole: it was not cut off. Settings with other seeds or `beside` lead nowhere."""
+        """Record the result of a trial; whole: it was not cut off. Only such trials of the search move its point."""
         self.results.append((value, trial))
         self.curves.append((trial, list(points)))
         if trial.more or not whole or value <= self.value * BETTER:
@@ -242,7 +242,7 @@ def load_plan(path: Path, fixed_texts: list[str]) -> tuple[Plan, dict[str, State
 
 
 def check(states: dict[str, State]) -> int:
-    """How many settings are drawn or one change from the first ones; ConfigError where one is no configuration."""
+    """Return the number of settings drawn or one change away from the first ones; ConfigError for an invalid one."""
     count = 0
     for state in states.values():
         points = [

@@ -1,4 +1,4 @@
-"""How outputs are scored against items: `dot`, the cosine, or `mol`, a mixture of logits.
+"""Score outputs against items: `dot`, the cosine, or `mol`, a mixture of logits.
 
 Letters: T tokens, R rows of a chunk of them, E embedding size, I items, K items scored for each row, P_q query and P_x
 item components, P = P_q * P_x pairs of components, C component size.

@@ -39,7 +39,7 @@ class Negatives(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a rank knows of the loss of a batch that it shares with others (models/data_parallel/losses.py).
+    """A rank's share of the loss of a batch that several ranks process (models/data_parallel/losses.py).
 
     targets [T] of its tokens and negatives, as rows of `items` [R, E]; without these, as items are numbered in a loss.
     count: 0-d, the targets of the whole batch. ranks: whose shares add up to the loss.

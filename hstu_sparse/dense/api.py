@@ -127,7 +127,7 @@ def attention_plan(
     once: Once | None = None,
     backend: str = "auto",
 ) -> "AttentionPlan | None":
-    """What `hstu_attention` computes of a batch's offsets and times before it attends, for calls that share a batch.
+    """Compute the part of `hstu_attention` that depends only on a batch's offsets and times, once for several calls.
 
     The layers of a model see one batch, so one plan serves them all, forward and backward, as long as their dtype, head
     sizes, N, window, candidates, kinds of biases and number of time buckets agree; the biases' values may differ. With
@@ -168,7 +168,7 @@ def attention_plan(
 
 
 def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool | None, str]:
-    """(Whether "hopper" was asked for, None under "auto"; the backend otherwise: "triton" or "reference")."""
+    """Return (whether "hopper" was requested, None under "auto"; the backend otherwise: "triton" or "reference")."""
     hopper = None if backend == "auto" else backend == "hopper"
     return hopper, choose_backend("triton" if hopper else backend, q, op, ("hopper",))
 

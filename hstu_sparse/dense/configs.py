@@ -13,7 +13,7 @@ from hstu_sparse.launch import LaunchConfig, architecture, configuration
 
 
 class Features(NamedTuple):
-    """What a launch's settings depend on."""
+    """The properties of a call that its launch settings depend on."""
 
     pad_d: int  # D and V as the kernels' tiles have them
     pad_v: int

@@ -1,4 +1,4 @@
-"""What the dense kernels for Hopper share: warps with roles, in Gluon, Triton's language of explicit layouts.
+"""Define the shared parts of the dense kernels for Hopper: warps with roles, in Gluon (Triton with explicit layouts).
 
 A program has tiles of 128 queries of one head, one tile after another, and nine warps: two groups of four (`HALF`
 queries each) that multiply, and one (`produce`) that copies. It takes the next tile's number from a counter in memory,
@@ -42,7 +42,7 @@ def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 
 class Batch(NamedTuple):
-    """Where a kernel reads which tiles there are, and the counter of those that programs took after their first one."""
+    """The schedule of tiles, and the counter of the tiles that programs took after their first one."""
 
     schedule: gl.tensor  # see `plan.TileMap`
     slots: gl.tensor  # the schedule's length
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
 
     H: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -256,7 +256,7 @@ def loop_bounds(tile, PART: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def tanh_approx(x):
-    """As `tiles.tanh_approx`."""
+    """Compute an approximate tanh, as `tiles.tanh_approx` does."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 

@@ -62,7 +62,7 @@ def _tables_kept(bias: RelativeBias) -> tuple[int, int]:
 
 
 class _Case(NamedTuple):
-    """What an attention kernel's constants depend on, beside the sizes of its tiles."""
+    """The properties of a call that determine a kernel's constants, besides the sizes of its tiles."""
 
     features: Features
     heads: int
@@ -89,7 +89,7 @@ def _constants(case: _Case) -> dict:
 
 
 class _Launch:
-    """What the forward and backward launches share: the operator's arguments in the kernels' terms."""
+    """The operator's arguments in the form that the kernels take, shared by the forward and backward launches."""
 
     def __init__(
         self, q, k, v, seq_offsets, num_targets, position, time, timestamps, query_timestamps, plan, max_seq_len,
@@ -135,7 +135,7 @@ class _Launch:
         return *tiles, tiles.row, total, *times, position, time, *finders
 
     def halved_tables(self) -> torch.Tensor:
-        """What the attention kernels read of the bias tables, fp32; empty without."""
+        """Return half the values of the bias tables in fp32, as the kernels read them; empty without a bias."""
         position, time = self.bias.position, self.bias.time
         position_width, time_width = _tables_kept(self.bias)
         tables = torch.empty(position_width + time_width, dtype=torch.float32, device=self.q.device)

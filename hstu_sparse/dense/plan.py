@@ -1,4 +1,4 @@
-"""What the dense kernels need to know of a batch beside its tensors: computed once a batch, shared by heads and layers.
+"""Plan the dense kernels' work on a batch: computed once a batch, shared by heads and layers.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
@@ -61,7 +61,7 @@ class TileMap(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """What a plan was made for; with another of any of these it does not fit."""
+    """The properties of a call that its plan must have been made for."""
 
     total: int
     num_seqs: int
@@ -74,7 +74,7 @@ class Purpose(NamedTuple):
 
     @property
     def key(self) -> tuple:
-        """What plans of one batch differ by."""
+        """The key that distinguishes the plans of one batch."""
         return "attention_plan", *self._replace(total=0, num_seqs=0)
 
     @property
@@ -106,6 +106,7 @@ class AttentionPlan(NamedTuple):
 
 
 def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool) -> Features:
+    """Return the features of a call with these tensors, with or without a position bias and a time bias."""
     return _features(q.shape[-1], v.shape[-1], q.dtype, position, time, architecture(q.device))
 
 
@@ -115,6 +116,7 @@ def _features(d: int, v: int, *rest) -> Features:
 
 
 def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int) -> Purpose:
+    """Return the purpose of the plan for a call with these arguments."""
     f = features(q, v, bias.position is not None, bias.time is not None)
     num_seqs, buckets = seq_offsets.shape[0] - 1, num_time_buckets(bias.time)
     batch = fingerprint(seq_offsets, num_targets, *(bias[2:] if f.time else ()))
@@ -182,7 +184,7 @@ _map_operator = register_preparation(
 def tile_map(
     purpose: Purpose, tiling: Tiling, seq_offsets, num_targets, timestamps, query_timestamps, roles: int = 0
 ) -> tuple[TileMap, list[TokenTimes]]:
-    """(the map, the times of the keys and of the queries), both times or (roles) only those of the first or none."""
+    """Return (the map, the times of keys and queries). roles: 2 for both times, 1 if they are the same, 0 for none."""
     timed = purpose.num_buckets is not None
     tensors = _map_operator(
         seq_offsets, num_targets, timestamps if timed else None, query_timestamps if timed else None, purpose.total,

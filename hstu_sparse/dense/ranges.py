@@ -1,4 +1,4 @@
-"""What the dense kernels do with a tile: which keys or queries it meets, which pairs are seen, loads of blocks, SiLU.
+"""Device functions of the dense kernels for a tile: its ranges of keys or queries, masks, loads of blocks, SiLU.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size. In the
 kernels m: query rows of a tile, n: its key rows; t and s: the positions of queries and keys in their sequence.
@@ -36,8 +36,9 @@ class Sequence(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for. In a kernel it has to be written out in each call: in a variable its constexprs
-    would become tensors.
+    """The constants that a kernel is compiled for.
+
+    A kernel must construct it anew in each call: in a variable its constexprs would become tensors.
     """
 
     D: tl.constexpr

@@ -73,6 +73,7 @@ def read_whole(path, kind: str, build):
 
 
 def checksum(facts: str, tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of the facts and of the tensors' names, shapes, dtypes and values."""
     digest = hashlib.sha256(facts.encode())
     for name in sorted(tensors):
         x = tensors[name].contiguous()
@@ -106,7 +107,7 @@ def format_from(facts: dict) -> PageFormat:
 
 
 def save(pool, path, rows: Sequence[array], lengths: Sequence[int], channel_order: Tensor | None = None) -> None:
-    """What `PagePool.save` and `RotateKVCache.save` write; channel_order: the latter's."""
+    """Write a pool, or a RotateKV cache with its channel_order, to a file."""
     format, sinks = pool.format, int(pool.format.sink_tokens > 0)
     if len(rows) != len(lengths):
         raise ValueError(f"lengths must be as many as rows, {len(rows)}, got {len(lengths)}")

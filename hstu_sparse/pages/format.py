@@ -19,7 +19,7 @@ CODE_DTYPES = {"codes": torch.int32, "ranges": torch.float16, "bitmap": torch.in
 
 @dataclasses.dataclass(frozen=True)
 class PageFormat:
-    """How a pool keeps the keys and values of a token; checks itself.
+    """The format in which a pool stores the keys and values of a token; invalid options raise.
 
     heads         H
     head_size     D of queries and keys

@@ -20,7 +20,7 @@ LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantiss
 
 
 def code_offset(bits: int, dtype: torch.dtype, sparse: bool = False) -> int:
-    """What unpacking leaves on top of a code: it is the mantissa of 2 ** plane, of each plane (see `codec`)."""
+    """Return the number that unpacking adds to a code, which it reads as the mantissa of a number (see `codec`)."""
     if sparse or bits > LOW_BITS.get(dtype, 0):
         return 0
     return 4 + 4 * 2 if bits == 3 else 2**bits

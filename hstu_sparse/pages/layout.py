@@ -1,4 +1,4 @@
-"""How a RotateKV cache lies in memory: options, sizes, and the order of codes in their words.
+"""Define the memory layout of a RotateKV cache: options, sizes, and the order of codes in their words.
 
 Letters: T tokens, B sequences, H heads, D query/key and V value head size, G heads of a head group (head_group), C
 channels of a head group (D * G for keys, V * G for values), P pages, S sink tokens.
@@ -30,7 +30,7 @@ MOST_SINKS = 1 << 20  # each sequence has as many slots for them
 
 @dataclasses.dataclass(frozen=True)
 class RotateKVOptions:
-    """What `rotatekv_compress` takes beside its tensors; checks itself."""
+    """The options of `rotatekv_compress`; invalid ones raise."""
 
     bits: int = 2
     head_group: int = 2
@@ -57,7 +57,7 @@ class RotateKVOptions:
 
     @property
     def inset(self) -> float:
-        """How far the codes stay from the least and from the greatest number, as a share of what lies between them."""
+        """The share of a group's range, at either end, that the codes leave out."""
         return (1 - self.clip) / 2
 
 
@@ -84,27 +84,28 @@ class Side:
 
 
 def planes(bits: int) -> tuple[int, ...]:
-    """The bits of a code, as they are packed: low ones first."""
+    """Return the sizes of the planes that a code is split into, in bits, the low ones first."""
     return (2, 1) if bits == 3 else (bits,)
 
 
 def plane_words(width: int, plane: int) -> int:
-    """32-bit words of `plane` bits each of a block of `width` channels."""
+    """Return the number of 32-bit words that one plane of a block of `width` channels takes."""
     return max(1, width * plane // 32)
 
 
 def block_words(width: int, bits: int) -> int:
+    """Return the number of 32-bit words of the codes of a block of `width` channels."""
     return sum(plane_words(width, plane) for plane in planes(bits))
 
 
 def kept_words(num_kept: int, bits: int) -> int:
-    """Words of a token's codes when `num_kept` channels are left, packed one after another in each plane."""
+    """Return the number of words of a token's codes with `num_kept` channels, packed in sequence in each plane."""
     return sum(cdiv(num_kept * plane, 32) for plane in planes(bits))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """All sizes of a cache; refuses heads that cannot be rotated."""
+    """All sizes of a cache; heads that cannot be rotated raise."""
 
     options: RotateKVOptions
     heads: int
@@ -129,7 +130,7 @@ class Layout:
 
     @property
     def num_kept(self) -> int:
-        """Channels of a key that pruning leaves. 1 - sparsity is rounded: sparsity 0.9 leaves 10% and no more."""
+        """The number of a key's channels that pruning leaves; sparsity 0.9 leaves 10%, whatever floats round to."""
         return math.ceil(round((1 - self.options.sparsity) * self.keys.channels, 9))
 
     @property
@@ -138,11 +139,11 @@ class Layout:
 
     @property
     def page(self) -> int:
-        """Slots of a page."""
+        """The number of slots of a page."""
         return TILE if self.sparse else 16
 
     def shapes(self, pages: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the packed tensors: name -> shape; codes are int32, bitmaps int64, ranges fp16: scale and zero."""
+        """Return the packed tensors' shapes by name. Codes are int32, bitmaps int64, ranges (scale, zero) fp16."""
         groups, keys, values, page = self.head_groups, self.keys, self.values, self.page
         codes = (keys.blocks, page, keys.words)
         if self.sparse:

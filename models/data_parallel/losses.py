@@ -1,4 +1,4 @@
-"""What a rank needs of the whole batch for its share of a loss, drawn and looked up before the forward pass.
+"""Prepare a rank's share of a loss before the forward pass: draw and look up the items of the whole batch.
 
 Letters: T tokens of a rank, K negatives of a token, R rows that a rank looked up, E embedding size.
 """
@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: Batch, ranks: Ranks) -> Prepared:
-    """What a rank's part of a batch needs of the others; config: of a retrieval loss, None of another task's."""
+    """Gather the targets and negatives that a rank needs of the others; config: of a retrieval loss, else None."""
     embedding = model.embedding
     targets, drawn = batch.target_ids, None
     if config is not None:

@@ -116,14 +116,14 @@ def summed(group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def deal_of(config: RunConfig, ranks: Ranks) -> Deal | None:
-    """How the ranks share each batch; None where each has all of it."""
+    """Return the division of each batch among the ranks; None where each rank has all of it."""
     if not ranks.engine:
         return None
     return Deal(ranks.place, ranks.data, token_work(config.model), config.parallel.balance)
 
 
 def token_work(model: ModelConfig) -> float:
-    """What a token costs beside its attention, in units of a pair of tokens: products of the layer's linear maps."""
+    """Return a token's work in the layer's linear maps, in units of the attention work of a pair of tokens."""
     sizes, size = model.layer_sizes, model.embedding_dim
     pair = sizes.num_heads * (sizes.attention_dim + sizes.linear_dim) / 2  # causal: half of the pairs
     linear = size * sizes.num_heads * (2 * sizes.attention_dim + 3 * sizes.linear_dim)

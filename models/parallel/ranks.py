@@ -141,7 +141,7 @@ class Ranks:
         return number if self.world == 1 else int(self.max(torch.tensor(number)))
 
     def of_first(self, value):
-        """What rank 0 calls its own, on all ranks."""
+        """Return rank 0's value on all ranks."""
         if self.world == 1:
             return value
         box = [value]
@@ -149,7 +149,7 @@ class Ranks:
         return box[0]
 
     def of_all(self, value) -> list:
-        """What each rank calls its own, by ranks, on all ranks."""
+        """Return the list of all ranks' values on all ranks."""
         if self.world == 1:
             return [value]
         values: list = [None] * self.world
@@ -169,7 +169,7 @@ def _told(name: str, least: int, most: int) -> int:
 
 
 def _own_store(world: int) -> dict[str, Any]:
-    """What to make the process group with, so that it meets under a name that no earlier start of these ranks had.
+    """Return arguments for the process group, so that it meets under a name that no earlier start of these ranks had.
 
     On one machine torchrun keeps its store when it starts ranks again, and with it the addresses at which those of
     before listened: a rank that is late would be looked for there (torch 2.13).

@@ -166,14 +166,14 @@ class ShardedTable:
             self.fill(rows)
 
     def moments(self) -> dict[str, Tensor]:
-        """What a fused optimiser keeps, by name: [rows, columns] or [rows] of the shard, or 0-d."""
+        """Return the state of a fused optimiser by name: [rows, columns] or [rows] of the shard, or 0-d."""
         if not self.fused or self.kernel is None:
             return {}
         states = {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
         return states | ({"iter": self.kernel.iter.reshape(())} if self.fused == "adam" else {})
 
     def take_moments(self, moments: dict[str, Tensor]) -> None:
-        """What was loaded into copies of `moments`; those of tensors were loaded into themselves."""
+        """Take over loaded state that `moments` returned as copies; its other tensors were loaded in place."""
         if self.kernel is not None and "iter" in moments:
             self.kernel.iter.fill_(int(moments["iter"]))
 
@@ -184,7 +184,7 @@ class ShardedTable:
 
 
 def fused_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """What fbgemm's optimiser is made with; ConfigError where it has none such."""
+    """Return the arguments of fbgemm's optimiser; ConfigError if it does not offer the configured one."""
     if config.parallel.fused is None:
         return {}
     from fbgemm_gpu.split_embedding_configs import EmbOptimType

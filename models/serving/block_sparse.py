@@ -99,7 +99,7 @@ def paged_block_sparse(
 
 
 class _Tokens:
-    """What the new tokens of a part attend to.
+    """The keys, values and sums that the new tokens of a part attend to.
 
     stored   the pages
     longest  L
@@ -115,7 +115,7 @@ class _Tokens:
         self.stored, self.longest, self.keys, self.sums, self.begun = stored, longest, keys, sums, begun
 
     def __call__(self, q, k, v, gates, places, begin, choice) -> tuple[Tensor, Tensor]:
-        """(outputs [B, H, Q, V], the choice behind them) of the queries from number `begin` on, at `places` [B, Q]."""
+        """Return (outputs [B, H, Q, V], the choice after them) of the queries from `begin` on, at `places` [B, Q]."""
         c, device = self.inner.config, q.device
         size, scale, normalizer = c.block_size, c.scale, self.inner.normalizer
         rows = slice(begin, begin + q.shape[2])
@@ -161,7 +161,10 @@ class _Tokens:
         return out, self._behind(chosen, places, begin, choice)
 
     def _from_keys(self, q, places, rows, chosen) -> tuple[Tensor, Tensor | None]:
-        """What the chosen blocks and the window give, [B, H, Q, V] each, from all keys. chosen: [B, H, Q, S]."""
+        """Return the outputs of the chosen blocks and of the window, [B, H, Q, V] each, from all keys.
+
+        chosen: [B, H, Q, S].
+        """
         c, (keys, values) = self.inner.config, self.keys
         blocks, tokens = self.sums[0].shape[2], torch.arange(self.longest, device=q.device)
         slots = torch.where(chosen < 0, blocks, chosen).long().clamp(max=blocks)
@@ -178,7 +181,7 @@ class _Tokens:
         return selected, near
 
     def _from_pages(self, q, places, rows, chosen) -> tuple[Tensor, Tensor | None]:
-        """As `_from_keys`, of one query of each user, from the pages of these tokens alone."""
+        """Return the result of `_from_keys` for one query of each user, reading only the pages of its tokens."""
         c, query_times = self.inner.config, None if self.times is None else self.times[1][:, None, rows, None]
 
         def some(position: Tensor, hidden: Tensor) -> Tensor:  # [B, H or 1, K] -> [B, H, 1, V]
@@ -198,7 +201,7 @@ class _Tokens:
         return selected, near
 
     def _completed(self, q, k, v, places, query_times, mine) -> Tensor | float:
-        """What a block gives to candidates that complete it by themselves: [B, H, Q, V]."""
+        """Return the contribution [B, H, Q, V] of a block to the candidates that complete it by themselves."""
         size = self.inner.config.block_size
         completes = (places + 1) % size == 0  # [B, Q], the same for all candidates of a user
         kbar, vbar = ((x + y) / size for x, y in zip(self.begun, (k, v)))
@@ -217,7 +220,7 @@ class _Tokens:
         return (weights * vbar).masked_fill(~completes[:, None, :, None], 0)
 
     def _behind(self, chosen: Tensor, places: Tensor, begin: int, choice: Tensor) -> Tensor:
-        """The choice [B, H, S] of the group that is open behind the last of these queries; unchanged by candidates."""
+        """Return the choice [B, H, S] of the group open after the last query; candidates do not change it."""
         if self.candidates:
             return choice
         last = (self.counts - 1 - begin).clamp(max=chosen.shape[2] - 1)  # below 0: none of these is the user's

@@ -16,7 +16,7 @@ from hstu_sparse.launch import cdiv
 
 
 class Stored:
-    """What pages hold in one layer: keys and values as they are. table: [B, P] int32."""
+    """The uncompressed keys and values in the pages of one layer. table: [B, P] int32."""
 
     def __init__(self, pool: hstu_sparse.PagePool, layer: int, table: Tensor):
         self.pool, self.tensors, self.table = pool, pool.tensors[layer], table
@@ -64,7 +64,7 @@ class BlockSums:
         return sum(width * ends_in_page(form, size) for size in sizes.values())
 
     def _place(self, layer: int, stored: Stored, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Where blocks [B, M] have their sums: (page, which of those that end in it)."""
+        """Return the places of the sums of blocks [B, M]: (page, number among the blocks that end in it)."""
         size = self.sizes[layer]
         last = (block + 1) * size - 1
         return stored.place(last)[0], block - last // stored.page_size * stored.page_size // size
@@ -103,5 +103,5 @@ class BlockSums:
 
 
 def ends_in_page(form: hstu_sparse.PageFormat, size: int) -> int:
-    """How many blocks can end in one page."""
+    """Return the number of blocks that can end in one page."""
     return cdiv(form.page_size, size)

@@ -82,9 +82,9 @@ class Caches:
         return entry is not None
 
     def fitting(self, users: Sequence[str], tokens: Sequence[int]) -> int:
-        """How many of `users`, from the first on, can have pages for `tokens` at the same time.
+        """Return how many of `users`, from the first on, can have pages for `tokens` at the same time.
 
-        CacheFull where that is not even the first, since others are pinned.
+        Raises CacheFull if not even the first can, since others are pinned.
         """
         rows = int(self.pool.format.sink_tokens > 0)
         pinned = {user: len(entry.row) for user in self.pinned if (entry := self.entries.get(user)) and len(entry.row)}

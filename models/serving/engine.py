@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the model sees of a user: `tokens` tokens of the window that begins at event `begin`.
+    """The part of a user's history that the model sees: `tokens` tokens of the window that begins at event `begin`.
 
     The last of them is not in the pages: they hold those before it once they are up to date.
     """
@@ -129,7 +129,7 @@ class Engine:
 
     @property
     def bytes_per_user(self) -> int:
-        """What the pages of a user with a full window take, with the sums of blocks beside them."""
+        """The number of bytes of the pages of a user with a full window, and of the sums of their blocks."""
         pool, tokens = self.caches.pool, self.per_event * self.window.capacity
         sizes = {} if self.sums is None else self.sums.sizes
         beside = pool.format.num_pages(tokens) * BlockSums.page_bytes(pool.format, sizes)
@@ -137,11 +137,11 @@ class Engine:
 
     @property
     def page_bytes(self) -> int:
-        """What all pages take, with the sums beside them."""
+        """The number of bytes of all pages and of the sums of their blocks."""
         return self.caches.pool.nbytes + (0 if self.sums is None else self.sums.nbytes)
 
     def restored(self) -> None:
-        """Sums the blocks of pages that were read from a file."""
+        """Compute the sums of blocks for pages that were read from a file."""
         entries = [entry for entry in self.caches.entries.values() if entry.length]
         if self.sums is None or not entries:
             return
@@ -168,9 +168,9 @@ class Engine:
         return Seen(user, history, begin, self.per_event * (history.count - begin))
 
     def changed(self, user: str, history: History, unchanged: int) -> None:
-        """Drops what the pages hold behind the first `unchanged` events of the user; the last of them gets a new query.
+        """Drop the user's tokens after the first `unchanged` events from the pages; the last of these gets a new query.
 
-        history: as it is now.
+        history: the history after the change.
         """
         entry = self.caches.entries.get(user)
         if entry is None:
@@ -182,13 +182,13 @@ class Engine:
             self.caches.cut(user, max(0, self.per_event * (unchanged - begin) - 1))
 
     def update(self, users: list[str], histories: list[History]) -> None:
-        """Brings the pages of distinct users up to date, whoever else's have to go for that."""
+        """Bring the pages of distinct users up to date; other users' pages are evicted if needed."""
         windows = [self._seen(user, history) for user, history in zip(users, histories)]
         for chunk in self._chunks(windows, [0] * len(windows)):
             self._encode(windows[chunk])
 
     def _chunks(self, windows: list[Seen], num_outputs: list[int]):
-        """Slices of users whose pages fit at the same time, of at most TOKENS asked tokens."""
+        """Yield slices of users whose pages fit at the same time, with at most TOKENS outputs."""
         users, tokens = [window.user for window in windows], [window.tokens for window in windows]
         most, begin = TOKENS[self.device.type], 0
         while begin < len(users):
@@ -208,7 +208,7 @@ class Engine:
             begin = end
 
     def _encode(self, windows: list[Seen]) -> None:
-        """Writes what the pages of users lack; they fit."""
+        """Write the tokens that the pages of users lack; the users' pages must fit at the same time."""
         most = TOKENS[self.device.type]
         users, _, begins, tokens = zip(*windows)
         entries = self.caches.reserve(users, begins, tokens)
@@ -265,7 +265,7 @@ class Engine:
     # Requests.
 
     def answer(self, requests: list[Ask]) -> Tensor:
-        """Outputs of requests in fp32, not normalised: [B, E], or of ranking those of all candidates, end to end."""
+        """Return the outputs of requests, fp32, not normalised: [B, E]; for ranking, of all candidates end to end."""
         windows = [self._seen(request.user, request.history) for request in requests]
         counts = [1 if request.candidates is None else 1 + len(request.candidates) for request in requests]
         outputs = []
@@ -291,7 +291,7 @@ class Engine:
     # Passes.
 
     def _run(self, work: Work) -> tuple[Tensor, dict[int, Tensor]]:
-        """(outputs of the tokens that are asked about, [.., E]; what `Pass.choices` is behind them).
+        """Return (the outputs [.., E] of `Work.output_tokens`, `Pass.choices` after the pass).
 
         Passes of few tokens are padded to one of a few sizes, and replayed where they were captured.
         """

@@ -1,4 +1,4 @@
-"""What the service knows of its users: their latest events, how many there were, and all items seen. numpy alone.
+"""Store the users' latest events, the number of their events, and all items seen, with numpy only.
 
 Letters: E events of a call, n events of a user, C events that a window holds at most, S its slide.
 """
@@ -14,7 +14,7 @@ from models.serving.errors import LimitReached
 
 @dataclass(frozen=True)
 class Window:
-    """Which events of a user the model sees: those from `begin(n)` on.
+    """The window of a user's events that the model sees: those from `begin(n)` on.
 
     capacity  C, the events that the model has positions for
     slide     S, from 1 to C: how many events leave the window at a time; 1 keeps the latest C events
@@ -181,7 +181,7 @@ class Histories:
         return unchanged
 
     def add_one(self, user: str, item: int, timestamp: int, action: int | None) -> int:
-        """As `add`, of one event; behind all others, as a service mostly has it, without sorting anything."""
+        """Add one event, as `add` does; an event later than all others, the usual case, needs no sorting."""
         old = self._users.get(user)
         if old is None or timestamp < old.last:
             actions = None if action is None else np.array([action])

@@ -59,7 +59,7 @@ class ItemIds:
 
     @property
     def missing(self):
-        """What stands in place of an item where there is none: -1 or the empty text."""
+        """The id that stands for a missing item: -1 or the empty text."""
         return -1 if self.ids.dtype.kind == "i" else ""
 
     def rows(self, name: str, ids: object, dimensions: int = 1) -> np.ndarray:

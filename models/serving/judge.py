@@ -17,7 +17,7 @@ from models.serving.recommender import Recommender
 
 
 class ServedModel:
-    """What evaluation needs of a model, its outputs being a recommender's.
+    """A model for evaluation whose outputs are computed by a recommender.
 
     Each sequence's user begins without a past. For retrieval the whole history before the target is appended in two
     portions, the last event by itself, and the last output is asked for at the time of the target; the other outputs

@@ -1,4 +1,4 @@
-"""How a served run keeps its users: the format of the pages, their budget, the window's slide, limits."""
+"""Define the options of a served run: the format of the pages, their budget, the window's slide, limits."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ CLIPS = {2: 0.75}  # the default of clip at so many bits: what loses the least, 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What a served run may be told.
+    """The options of a served run.
 
     cache        one of CACHES: keys and values as they are, or RotateKV codes of so many bits; auto is fp32, or the
                  codes that the run was trained for

@@ -38,7 +38,7 @@ LATEST = 2**62  # no time is later
 
 
 class UserHistory(NamedTuple):
-    """What the model sees of a user: the latest of `count` events, in time order.
+    """The part of a user's history that the model sees: the latest of `count` events, in time order.
 
     items [W] original ids; timestamps [W] int64, seconds; actions [W] int32 codes, or None
     """
@@ -177,7 +177,7 @@ class Recommender:
         *,
         encode: bool = True,
     ) -> None:
-        """As `append`, for users by the text of their ids, rows of the item table and codes of actions: [E] each."""
+        """Append events as `append` does; users are texts, items rows of the item table, actions codes: [E] each."""
         places: dict[str, list[int]] = {}
         for place, key in enumerate(users):
             places.setdefault(key, []).append(place)
@@ -310,7 +310,7 @@ class Recommender:
         return np.stack(scores) if scores else np.zeros(rows.shape, np.float32)
 
     def score_rows(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> list[np.ndarray]:
-        """As `score`, for any number of candidates a user, given as rows of the item table."""
+        """Score candidates, as `score` does; any number for each user, given as rows of the item table."""
         # Sorted and each once, so that they are scored by the same arithmetic whatever order they come in.
         unique = [np.unique(mine, return_inverse=True) for mine in candidates]
         distinct = [mine for mine, _ in unique]
@@ -328,7 +328,7 @@ class Recommender:
         return probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities
 
     def outputs(self, users: Sequence[str], at=None) -> Tensor:
-        """What the model makes of users, by the text of their ids, at the time `at`: [B, E] of length one."""
+        """Return the model's outputs for users (their ids as texts) at the time `at`: [B, E] of length one."""
         with self._lock:
             return normalized(self._engine.answer(self._asks(users, at)))
 
@@ -450,7 +450,7 @@ class Recommender:
 
     @property
     def description(self) -> dict:
-        """How users are kept: the pages' format, what a full window takes, and in bf16, events of a window, slide."""
+        """The pages' format, the bytes of a full window in it and in bf16, the events of a window, and the slide."""
         return self._engine.description | {"events_of_a_window": self.window.capacity, "slide": self.window.slide}
 
     # The store.
@@ -471,7 +471,7 @@ class Recommender:
             self._engine.restored()
 
     def _facts(self) -> dict:
-        """What a saved store must agree with."""
+        """Return the properties of the run that a saved store must agree with."""
         return {
             "run": self.name,
             "items": len(self.items),

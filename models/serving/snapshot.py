@@ -29,7 +29,7 @@ STORE, EVENTS, PAGES = "store.json", "events.npz", "pages.safetensors"
 
 
 def name_of(run: Path, weights: Path) -> str:
-    """What tells the weights of a run from all others: the run's id, and which of its weights they are."""
+    """Return a name that identifies the weights of a run: the run's id and the name of the weights."""
     return f"{read_manifest(run)['run']}/{weights.name}"
 
 

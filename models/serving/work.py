@@ -74,7 +74,7 @@ class Work:
         return len(self.columns.items) + (0 if self.items is None else len(self.items))
 
     def output_tokens(self, sizes: Sizes) -> slice:
-        """The tokens whose outputs are asked for."""
+        """Return the tokens whose outputs are requested."""
         if self.kind == "write":
             return slice(0)
         if self.kind == "ask":
@@ -83,16 +83,16 @@ class Work:
 
     @property
     def whole(self) -> tuple[int, int]:
-        """How many users, who stand first, have no token in their pages, and how many tokens these have now.
+        """Return (the number of users without a token in their pages, who come first; the number of their tokens now).
 
-        None where each user has one token: these need no kernel for whole sequences, and stand in any order.
+        (0, 0) if each user has one token: these need no kernel for whole sequences, and come in any order.
         """
         users = int((self.lengths == 0).sum()) if int(self.counts.max()) > 1 else 0
         return users, int(self.counts[:users].sum())
 
     @property
     def small(self) -> bool:
-        """Whether the pass is one of those that are padded."""
+        """Whether the pass is small enough to be padded."""
         return (
             len(self.entries) <= MOST_USERS
             and self.tokens <= MOST_TOKENS

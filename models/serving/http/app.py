@@ -30,7 +30,7 @@ UserPath = Annotated[str, Path(min_length=1, max_length=LONGEST_ID, description=
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for.
+    """The limits of one request.
 
     body        bytes of a body
     events      events of a request
@@ -47,6 +47,8 @@ class Limits:
 
 
 class Strict(BaseModel):
+    """A body that refuses unknown fields."""
+
     model_config = ConfigDict(extra="forbid")
 
 
@@ -60,23 +62,33 @@ class EventIn(Strict):
 
 
 class EventsIn(Strict):
+    """Events to append."""
+
     events: list[EventIn] = Field(min_length=1)
 
 
 class Accepted(BaseModel):
+    """The answer to appended events."""
+
     accepted: int = Field(description="events that are in the log now")
 
 
 class Recommended(BaseModel):
+    """A recommended item and its score."""
+
     item: int | str
     score: float
 
 
 class Recommendations(BaseModel):
+    """The recommended items of a user, best first."""
+
     items: list[Recommended]
 
 
 class ScoresIn(Strict):
+    """Candidates to score for a user."""
+
     user: Id
     candidates: list[Id] = Field(min_length=1)
     at: Seconds | None = Field(None, description="seconds since 1970; by default now")
@@ -98,20 +110,28 @@ class HistoryOut(BaseModel):
 
 
 class Forgotten(BaseModel):
+    """The answer to a request to forget a user: whether the user was known."""
+
     forgotten: bool
 
 
 class Health(BaseModel):
+    """The state of the service."""
+
     status: str
     users: int
 
 
 class ErrorBody(BaseModel):
+    """The name of an error and its message in one line."""
+
     name: str
     message: str
 
 
 class Error(BaseModel):
+    """The body of an answer that is an error."""
+
     error: ErrorBody
 
 
@@ -211,7 +231,7 @@ def create_app(
 
     @app.get("/users/{user}")
     async def history(user: UserPath) -> HistoryOut:
-        """What the model sees of a user."""
+        """Return the part of a user's history that the model sees."""
         user_history = await answer(Read(user))
         columns = [None if x is None else np.asarray(x).tolist() for x in user_history[:3]]
         return HistoryOut(items=columns[0], timestamps=columns[1], actions=columns[2], count=user_history.count)

@@ -1,4 +1,4 @@
-"""What stands before the routes: the bearer token, the limit on bodies, metrics. Plain ASGI."""
+"""Check each request before its route: the bearer token, the limit on bodies, metrics. Plain ASGI."""
 
 import asyncio
 import functools
@@ -19,7 +19,7 @@ log = logging.getLogger("hstu_sparse.serve")
 
 
 class Metrics:
-    """What Prometheus is told: requests by route and status, their time, rounds of the model, what the store holds."""
+    """The metrics for Prometheus: requests by route and status, their time, rounds of the model, sizes of the store."""
 
     def __init__(self, recommender: Recommender):
         self.registry = CollectorRegistry()

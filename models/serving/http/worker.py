@@ -38,12 +38,16 @@ class Events:
 
 @dataclass
 class Forget:
+    """A request to forget a user."""
+
     user: str
     done: Future = field(default_factory=Future)
 
 
 @dataclass
 class Recommend:
+    """A request for the k best items for a user."""
+
     user: str
     k: int
     at: int | None
@@ -53,6 +57,8 @@ class Recommend:
 
 @dataclass
 class Score:
+    """A request for the scores of candidates for a user."""
+
     user: str
     candidates: list
     at: int | None
@@ -61,14 +67,16 @@ class Score:
 
 @dataclass
 class Read:
+    """A request for the part of a user's history that the model sees."""
+
     user: str
     done: Future = field(default_factory=Future)
 
 
 class Worker(threading.Thread):
-    """Answers requests by setting their `done`, in rounds: events in the order they came, then what asks.
+    """A thread that answers requests by setting their `done`, in rounds: events in order of arrival, then questions.
 
-    A request that came with others gets what it would have got alone. At most `most_waiting` requests wait.
+    A request gets the same answer with others as alone. At most `most_waiting` requests wait.
     """
 
     def __init__(
@@ -169,7 +177,7 @@ class Worker(threading.Thread):
                 request.done.set_result(result)
 
     def _append(self, requests: list[Events]) -> None:
-        """Checks, logs and adds events; what is refused is refused before it is logged."""
+        """Check, log and append events; invalid ones are refused before they are logged."""
         good: list[Any] = []
         checked: list[Any] = []
         for request in requests:
@@ -226,9 +234,9 @@ def _record(events: Events) -> dict:
 
 
 def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
-    """Tells a recommender what a log holds, without encoding it; returns the events taken and those left out.
+    """Append the events of a log to a recommender, without encoding them; return the numbers taken and left out.
 
-    Left out are events whose items or actions the run does not know: the log may come from before it was trained.
+    Events are left out whose items or actions the run does not know: the log may be older than the run.
     """
     counts = {"taken": 0, "left_out": 0}
     names = ("users", "items", "timestamps", "actions")
@@ -243,7 +251,7 @@ def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
         return True
 
     def tell() -> None:
-        """Many records in one call; where one is refused, event by event."""
+        """Append the waiting records in one call; if one is refused, append event by event."""
         if not waiting["users"]:
             return
         columns: list[Any] = [_alike(waiting[name]) for name in names]
