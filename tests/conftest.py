@@ -60,7 +60,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How many random cases each operator passed, over all processes."""
+    """Print the number of random cases that each operator passed, over all processes."""
     counts: dict[str, list[tuple[int, float]]] = {}
     for report in terminalreporter.stats.get("passed", []):
         for key, value in report.user_properties:
@@ -73,7 +73,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    """Where kernels are interpreted, none touches memory beside its tensors, and no work is done for nothing."""
+    """Check interpreted kernels for accesses outside of their tensors, and spare the interpreter needless work."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         yield
     else:

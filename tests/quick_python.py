@@ -172,7 +172,7 @@ def run_program(executable: str, files: list[int], arguments: list[str], folder:
 
 
 def leave(status: int) -> int:
-    """What the interpreter does at its end: waits for threads, calls what is registered with atexit, flushes."""
+    """Do the work of an exiting interpreter: wait for threads, call the functions registered with atexit, flush."""
     import atexit
     import threading
 

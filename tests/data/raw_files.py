@@ -1,4 +1,4 @@
-"""What the tests of raw files and of their cache share."""
+"""Helpers of the tests of raw files and of their cache."""
 
 import numpy as np
 import pytest

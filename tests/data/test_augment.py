@@ -1,4 +1,4 @@
-"""What training sequences draw anew in every epoch."""
+"""Check the variation of training sequences, drawn anew in every epoch."""
 
 import dataclasses
 import itertools

@@ -502,7 +502,7 @@ def test_zone_that_polars_does_not_know(load, tmp_path, zone):
 
 @pytest.mark.parametrize("unit", ["ms", "us", "ns"])
 def test_datetimes_that_no_calendar_has(load, tmp_path, unit):
-    """What a changed byte makes of a datetime: polars panics when it computes with one, Python when it shows it."""
+    """A datetime out of range, as a changed byte makes it: polars panics computing with it, Python showing it."""
     for far in (2**63 - 1, -(2**63) + 1, 2**62):
         times = pl.Series([SECONDS, far]).cast(pl.Datetime(unit))
         pl.DataFrame({"user": ["u"] * 2, "item": [0, 1], "timestamp": times}).write_parquet(tmp_path / "x")
@@ -545,7 +545,7 @@ def test_changed_bytes_of_parquet(load, tmp_path, seed):
 
 
 def test_accents_in_a_locale_of_ascii(tmp_path):
-    """Where Python takes the locale at its word, a path that it cannot encode is refused in one line."""
+    """A path that the locale cannot encode is refused in one line."""
     program = (
         "from data.datasets import load_dataset\n"
         "for path in ('x.csv', 'caf\\u00e9.csv'):\n"

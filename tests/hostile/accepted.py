@@ -1,4 +1,4 @@
-"""What is accepted on purpose though it looks wrong: the name of the case, and why. Each must work."""
+"""The cases that look wrong and are accepted on purpose: their names and the reasons. Each must work."""
 
 ACCEPTED = {
     "config: train.clip_norm=1e300": "a bound that never binds is a bound",

@@ -231,7 +231,7 @@ def start(folder: Path, *overrides: str, text: str | bytes = BASE, run: Path | s
 
 
 def _refused(folder: Path, output: str) -> str | None:
-    """What a refused configuration must not leave."""
+    """Return a complaint if a refused configuration left files or ran code, else None."""
     left = sorted(path.name for path in folder.iterdir() if path.name not in ("run.yaml", "cache"))
     if (Path.cwd() / "pwned").exists():
         return "code was run"

@@ -1,4 +1,4 @@
-"""What runs may be made of beside the basics: other heads, averages of weights, rotation, packed caches, processes.
+"""Runs with more than the basics: other heads, averages of weights, rotation, packed caches, processes.
 
 A run with all of them at once is trained, one is stopped midway; then their checkpoints, configurations and command
 lines are damaged as in runs.py, and files of packed caches beside them.

@@ -1,4 +1,4 @@
-"""What a case is, its process, and the verdict on it."""
+"""Define a case, its process, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit status or the exception that nobody caught, and what it printed."""
+    """The end of a process: its exit status or the uncaught exception, and its output."""
 
     status: int | None = None
     exception: str = ""
@@ -100,7 +100,7 @@ class Process:
         os._exit(0)  # without the exit handlers, which are the parent's
 
     def poll(self) -> Ended | None:
-        """How the process ended, or None while it goes on."""
+        """Return the end of the process, or None while it runs."""
         self._read()
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         if ended:
@@ -141,7 +141,7 @@ class Process:
 
 
 def signalled(run: Callable[[], int | None], number: int, module, name: str, call: int) -> Ended:
-    """How a function ends in a process of its own that gets signal `number` in its `call`-th call of module.name."""
+    """Run a function in a new process, send signal `number` in its `call`-th call of module.name; return its end."""
 
     def go() -> int | None:
         whole, calls = getattr(module, name), itertools.count(1)

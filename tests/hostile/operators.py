@@ -369,7 +369,7 @@ def _short(value: object) -> str:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values, every other element of its memory."""
+    """Return a tensor of the same values that takes every other element of its memory."""
     wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
     wide[..., ::2] = x
     return wide[..., ::2]

@@ -41,7 +41,7 @@ def start(run: Path, *overrides: str) -> int:
 
 
 def facts(run: Path) -> dict:
-    """What must not depend on how often a run was stopped."""
+    """Return the results of a run that must not depend on how often it was stopped."""
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     result = json.loads((run / "result.json").read_text())

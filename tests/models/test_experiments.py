@@ -1,4 +1,4 @@
-"""What a comparison is made of: intervals that hold the truth, corrected tests, plans and their errors."""
+"""Check the parts of a comparison: intervals that hold the truth, corrected tests, plans and their errors."""
 
 import numpy as np
 import pytest

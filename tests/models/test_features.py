@@ -179,7 +179,7 @@ def test_id_dropout_leaves_the_features(repeats):
 
 
 def test_padding_may_show_an_item_that_training_never_saw():
-    """As the padding of captured steps does where it is item 0 that is cold."""
+    """The padding of captured steps shows item 0; that it has no training event changes nothing."""
     dataset, splits, known, task = prepared(configured(), with_cold_items(with_made_up_features(generate(**SIZES)), 1))
     model = model_of(configured(), dataset, known).train()
     assert not known.trained[0]

@@ -1,4 +1,4 @@
-"""What the kind `htree` chooses where its options are `auto`."""
+"""Check what the kind `htree` chooses for options that are `auto`."""
 
 import pytest
 

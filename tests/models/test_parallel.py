@@ -1,4 +1,4 @@
-"""What ranks that share a batch rest on: even parts, numbers drawn alike, what is refused."""
+"""Check the basis of ranks that share a batch: even parts, equal random numbers, refusals."""
 
 from pathlib import Path
 

@@ -27,7 +27,7 @@ def launches_of(name: str) -> list[Launches]:
 
 
 def compiled(names: Iterable[str], architectures: Iterable[int], once: bool = False) -> list[dict]:
-    """What `compile_operator` yields for these operators and architectures, in one process."""
+    """Yield the results of `compile_operator` for these operators and architectures, from one process."""
     listed = (",".join(names), ",".join(map(str, architectures)), *(["once"] if once else []))
     environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(

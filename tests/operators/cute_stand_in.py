@@ -1,4 +1,4 @@
-"""What FlashAttention-4's calls do, in plain PyTorch and in any dtype, for machines without a GPU.
+"""Imitate FlashAttention-4's calls in plain PyTorch and in any dtype, for machines without a GPU.
 
 With them in the place of `cute.forward` and `cute.backward` a ring over gloo shows that its calls, put together, make
 the whole attention. Rows that a call is not about are left alone, as FlashAttention-4 leaves them.

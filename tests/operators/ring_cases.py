@@ -81,7 +81,7 @@ def expected(form: str, option: str, world: int, *, exact: str = "", **sizes) ->
 
 
 def of_rank(rank: int, world: int, form: str, option: str, backend: str, device="cpu", **sizes) -> list[torch.Tensor]:
-    """The same of this rank's tokens, by the ring."""
+    """Return the output and gradients of this rank's tokens, computed by the ring."""
     tensors, grad, offsets, keywords = inputs(form, option, world, **sizes)
     *tensors, grad, offsets = (x.to(device) for x in (*tensors, grad, offsets))
     keywords = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in keywords.items()}

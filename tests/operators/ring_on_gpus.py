@@ -1,4 +1,4 @@
-"""What test_ring_gpu.py runs under torchrun: each rank's part of a case against one process in fp64, and the errors of
+"""Run by test_ring_gpu.py under torchrun: each rank's part of a case against one process in fp64, and the errors of
 SDPA on one GPU beside it. The case is named on the command line, and after it a backend in place of auto.
 """
 

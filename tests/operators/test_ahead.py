@@ -34,7 +34,7 @@ def test_what_was_said_of_machine_code_is_kept(monkeypatch, tmp_path):
 
 
 def test_a_descriptor_made_of_what_another_left_is_found():
-    """As ptxas made one: the lower half is what an earlier loop had there, the upper half should begin with 0."""
+    """A descriptor as ptxas made it: its lower half is a stale register, its upper half should begin with 0."""
     forgotten = """
         /*3b50*/                   R2UR UR11, R149 ;
         /*3b60*/                   R2UR UR10, R150 ;
@@ -49,7 +49,7 @@ def test_a_descriptor_made_of_what_another_left_is_found():
 
 
 def test_a_reload_in_front_of_its_store_is_found():
-    """As ptxas placed one: the slot's last load was elsewhere, and what is wanted is stored four instructions later."""
+    """A reload as ptxas placed it: the slot was released before, and its value is stored four instructions later."""
     wrong = "/*44d40*/                   LDL.LU.S16 R252, [R1+0x38] ;"
     lines = [
         "        /*3fb40*/                   STL.64 [R1+0x38], R14 ;",
@@ -66,7 +66,7 @@ def test_a_reload_in_front_of_its_store_is_found():
 
 
 def test_a_pair_may_be_reloaded_for_its_upper_register():
-    """As ptxas did, of an address whose lower half it had in another register."""
+    """A pair that ptxas loaded for its upper half alone: the lower half was in another register."""
     lines = [
         "        /*1f710*/                   LDL.LU R249, [R1+0xc8] ;",
         "        /*3f440*/                   STL [R1+0xcc], R43 ;",

@@ -139,7 +139,7 @@ def test_edge_cases(case):
 
 
 def test_sums_do_not_depend_on_their_order():
-    """The same sequences, the last one first."""
+    """The sums are the same bits with the sequences in reverse order."""
     x = inputs()
     lengths = x["offsets"].diff().tolist()
     turned = {n: torch.cat(y.split(lengths)[::-1]) if n in ("q", "k", "v", "times", "query_times") else y

@@ -129,7 +129,7 @@ def test_position_bias_of_mean_keys_far_ahead():
 
 
 def test_not_a_number_adds_nothing_outside_of_the_tables():
-    """Where a key is not a number neither are the gradients of pairs that are not seen, which are behind the table."""
+    """NaN keys make the tables' gradients NaN, and pairs that are not seen write nothing outside of the tables."""
     (q, k, *rest), shape, bias = biased((40,), 40)
     k = torch.full_like(k, float("nan"))
     tables = [bias.position.requires_grad_(), bias.time.requires_grad_()]

@@ -56,7 +56,7 @@ on_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("window", [0, 1, 200])
 @pytest.mark.parametrize("features", [(), ("targets",)])
 def test_hopper(features, window, d, dtype):
-    """By lengths around the sizes of tiles and blocks, and in a batch of which programs have several tiles each."""
+    """Test lengths around the sizes of tiles and blocks, and a batch that gives programs several tiles each."""
     for lengths in ((128, 1, 0, 64, 129, 127, 256, 63, 65, 700, 192, 2000), [37 * i % 200 for i in range(300)]):
         x = inputs(lengths, 2000, d=d, v=d, features=features, window=window, dtype=dtype, heads=4)
         compare(x, function=hopper)
@@ -95,7 +95,7 @@ def test_hopper_gives_the_same_gradients(d):
 @on_hopper
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
 def test_hopper_keeps_sequences_apart(name):
-    """What is infinite in one sequence does not get into the output and dq of its neighbours."""
+    """Infinities in one sequence do not reach the output and dq of its neighbours."""
     x = inputs((200, 77, 100), 200, heads=4)
     grad = torch.randn_like(x["q"])
 
@@ -235,7 +235,7 @@ def test_batches_of_other_lengths_compile_nothing_new():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_paths(dtype, monkeypatch):
-    """What GPUs get on which the assembly was not proved, with the settings that they get."""
+    """Test the kernels and settings of GPUs on which the inline assembly was not tested."""
     from hstu_sparse.dense import launch, plan
 
     for module in (launch, plan):

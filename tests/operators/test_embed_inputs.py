@@ -14,7 +14,7 @@ interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 
 def check_dropout(lengths, n, size, p=0.3):
-    """What is kept is divided by 1 - p, the rest 0, and gradients pass what was kept."""
+    """Values that dropout keeps are divided by 1 - p, the rest are 0, and gradients have the same mask."""
     x = inputs(lengths, n, size, more=True, device=DEVICE)
     leaves = [x[name].requires_grad_() for name in ("rows", "position", "more")]
     run = functools.partial(kernel, **x, scale=3.0)

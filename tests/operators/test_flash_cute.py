@@ -94,7 +94,7 @@ def test_a_window_wants_sequences_of_one_length():
 
 
 def test_merging_rows_that_saw_nothing():
-    """Where a part's log-sum-exp is -inf its output may be anything; where both are, the output is 0."""
+    """A part's output is ignored if its log-sum-exp is -inf; if both are, the output is 0."""
     merging = pytest.importorskip("hstu_sparse.ring.flash.merge")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scores = torch.randn(2, 3, 37, device=device)  # of two keys, for 3 heads and 37 queries

@@ -54,7 +54,7 @@ def test_groups_agree_with_reference(case):
 
 @pytest.mark.parametrize("rate, length", [(16, 19), (32, 35)])
 def test_queries_turned_step_by_step(rate, length, monkeypatch):
-    """As in the 16-bit types, which the interpreter does not take."""
+    """Take the path of the 16-bit types with fp32, since the interpreter does not support them."""
     monkeypatch.setattr(launch, "STEPPED", (torch.float32,))
     agree(*problem((length,), length, 1, 1, 16, 16, rate, 1))
 

@@ -1,4 +1,4 @@
-"""What the tests spare Triton's interpreter changes nothing of what kernels compute."""
+"""Check that the tests' shortcuts for Triton's interpreter do not change the results of kernels."""
 
 import numpy as np
 import pytest

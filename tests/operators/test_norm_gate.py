@@ -37,7 +37,7 @@ def gradients(x, u, grad, **options):
 
 
 def mask(tokens, channels, p, seed, dtype=torch.float32):
-    """What the kernel keeps: x and u are such that no element of the undropped output is near 0."""
+    """Return the dropout mask of the kernel: x and u are such that no element of the undropped output is near 0."""
     x = torch.tensor([1.0, -1.0], device=DEVICE, dtype=dtype).repeat(channels)[:channels].expand(tokens, channels)
     return kernel(x, torch.ones_like(x), dropout=p, seed=seed) != 0
 

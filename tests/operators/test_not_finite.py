@@ -1,4 +1,4 @@
-"""What a NaN or an infinity in an input reaches: no output before its token, and no result that looks sound.
+"""Check what NaN and infinity in an input reach: no output before their token, and no result that looks sound.
 
 Letters: T tokens, N max_seq_len, H heads, D query/key and V value head size.
 """

@@ -200,7 +200,7 @@ def test_rows_that_do_not_fit_are_not_saved(tmp_path, rows, lengths, message):
     ],
 )  # fmt: skip
 def test_forged_file_is_refused_in_one_line(tmp_path, change, tensors, message):
-    """By other code, with the checksum that belongs to it."""
+    """A forged file has a valid checksum, as other code could write it."""
     path = tmp_path / "pool"
     pool, rows = filled(FORMATS["2 bits"], (17, 3))
     pool.save(path, rows, [17, 3])

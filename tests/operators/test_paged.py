@@ -121,7 +121,7 @@ def test_portions_do_not_matter(name, activation):
 
 
 def test_a_short_portion_beside_a_long_one():
-    """What pads the short one behind a nearly full sequence would stand beyond N, where no table has an entry."""
+    """Padding of a short sequence beside a nearly full one lies beyond N, where no table has an entry."""
     users, whole = (Users(PLAIN, (N, N)) for _ in range(2))
     first, second = users.append((N - 1, 1)), users.append((1, N - 1))
     torch.testing.assert_close(torch.cat([first[0], second[0], first[1], second[1]]), whole.at_once())

@@ -1,4 +1,4 @@
-"""What every operator keeps to, whatever its room: autocast, kinds of tensors, switches, numbers that are too large.
+"""Check the promises of every operator: autocast, kinds of tensors, switches, numbers that are too large.
 
 The calls are those of `tests/hostile/operators.py`, one for each public function.
 """

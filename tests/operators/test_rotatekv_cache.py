@@ -41,7 +41,7 @@ def forge(path, change, tensors=lambda x: None):
     ],
 )  # fmt: skip
 def test_forged_file_is_refused_in_one_line(tmp_path, change, tensors, message):
-    """By other code, with the checksum that belongs to it."""
+    """Change a file and give it a valid checksum, as other code could."""
     path = tmp_path / "cache"
     rotatekv_compress(*make(), sparsity=0.5).save(path)
     forge(path, lambda facts: None)

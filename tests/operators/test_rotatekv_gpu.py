@@ -81,7 +81,7 @@ MANY = dict(
     ],
 )
 def test_many_queries_of_softmax(options):
-    """What `hopper.py` takes where there is such a GPU, and `many.py` elsewhere: tiles of 128 in part and whole."""
+    """Partial and whole tiles of 128 queries, for `hopper.py` on such a GPU and for `many.py` elsewhere."""
     check("cuda", **(BASE | MANY | dict(dtype="bfloat16") | options))
 
 

@@ -1,4 +1,4 @@
-"""What README and the pages say can be done: their blocks run, and what they name exists."""
+"""Check that the blocks of README and the pages run, and that what they name exists."""
 
 import contextlib
 import io
@@ -126,7 +126,7 @@ def dotted(tree: dict) -> Iterator[str]:
 
 
 def faults_of_code(text: str) -> Iterator[str]:
-    """What a span or line of code names and nobody has: files, configs, keys, flags of programs."""
+    """Yield the files, configs, keys and flags that a span or line of code names and that do not exist."""
     yield from (f"file {path}" for path in FILE.findall(text) if not exists(path))
     if CONFIG.fullmatch(text) and "." not in text:
         yield from (f"config {name}" for name in spread(text) if not (ROOT / f"configs/{name}.yaml").exists())
@@ -286,7 +286,7 @@ def run_blocks(page: str, folder: Path, python: QuickPython) -> None:
 
 
 def test_a_block_that_fails_ends_what_it_started():
-    """What is still running holds the output open, and the call would end after 60 seconds only."""
+    """Processes that still run hold the output open, so that the call would only end after 60 seconds."""
     block = ["bash", "-c", f"{SHELL}sleep 100 &\nfalse"]
     assert subprocess.run(block, capture_output=True, timeout=60).returncode == 1
 

@@ -121,7 +121,7 @@ def weights(folder):
 
 
 def test_features_in_a_service(made, tmp_path, capsys):
-    """Those of items and the calendar are served as they were judged; those of users nobody tells a service."""
+    """Features of items and the calendar are served as they were judged; a service does not know those of users."""
     run, options = tmp_path / "run", ["data.features.users=null", "train.epochs=2", f"run_dir={tmp_path}"]
     assert train.main([str(made / "run.yaml"), "--run", str(run), *options]) == 0
     assert evaluation.main([str(run), "--serve", "--slide", "1"]) == 0

@@ -1,4 +1,4 @@
-"""What eval.py writes and train.py and eval.py print: never over what is not ours, whole, readable, and never lost."""
+"""Check the files of eval.py and the output of train.py and eval.py: whole, readable, never lost or over others."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What a user does with own data, from a CSV file to recommendations, with what goes wrong on the way."""
+"""Follow a user with own data from a CSV file to recommendations, including mistakes on the way."""
 
 import ctypes
 import hashlib

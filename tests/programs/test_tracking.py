@@ -89,7 +89,7 @@ def test_stopped_while_it_is_judged(place, monkeypatch):
 
 
 class FakeRun:
-    """As much of a W&B run as is used; it fails at the `broken`-th point."""
+    """The used part of the interface of a W&B run; it fails at the `broken`-th point."""
 
     def __init__(self, options, broken=None):
         self.options, self.points, self.ends, self.broken = options, [], [], broken

@@ -60,7 +60,7 @@ def start(folder, *more):
 
 
 def final(folder):
-    """What must not depend on interruptions: metrics and losses, without times."""
+    """Return the results that must not depend on interruptions: metrics and losses, without times."""
     result = json.loads((folder / "result.json").read_text())
     history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in history:

@@ -17,7 +17,7 @@ train: {{epochs: {epochs}, batch_size: 16, lr: {lr}, checkpoint_seconds: 0}}
 
 
 class Ended:
-    """As much of subprocess.Popen as a program asks of a run that was made in this process."""
+    """The part of subprocess.Popen that a program uses, for a run in this process."""
 
     def __init__(self, status: int):
         self.returncode = status

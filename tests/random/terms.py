@@ -1,4 +1,4 @@
-"""What attention sums, for checks: where terms cancel, the sum says little of what it may lose."""
+"""Compute the sizes of the terms that attention sums: if terms cancel, the sum does not show its possible error."""
 
 from collections.abc import Callable, Iterable
 from unittest import mock
@@ -20,7 +20,7 @@ Reference = Callable[..., torch.Tensor]
 def sizes_of_terms(
     reference: Reference, inputs: dict, grad: torch.Tensor, by_head: Iterable[str], few: bool
 ) -> dict[str, torch.Tensor]:
-    """By name, of the output's or gradient's shape, the size of what cancels there, as `assert_within_budget` takes it.
+    """Return by name the size of the terms that cancel in the output and in each gradient, for `assert_within_budget`.
 
     The tables' gradients `position` and `time` are sums over pairs: the root of their terms' summed squares. With `few`
     all of up to FEW_TOKENS tokens are what they were if nothing cancelled.
@@ -36,7 +36,7 @@ def sizes_of_terms(
 def sizes_under_softmax(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, scale: float
 ) -> dict[str, torch.Tensor]:
-    """What cancels in the gradients of q [T, H, D] and k [S, Hkv, D] of up to FEW_TOKENS queries, of more nothing.
+    """Return the size of the terms that cancel in dq [T, H, D] and dk [S, Hkv, D]; nothing above FEW_TOKENS queries.
 
     They sum p (do.v - do.o) times a key or query: here every do.v is what it were if the greatest values, v [S, Hkv,
     V], were seen and nothing cancelled, or, in 16 bits, what o's roundings add up to; and so is a key.

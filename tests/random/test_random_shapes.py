@@ -144,7 +144,7 @@ def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, fl
 
 
 def attempt(module, device: str, case: dict) -> str:
-    """What is wrong with a case, in a line; empty if nothing is. Nothing of it stays on the device."""
+    """Return the fault of a case in a line, or the empty text. No tensor of the case stays on the device."""
     try:
         try:
             module.check(device, **case)

@@ -46,7 +46,7 @@ def play(served, other, config, rounds, same):
 
 @pytest.mark.parametrize(("attention", "task", "changes", "options"), CASES)
 def test_padding_changes_nothing(attention, task, changes, options):
-    """What users have in their pages, and what they are answered, to rounding."""
+    """Compare the contents of users' pages and their answers, up to rounding."""
     config = make_config(attention, task=task, max_seq_len=40, **changes)
     model = make_model(config)
     served, padded = (serve(config, model, cache_bytes=2**20, **options) for _ in range(2))

@@ -165,7 +165,7 @@ def test_requests_together_get_what_each_gets_alone(client, recommender):
 
 
 def test_a_service_that_is_full_or_stopping_says_so(recommender):
-    """What was taken is answered before the thread ends."""
+    """Accepted requests are answered before the thread ends."""
     recommender.append([1], [100], [5])
     worker = Worker(recommender, None, most_waiting=3)
     worker.put(Recommend("1", 3, 9, True)).cancel()  # a client that left
@@ -241,7 +241,7 @@ def test_a_disk_that_is_full(recommender, tmp_path, monkeypatch):
 
 
 def test_what_waits_is_answered_when_the_application_stops(recommender):
-    """As SIGTERM does it: the requests in flight are answered, then the thread ends."""
+    """End the service as SIGTERM does: the requests in flight are answered, then the thread ends."""
     app = create_app(recommender, None, clock=lambda: NOW)
     with TestClient(app) as client:
         client.post("/events", json=events((1, 100, 5)))

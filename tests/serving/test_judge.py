@@ -97,7 +97,7 @@ def test_kind_refuses_heads_when_the_configuration_is_loaded():
 
 
 def test_ranking_is_judged_event_by_event(tmp_path):
-    """Where a window holds whole histories, what is served is what evaluation's batches say."""
+    """A service whose windows hold whole histories gives the results of evaluation's batches."""
     from tests.models.test_ranking import CONFIG
 
     path = tmp_path / "t.yaml"

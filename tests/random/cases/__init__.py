@@ -1,4 +1,4 @@
-"""What the tests of all operators know of each: one module an operator, found by its name.
+"""Define the cases of each operator for the tests of all: one module for each operator, named after it.
 
 A module has
     draw(random, small) -> dict       a random case as literals: the keywords of `check` but `device`. small: for the

@@ -110,7 +110,7 @@ def check(device, **case):
 
 @torch.no_grad()
 def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torch.Tensor]:
-    """By name, about what rounding the scores does to the loss and its gradients, and 16 bits to the softmax of dout.
+    """Estimate the error of the loss and its gradients, by name, from rounded scores and a softmax of dout in 16 bits.
 
     A target that is nearly certain has next to no loss: the logarithm of a sum less a score as large, and its
     probability less 1. Where a token has no negatives but its target the temperature's gradient is 0.

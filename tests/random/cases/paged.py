@@ -62,7 +62,7 @@ def check(
     head_group=1, quant_group=64, sink_tokens=0, clip=1.0, candidates=False, softmax=False, position=False, timed=False,
     splits=None, contiguous=True, longer=0, seed=0,
 ):  # fmt: skip
-    """What is written is what the reference writes, and attention to it is right."""
+    """Check that the kernels write the same pages as the reference, and attend to them correctly."""
     heads, dtype, stored = groups * head_group, getattr(torch, dtype), getattr(torch, stored)
     codes = dict(bits=bits, quant_group=quant_group, sink_tokens=sink_tokens, clip=clip) if bits else {}
     format = PageFormat(heads, head_size, value_size, stored, head_group=head_group, **codes)
@@ -147,7 +147,7 @@ def check(
 
 
 def written_alike(mine, theirs, pages, lengths):
-    """What kernels wrote is what the reference wrote; codes on the edge between two may differ."""
+    """Check that the kernels wrote the same as the reference; codes on the edge between two may differ."""
     actual, expected = (pool.read(1, pages, lengths, torch.float64) for pool in (mine, theirs))
     for name, x, y in zip("kv", actual, expected):
         if mine.format.layout is None:

@@ -62,7 +62,7 @@ def check(device, *, tokens, channels, dtype, added_dtype, biased, stride, seed)
 
 
 def sizes_of_terms(x, grad):
-    """What cancels in the norm's gradient: of two channels, which are 1 and -1 whatever they are, nearly all.
+    """Return the size of the terms that cancel in the norm's gradient: nearly all with two channels, always 1 and -1.
 
     And rounding the mean changes a channel's difference from it by as much more as it is smaller than the channel.
     """

@@ -1,0 +1,83 @@
+"""Check the code's language: names say what a value is, and docstrings can be read by themselves.
+
+tests/programs/test_docs.py checks that no sentence begins with "Of".
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("benchmarks", "data", "examples", "hstu_sparse", "models", "tests")
+FILES = [*sorted(ROOT.glob("*.py")), *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))]
+PUBLIC = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("data", "hstu_sparse", "models")]
+# Names that say how a value was obtained instead of what it is.
+VAGUE = ("ask", "asked", "asks", "found", "given", "kept", "own", "told", "wanted")
+WORD = re.compile(rf"\b(?:{'|'.join(VAGUE)})\b")
+# Words that begin a fragment, which is understood only together with the code.
+FRAGMENT = re.compile(
+    r'(?:\A|:(?: +#.*)?\n) *"""((?:of|as|what|which|where|how|those|that|the same|by)\b.{0,40})', re.I
+)
+
+
+def vague_names(text: str) -> Iterator[str]:
+    """Yield the vague names that a file gives to variables, arguments, attributes, functions and classes."""
+    if not WORD.search(text):
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        else:
+            continue
+        if name in VAGUE:
+            yield f"line {node.lineno}: {name}"
+
+
+def undocumented(text: str) -> Iterator[str]:
+    """Yield the public functions and classes of a file that have no docstring."""
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if ast.get_docstring(node, clean=False) is None:
+            yield f"line {node.lineno}: {node.name}"
+
+
+def check(files: list[Path], faults) -> None:
+    """Assert that `faults` yields nothing for the text of any file."""
+    wrong = [f"{file.relative_to(ROOT)} {fault}" for file in files for fault in faults(file.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_names_say_what_a_value_is():
+    check(FILES, vague_names)
+
+
+def test_docstrings_are_no_fragments():
+    check(FILES, lambda text: (fragment[1] for fragment in FRAGMENT.finditer(text)))
+
+
+def test_public_functions_and_classes_have_docstrings():
+    check(PUBLIC, undocumented)
+
+
+@pytest.mark.parametrize(
+    ("faults", "text"),
+    [
+        (vague_names, "found = 1"),
+        (vague_names, "for own in range(3): pass"),
+        (vague_names, "def f(kept): pass"),
+        (vague_names, "class A:\n    def f(self):\n        self.asked = 1"),
+        (undocumented, "def f():\n    pass"),
+        (undocumented, "class A:\n    x = 1"),
+        (FRAGMENT.finditer, 'def f():\n    """What is left behind."""'),
+    ],
+)
+def test_the_checks_find_what_is_wrong(faults, text):
+    assert list(faults(text))
