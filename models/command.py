@@ -302,7 +302,9 @@ def _print_keys(prefix: str) -> NoReturn:
     from models.strict_yaml import ConfigError
 
     try:
-        print(as_text(prefix, min(100, shutil.get_terminal_size().columns)))
+        print(as_text(prefix, min(100, shutil.get_terminal_size().columns)), flush=True)
+    except BrokenPipeError:  # the reader, say head, has seen enough; Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ConfigError as error:
         _Parser().exit(2, f"error: {error}\n")
     sys.exit()

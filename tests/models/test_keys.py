@@ -69,3 +69,9 @@ def test_the_program_prints_them():
     assert done.returncode == 0 and "The learning rate." in done.stdout, done.stderr
     done = subprocess.run([sys.executable, "train.py", "--keys", "no.such"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == "error: --keys no.such: no key begins so\n"
+
+
+def test_a_reader_may_stop_early():
+    line = f"set -o pipefail; {sys.executable} train.py --keys | head -1"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
