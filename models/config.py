@@ -507,7 +507,10 @@ def _override(tree: dict, assignment: str) -> None:
             node = node.setdefault(part, {})
         else:
             raise ConfigError(f"{path}: no such key ({part} is not a mapping)")
-    value = parse_yaml(text, assignment)
+    try:
+        value = parse_yaml(text, assignment)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; a value is YAML, text with signs is quoted twice: '{path}=\"...\"'") from None
     if isinstance(node, list) and last.isdigit() and int(last) < len(node):
         node[int(last)] = value
     elif not isinstance(node, dict):

@@ -266,3 +266,11 @@ def test_the_ring_spreads_what_its_block_has(tmp_path, overrides, expected):
     assert (ring.inner, ring.position_bias, ring.time_bias) == expected
     (tmp_path / "saved.yaml").write_text(as_yaml(config))
     assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_an_override_that_is_no_yaml_says_how_to_quote_it():
+    path = next(path for path in CONFIGS if path.stem == "default")
+    with pytest.raises(ConfigError, match=r"""quoted twice: 'data\.columns\.timestamp_format="\.\.\."'$"""):
+        load_config(path, ["data.columns.timestamp_format=%d.%m.%Y"])
+    config = load_config(path, ["data.path=x.csv", 'data.columns.timestamp_format="%d.%m.%Y"'])
+    assert config.data.columns.timestamp_format == "%d.%m.%Y"
