@@ -47,7 +47,7 @@ def hstu_attention(
     plan: "AttentionPlan | None" = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Causal attention with SiLU in place of softmax, a relative bias, and 1/N in place of the normaliser.
+    """Compute causal attention with SiLU instead of softmax, a relative bias, and 1/N instead of the normaliser.
 
         o[t] = (1/N) * sum over visible s of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
 

@@ -1,4 +1,4 @@
-"""The backward kernel of dk and dv: a program owns a tile of keys and walks over the queries that see them.
+"""Compute dk and dv: a program owns a tile of keys and walks over the queries that see them.
 
 Letters: H heads, D query/key head size, V value head size, N max_seq_len. m: rows of a block of queries, n: key rows of
 the tile; t and s: their positions in the sequence. Tiles are transposed, keys x queries.
@@ -30,7 +30,7 @@ def _attend_dkv(
     dk, dv, k, v, first, last, s, sequence, q, do, q_stride, do_stride, half_scale, bias, kind, MASKED: tl.constexpr,
     IS_NEAR: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk [BLOCK_N, D] and dv [BLOCK_N, V] + the queries first .. last."""
+    """Return dk [BLOCK_N, D] and dv [BLOCK_N, V] plus the terms of the queries first .. last."""
     m = tl.arange(0, kind.BLOCK_M)
     place = bias_position(s, sequence.history, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
@@ -68,7 +68,7 @@ def dense_attention_bwd_dkv_kernel(
     HAS_TIME: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys of one head. TMA: queries come by tensor descriptor."""
+    """Compute dk and dv of BLOCK_N keys of one head in each program. TMA: load queries by tensor descriptor."""
     head, b, entry = scheduled(schedule, H)
     if b < 0:
         return

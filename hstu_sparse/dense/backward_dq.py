@@ -1,4 +1,4 @@
-"""The backward kernel of dq and of the bias tables' gradients: a program owns a tile of queries, as in forward.
+"""Compute dq and the gradients of the bias tables: a program owns a tile of queries, as in forward.
 
 Letters: H heads, D query/key head size, V value head size, N max_seq_len. m: query rows of a tile, n: its key rows; t
 and s: their positions in the sequence.
@@ -39,7 +39,7 @@ def _attend_dq(
     acc, ring_low, q, do, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, bias, gradients,
     kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_M, D] + the keys first .. last, the gradients of the bias tables, and the ring's lowest distance."""
+    """Return dq [BLOCK_M, D] plus the keys first .. last, sums for the bias tables, and the ring's least distance."""
     n = tl.arange(0, kind.BLOCK_N)
     place = bias_position(t, sequence.history, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
@@ -82,9 +82,9 @@ def dense_attention_bwd_dq_kernel(
     HAS_TIME: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr, TABLE: tl.constexpr,
     COPIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    """One program: dq of BLOCK_M queries of one head, and their part of the bias tables' gradients.
+    """Compute dq of BLOCK_M queries of one head in each program, and their part of the bias tables' gradients.
 
-    norms: given where the sums of the tables' gradients are integers. HOLD: q and do are held in registers.
+    norms: present if the sums of the tables' gradients are integers. HOLD: keep q and do in registers.
     """
     EXACT: tl.constexpr = norms is not None
     head, b, entry = scheduled(schedule, H)

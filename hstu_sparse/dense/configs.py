@@ -1,4 +1,4 @@
-"""Tile sizes, warps and pipeline stages of the kernels: chosen, not tuned at run time, so that no batch pays for it.
+"""Define tile sizes, warps and pipeline stages of the kernels: fixed, so that no batch waits for tuning.
 
 Letters: D query/key head size, V value head size. For sm_90 measured on an H200 (docs/performance.md); for sm_80 made
 to fit, and for all others made to fit the least shared memory that a later GPU has (99 KB, sm_86, 89 and 120).
@@ -25,7 +25,7 @@ class Features(NamedTuple):
 
 @configuration
 def fwd_config(f: Features) -> LaunchConfig:
-    """Settings of the forward kernel."""
+    """Return the settings of the forward kernel."""
     wide = max(f.pad_d, f.pad_v) > 128
     if f.dtype == torch.float32:
         narrow = f.arch == 90 and max(f.pad_d, f.pad_v) <= 32
@@ -51,7 +51,7 @@ HOPPER_FROM = {64: 1024, 128: 1024}
 
 
 def hopper_can(q: torch.Tensor, v: torch.Tensor, biased: bool) -> bool:
-    """Whether the kernels for Hopper take these heads, [T, H, D] and [T, H, V]."""
+    """Return whether the kernels for Hopper support heads of these sizes, [T, H, D] and [T, H, V]."""
     return (
         q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[2] in (64, 128)
@@ -61,13 +61,14 @@ def hopper_can(q: torch.Tensor, v: torch.Tensor, biased: bool) -> bool:
 
 
 def hopper_runs(device: torch.device) -> bool:
-    """Whether the kernels for Hopper run on a device, by the installed version of Triton."""
+    """Return whether the kernels for Hopper run on a device with the installed version of Triton."""
     return architecture(device) == 90 and proven(device)
 
 
 def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int) -> bool:
-    """Whether `backend="auto"` takes the kernels for Hopper: by shapes alone, so that both passes and a captured CUDA
-    graph take the same.
+    """Return whether `backend="auto"` chooses the kernels for Hopper.
+
+    The choice depends only on shapes, so that both passes and a captured CUDA graph make the same one.
     """
     least = HOPPER_FROM.get(q.shape[2])
     fast = least is not None and q.shape[0] >= least * num_seqs
@@ -76,7 +77,7 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 
 @configuration
 def hopper_fwd_config(f: Features) -> LaunchConfig:
-    """Settings of the forward kernel in hopper_forward.py, whose tiles are those of the forward kernel's schedule.
+    """Return the settings of the kernel in hopper_forward.py, which uses the tiles of the forward kernel's schedule.
 
     TURNS: the groups take turns to multiply.
     """
@@ -87,16 +88,16 @@ def hopper_fwd_config(f: Features) -> LaunchConfig:
 
 @configuration
 def hopper_dq_config(f: Features) -> LaunchConfig:
-    """Settings of the kernel of dq in hopper_dq.py, whose tiles are those of the forward kernel's schedule."""
+    """Return the settings of the dq kernel in hopper_dq.py, which uses the tiles of the forward kernel's schedule."""
     return LaunchConfig(BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
 
 
 @configuration
 def bwd_dq_config(f: Features) -> LaunchConfig:
-    """Settings of the kernel of dq and of the bias tables' gradients. HOLD: q and do are held in registers.
+    """Return the settings of the kernel of dq and the bias tables' gradients. HOLD: keep q and do in registers.
 
-    No value of a tile of scores may stand in two threads, whose sums of the tables' gradients would have it twice: four
-    warps of tf32 products have 16 x 8 each, side by side where a tile is wider than high.
+    No value of a tile of scores may be in two threads, or the sums of the tables' gradients would count it twice. Four
+    warps of TF32 products have 16 x 8 values each, side by side if a tile is wider than high.
     """
     wide, both = max(f.pad_d, f.pad_v) > 128, f.pad_d + f.pad_v
     if f.dtype == torch.float32:
@@ -114,7 +115,7 @@ def bwd_dq_config(f: Features) -> LaunchConfig:
 
 @configuration
 def bwd_dkv_config(f: Features) -> LaunchConfig:
-    """Settings of the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
+    """Return the settings of the kernel of dk and dv. TMA: load queries by descriptor, which needs few registers."""
     wide = max(f.pad_d, f.pad_v) > 128
     if f.dtype == torch.float32:
         if f.arch == 90 and max(f.pad_d, f.pad_v) <= 32:

@@ -1,4 +1,4 @@
-"""The forward kernel: a program owns a tile of queries and walks over the keys they see.
+"""Compute the output: a program owns a tile of queries and walks over the keys that they see.
 
 Letters: H heads, D query/key head size, V value head size, N max_seq_len. m: query rows of a tile, n: its key rows; t
 and s: their positions in the sequence.
@@ -30,7 +30,7 @@ def _attend(
     acc, q, first, last, t, sequence, k, v, k_stride, v_stride, half_scale, bias, kind, MASKED: tl.constexpr,
     IS_NEAR: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_M, V] + the keys first .. last (multiples of BLOCK_N; `last` may pass the end when MASKED)."""
+    """Return acc [BLOCK_M, V] plus the keys first .. last (multiples of BLOCK_N; MASKED: `last` may pass the end)."""
     n = tl.arange(0, kind.BLOCK_N)
     place = bias_position(t, sequence.history, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
@@ -64,7 +64,7 @@ def dense_attention_fwd_kernel(
     HAS_TIME: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head."""
+    """Compute the outputs of BLOCK_M queries of one head in each program."""
     head, b, entry = scheduled(schedule, H)
     if b < 0:
         return

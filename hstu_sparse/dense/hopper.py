@@ -97,7 +97,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """[COUNT, 1], each of which waits for so many arrivals."""
+    """Return COUNT barriers, [COUNT, 1], each of which waits for ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -106,13 +106,13 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def make_tiles(source, COUNT: gl.constexpr):
-    """Shared memory for so many blocks of a tensor descriptor."""
+    """Allocate shared memory for COUNT blocks of a tensor descriptor."""
     return gl.allocate_shared_memory(source.dtype, [COUNT, source.block_shape[0], source.block_shape[1]], source.layout)
 
 
 @gluon.jit
 def make_ring(k, v, STAGES: gl.constexpr):
-    """The `Ring` of blocks that come by two tensor descriptors."""
+    """Allocate the `Ring` for the blocks of two tensor descriptors."""
     return Ring(
         make_tiles(k, STAGES), make_tiles(v, STAGES), make_barriers(STAGES, 1), make_barriers(STAGES, 2),
         make_barriers(STAGES, 1), make_barriers(STAGES, 2),
@@ -121,14 +121,14 @@ def make_ring(k, v, STAGES: gl.constexpr):
 
 @gluon.jit
 def make_queue(TENSORS: gl.constexpr):
-    """The `Queue` of tiles that have rows of so many tensors."""
+    """Allocate the `Queue` of tiles whose rows come from TENSORS tensors."""
     numbers = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Queue(numbers, make_barriers(2, TENSORS + 1), make_barriers(2, 2))
 
 
 @gluon.jit
 def find_tile(head, b, index, batch, kind: gl.constexpr):
-    """The `Tile` of an entry of a schedule, which counts tiles from the sequence's end."""
+    """Return the `Tile` of an entry of a schedule, which counts tiles from the sequence's end."""
     begin, sequence = find_sequence(b, batch.seq_offsets, batch.num_targets, batch.window_size)
     first_row = ((sequence.length + kind.BLOCK_M - 1) // kind.BLOCK_M - 1 - index) * kind.BLOCK_M
     first, free, masked, end = key_ranges(
@@ -141,7 +141,7 @@ def find_tile(head, b, index, batch, kind: gl.constexpr):
 
 @gluon.jit
 def take(queue, n, WARPS: gl.constexpr):
-    """(head, sequence, tile) of the n-th tile of a program; the sequence is -1 behind the last one."""
+    """Return (head, sequence, tile) of a program's n-th tile; the sequence is -1 after the last one."""
     slot = n % 2
     mbarrier.wait(queue.full.index(slot), n // 2 % 2)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -152,7 +152,7 @@ def take(queue, n, WARPS: gl.constexpr):
 
 @gluon.jit
 def put(queue, n, head, b, index):
-    """Says which tile is a program's n-th."""
+    """Store the head, sequence and tile of a program's n-th tile in the queue."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = n % 2
     queue.numbers.index(slot * 3).store(gl.full([1], 0, gl.int32, LAYOUT) + head)
@@ -162,7 +162,7 @@ def put(queue, n, head, b, index):
 
 @gluon.jit
 def clear_rows(block, inside, ROWS: gl.constexpr):
-    """Zeros to the rows of a block in shared memory from `inside` on, by one warp."""
+    """Set the rows of a block in shared memory from `inside` on to zero, by one warp."""
     row = gl.arange(0, 8, gl.SliceLayout(1, EIGHT_ROWS))[:, None]
     for part in gl.static_range(ROWS // 8):
         if inside < part * 8 + 8:
@@ -172,10 +172,10 @@ def clear_rows(block, inside, ROWS: gl.constexpr):
 
 @gluon.jit
 def copy_block(source, place, block, full, inside, copied, cleared, CLEAR: gl.constexpr):
-    """A block in shared memory from the tensor at `place`; arrives at the barrier `full`.
+    """Copy a block from the tensor at `place` to shared memory, and arrive at the barrier `full`.
 
-    CLEAR: rows from `inside` on are another sequence's, and become zeros, as a weight of zero times an infinity were no
-    number; copied: a barrier for that, which was used `cleared` times.
+    CLEAR: set rows from `inside` on, which belong to another sequence, to zero, since a weight of zero times an
+    infinity is NaN. copied: a barrier for that, which was used `cleared` times before.
     """
     BYTES: gl.constexpr = source.block_shape[0] * source.block_shape[1] * 2
     if CLEAR and inside < source.block_shape[0]:
@@ -192,7 +192,7 @@ def copy_block(source, place, block, full, inside, copied, cleared, CLEAR: gl.co
 
 @gluon.jit
 def produce(rows, k, v, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_KEYS: gl.constexpr):
-    """Copies the tiles of a program and, block by block, the keys and values that they meet.
+    """Copy the tiles of a program and, block by block, the keys and values that they see.
 
     Programs take tiles as they come to them, so that none idles while others have much to do.
 
@@ -245,7 +245,9 @@ def produce(rows, k, v, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_KE
 
 @gluon.jit
 def loop_bounds(tile, PART: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(start, stop) of a walk back over blocks behind the last one, in three parts; only the second needs no masks."""
+    """Return (start, stop) of one of three parts of the walk back over all but the last block; only the second is
+    unmasked.
+    """
     if PART == 0:
         return tile.last - BLOCK_N, tile.masked
     elif PART == 1:
@@ -262,7 +264,7 @@ def tanh_approx(x):
 
 @gluon.jit
 def rounded_pairs(x, DTYPE: gl.constexpr):
-    """fp32 [ROWS, COLUMNS] as int32 pairs of 16-bit numbers, which a loop would carry one by one."""
+    """Return fp32 [ROWS, COLUMNS] as int32 pairs of 16-bit numbers: a loop would carry 16-bit numbers one by one."""
     low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     if DTYPE.is_bf16():
         return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], gl.int32, True, 1)
@@ -272,7 +274,7 @@ def rounded_pairs(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def left_operand(pairs, DTYPE: gl.constexpr, SUMS: gl.constexpr):
-    """`rounded_pairs` as the left operand of a product with the layout SUMS, without a move between registers."""
+    """Return `rounded_pairs` as the left operand of a product with the layout SUMS, without moves between registers."""
     x = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
     x = gl.reshape(x, [pairs.shape[0], pairs.shape[1] * 2])
     return gl.convert_layout(x, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
@@ -280,7 +282,7 @@ def left_operand(pairs, DTYPE: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def store_rows(pointer, stride_t, stride_h, tile, row, x, shared):
-    """x [64, D] to the rows of the tile's sequence from `row` on, by way of `shared` [64, D]: 16 bytes a thread."""
+    """Store x [64, D] to the rows of the tile's sequence from `row` on, through `shared` [64, D]: 16 bytes a thread."""
     D: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     shared.store(x.to(shared.dtype))

@@ -1,4 +1,4 @@
-"""The backward kernel of dq on Hopper, in Gluon: see hopper.py. It takes no bias.
+"""Compute dq on Hopper, in Gluon: see hopper.py. The kernel takes no bias.
 
 Letters: H heads, D query/key head size, V value head size.
 """
@@ -34,14 +34,14 @@ from hstu_sparse.dense.hopper import (
 
 @gluon.jit
 def silu_slope(half):
-    """Twice SiLU's derivative less 1, of a tile of scores, given by their halves: see ranges.py."""
+    """Return twice SiLU's derivative minus 1 of a tile of scores, which are passed halved: see ranges.py."""
     u = tanh_approx(half)
     return (half - half * u * u) + u
 
 
 @gluon.jit
 def attend_dq(output, queries, douts, queue, ring, batch, kind: gl.constexpr, WHICH: gl.constexpr):
-    """dq of 64 queries of each tile: ds times keys runs while the next block's slope is computed."""
+    """Compute dq of 64 queries of each tile: the product of ds and keys overlaps the slopes of the next block."""
     dq, stride_t, stride_h, half_scale, factor = output
     D: gl.constexpr = ring.key.shape[2]
     DTYPE: gl.constexpr = queries.dtype
@@ -119,7 +119,7 @@ def dense_attention_bwd_dq_hopper_kernel(
     H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dq of the tiles of 128 queries that a program takes. q, k, v, do: tensor descriptors [T, heads side by side]."""
+    """Compute dq of a program's tiles of 128 queries. q, k, v, do: tensor descriptors [T, heads side by side]."""
     kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, HAS_TARGETS, HAS_WINDOW)
     batch = Batch(schedule, slots, taken, seq_offsets, num_targets, window_size)
     queries = make_tiles(q, 2)

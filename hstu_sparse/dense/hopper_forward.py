@@ -1,4 +1,4 @@
-"""The forward kernel on Hopper, in Gluon: see hopper.py.
+"""Compute the output on Hopper, in Gluon: see hopper.py.
 
 Letters: H heads, D query/key head size, V value head size, N max_seq_len.
 """
@@ -34,7 +34,7 @@ from hstu_sparse.dense.hopper import (
 
 @gluon.jit
 def attend(output, queries, queue, ring, turns, batch, kind: gl.constexpr, WHICH: gl.constexpr, TURNS: gl.constexpr):
-    """64 queries of each tile: the product with a block's values runs while the next block's SiLU is computed."""
+    """Compute 64 queries of each tile: the product with a block's values overlaps SiLU of the next block."""
     out, stride_t, stride_h, half_scale, inverse_n = output
     V: gl.constexpr = ring.value.shape[2]
     DTYPE: gl.constexpr = queries.dtype
@@ -115,7 +115,7 @@ def dense_attention_fwd_hopper_kernel(
     H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of 128 queries that a program takes. q, k, v: tensor descriptors [T, heads side by side]."""
+    """Compute the outputs of a program's tiles of 128 queries. q, k, v: tensor descriptors [T, heads side by side]."""
     kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, HAS_TARGETS, HAS_WINDOW)
     batch = Batch(schedule, slots, taken, seq_offsets, num_targets, window_size)
     queries = make_tiles(q, 2)

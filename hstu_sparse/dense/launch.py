@@ -1,4 +1,4 @@
-"""Launches the dense kernels and registers them as torch.ops.hstu_sparse.dense_fwd and dense_bwd.
+"""Launch the dense kernels and register them as torch.ops.hstu_sparse.dense_fwd and dense_bwd.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
@@ -55,7 +55,7 @@ _ALIGNMENT = 16
 
 
 def _tables_kept(bias: RelativeBias) -> tuple[int, int]:
-    """(elements of the halved position table with its margins, of the halved time table with what stands behind)."""
+    """Return the sizes of the halved tables: (position with its margins, time with the hidden bucket)."""
     position = 0 if bias.position is None else bias.position.shape[0] + 2 * POSITION_MARGIN
     time = 0 if bias.time is None else hidden_bucket(num_time_buckets(bias.time)) + 1
     return cdiv(position, _ALIGNMENT) * _ALIGNMENT, time
@@ -76,7 +76,7 @@ class _Case(NamedTuple):
 
 @functools.cache
 def _constants(case: _Case) -> dict:
-    """An attention kernel's constants but for its configuration. `as_rows` pads the heads."""
+    """Return an attention kernel's constants without those of its configuration. `as_rows` pads the heads."""
     d, v, f = cdiv(case.d, 16) * 16, cdiv(case.v, 16) * 16, case.features
     # Wider than a tile of fp32 is high: see `bwd_dq_config`.
     least = 32 if f.dtype == torch.float32 else 16
@@ -113,7 +113,7 @@ class _Launch:
         )  # fmt: skip
 
     def new(self, size: int) -> torch.Tensor:
-        """[T, H, size]."""
+        """Allocate [T, H, size]."""
         return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
 
     def run(self, kernel, tiles: TileMap, arguments: tuple, config: Callable, **more) -> None:
@@ -121,7 +121,7 @@ class _Launch:
         run(kernel, grid, *arguments, **_constants(self.case), **config, **more)
 
     def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:
-        """The arguments of an attention kernel from `schedule` on: its tile map, the times, the halved tables."""
+        """Return an attention kernel's arguments from `schedule` on: its tile map, the times, the halved tables."""
         buckets, device = self.plan.purpose.num_buckets, self.q.device
         if buckets is None:
             times, finders = (None,) * 4, (None, None)
@@ -150,7 +150,7 @@ class _Launch:
         return tables
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, halved tables)."""
+        """Return (output, halved tables)."""
         out, tables = self.new(self.v_out), self.halved_tables()
         if self.empty:
             return out.zero_(), tables
@@ -169,7 +169,7 @@ class _Launch:
         return out, tables
 
     def _run_hopper(self, kernel, sources: tuple, output: torch.Tensor, factors: tuple, config: LaunchConfig) -> None:
-        """sources: q, k, v and for dq do. Tiles are those of the forward kernel, whose schedule is read."""
+        """Launch a kernel for Hopper on the tiles of the forward kernel's schedule. sources: q, k, v and for dq do."""
         from hstu_sparse.dense.hopper import descriptor
 
         schedule, heads = self.plan.forward.schedule, self.case.heads
@@ -185,7 +185,7 @@ class _Launch:
         )  # fmt: skip
 
     def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
-        """dq, dk, dv and the gradients of the tables that there are."""
+        """Return dq, dk, dv and the gradients of the present tables."""
         dq, dk, dv = self.new(self.d_out), self.new(self.d_out), self.new(self.v_out)
         grads = [None if x is None else torch.empty_like(x) for x in self.bias[:2]]
         table_grads = [x for x in grads if x is not None]
@@ -234,7 +234,8 @@ class _Launch:
         return [dq, dk, dv, *table_grads]
 
     def _sums(self, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """(zeros for the position bias's sums, for the time bias's, the norms that bound ds); each None if not needed.
+        """Return (zeros for the position bias's sums, for the time bias's, the norms that bound ds); None if not
+        needed.
 
         The sums of fp16 and bf16 inputs are integers, which do not depend on the order of additions; fp32 needs more
         digits than they have.
@@ -288,7 +289,7 @@ dense_operator = Operator(
 def hstu_attention_triton(
     q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, scale, normalizer, hopper
 ):
-    """Arguments and result as `hstu_sparse.hstu_attention`, checked; on CUDA or in Triton's interpreter.
+    """Compute `hstu_sparse.hstu_attention` for checked arguments, on CUDA or in Triton's interpreter.
 
     hopper: whether the kernels for Hopper are taken; None where `prefers_hopper` says so.
     """

@@ -23,8 +23,10 @@ from hstu_sparse.registration import register_preparation
 
 
 class Tiling(NamedTuple):
-    """Sizes of a kernel's tiles: `owned` tokens of the side that a program owns (queries if by_query), `other` of the
-    blocks of the side that it walks. Without a time bias nothing depends on `other` and `by_query`.
+    """The sizes of a kernel's tiles: `owned` tokens of a program (queries if by_query), `other` of the blocks it walks
+    over.
+
+    Without a time bias nothing depends on `other` and `by_query`.
     """
 
     owned: int
@@ -33,7 +35,7 @@ class Tiling(NamedTuple):
 
 
 class TileMap(NamedTuple):
-    """The plan of one tiling. A slot is a tile's number without a look at the offsets, see hstu_sparse/tiles.py.
+    """The plan of one tiling. A slot is a tile's number computed without reading the offsets, see hstu_sparse/tiles.py.
 
     schedule  [slots, 2] int32: (sequence, tile) in the order in which programs start: the longest sequences first, and
               tiles so that the one with the most work comes first. Behind them (-1, *): such programs stop at once
@@ -56,7 +58,7 @@ class TileMap(NamedTuple):
 
     @property
     def row(self) -> int:
-        """Entries of a slot: one for each block of the longest sequence, and two that the kernels read ahead."""
+        """The number of entries of a slot: one for each block of the longest sequence, and two to read ahead."""
         return 0 if self.entries is None else self.entries.shape[0] // self.schedule.shape[0]
 
 
@@ -84,7 +86,7 @@ class Purpose(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """See `attention_plan`. Timestamps are there with a time bias; tile maps of the backward pass may be missing."""
+    """The result of `attention_plan`: times (None without a time bias) and tile maps (backward: maybe None)."""
 
     purpose: Purpose
     keys: TokenTimes | None
@@ -94,7 +96,7 @@ class AttentionPlan(NamedTuple):
     dkv: TileMap | None
 
     def flat(self) -> list[torch.Tensor | None]:
-        """The tensors, for an operator's `Tensor?[]`."""
+        """Return the tensors, for an operator's `Tensor?[]`."""
         parts = ((self.keys, 2), (self.queries, 2), (self.forward, 4), (self.dq, 4), (self.dkv, 4))
         return [x for part, size in parts for x in (part or [None] * size)]
 
@@ -194,7 +196,7 @@ def tile_map(
 
 
 def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, query_timestamps) -> AttentionPlan:
-    """The plan with the tile maps of the backward pass; maps of equal tilings are made once."""
+    """Return the plan with the tile maps of the backward pass; equal tilings share a map."""
     forward, dq, dkv = plan.purpose.tilings
     made = {dkv: plan.dkv, dq: plan.dq, forward: plan.forward}
     for tiling in (dq, dkv):
@@ -206,7 +208,7 @@ def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, que
 def make_plan(
     purpose: Purpose, seq_offsets, num_targets, timestamps, query_timestamps, *, backward: bool
 ) -> AttentionPlan:
-    """`attention_plan` of checked arguments. Without `backward` only what the forward pass reads."""
+    """Compute `attention_plan` for checked arguments. Without `backward` only the part that the forward pass reads."""
     batch = seq_offsets, num_targets, timestamps, query_timestamps
     # What is computed of one tensor serves both roles.
     roles = 0 if purpose.num_buckets is None else 1 if query_timestamps is timestamps else 2

@@ -1,4 +1,4 @@
-"""The kernel of a plan: the schedule of tiles, and what one computes of their time buckets for all heads and layers.
+"""Compute a plan: the schedule of tiles, and the part of their time buckets that all heads and layers share.
 
 Letters: T tokens of the batch, B sequences; t and s: the positions of queries and keys in their sequence.
 """
@@ -22,7 +22,7 @@ from hstu_sparse.tiles import locate
 
 @triton.jit
 def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes the tiles (b, 0), (b, 1), ... of sequence b at its place, longest sequences first."""
+    """Write the tiles (b, 0), (b, 1), ... of sequence b to their place in the schedule, longest sequences first."""
     begin = tl.load(seq_offsets + b)
     count = (tl.load(seq_offsets + b + 1) - begin + BLOCK - 1).to(tl.int32) // BLOCK
     before = 0
@@ -52,7 +52,7 @@ def _map_tile(
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Writes what a `TileMap` says of the tile from `first_row` on."""
+    """Write the entries of a `TileMap` for the tile from `first_row` on."""
     length = sequence.length
     if BY_QUERY:
         _, low, high, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OWN, OTHER)
@@ -116,8 +116,10 @@ def dense_attention_plan_kernel(
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fills a `TileMap`: a program for each sequence writes the schedule; with times, one for each slot its tile, and
-    of its tokens the `TokenTimes` for which there is room.
+    """Fill a `TileMap`: one program for each sequence writes the schedule.
+
+    With times, one more program for each slot writes its tile, and the `TokenTimes` of its tokens to the tensors
+    present.
     """
     program = tl.program_id(0)
     if program < num_seqs:

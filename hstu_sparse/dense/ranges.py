@@ -28,7 +28,7 @@ MOST_TILES = tl.constexpr(2**24 - 1)
 
 
 class Sequence(NamedTuple):
-    """One sequence: its tokens, those before all candidates, and the window (in tokens)."""
+    """One sequence: its number of tokens, of tokens before all candidates, and the window (in tokens)."""
 
     length: tl.tensor
     history: tl.tensor
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
 @triton.jit
 def find_sequence(b, seq_offsets, num_targets, window_size):
-    """(first token, Sequence) of sequence b; no candidates without `num_targets`."""
+    """Return (first token, Sequence) of sequence b; it has no candidates if `num_targets` is None."""
     begin = tl.load(seq_offsets + b).to(tl.int64)
     length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
     history = length
@@ -69,15 +69,17 @@ def find_sequence(b, seq_offsets, num_targets, window_size):
 
 @triton.jit
 def scheduled(schedule, H: tl.constexpr):
-    """(The program's head, its sequence, -1 if it has nothing to do, the tile's entry of the schedule)."""
+    """Return (the program's head, its sequence or -1 for no work, the address of the tile's entry in the schedule)."""
     entry = schedule + 2 * (tl.program_id(0) // H)
     return tl.program_id(0) % H, tl.load(entry), entry
 
 
 @triton.jit
 def find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M: tl.constexpr):
-    """(The sequence's first token, the Sequence, the tile's number, its queries' positions) of an entry of a schedule,
-    which counts tiles of queries from the sequence's end: a query there sees most keys.
+    """Return (the sequence's first token, the Sequence, the tile's number, its queries' positions) for an entry of a
+    schedule.
+
+    The schedule counts tiles of queries from the sequence's end, where a query sees most keys.
     """
     begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
     block = (sequence.length + BLOCK_M - 1) // BLOCK_M - 1 - tl.load(entry + 1)
@@ -86,7 +88,7 @@ def find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M: tl
 
 @triton.jit
 def store_block(base, rows, stride, inside, value, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile to the rows of the matrix at `base`, SIZE of its WIDTH columns; the rows' addresses as in `load_block`."""
+    """Store a tile to the rows of the matrix at `base`, SIZE of its WIDTH columns; addresses are as in `load_block`."""
     columns = tl.arange(0, WIDTH)
     pointers = base + rows[:, None] * stride + columns[None, :]
     tl.store(pointers, value.to(base.dtype.element_ty), inside[:, None] & (columns < SIZE)[None, :])
@@ -94,7 +96,7 @@ def store_block(base, rows, stride, inside, value, SIZE: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def visible(t, s, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Mask of the pairs (t, s), two tensors that broadcast against each other."""
+    """Return the mask of the pairs (t, s), two tensors that broadcast against each other."""
     mask = (s <= t) & (t < sequence.length)
     history = sequence.history
     if HAS_TARGETS:
@@ -109,7 +111,7 @@ def key_ranges(
     first_row, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Multiples of BLOCK_N (begin, full, diagonal, end): only the keys in full .. diagonal need no mask."""
+    """Return (begin, full, diagonal, end), multiples of BLOCK_N: only the keys in full .. diagonal need no mask."""
     length, history, window_size = sequence.length, sequence.history, sequence.window_size
     end = tl.minimum(first_row + BLOCK_M, length)
     diagonal = first_row + 1
@@ -131,7 +133,7 @@ def query_ranges(
     first_row, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(begin, full, free, end): only the queries in full .. free need no mask; multiples of BLOCK_M but `end`."""
+    """Return (begin, full, free, end), multiples of BLOCK_M except `end`: only queries in full .. free need no mask."""
     length, history, window_size = sequence.length, sequence.history, sequence.window_size
     end = length
     last_key = first_row + BLOCK_N - 1
@@ -154,7 +156,7 @@ def query_ranges(
 
 @triton.jit
 def silu_of_half(h, FAST: tl.constexpr):
-    """SiLU of a tile of scores, given by their halves."""
+    """Return SiLU of a tile of scores, which are passed halved."""
     if FAST and COMPILED:
         return h * tanh_approx(h) + h
     else:
@@ -163,7 +165,7 @@ def silu_of_half(h, FAST: tl.constexpr):
 
 @triton.jit
 def silu_and_slope(h, FAST: tl.constexpr):
-    """(SiLU, twice its derivative less 1) of a tile of scores, given by their halves."""
+    """Return (SiLU, twice its derivative minus 1) of a tile of scores, which are passed halved."""
     if FAST and COMPILED:
         u = tanh_approx(h)
     else:
@@ -178,10 +180,11 @@ def query_tile_bias(
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TIME: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of queries: (the keys' ranges, the fields of its `Bias` from `high` to `nearest`).
+    """Return, for a tile of queries, (the ranges of keys, the fields of its `Bias` from `high` to `nearest`).
 
-    Ranges: five bounds of four loops over the keys. The second loop needs no masks; with a time bias its blocks are
-    narrow, the third is of wide and the fourth of near ones. Without, the third is empty.
+    The ranges are the five bounds of four loops over the keys. The second loop needs no masks; with a time bias its
+    blocks are narrow, those of the third are wide and those of the fourth are near. Without one the third loop is
+    empty.
     """
     first, full, diagonal, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N)
     near_start = diagonal

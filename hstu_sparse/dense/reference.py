@@ -1,4 +1,4 @@
-"""Dense HSTU attention in plain PyTorch: the specification, and the layer that trains on a CPU.
+"""Define dense HSTU attention in plain PyTorch: the specification, and the layer that trains on a CPU.
 
 Letters: T tokens of the batch, B sequences, n the longest sequence of a group, H heads, D query/key
 head size, V value head size.
@@ -28,7 +28,7 @@ def hstu_attention_reference(
     window_size: int = 0,
     bias: RelativeBias,
 ) -> torch.Tensor:
-    """Arguments and result as `hstu_sparse.hstu_attention`; any device, any float dtype, differentiable.
+    """Compute `hstu_sparse.hstu_attention`; any device, any float dtype, differentiable.
 
     bias: as `check_bias` returned it.
     """
@@ -53,7 +53,7 @@ def hstu_attention_reference(
 
 
 def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Sequences of like length together (within a factor 1.3), so that padding wastes little: (groups, token order)."""
+    """Return (groups of sequences of similar lengths, within a factor of 1.3, to limit padding; token order)."""
     lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
     groups: list[list[int]] = []
     for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
@@ -66,7 +66,7 @@ def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:
 
 
 def _attend(q, k, v, begins, lengths, scale, normalizer, num_targets, window_size, bias):
-    """The sequences at `begins` with these `lengths`, padded to the longest; their outputs one after another."""
+    """Return the outputs, end to end, of the sequences at `begins` with these `lengths`, padded to the longest."""
     batch, heads, longest = begins.shape[0], q.shape[1], int(lengths.max())
     step = torch.arange(longest, device=q.device)
     inside = step < lengths[:, None]  # [B, n]

@@ -36,7 +36,7 @@ def paged_attention(
     bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention of new tokens to the tokens of their sequence that lie in a pool, and to themselves.
+    """Compute attention of new tokens to the tokens of their sequence in a pool, and to themselves.
 
         silu:     o[t] = (1/N) * sum over s of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
         softmax:  o[t] = sum over s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]

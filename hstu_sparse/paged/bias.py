@@ -1,4 +1,4 @@
-"""The bias of candidates, computed once for each position of a sequence.
+"""Compute the bias of candidates once for each position of a sequence.
 
 Candidates of a sequence stand at one position and share their time, so their bias with a key depends on the key alone.
 The kernel of attention reads it, one number a key. If that kernel looked it up in the tables itself, Triton (3.6, 3.7)
@@ -17,9 +17,9 @@ def candidate_bias_kernel(
     bias, pages, lengths, timestamps, position_table, time_table, cells, new_times, query_times, P, positions,
     PAGE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes bias[b, s], fp32, of candidates of sequence b with its token s, and with themselves at s = lengths[b].
+    """Write bias[b, s], fp32, of the candidates of sequence b with token s, and with themselves at s = lengths[b].
 
-    bias: [B, P * PAGE + 1], of which what lies behind lengths[b] is not written. A program: BLOCK positions.
+    bias: [B, P * PAGE + 1]; entries after lengths[b] are not written. Each program writes BLOCK positions.
     """
     b = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + b).to(tl.int32)

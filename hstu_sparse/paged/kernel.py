@@ -1,4 +1,4 @@
-"""The kernel of paged attention: tiles of new tokens against the pages of their sequence.
+"""Attend with tiles of new tokens to the pages of their sequence.
 
 Letters: Tq new tokens, B sequences, P columns of the page table, S sink tokens, H heads, D query/key and V value head
 size, G heads of a head group, C its key channels, R positions of a tile.
@@ -27,7 +27,7 @@ from hstu_sparse.tiles import load_rows, locate, silu
 @triton.jit
 def load_group(base, token, head, mask, b: tl.constexpr, stride_t, stride_h, first_head, SIZE: tl.constexpr,
                CHANNELS: tl.constexpr, BW: tl.constexpr, first=0):  # fmt: skip
-    """Block `first` + b of a head group's values, [rows, BW], each row its own head's channels and else zeros."""
+    """Load block `first` + b of a head group's values, [rows, BW]; each row has its own head's channels, else zeros."""
     channel = (first + b) * BW + tl.arange(0, BW)
     member = channel // SIZE
     belongs = mask[:, None] & (first_head + member[None, :] == head[:, None]) & (channel < CHANNELS)[None, :]
@@ -40,7 +40,7 @@ def rotated_queries(
     q_rows, member, rotation, DTYPE: tl.constexpr, PAD_D: tl.constexpr, CODED: tl.constexpr, BW: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of blocks [rows, BW] of the queries as they meet the codes of a head group."""
+    """Return a tuple of blocks [rows, BW] of the queries, transformed as the codes of a head group are."""
     place = tl.arange(0, PAD_D)
     blocks = ()
     for b in tl.static_range(BLOCKS):
@@ -53,7 +53,7 @@ def rotated_queries(
 
 @triton.jit
 def weigh(scores, seen, greatest, total, SOFTMAX: tl.constexpr, FAST: tl.constexpr):
-    """(weights [rows, R], new greatest, new total, factor of what was summed before) of scores."""
+    """Return (weights [rows, R] of scores, new greatest score, new total, factor of the earlier sums)."""
     factor = total * 0.0 + 1.0
     if SOFTMAX:
         scores = tl.where(seen, scores, float("-inf"))
@@ -81,10 +81,12 @@ def paged_attention_fwd_kernel(
     SCALED: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr,
     R: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """One part of one tile of new tokens; out and lse: [SPLITS, Tq, H, ...], or the final ones where SPLITS is 1.
+    """Compute one part of one tile of new tokens; out and lse: [SPLITS, Tq, H, ...], or the final results if SPLITS is
+    1.
 
-    BITS: 0 for pages of keys and values as they are. OUT_V: blocks of values that a program sums. The part with number
-    0 also has the sinks and the tokens themselves. Candidates have `candidate_bias` (bias.py) in place of the tables.
+    BITS: 0 for pages of uncompressed keys and values. OUT_V: blocks of values that a program sums. The part with number
+    0 also attends to the sinks and to the tokens themselves. Candidates use `candidate_bias` (bias.py) instead of the
+    tables.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     ROWS: tl.constexpr = HEADS * BQ
@@ -274,7 +276,7 @@ def biased(
     scores, inside, at, position, at_time, query_time, timestamps, position_table, time_table, cells, positions,
     candidate_bias,
 ):  # fmt: skip
-    """Scores [rows, R] with the bias of position and time."""
+    """Return scores [rows, R] plus the bias of position and time."""
     if candidate_bias is not None:
         scores += tl.load(candidate_bias + position, inside, 0.0)[None, :]
     elif position_table is not None or time_table is not None:

@@ -1,4 +1,4 @@
-"""Launches of paged attention: what the kernel is compiled for, and how pages are divided among programs.
+"""Launch paged attention: choose the kernel's constants, and divide pages among programs.
 
 Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size, G heads of
 a head group.
@@ -37,7 +37,8 @@ FEW, SOME = 8, 48  # new tokens of a sequence on average, from which on programs
 
 @configuration
 def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: bool) -> LaunchConfig:
-    """BQ new tokens and R positions of a program, and how many programs a processor of an H200 is given at once.
+    """Return (BQ new tokens and R positions of a program, the number of programs that a processor of an H200 runs at
+    once).
 
     Args:
         width: the greater head size, padded.
@@ -64,7 +65,7 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: 
 
 @functools.lru_cache(maxsize=64)
 def sizes(format: PageFormat, dtype: torch.dtype, few: bool) -> dict:
-    """The kernel's constants that follow from the pages; few: a program takes all heads of a group."""
+    """Return the kernel's constants that follow from the pages; few: a program takes all heads of a group."""
     heads, D, V, layout = format.heads, format.head_size, format.value_size, format.layout
     common = dict(H=heads, D=D, V=V, PAD_D=padded_head(D), PAGE=format.page_size, SINKS=format.sink_tokens > 0)
     if layout is None:
@@ -83,7 +84,8 @@ def sizes(format: PageFormat, dtype: torch.dtype, few: bool) -> dict:
 
 @configuration
 def splits_of(programs: int, tiles: int, at_once: int, device: torch.device) -> int:
-    """Return into how many parts pages are divided so that all processors have work, each of four tiles or more.
+    """Return the number of parts that pages are divided into, so that all processors have work of at least four tiles
+    each.
 
     at_once: programs of a processor; further ones would wait for these to end.
     """
@@ -108,7 +110,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, pool: PagePool, pages: Tensor, lengths: Tensor, *,
     layer: int, candidates: bool, activation: str, scale: float, normalizer: float, bias: RelativeBias,
 ) -> Tensor:  # fmt: skip
-    """`hstu_sparse.paged_attention`, [Tq, H, V]; the arguments are checked and complete."""
+    """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked and complete arguments."""
     format, tensors = pool.format, pool.tensors[layer]
     tokens, heads, V = v.shape
     check_kernel("paged_attention", q, {"D": format.head_size, "V": V})

@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch: the specification. Gathers the pages; any device, any float dtype.
+"""Define paged attention in plain PyTorch: the specification. Gathers the pages; any device, any float dtype.
 
 Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size, n the
 longest sequence in the pool, m the most new tokens of a sequence.
@@ -19,7 +19,7 @@ def paged_reference(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, pool: PagePool, pages: Tensor, lengths: Tensor, *,
     layer: int, candidates: bool, activation: str, scale: float, normalizer: float, bias: RelativeBias,
 ) -> Tensor:  # fmt: skip
-    """`hstu_sparse.paged_attention`, [Tq, H, V]; the arguments are checked and complete."""
+    """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked and complete arguments."""
     total, dtype, device = q.shape[0], q.dtype, q.device
     if total == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2])

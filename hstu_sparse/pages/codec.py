@@ -1,4 +1,4 @@
-"""Device functions on packed codes: unpacking, packing, quantisation, and the Hadamard transform across blocks.
+"""Define device functions for packed codes: unpacking, packing, quantisation, and the Hadamard transform across blocks.
 
 Letters: R tokens of a tile, BW channels of a block, C channels of a head group, HG head groups.
 
@@ -18,7 +18,7 @@ ROUND = tl.constexpr(12582912.0)
 
 @triton.jit
 def odd(i, j):
-    """popcount(i & j) & 1, for numbers below 2^16."""
+    """Return popcount(i & j) & 1, for numbers below 2^16."""
     parity = i & j
     parity ^= parity >> 8
     parity ^= parity >> 4
@@ -29,13 +29,13 @@ def odd(i, j):
 
 @triton.jit
 def sign(i, j):
-    """(-1) ** popcount(i & j), fp32, for numbers below 2^16."""
+    """Return (-1) ** popcount(i & j), fp32, for numbers below 2^16."""
     return 1.0 - 2.0 * odd(i, j).to(tl.float32)
 
 
 @triton.jit
 def fields(words, PLANE: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Codes [R, WIDTH] int32 from words [R, COUNT] of one plane."""
+    """Unpack codes [R, WIDTH] int32 from words [R, COUNT] of one plane."""
     CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
     place = PLANE * tl.arange(0, WIDTH // (2 * COUNT))[None, None, :, None]
     x = tl.reshape(words, [R, COUNT // CHUNK, 1, CHUNK]) >> place
@@ -46,9 +46,9 @@ def fields(words, PLANE: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, WID
 def quick_fields(
     words, PLANE: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """2 ** PLANE + codes [R, WIDTH] in a 16-bit float type, two at a time and without a conversion.
+    """Unpack 2 ** PLANE + codes [R, WIDTH] in a 16-bit float type, two at a time and without a conversion.
 
-    The codes go to the top of the mantissa of 2 ** PLANE, where a step is worth 1.
+    The codes become the top of the mantissa of 2 ** PLANE, where a step is worth 1.
     """
     CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
     MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
@@ -68,7 +68,7 @@ def load_codes(
     base, row, mask, BITS: tl.constexpr, DTYPE: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr,
     WIDTH: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """OFFSET + codes [R, WIDTH] of DTYPE from rows [R] of WORDS words each; OFFSET as `launch.code_offset` says."""
+    """Load OFFSET + codes [R, WIDTH] of DTYPE from rows [R] of WORDS words each; OFFSET: see `launch.code_offset`."""
     if BITS == 3:
         # Rows of 3 or 6 words are aligned to a word or two. Triton 3.6 takes a masked load of page numbers, times the
         # slots of a page, plus the slot, for a multiple of as many slots, and reads 8 or 16 bytes at once.
@@ -95,9 +95,9 @@ def load_codes(
 def load_kept(
     base, row, mask, is_kept, before, BITS: tl.constexpr, DTYPE: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Codes [R, BW] of DTYPE of the channels that `is_kept` (int32 0 or 1) marks, else 0.
+    """Load the codes [R, BW] of DTYPE of the channels that `is_kept` (int32 0 or 1) marks, else 0.
 
-    row: [R] of WORDS words each, which hold KEPT codes one after another; before: [R], those ahead of this block.
+    row: [R] of WORDS words each, which hold KEPT codes in sequence; before: [R], the number of codes before this block.
     """
     rank = before[:, None] + tl.cumsum(is_kept, 1) - is_kept
     inside = mask[:, None] & (is_kept != 0)
@@ -114,7 +114,7 @@ def load_kept(
 
 @triton.jit
 def store_plane(pointers, mask, codes, PLANE: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):
-    """Packs the low PLANE bits of codes [R, WIDTH] into words from pointers [R, 1] on."""
+    """Pack the low PLANE bits of codes [R, WIDTH] into words from pointers [R, 1] on."""
     COUNT: tl.constexpr = WIDTH * PLANE // 32 if WIDTH * PLANE >= 32 else 1
     CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
     FIELDS: tl.constexpr = WIDTH // (2 * COUNT)
@@ -127,7 +127,7 @@ def store_plane(pointers, mask, codes, PLANE: tl.constexpr, R: tl.constexpr, WID
 
 @triton.jit
 def store_codes(base, row, mask, codes, BITS: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr):
-    """Packs codes [R, WIDTH] int32 into rows [R] of WORDS words."""
+    """Pack codes [R, WIDTH] int32 into rows [R] of WORDS words."""
     pointers = base + row[:, None] * WORDS
     if BITS == 3:
         store_plane(pointers, mask, codes, 2, R, WIDTH)
@@ -138,21 +138,21 @@ def store_codes(base, row, mask, codes, BITS: tl.constexpr, R: tl.constexpr, WID
 
 @triton.jit
 def halves_of(x):
-    """The two fp16 numbers in each int32, as fp32: scale and zero of a quantisation group."""
+    """Return the two fp16 numbers in each int32 as fp32: scale and zero of a quantisation group."""
     low = x.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return low, (x >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def store_range(pointers, mask, scale, zero):
-    """Writes fp16 scales and zeros side by side, as `halves_of` reads them."""
+    """Write fp16 scales and zeros side by side, as `halves_of` reads them."""
     low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     tl.store(pointers, low | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16), mask)
 
 
 @triton.jit
 def store_kept(base, row, mask, codes, is_kept, before, BITS: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr):
-    """Packs the kept of codes [R, BW] int32 behind the `before` [R] ones; the words hold zeros in their place."""
+    """Pack the marked codes of [R, BW] int32 after the `before` [R] earlier ones; the words must be zero there."""
     rank = before[:, None] + tl.cumsum(is_kept, 1) - is_kept
     inside = mask[:, None] & (is_kept != 0)
     pointers = base + row[:, None] * WORDS
@@ -165,9 +165,9 @@ def store_kept(base, row, mask, codes, is_kept, before, BITS: tl.constexpr, KEPT
 
 @triton.jit
 def value_range(least, most, INSET: tl.constexpr, LEVELS: tl.constexpr):
-    """(scale, zero) fp16 of numbers from `least` to `most`, INSET of that left out at either end.
+    """Return (scale, zero) fp16 for numbers from `least` to `most`, leaving out INSET of the range at either end.
 
-    Infinities say that there are none.
+    Infinite bounds mean that there are no numbers.
     """
     empty = least > most
     least = tl.where(empty, 0.0, least)
@@ -182,7 +182,7 @@ def value_range(least, most, INSET: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def encode(x, scale, zero, LEVELS: tl.constexpr):
-    """Codes int32 of x [R, BW] with the stored scale and zero [R] fp16."""
+    """Return the codes int32 of x [R, BW] with the stored scale and zero [R] fp16."""
     scale = scale.to(tl.float32)
     some = scale > 0.0
     inverse = tl.where(some, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(some, scale, 1.0)), 0.0)
@@ -193,9 +193,10 @@ def encode(x, scale, zero, LEVELS: tl.constexpr):
 
 @triton.jit
 def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr):
-    """int32 0 or 1 for each of x, a tuple of blocks [R, BW]: a token's KEPT greatest magnitudes, ties to the first.
+    """Return masks (int32 0 or 1) of x, a tuple of blocks [R, BW]: a token's KEPT greatest magnitudes, ties to the
+    first.
 
-    The bits of a magnitude grow with it: the least that is kept is found bit by bit.
+    Magnitudes are ordered as their bits are, so that the least one to keep is determined bit by bit.
     """
     least = tl.zeros([R], tl.int32)
     for step in range(31):
@@ -220,7 +221,7 @@ def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def butterfly(x, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
-    """Sylvester's transform, without its scale, across a tuple of BLOCKS runs of STRIDE blocks each."""
+    """Apply Sylvester's transform, without its scale, across a tuple of BLOCKS runs of STRIDE blocks each."""
     for stage in tl.static_range(10):
         if 1 << stage < BLOCKS:
             y = ()
@@ -238,9 +239,10 @@ def load_block(
     base, token, mask, first_head, stride_t, stride_h, order, b: tl.constexpr, SIZE: tl.constexpr,
     CHANNELS: tl.constexpr, BW: tl.constexpr, HAS_ORDER: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    """Block b of a head group's channels, [R, BW]: CHANNELS of heads of SIZE from first_head on, `order` before them.
+    """Load block b of a head group's channels, [R, BW]: CHANNELS of heads of SIZE from first_head on, permuted by
+    `order`.
 
-    Zero outside of the mask, behind the last channel, and behind the REAL channels of a head.
+    The block is zero outside of the mask, after the last channel, and after the REAL channels of a head.
     """
     place = tl.arange(0, BW)
     row = base + token[:, None] * stride_t + first_head.to(tl.int64) * stride_h

@@ -1,4 +1,4 @@
-"""The kernel that compresses: rotates, prunes, quantises and packs keys and values in one pass over both.
+"""Compress keys and values: one kernel rotates, prunes, quantises and packs both in one pass.
 
 Letters: T new tokens, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of a head group,
 C its key channels, HG = H / G, R tokens of a tile, BW channels of a block.
@@ -29,7 +29,9 @@ def rotated_blocks(
     k, token, mask, first_head, stride_t, stride_h, order, scale, D: tl.constexpr, C: tl.constexpr, BW: tl.constexpr,
     BLOCKS: tl.constexpr, HAS_ORDER: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of the transformed blocks [R, BW] fp32 of keys of heads of D, of which REAL channels are not padding."""
+    """Return a tuple of the transformed blocks [R, BW] fp32 of keys of heads of D channels, REAL of them without
+    padding.
+    """
     place = tl.arange(0, BW)
     matrix = sign(place[:, None], place[None, :]).to(k.dtype.element_ty)
     blocks = ()
@@ -54,7 +56,7 @@ def key_ranges(
     SPARSE: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Tuples of scale and zero [R] fp16 of each group of PER blocks, over what is kept."""
+    """Return tuples of scale and zero [R] fp16 of each group of PER blocks, over the channels in `masks`."""
     scales = ()
     zeros = ()
     for g in tl.static_range(GROUPS):
@@ -79,7 +81,7 @@ def value_blocks(
     v, token, mask, first_head, stride_t, stride_h, INSET: tl.constexpr, V: tl.constexpr, CV: tl.constexpr,
     BW: tl.constexpr, FIRST: tl.constexpr, PER: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """(tuple of blocks [R, BW] fp32 of a group of PER blocks from FIRST on, its scale, its zero)."""
+    """Return (tuple of blocks [R, BW] fp32 of a group of PER blocks from FIRST on, its scale, its zero)."""
     place = tl.arange(0, BW)
     least = tl.full([R], float("inf"), tl.float32)
     most = tl.full([R], float("-inf"), tl.float32)
@@ -101,7 +103,7 @@ def value_blocks(
 
 @triton.jit
 def store_bitmap(bitmap, row, slot, mask, is_kept, b: tl.constexpr, C: tl.constexpr, BW: tl.constexpr):
-    """Sets the bits of kept channels; the tile's tokens lie in at most two pages; `row`: page and head group."""
+    """Set the bits of kept channels; the tile's tokens are in at most two pages; `row`: page and head group."""
     column = b * BW + tl.arange(0, BW)
     bits = tl.where((is_kept != 0) & mask[:, None], tl.full([1, 1], 1, tl.int64) << slot[:, None].to(tl.int64), 0)
     first = tl.min(tl.where(mask, row, 0x7FFFFFFFFFFFFFFF), 0)
@@ -125,9 +127,9 @@ def write_codes_kernel(
     V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, SINKS: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
     INSET: tl.constexpr,
 ):  # fmt: skip
-    """R new tokens of one head group, behind `lengths` [B] others, into the pages of the table [B, P].
+    """Write R new tokens of one head group, after `lengths` [B] others, into the pages of the table [B, P].
 
-    D: channels of a head, padded; REAL: those that keys have.
+    D: channels of a head, padded; REAL: without padding.
     """
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G

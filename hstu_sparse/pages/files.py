@@ -1,7 +1,6 @@
-"""Sequences of a pool in a file: one safetensors file with their pages, the format as metadata, and a checksum of both.
+"""Store sequences of a pool in one safetensors file: their pages, the format as metadata, and a checksum of both.
 
-The pages lie in the order of the sequences, so that lengths alone say which are whose, and a file cannot name pages
-that it does not have.
+The pages are in the order of the sequences, so that the lengths assign them, and a file cannot refer to missing pages.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ FACTS = {"format", "layers", "num_pages", "num_sequences", "timed"}
 
 
 def write_whole(path, kind: str, facts: dict, tensors: dict[str, Tensor]) -> None:
-    """Writes tensors and facts to a safetensors file that appears whole or not at all; OSError where it cannot be."""
+    """Write tensors and facts to a safetensors file that appears as a whole or not at all; OSError if it cannot."""
     from safetensors.torch import save as to_bytes
 
     path = Path(path)
@@ -51,7 +50,7 @@ def write_whole(path, kind: str, facts: dict, tensors: dict[str, Tensor]) -> Non
 
 
 def read_whole(path, kind: str, build):
-    """build(facts, tensors) of what `write_whole` wrote; ValueError, in one line, for anything else."""
+    """Return build(facts, tensors) for a file of `write_whole`; ValueError, in one line, for any other file."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -84,7 +83,7 @@ def checksum(facts: str, tensors: dict[str, Tensor]) -> str:
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """ValueError where a file's tensors are not those that are expected."""
+    """Raise ValueError if a file's tensors are not the expected ones."""
     if tensors.keys() != expected.keys():
         raise ValueError(f"holds other tensors than its facts say: {', '.join(tensors.keys() ^ expected.keys())}")
     for name, (shape, dtype) in expected.items():
@@ -94,12 +93,12 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[tuple[in
 
 
 def describe(format: PageFormat) -> dict:
-    """A format as JSON takes it."""
+    """Return a format as JSON values."""
     return dataclasses.asdict(format) | {"dtype": str(format.dtype).removeprefix("torch.")}
 
 
 def format_from(facts: dict) -> PageFormat:
-    """The inverse of `describe`; ValueError or TypeError for anything else."""
+    """Invert `describe`; ValueError or TypeError for anything else."""
     dtype = {str(known): known for known in FLOATING_DTYPES}.get(f"torch.{facts['dtype']}")
     if dtype is None:
         raise ValueError(f"cannot hold keys of {facts['dtype']}")
@@ -137,7 +136,9 @@ def save(pool, path, rows: Sequence[array], lengths: Sequence[int], channel_orde
 
 
 def load(kind, path, device, num_pages: int | None, num_sequences: int | None, check=lambda *_: None):
-    """(pool of the class `kind`, rows, lengths, channel order or None); check(format, layers, tensors) may refuse."""
+    """Return (pool of the class `kind`, rows, lengths, channel order or None); check(format, layers, tensors) may
+    refuse.
+    """
 
     def checked(facts, tensors):
         _check(facts, tensors)
@@ -195,7 +196,7 @@ def _check(facts: dict, tensors: dict[str, Tensor]) -> None:
 
 
 def _check_bitmap(layout: Layout, bitmap: Tensor, lengths: Tensor) -> None:
-    """Every token keeps as many channels as the sparsity says: the kernels read codes of just as many."""
+    """Check that each token keeps the number of channels that the sparsity gives, which the kernels rely on."""
     counts = (lengths + layout.page - 1) // layout.page
     place = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(count) for count in counts.tolist())])
     position = place[:, None] * layout.page + torch.arange(layout.page)

@@ -1,4 +1,4 @@
-"""`PageFormat`: what the pages of a pool hold, and how many bytes they take.
+"""Define `PageFormat`: the content of a pool's pages, and their size in bytes.
 
 Letters: T tokens, H heads, D query/key and V value head size, S sink tokens.
 """
@@ -59,7 +59,7 @@ class PageFormat:
 
     @property
     def options(self) -> RotateKVOptions | None:
-        """The options of the codes; None for keys and values that are kept as they are."""
+        """The options of the codes; None for uncompressed keys and values."""
         if self.bits is None:
             return None
         return RotateKVOptions(
@@ -68,28 +68,28 @@ class PageFormat:
 
     @functools.cached_property
     def layout(self) -> Layout | None:
-        """Sizes of the codes, of keys that are padded to `coded_size`; None without codes."""
+        """The sizes of the codes, of keys that are padded to `coded_size`; None without codes."""
         return None if self.bits is None else Layout(self.options, self.heads, self.coded_size, self.value_size)
 
     @property
     def coded_size(self) -> int:
-        """D, rounded up to a power of two that the Hadamard transform takes."""
+        """D, rounded up to a power of two for the Hadamard transform."""
         return max(next_power_of_2(self.head_size), 16 // self.head_group)
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """The number of tokens of a page."""
         return PAGE if self.layout is None else self.layout.page
 
     def shapes(self, pages: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of one layer's tensors of `pages` pages, by name."""
+        """Return shape and dtype of one layer's tensors of `pages` pages, by name."""
         if self.layout is None:
             page = (pages, self.heads, PAGE)
             return {"k": ((*page, self.head_size), self.dtype), "v": ((*page, self.value_size), self.dtype)}
         return {name: (shape, CODE_DTYPES[name[2:]]) for name, shape in self.layout.shapes(pages).items()}
 
     def sink_shapes(self, sequences: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of one layer's tensors of the sinks of `sequences` sequences; none without sinks."""
+        """Return shape and dtype of one layer's tensors of the sinks of `sequences` sequences; empty without sinks."""
         if not self.sink_tokens:
             return {}
         row = (sequences, self.sink_tokens, self.heads)
@@ -97,25 +97,25 @@ class PageFormat:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in one layer, without its timestamps."""
+        """The number of bytes of a page in one layer, without its timestamps."""
         return _bytes(self.shapes(1))
 
     @property
     def sequence_bytes(self) -> int:
-        """Bytes of a sequence's sinks in one layer."""
+        """The number of bytes of a sequence's sinks in one layer."""
         return _bytes(self.sink_shapes(1))
 
     @property
     def timestamp_bytes(self) -> int:
-        """Bytes of a page's timestamps, which all layers share."""
+        """The number of bytes of a page's timestamps, which all layers share."""
         return 8 * self.page_size
 
     def num_pages(self, length: int) -> int:
-        """Pages of a sequence of `length` tokens."""
+        """Return the number of pages of a sequence of `length` tokens."""
         return cdiv(length, self.page_size)
 
     def bytes(self, length: int, layers: int = 1) -> int:
-        """Bytes that a sequence of `length` tokens takes in a pool of `layers` layers, timestamps included."""
+        """Return the number of bytes of a sequence of `length` tokens in a pool of `layers` layers, with timestamps."""
         pages = self.num_pages(length)
         return layers * (pages * self.page_bytes + self.sequence_bytes) + pages * self.timestamp_bytes
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels that write pages, and what every kernel on codes is told. Imported only when it is needed.
+"""Launch the kernels that write pages, and compute the constants of all kernels on codes. Imported only when needed.
 
 Letters: T new tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size.
 """
@@ -27,25 +27,25 @@ def code_offset(bits: int, dtype: torch.dtype, sparse: bool = False) -> int:
 
 
 def words(x: Tensor | None) -> Tensor | None:
-    """Scales and zeros as the kernels take them: an int32 for both."""
+    """Return scales and zeros as the kernels take them: an int32 for both."""
     return None if x is None else x.view(torch.int32)
 
 
 def tile_tokens(layout: Layout, dtype: torch.dtype) -> int:
-    """Tokens of a tile: fewer with many channels, or long ones, which a program holds all at once."""
+    """Return the number of tokens of a tile: fewer for more or wider channels, since a program holds all."""
     most = TILE // 2 if dtype == torch.float32 else TILE
     return max(16, min(most, TILE * 256 // layout.keys.channels))
 
 
 @configuration
 def codes_config(layout: Layout, dtype: torch.dtype) -> LaunchConfig:
-    """The configuration of writing codes: R tokens of a program, few without pruning."""
+    """Return the configuration for writing codes: R tokens of a program, few without pruning."""
     tokens, warps = (TILE, 4) if layout.sparse else (16, 2)
     return LaunchConfig(warps, R=min(tokens, tile_tokens(layout, dtype)))
 
 
 def sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
-    """The constants that all kernels on a cache have in common; ordered: it has a channel order."""
+    """Return the constants that all kernels on a cache share; ordered: it has a channel order."""
     return dict(_sizes(layout, ordered, dtype))
 
 
@@ -65,9 +65,9 @@ def write_pages(
     tensors: dict[str, Tensor], format: PageFormat, k: Tensor, v: Tensor, offsets: Tensor, pages: Tensor,
     lengths: Tensor, channel_order: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes keys [T, H, D] and values [T, H, V] of one layer as `PagePool.write` says.
+    """Write keys [T, H, D] and values [T, H, V] of one layer, see `PagePool.write`.
 
-    channel_order: of codes, as `rotatekv_compress` takes it.
+    channel_order: of codes, see `rotatekv_compress`.
     """
     check_kernel("PagePool.write", k, {"D": format.head_size, "V": format.value_size})
     check_kernel("PagePool.write", tensors.get("k", tensors.get("sink_k", k)), {})
@@ -102,7 +102,7 @@ def write_pages(
 def write_timestamps(
     timestamps: Tensor, format: PageFormat, new_times: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor
 ) -> None:
-    """Writes seconds [T] as `PagePool.write_timestamps` says."""
+    """Write seconds [T], see `PagePool.write_timestamps`."""
     if len(new_times) == 0:
         return
     batch, rows = offsets.shape[0] - 1, 128

@@ -63,9 +63,9 @@ class RotateKVOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """Sizes of keys or of values: C channels of a head group, in quantisation groups and blocks of a power of two.
+    """The sizes of keys or of values: C channels of a head group, in quantisation groups and blocks of a power of two.
 
-    The last group of values may have fewer real channels than its width; what is behind them is stored as code 0.
+    The last group of values may have fewer channels than its width; the rest is stored as code 0.
     """
 
     channels: int
@@ -160,7 +160,7 @@ class Layout:
 
 
 def check_heads(heads: int, head_size: int, head_group: int) -> None:
-    """H must be a multiple of head_group, D * head_group a power of two from 16 to MOST_CHANNELS."""
+    """Raise ValueError unless head_group divides H, and D * head_group is a power of two from 16 to MOST_CHANNELS."""
     if heads < 1 or heads % head_group:
         raise ValueError(f"head_group={head_group} must divide the number of heads, got H={heads}")
     channels = head_size * head_group

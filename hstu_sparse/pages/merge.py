@@ -1,4 +1,4 @@
-"""The kernel that puts the parts of a history together which several programs attended to."""
+"""Merge the parts of a history that several programs attended to."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,9 @@ def merge_parts_kernel(
     parts, part_lse, out, lse, rows, SPLITS, V: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     SOFTMAX: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, V] from parts [SPLITS, rows, V] fp32: their sum, or for softmax their mean by exp(part_lse)."""
+    """Merge parts [SPLITS, rows, V] fp32 into out [rows, V]: their sum, or for softmax their mean weighted by
+    exp(part_lse).
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     real = row < rows
     column = tl.arange(0, PAD)[None, :]

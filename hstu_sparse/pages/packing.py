@@ -1,4 +1,4 @@
-"""RotateKV's codes in plain PyTorch: the specification. Any device, any float dtype, vectorised.
+"""Define RotateKV's codes in plain PyTorch: the specification. Any device, any float dtype, vectorised.
 
 Letters: T tokens, H heads, D query/key and V value head size, G heads of a head group, C its channels, HG = H / G head
 groups, K channels of a key that pruning keeps.
@@ -24,8 +24,8 @@ LEAST = 2.0**-20  # of a scale: 16 of fp16's smallest steps, so that rounding co
 class Codes(NamedTuple):
     """One side (keys or values) of T tokens, quantised and not yet packed.
 
-    codes [T, HG, blocks * block] int64, 0 where nothing is kept; scale, zero [T, HG, groups] fp16; kept: bool like
-    codes, or None where all are.
+    codes [T, HG, blocks * block] int64, 0 for dropped channels; scale, zero [T, HG, groups] fp16; mask: bool like
+    codes, or None if all channels are kept.
     """
 
     codes: Tensor
@@ -35,7 +35,7 @@ class Codes(NamedTuple):
 
 
 def hadamard_reference(x: Tensor) -> Tensor:
-    """[..., n] -> [..., n], Sylvester's matrix times n ** -0.5, in x's dtype."""
+    """Multiply x [..., n] by Sylvester's matrix times n ** -0.5, in x's dtype."""
     shape, n, dtype = x.shape, x.shape[-1], x.dtype
     (x,) = widened(x)
     step = 1
@@ -47,12 +47,12 @@ def hadamard_reference(x: Tensor) -> Tensor:
 
 
 def grouped(x: Tensor, head_group: int) -> Tensor:
-    """[T, H, D] -> [T, HG, D * G]."""
+    """Reshape [T, H, D] to [T, HG, D * G]."""
     return x.reshape(x.shape[0], x.shape[1] // head_group, head_group * x.shape[2])
 
 
 def rotate(k: Tensor, head_group: int, channel_order: Tensor | None) -> Tensor:
-    """Keys [T, H, D] -> [T, HG, C], permuted and transformed, in `working_dtype` of theirs."""
+    """Permute and transform keys [T, H, D] to [T, HG, C], in their `working_dtype`."""
     x = grouped(k, head_group).to(working_dtype(k.dtype))
     if channel_order is not None:
         x = x.gather(-1, channel_order.expand(x.shape))
@@ -60,7 +60,7 @@ def rotate(k: Tensor, head_group: int, channel_order: Tensor | None) -> Tensor:
 
 
 def rotate_back(x: Tensor, heads: int, channel_order: Tensor | None) -> Tensor:
-    """The inverse of `rotate`: [T, HG, C] -> [T, H, D]."""
+    """Invert `rotate`: [T, HG, C] -> [T, H, D]."""
     x = hadamard_reference(x)
     if channel_order is not None:
         x = torch.empty_like(x).scatter_(-1, channel_order.expand(x.shape), x)
@@ -68,7 +68,7 @@ def rotate_back(x: Tensor, heads: int, channel_order: Tensor | None) -> Tensor:
 
 
 def prune(x: Tensor, num_kept: int) -> Tensor | None:
-    """bool like x [T, HG, C]: the `num_kept` greatest magnitudes, ties to the smaller channel; None if that is all."""
+    """Return a mask like x [T, HG, C] of the `num_kept` greatest magnitudes, ties to the first; None for all."""
     if num_kept == x.shape[-1]:
         return None
     order = x.abs().sort(dim=-1, descending=True, stable=True).indices
@@ -76,7 +76,7 @@ def prune(x: Tensor, num_kept: int) -> Tensor | None:
 
 
 def check_fits(name: str, least: Tensor, most: Tensor, levels: int, refuse_small: bool = True) -> None:
-    """ValueError where numbers between `least` and `most` [...] of their groups need scales or zeros beyond fp16's.
+    """Raise ValueError if groups with numbers from `least` to `most` [...] need scales or zeros beyond fp16's range.
 
     Too large: a zero or scale is beyond fp16. Too small: the greatest number of all needs a scale of less than LEAST,
     which fp16 rounds to a few bits or to 0 (refuse_small). NaN fits: it comes back as NaN.
@@ -100,11 +100,11 @@ def quantise(
     x: Tensor, side: Side, bits: int, mask: Tensor | None, inset: float = 0.0, name: str | None = None,
     refuse_small: bool = True,
 ) -> Codes:  # fmt: skip
-    """x [T, HG, C] in codes; scale and zero are rounded to fp16 first and the codes are of the rounded ones.
+    """Quantise x [T, HG, C]; scale and zero are rounded to fp16 first, and the codes use the rounded ones.
 
-    inset: share of a group's range that the codes leave out at either end. name: of x in an error where it does not fit
-    (see `check_fits`); absent, what does not is clamped, as the kernels do. A group with an infinity is NaN, as one
-    with NaN is.
+    inset: share of a group's range that the codes leave out at either end. name: of x in the error for numbers that do
+    not fit (see `check_fits`); without a name they are clamped, as in the kernels. Like NaN, an infinity makes its
+    group NaN.
     """
     x = x.masked_fill(x.isinf(), torch.nan)
     padding = side.groups * side.group - side.channels
@@ -130,7 +130,7 @@ def quantise(
 
 
 def dequantise(encoded: Codes, side: Side, dtype: torch.dtype) -> Tensor:
-    """[T, HG, C] of `dtype`: zero + scale * code where something is kept, else 0."""
+    """Return [T, HG, C] of `dtype`: zero + scale * code for kept channels, else 0."""
     codes = encoded.codes.unflatten(-1, (side.groups, side.group)).to(dtype)
     x = (encoded.zero.to(dtype)[..., None] + encoded.scale.to(dtype)[..., None] * codes).flatten(-2)
     if encoded.mask is not None:
@@ -141,7 +141,9 @@ def dequantise(encoded: Codes, side: Side, dtype: torch.dtype) -> Tensor:
 def encode(
     k: Tensor, v: Tensor, layout: Layout, channel_order: Tensor | None, *, refuse_small: bool = True
 ) -> tuple[Codes, Codes]:
-    """Keys and values [T, H, ...] in codes; refuse_small: also where they are lost in fp16 scales (`check_fits`)."""
+    """Quantise keys and values [T, H, ...]; refuse_small: also refuse numbers that vanish in fp16 scales
+    (`check_fits`).
+    """
     options = layout.options
     rotated = rotate(k, options.head_group, channel_order)
     keys = quantise(
@@ -152,19 +154,19 @@ def encode(
 
 
 def decode(keys: Codes, values: Codes, layout: Layout, channel_order: Tensor | None, dtype: torch.dtype):
-    """(k [T, H, D], v [T, H, V]) of `dtype`."""
+    """Return (k [T, H, D], v [T, H, V]) of `dtype`."""
     k = rotate_back(dequantise(keys, layout.keys, working_dtype(dtype)), layout.heads, channel_order)
     v = dequantise(values, layout.values, working_dtype(dtype))
     return k.to(dtype), v.reshape(v.shape[0], layout.heads, layout.value_size).to(dtype)
 
 
 def _words(x: Tensor) -> Tensor:
-    """int64 below 2^32 -> int32 with the same bits."""
+    """Convert int64 numbers below 2^32 to int32 with the same bits."""
     return torch.where(x >= 2**31, x - 2**32, x).int()
 
 
 def pack(codes: Tensor, width: int, bits: int) -> Tensor:
-    """Codes [..., blocks * width] -> words [..., blocks, words] int32, in the order that `layout` states."""
+    """Pack codes [..., blocks * width] into words [..., blocks, words] int32, in the order that `layout` defines."""
     codes = codes.unflatten(-1, (-1, width))
     parts, done = [], 0
     for plane in planes(bits):
@@ -180,7 +182,7 @@ def pack(codes: Tensor, width: int, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, width: int, bits: int) -> Tensor:
-    """The inverse of `pack`: int64 codes."""
+    """Invert `pack`: return int64 codes."""
     words, codes, start, done = words.long() & 0xFFFFFFFF, 0, 0, 0
     for plane in planes(bits):
         count = plane_words(width, plane)
@@ -194,7 +196,7 @@ def unpack(words: Tensor, width: int, bits: int) -> Tensor:
 
 
 def pack_kept(codes: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
-    """Codes [..., C] of which `mask` marks `count` each -> words [..., words] int32."""
+    """Pack the `count` codes that `mask` marks in each row [..., C] into words [..., words] int32."""
     order = (~mask).byte().sort(dim=-1, stable=True).indices[..., :count]
     codes = codes.gather(-1, order)
     parts, done = [], 0
@@ -207,7 +209,7 @@ def pack_kept(codes: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
 
 
 def unpack_kept(words: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
-    """The inverse of `pack_kept`: int64 codes, 0 where nothing is kept."""
+    """Invert `pack_kept`: return int64 codes, 0 for dropped channels."""
     rank = mask.long().cumsum(-1) - 1
     words, codes, start, done = words.long() & 0xFFFFFFFF, 0, 0, 0
     for plane in planes(bits):

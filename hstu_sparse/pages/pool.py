@@ -1,4 +1,4 @@
-"""`PagePool`: keys and values of many sequences, in pages of one preallocated tensor for each layer.
+"""Define `PagePool`: keys and values of many sequences, in pages of one preallocated tensor for each layer.
 
 Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size.
 
@@ -50,7 +50,7 @@ class PagePool:
         timed: bool = True,
         device: torch.device | str = "cpu",
     ):
-        """Allocates everything at once.
+        """Allocate all memory at once.
 
         Args:
             format: what a page holds.
@@ -81,9 +81,9 @@ class PagePool:
     def within(
         cls, format: PageFormat, num_bytes: int, length: int, *, layers: int = 1, device: torch.device | str = "cpu"
     ) -> Self:
-        """The pool of `num_bytes` bytes at most that holds the most sequences of `length` tokens.
+        """Return the pool of at most `num_bytes` bytes that holds the most sequences of `length` tokens.
 
-        Raises ValueError where not one fits.
+        Raises ValueError if not even one fits.
         """
         check_int("num_bytes", num_bytes, 1)
         check_int("length", length, 1)
@@ -102,7 +102,7 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool's tensors, free pages included."""
+        """The number of bytes of the pool's tensors, free pages included."""
         return sum(x.nbytes for tensors in self.tensors for x in tensors.values()) + self.timestamps.nbytes
 
     @property
@@ -111,11 +111,11 @@ class PagePool:
 
     @property
     def free_sequences(self) -> int:
-        """Free rows of sinks; as many as free pages for a format without sinks."""
+        """The number of free rows of sinks; for a format without sinks that of free pages."""
         return len(self._sinks.free) if self.format.sink_tokens else self.free_pages
 
     def enlarge(self, num_pages: int) -> None:
-        """Makes room for num_pages pages in all, by copying every tensor; rows stay as they are."""
+        """Enlarge the pool to num_pages pages by copying every tensor; rows stay valid."""
         more = num_pages - self.num_pages
         check_int("num_pages", num_pages, self.num_pages, 2**31 - 1)
         for tensors in self.tensors:
@@ -128,12 +128,12 @@ class PagePool:
     # Rows.
 
     def reserve(self, row: Sequence[int], length: int) -> Row:
-        """The row of a sequence, lengthened so that `length` tokens fit; it is never shortened.
+        """Return the row of a sequence, lengthened so that `length` tokens fit; it is never shortened.
 
         Args:
-            row: what `reserve` or `shrink` gave last for this sequence; [] for a new one.
+            row: the last result of `reserve` or `shrink` for this sequence; [] for a new one.
 
-        Raises PoolFull, and changes nothing, where the pool has too few pages; ValueError for a row that is not in use.
+        Raises PoolFull, and changes nothing, if the pool has too few pages; ValueError for a row that is not in use.
         """
         check_int("length", length, 0)
         row, sinks = self._checked(row, max(0, len(row) - 1))
@@ -154,10 +154,10 @@ class PagePool:
         return row + taken
 
     def shrink(self, row: Sequence[int], length: int) -> Row:
-        """The row of a sequence without the pages that its first `length` tokens do not need, which are free then.
+        """Return the row of a sequence without the pages that its first `length` tokens do not need, and free those.
 
         Args:
-            length: tokens that stay; 0 gives everything back, and an empty row.
+            length: the number of tokens that stay; 0 frees all pages and returns an empty row.
 
         Raises ValueError for a row that is not in use.
         """
@@ -172,7 +172,9 @@ class PagePool:
         return row[:keep]
 
     def _checked(self, row: Sequence[int], first: int = 0) -> tuple[Row, int]:
-        """(row as an array, 1 where its first entry is a row of sinks); its entries from `first` on must be in use."""
+        """Return (row as an array, 1 if its first entry is a row of sinks, else 0); entries from `first` on must be in
+        use.
+        """
         row = row if isinstance(row, array) else array("i", row)
         sinks = int(self.format.sink_tokens > 0)
         for place in range(first, len(row)):
@@ -182,7 +184,7 @@ class PagePool:
         return row, sinks
 
     def table(self, rows: Sequence[Row]) -> Tensor:
-        """[B, P] int32 on the pool's device: the rows, filled up with 0; P is at least 1."""
+        """Return rows as a tensor [B, P] int32 on the pool's device, padded with 0; P is at least 1."""
         longest = max([1, *map(len, rows)])
         pages = torch.zeros(len(rows), longest, dtype=torch.int32)
         numbers = pages.numpy()
@@ -205,7 +207,7 @@ class PagePool:
         *,
         backend: str = "auto",
     ) -> None:
-        """Writes new tokens of one layer, rounded to the pages' format, over whatever was there.
+        """Write new tokens of one layer, rounded to the pages' format, over any earlier content.
 
         Args:
             layer: 0 to layers - 1.
@@ -237,7 +239,7 @@ class PagePool:
     def write_timestamps(
         self, timestamps: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor, *, backend: str = "auto"
     ) -> None:
-        """Writes the seconds of new tokens, [T] int64, once for all layers; the rest as in `write`."""
+        """Write the seconds of new tokens, [T] int64, once for all layers; other arguments as in `write`."""
         self._check_timed()
         check_tensor("timestamps", timestamps, "T", {}, dtype=torch.int64, device=self.device)
         self._check_new(offsets, pages, lengths, timestamps=timestamps)
@@ -255,7 +257,7 @@ class PagePool:
     def read(
         self, layer: int, pages: Tensor, lengths: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(k [sum of lengths, H, D], v [.., H, V]) of sequences, one after another, as their pages give them back.
+        """Return (k [sum of lengths, H, D], v [.., H, V]) of sequences, end to end, as decoded from their pages.
 
         Args:
             layer, pages, lengths: as in `write`; lengths: the tokens that are read.
@@ -268,7 +270,9 @@ class PagePool:
         return store.read(self.tensors[layer], self.format, pages, *where, dtype or self.format.dtype)
 
     def read_timestamps(self, pages: Tensor, lengths: Tensor) -> Tensor:
-        """[sum of lengths] int64, the seconds of sequences' tokens; the rest as in `read`. Waits for the device."""
+        """Return the seconds of sequences' tokens, [sum of lengths] int64; arguments as in `read`. Waits for the
+        device.
+        """
         self._check_timed()
         return self.timestamps[store.place(self.format, pages, *self._tokens(pages, lengths))]
 
@@ -285,11 +289,11 @@ class PagePool:
         self.check_table(pages, lengths, offsets)
 
     def check_table(self, pages: Tensor, lengths: Tensor, offsets: Tensor | None = None) -> None:
-        """Validates a page table [B, P] of sequences of so many tokens, and as many new ones as offsets [B+1] say.
+        """Validate a page table [B, P] for sequences of these lengths, and for new tokens by the offsets [B+1].
 
-        A page of -1 may stand where there are new tokens alone.
+        A page of -1 is valid for new tokens only.
 
-        Values where they can be read (on a CPU). Raises TypeError or ValueError.
+        Checks values where they can be read (on a CPU). Raises TypeError or ValueError.
         """
         sizes = {} if offsets is None else {"B": offsets.shape[0] - 1}
         check_tensor("pages", pages, "B P", sizes, dtype=torch.int32, device=self.device)
@@ -319,12 +323,12 @@ class PagePool:
     # Files.
 
     def save(self, path, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        """Writes sequences to one safetensors file, which appears whole or not at all.
+        """Write sequences to one safetensors file, which appears as a whole or not at all.
 
         Args:
-            rows: of the sequences, each page in one of them at most; lengths: their tokens.
+            rows: of the sequences, which share no page; lengths: their numbers of tokens.
 
-        Raises OSError where it cannot be, also where a device, a pipe or a folder stands.
+        Raises OSError if it cannot be written, also if the path is a device, a pipe or a folder.
         """
         files.save(self, path, [self._checked(row)[0] for row in rows], lengths)
 
@@ -332,12 +336,12 @@ class PagePool:
     def load(
         cls, path, device: torch.device | str = "cpu", *, num_pages: int | None = None, num_sequences: int | None = None
     ) -> tuple[Self, list[Row], list[int]]:
-        """(pool, rows, lengths) of what `save` wrote; rows are numbered anew.
+        """Return (pool, rows, lengths) from a file of `save`; rows are numbered anew.
 
         Args:
-            num_pages, num_sequences: of the new pool; by default those of the pool that was saved.
+            num_pages, num_sequences: of the new pool; by default those of the saved pool.
 
-        Raises ValueError, in one line, for a file that is missing, damaged or something else, and PoolFull where the
+        Raises ValueError, in one line, for a file that is missing, damaged or something else, and PoolFull if the
         sequences need more than num_pages or num_sequences.
         """
         return files.load(cls, path, device, num_pages, num_sequences)[:3]
@@ -370,13 +374,13 @@ def _longer(x: Tensor, more: int) -> Tensor:
 
 
 def new_tokens(offsets: Tensor, lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """(sequence, position in it) [T] int64 of new tokens behind `lengths` [B] others; total: T."""
+    """Return (sequence, position in it) [T] int64 of new tokens after `lengths` [B] others; total: T."""
     sequence = sequence_ids(offsets, total)
     begins = lengths.long() - offsets[:-1].long()
     return sequence, torch.arange(total, device=offsets.device) + begins[sequence]
 
 
 def all_tokens(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(sequence, position in it) [sum of lengths] int64. Waits for the device."""
+    """Return (sequence, position in it) [sum of lengths] int64. Waits for the device."""
     offsets = offsets_from_lengths(lengths.long())
     return new_tokens(offsets, torch.zeros_like(lengths), int(offsets[-1]))

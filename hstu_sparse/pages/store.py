@@ -1,9 +1,9 @@
-"""Pages written and read in plain PyTorch: the specification of what the kernels write and read.
+"""Read and write pages in plain PyTorch: the specification of the kernels that write and read them.
 
 Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, S sink tokens.
 
-A position of a sequence lies in slot `position % page_size` of its page `position // page_size`. With codes the first S
-positions of a sequence are kept as they are, in its row of sinks; their slots in the pages stay unused.
+A position of a sequence is in slot `position % page_size` of its page `position // page_size`. With codes the first S
+positions of a sequence are stored uncompressed, in its row of sinks; their slots in the pages stay unused.
 """
 
 import torch
@@ -15,13 +15,15 @@ from hstu_sparse.pages.format import PageFormat
 
 
 def place(format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """(page, slot) of positions of sequences, which broadcast; column 0 of pages [B, P] is the row of sinks, if any."""
+    """Return (page, slot) of positions of sequences, which broadcast; column 0 of pages [B, P] is the row of sinks, if
+    any.
+    """
     column = position // format.page_size + (format.sink_tokens > 0)
     return pages[sequence, column].long(), position % format.page_size
 
 
 def padded_keys(k: Tensor, format: PageFormat) -> Tensor:
-    """k [T, H, D] with the zeros that the Hadamard transform needs."""
+    """Return k [T, H, D] with the zeros that the Hadamard transform needs."""
     return F.pad(k, (0, format.coded_size - format.head_size)) if format.coded_size != format.head_size else k
 
 
@@ -29,9 +31,9 @@ def write(
     tensors: dict[str, Tensor], format: PageFormat, k: Tensor, v: Tensor, pages: Tensor, sequence: Tensor,
     position: Tensor, channel_order: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes keys [T, H, D] and values [T, H, V] to positions [T] of sequences [T]; nothing else is touched.
+    """Write keys [T, H, D] and values [T, H, V] to positions [T] of sequences [T], and change nothing else.
 
-    What would go to a page below 0 is dropped.
+    Tokens for a page below 0 are dropped.
     """
     page, slot = place(format, pages, sequence, position)
     owned = page >= 0
@@ -53,7 +55,7 @@ def write(
 
 
 def _rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in a dtype; ValueError where a finite number would become infinite."""
+    """Return x in a dtype; ValueError if a finite number would become infinite."""
     rounded = x.to(dtype)
     if dtype == torch.float16 and bool((rounded.isinf() & x.isfinite()).any()):
         raise ValueError(f"{name} must fit in float16 pages, up to 65504, got {float(x.abs().max()):g}")
@@ -61,7 +63,7 @@ def _rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_codes(tensors, format: PageFormat, keys: packing.Codes, values: packing.Codes, page, slot) -> None:
-    """Packs T tokens into pages, token i into slot[i] of page[i]."""
+    """Pack T tokens into pages, token i into slot[i] of page[i]."""
     layout = format.layout
     bits = layout.options.bits
     if layout.sparse:
@@ -78,7 +80,7 @@ def write_codes(tensors, format: PageFormat, keys: packing.Codes, values: packin
 
 
 def read_codes(tensors, format: PageFormat, page: Tensor, slot: Tensor) -> tuple[packing.Codes, packing.Codes]:
-    """The codes of token i in slot[i] of page[i]."""
+    """Return the codes of token i in slot[i] of page[i]."""
     layout = format.layout
     bits, mask = layout.options.bits, None
     if layout.sparse:
@@ -95,7 +97,7 @@ def read(
     tensors: dict[str, Tensor], format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor,
     dtype: torch.dtype, channel_order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(keys [T, H, D], values [T, H, V]) of `dtype` at positions [T] of sequences [T]."""
+    """Return (keys [T, H, D], values [T, H, V]) of `dtype` at positions [T] of sequences [T]."""
     page, slot = place(format, pages, sequence, position)
     if format.layout is None:
         return tensors["k"][page, :, slot].to(dtype), tensors["v"][page, :, slot].to(dtype)

@@ -1,4 +1,4 @@
-"""The kernels that write keys and values into pages as they are, and timestamps.
+"""Write uncompressed keys and values into pages, and timestamps.
 
 Letters: T new tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, R tokens of
 a tile.
@@ -16,7 +16,7 @@ def write_pages_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, PAGE: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """R new tokens of one head."""
+    """Write R new tokens of one head."""
     b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
     if tile * R >= count:
         return
@@ -37,7 +37,7 @@ def write_pages_kernel(
 def write_timestamps_kernel(
     new_times, offsets, lengths, pages, timestamps, B, P, SINKS: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The seconds of R new tokens."""
+    """Write the seconds of R new tokens."""
     b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
     if tile * R >= count:
         return
