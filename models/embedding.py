@@ -125,7 +125,7 @@ class InputEmbedding(nn.Module):
         return rows + self.items.of(torch.arange(begin, end, device=rows.device)).to(rows.dtype)
 
     def local_items(self) -> tuple[Tensor, int]:
-        """(representations [R, E] of the items of a loss whose rows this rank has, the first one's number there).
+        """Return (representations [R, E] of the loss's items whose rows this rank has, the number of the first one).
 
         The table is sharded row-wise.
         """

@@ -236,7 +236,7 @@ def checked_rows(rows: Tensor | None, count: int, entity: str) -> Tensor:
 
 
 def calendar_rows(name: str, timestamps: Tensor) -> Tensor:
-    """[T] int64: the hour (0 to 23) or the weekday (0 to 6, Monday 0) of times in seconds, in UTC."""
+    """Return the hour (0 to 23) or the weekday (0 to 6, Monday 0) of times in seconds, in UTC: [T] int64."""
     if name == "hour":
         return timestamps // HOUR % CALENDAR["hour"]
     return (timestamps // DAY + THURSDAY) % CALENDAR["weekday"]

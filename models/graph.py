@@ -82,7 +82,7 @@ class GraphedStep:
 def captured(
     function: Callable[[], Result], what: str, refusal: type[Exception], **options
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A CUDA graph of function(), and what that returned. options: of `torch.cuda.graph`.
+    """Capture a CUDA graph of function(); return the graph and the result. options: of `torch.cuda.graph`.
 
     Where it cannot be captured, `refusal` says that `what` cannot. Its other errors are raised as they are.
     """

@@ -63,7 +63,7 @@ HeadConfig = Annotated[DotConfig | MoLConfig, Field(discriminator="kind")]
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Rows [..., E] of length one."""
+    """Return rows [..., E] scaled to length one."""
     return F.normalize(x, dim=-1, eps=NORM_EPS)
 
 
@@ -127,7 +127,7 @@ class MixtureOfLogits(nn.Module):
         return normalized(x.unflatten(-1, (-1, self.config.component_dim)))
 
     def scores(self, queries: Side, items: Side) -> tuple[Tensor, Tensor]:
-        """(scores [R, K], pi [R, K, P] before dropout) of R queries and K items, of [R, K, ...] or of [K, ...]."""
+        """Return (scores [R, K], pi [R, K, P] before dropout) of R queries and K items: [R, K, ...] or [K, ...]."""
         shared = items.components.dim() == 3
         logits = torch.einsum(
             "rqc,kxc->rkqx" if shared else "rqc,rkxc->rkqx", queries.components, items.components
@@ -143,7 +143,7 @@ class MixtureOfLogits(nn.Module):
 
     @torch.no_grad()
     def scores_of_all(self, out: Tensor, items: Side) -> Tensor:
-        """[R, I] scores of outputs [R, E], a tile of items at a time."""
+        """Return the scores [R, I] of outputs [R, E], computed for a tile of items at a time."""
         queries = self.queries(out)
         pairs = self.config.query_components * self.config.item_components + self.config.gate_hidden_dim
         width = max(1, CHUNK["cuda"] // (pairs * max(1, len(out))))
@@ -174,14 +174,15 @@ def mol_loss(
     ranks: "Summing | None" = None,
     part: CataloguePart | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """(softmax loss, mean over targets >= 0; the balance of the mixture as an auxiliary loss).
+    """Return (softmax loss, mean over targets >= 0; the balance of the mixture as an auxiliary loss).
 
-    The whole catalogue competes without `negatives` [T, K], else these; one that is the target does not count. A chunk
-    of rows at a time, its gradients taken on the way, so that no chunk's logits outlive it (no second derivative).
-    The balance is taken over the pairs of each output with its own target.
+    The competing items are `negatives` [T, K], or without them the whole catalogue; a negative equal to the target does
+    not count. The loss is computed for one chunk of rows at a time together with its gradients, so that only one
+    chunk's logits are in memory (no second derivative). The balance is taken over the pairs of each output with its own
+    target.
 
-    ranks: where the outputs are a rank's part of a batch; the results are then its shares.
-    part: where item_weight are a rank's part of the catalogue; outputs and targets are then those of the whole batch.
+    ranks: if the outputs are a rank's part of a batch; the results are then its shares.
+    part: if item_weight is a rank's part of the catalogue; outputs and targets are then those of the whole batch.
     """
     if part is not None and not len(item_weight):  # one item that competes with none
         item_weight = torch.cat([item_weight, item_weight.new_zeros(1, out.shape[1])])
@@ -220,7 +221,7 @@ def mol_loss(
 
 
 def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """(targets as rows of the `count` items from `first` on, 0 for others; whether they are among them)."""
+    """Return (targets as rows of the `count` items from `first` on, 0 for others; whether they are among these)."""
     inside = (targets >= max(0, first)) & (targets < first + count)
     return torch.where(inside, targets - first, 0), inside
 
@@ -234,7 +235,7 @@ class Summing(Protocol):
 
 
 def as_share(x: Tensor, world: int) -> Tensor:
-    """x / world with the gradient of x: what all of `world` ranks have alike, counted once where shares are summed."""
+    """Return x / world with the gradient of x: a value of all `world` ranks, counted once in a sum of shares."""
     return x - (x * (1 - 1 / world)).detach()
 
 

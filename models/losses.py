@@ -62,10 +62,11 @@ def head_loss(
     share: Share | None = None,
     excluded: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; arguments as `training_loss`.
+    """Return (training loss, auxiliary losses) of a model's outputs [T, E] with its own head; arguments as
+    `training_loss`.
 
-    out: of `SequenceModel.raw_output`. Where the loss is not a kernel that divides by the norms, it is done here.
-    share: of a rank, in place of targets and part; the results are then its shares. excluded: `own_items`.
+    out: of `SequenceModel.raw_output`. It is normalised here unless the loss is a kernel that does so.
+    share: of a rank, instead of targets and part; the results are then its shares. excluded: `own_items`.
     """
     if model.head is not None or not takes_kernel(config, out):
         out = normalized(out)
@@ -93,12 +94,14 @@ def head_loss(
 
 
 def places_of(features: ItemFeatures | None, targets: Tensor) -> Tensor:
-    """Items, -1 for none, as the loss numbers them: with features those that training saw, anew, are the catalogue."""
+    """Return the numbers of items (-1 for none) in the loss: with features only the items seen in training are
+    numbered.
+    """
     return targets if features is None else torch.where(targets < 0, -1, features.place[targets])
 
 
 def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tuple[Tensor, Negatives | None]:
-    """Targets [T] and negatives of the positions `part` alone; None: of all."""
+    """Return the targets [T] and negatives of the positions `part`; None for all."""
     if part is None:
         return targets, drawn
     if drawn is not None and drawn.ids.dim() == 2:
@@ -109,10 +112,10 @@ def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tu
 def competing_items(
     embedding: InputEmbedding, targets: Tensor, drawn: Negatives | None
 ) -> tuple[Tensor, Tensor, Negatives | None]:
-    """(representations [R, E], targets and negatives as rows of them) of items with features.
+    """Return (representations [R, E], targets and negatives as rows of them) of items with features.
 
-    targets, drawn: items by their places among those that training saw. The whole catalogue is summed where all of it
-    competes, or where as many items are drawn as it has; else the drawn ones alone.
+    targets, drawn: items by their places among those that training saw. All of these are represented if the whole
+    catalogue competes or as many items are drawn; otherwise only the drawn ones.
     """
     assert embedding.items is not None
     trained = embedding.items.trained
@@ -132,10 +135,10 @@ def competing_items(
 def draw_negatives(
     config: LossConfig, num_items: int, targets: Tensor, pool: Tensor | None = None, below: Any = None
 ) -> Negatives | None:
-    """Negatives as the loss wants them; None where the whole catalogue competes.
+    """Draw the negatives of the configured loss; None if the whole catalogue competes.
 
-    pool: the targets of the whole batch, from which in-batch negatives come, where `targets` are a part of them. below:
-    (limit, shape, dtype) -> whole numbers from 0 on, at random; by default from torch's global generator.
+    pool: the targets of the whole batch, the source of in-batch negatives, if `targets` are a part of them. below:
+    (limit, shape, dtype) -> random integers from 0 on; by default from torch's global generator.
     """
     if config.kind == "cross_entropy":
         return None
@@ -182,7 +185,8 @@ def training_loss(
     part: Tensor | None = None,
     temperature: Tensor | None = None,
 ) -> Tensor:
-    """Mean loss over positions with a target, its gradients for `out` and `item_weight` (once: no second derivative).
+    """Return the mean loss over positions with a target, with gradients for `out` and `item_weight` (no second
+    derivative).
 
     out: [T, E] fp32, L2-normalised; where `takes_kernel`, of any length. item_weight: [I, E]. targets: [T] int64;
     positions without a target (-1), padding among them, do not count. dtype: of the products on a GPU; absent, the
@@ -210,7 +214,7 @@ def sampled_loss(
     temperature: Tensor | None = None,
     excluded: Tensor | None = None,
 ) -> Tensor:
-    """`training_loss` with negatives that have been drawn: the sum over positions with a target, over `count`.
+    """Return `training_loss` with drawn negatives: the sum over positions with a target, over `count`.
 
     count: 0-d; None is the number of these positions. excluded: [T, N] int64, items that do not compete at each
     position unless they are its target, -1 for none; with `loss.exclude`.
@@ -247,14 +251,15 @@ def sampled_loss(
 
 
 def takes_kernel(config: LossConfig, out: Tensor) -> bool:
-    """Whether the loss is `hstu_sparse.catalogue_loss`, which normalises both sides."""
+    """Return whether the loss is `hstu_sparse.catalogue_loss`, which normalises both sides."""
     return out.is_cuda and config.kind != "bce" and config.exclude == "none" and out.shape[1] <= MAX_KERNEL_SIZE
 
 
 def own_items(config: LossConfig, batch: Batch, longest: int) -> Tensor | None:
-    """The items that `loss.exclude` leaves out at each position, [T, N] with -1 for none; None where it leaves none.
+    """Return the items that `loss.exclude` leaves out at each position, [T, N] with -1 for none; None if it leaves out
+    none.
 
-    longest: most tokens of a sequence.
+    longest: the greatest number of tokens of a sequence.
     """
     if config.exclude == "none":
         return None
@@ -305,7 +310,7 @@ def _excluding_loss(
 
 
 def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:
-    """Whether sampled logits come out of one product with all items.
+    """Return whether sampled logits are gathered from one product with all items.
 
     That product moves T * I logits; gathered rows move T * K * E numbers, and their gradients meet in scattered
     additions: the product wins while the catalogue is small. Negatives shared by all positions are few rows.

@@ -49,7 +49,9 @@ def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: B
 
 
 def looked_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared:
-    """The share with the rows of inputs, targets and negatives, each asked for once of the ranks that have them."""
+    """Return the share with the rows of inputs, targets and negatives, each requested once from the ranks that have
+    them.
+    """
     targets, drawn = share.targets, share.drawn
     ids_to_look_up = [batch.item_ids]
     if drawn is not None:
@@ -69,7 +71,7 @@ def looked_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared
 
 
 def of_the_whole(x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
-    """`x` [T, ...] of all ranks' tokens, in the order of the whole batch; without a gradient."""
+    """Return `x` [T, ...] of all ranks' tokens, in the order of the whole batch, without a gradient."""
     assert batch.whole is not None and batch.rows is not None
     whole = x.new_zeros(batch.whole.tokens, *x.shape[1:])
     return ranks.sum(whole.index_add_(0, batch.rows, x.detach() * batch.real.view(-1, *[1] * (x.dim() - 1))))
@@ -93,12 +95,12 @@ class _Gathered(torch.autograd.Function):
 def catalogue_share(
     model: SequenceModel, config: LossConfig, out: Tensor, batch: Batch, ranks: Ranks, dtype: torch.dtype | None
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """This rank's shares of the loss over the whole catalogue, of whose rows each rank has some (row-wise), and of its
-    auxiliary losses.
+    """Return this rank's shares of the loss over the whole catalogue and of its auxiliary losses; the table is sharded
+    row-wise.
 
-    Every rank takes all ranks' outputs [T, E] with its own items: the log-sum-exps that they find are merged, and so
-    are their gradients of the outputs. Source: the vocabulary-parallel cross-entropy of Megatron-LM (Shoeybi et al.,
-    arXiv 1909.08053).
+    Each rank multiplies all ranks' outputs [T, E] with its own items; the log-sum-exps are merged, and so are the
+    gradients of the outputs. Source: the vocabulary-parallel cross-entropy of Megatron-LM (Shoeybi et al., arXiv
+    1909.08053).
     """
     learned = model.log_temperature
     items, first = model.embedding.local_items()

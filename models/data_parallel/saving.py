@@ -41,9 +41,9 @@ TABLE = "embedding.tables.embeddings.item.weight"  # the item table's name, as o
 
 
 def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
-    """`local`, [rows, columns] or [rows], as this rank's shard of what all ranks have of it.
+    """Return `local`, [rows, columns] or [rows], as this rank's shard of a tensor that all ranks share.
 
-    With [rows], one number for each row of a shard, the whole has a column for each cut of the columns.
+    For [rows], one number for each row of a shard, the whole tensor has a column for each cut of the columns.
     """
     cells, world = local.view(len(local), -1), table.ranks.world
     if table.kind == "table_wise":  # one rank has all
@@ -67,9 +67,9 @@ class Saver:
         self.pending: tuple[Any, Any, Path, dict, str] | None = None
 
     def save(self, progress: Progress, *, final: bool = False, again: bool = False) -> None:
-        """Begins to save; final: waits until it is written, with the weights that the run is judged by beside it.
+        """Begin to save; final: wait until the checkpoint is written, with the weights to evaluate beside it.
 
-        again: also where there is a checkpoint of this step.
+        again: save even if there is a checkpoint of this step.
         """
         self.wait()
         folder = self.folder / f"step-{progress.step:08d}"
@@ -92,12 +92,12 @@ class Saver:
             self.wait()
 
     def poll(self) -> None:
-        """Puts a checkpoint into its place once it is written."""
+        """Move a checkpoint to its place if it has been written."""
         if self.pending is not None and self.pending[0].done():
             self.wait()
 
     def wait(self) -> None:
-        """Waits until what was begun is written and in its place."""
+        """Wait until the checkpoint that was begun is written and in its place."""
         if self.pending is None:
             return
         (future, place, temporary, facts, run), self.pending = self.pending, None
@@ -120,7 +120,7 @@ class Saver:
         return CheckpointError(f"{folder}: cannot be written: {shown(reason, 300)}; what was saved before is as it was")
 
     def _state(self) -> Iterator[tuple[str, Any]]:
-        """Everything that a checkpoint holds, by name, as the tensors themselves."""
+        """Return all tensors of a checkpoint by name, without copying them."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         for name, value in self.model.state_dict().items():
             yield f"model.{name}", value
@@ -148,9 +148,9 @@ class Saver:
                 yield f"optimizer.{name}.{key}", value
 
     def load(self, source: Path) -> Progress:
-        """Puts a checkpoint into model, table, optimiser and average; returns its progress.
+        """Load a checkpoint into model, table, optimiser and average; return its progress.
 
-        CheckpointError where it is damaged, another model's, or one of a single process.
+        Raises CheckpointError if it is damaged, another model's, or one of a single process.
         """
         _, facts = load_folder(source, sizes=True)
         progress = Progress.of(facts, source)
@@ -192,14 +192,14 @@ class Saver:
         return progress
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """The model's state dict with the whole item table on the first rank's host; the others have nothing."""
+        """Return the model's state dict with the whole item table on the first rank's host; nothing on other ranks."""
         weights = {name: value.detach().cpu().contiguous() for name, value in self.model.state_dict().items()}
         if self.table is not None:
             weights |= {TABLE: whole_table(self.table)}
         return weights if self.ranks.first else {}
 
     def save_best(self, facts: dict) -> None:
-        """The weights as they are into the run's folder `best`, one safetensors file."""
+        """Save the current weights to the run's folder `best`, in one safetensors file."""
         weights = self.whole_weights()
         if self.ranks.first:
             save_folder(self.run / "best", {"model": weights}, facts)
@@ -210,7 +210,7 @@ def _dense(name: str, prefix: str) -> bool:
 
 
 def whole_table(table: ShardedTable) -> Tensor:
-    """The table [I, E] on the first rank's host, a block of rows at a time; the others get one without rows."""
+    """Return the table [I, E] on the first rank's host, copied in blocks of rows; other ranks get one without rows."""
     first = table.ranks.first
     whole = torch.empty(table.num_items if first else 0, table.size)
     step = max(1, BLOCK // table.size)
@@ -225,7 +225,7 @@ def whole_table(table: ShardedTable) -> Tensor:
 
 @contextmanager
 def open_slices(source: Path, table: ShardedTable | None) -> Iterator[tuple[dict[str, Tensor], Any]]:
-    """(the weights of source/model.safetensors without a sharded table, and that table as a slice)."""
+    """Return (the weights of source/model.safetensors without a sharded table, that table as a slice)."""
     path = source / "model.safetensors"
     load_folder(source, sizes=True)
     try:
@@ -237,7 +237,7 @@ def open_slices(source: Path, table: ShardedTable | None) -> Iterator[tuple[dict
 
 
 def load_slices(model: SequenceModel, source: Path) -> None:
-    """The weights of source/model.safetensors into a model, of its sharded table only this rank's shard."""
+    """Load the weights of source/model.safetensors into a model, of its sharded table only this rank's shard."""
     table = model.embedding.sharded
     with open_slices(source, table) as (state, rows):
         model.load_state_dict(state)

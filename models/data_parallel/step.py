@@ -54,9 +54,9 @@ class Shares(nn.Module):
 def build_shared_step(
     config: RunConfig, model: SequenceModel, device: torch.device, average: WeightAverage | None, ranks: Ranks
 ) -> tuple[torch.optim.Optimizer, Step]:
-    """The optimiser, and the function that makes one step of it: as train.build_step, for this rank's part of a batch.
+    """Return the optimiser and the step function, as train.build_step does, for this rank's part of a batch.
 
-    The losses that it returns are those of the whole batch, and with them `imbalance`, see data/balance.py.
+    The step returns the losses of the whole batch, and `imbalance`, see data/balance.py.
     """
     c = config.train
     table = model.embedding.sharded
@@ -110,7 +110,7 @@ def build_shared_step(
 
 
 def summed(group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's communication without its division by the number of ranks."""
+    """Sum gradients as DDP's communication hook, without its division by the number of ranks."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 

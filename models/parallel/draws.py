@@ -13,12 +13,12 @@ STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def _signed(number: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def mixed(x: Tensor) -> Tensor:
-    """int64 -> int64 that look drawn at random, one to one."""
+    """Map int64 one to one to int64 that look random."""
 
     def shifted(x: Tensor, bits: int) -> Tensor:
         return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))  # >> copies the sign, which is masked
@@ -29,7 +29,7 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed for torch's generators, 0 .. 2^63 - 1, from whole numbers."""
+    """Return a seed for torch's generators, 0 .. 2^63 - 1, computed from integers."""
     x = torch.zeros((), dtype=torch.int64)
     for number in numbers:
         x = mixed(x ^ _signed(number))
@@ -46,7 +46,7 @@ class Draws:
     calls: int = 0
 
     def below(self, limit: int | Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Numbers 0 .. limit - 1: of shape [T, K] for each row its own, of shape [K] the same on all ranks."""
+        """Draw numbers 0 .. limit - 1: shape [T, K] for each row separately, shape [K] the same on all ranks."""
         self.calls += 1
         base = seed_of(self.seed, self.step, self.calls)
         columns = torch.arange(shape[-1], device=self.rows.device)

@@ -59,7 +59,7 @@ class Ranks:
         self.context_rank = mesh.get_local_rank("context")
 
     def _meet(self, gpu: bool) -> None:
-        """Makes the process group."""
+        """Make the process group."""
         options: dict[str, Any] = {}
         if "WORLD_SIZE" in os.environ:
             _told("RANK", 0, self.world - 1)
@@ -83,17 +83,17 @@ class Ranks:
         return self.rank == 0
 
     def share(self, count: int) -> tuple[int, int]:
-        """(begin, end) of this rank's part of `count` things: equal parts one after the other, the last shorter."""
+        """Return (begin, end) of this rank's part of `count` things: equal consecutive parts, the last one shorter."""
         size = -(-count // self.world)
         return min(count, self.rank * size), min(count, (self.rank + 1) * size)
 
     def sequences(self, batch: Batch) -> Batch:
-        """This rank's share of the sequences of a batch; one of them as padding where it has none."""
+        """Return this rank's share of the sequences of a batch, or one of them as padding if it has none."""
         begin, end = self.share(batch.num_sequences)
         return batch.sequences(begin, end) if begin < end else batch.sequences(0, 1).as_padding()
 
     def cut(self, batch: Batch) -> Batch:
-        """This rank's part of each sequence of a batch."""
+        """Return this rank's part of each sequence of a batch."""
         if self.context == 1:
             return batch
         rank, group = self.context_rank, self.context_group
@@ -108,7 +108,7 @@ class Ranks:
         return replace(batch.part(index, offsets), cut=cut)
 
     def sum_gradients(self, parameters: Iterable[Tensor], loss: Tensor) -> Tensor:
-        """Sums the parameters' gradients over the ranks, in place, and returns the sum of the losses."""
+        """Sum the parameters' gradients over the ranks, in place, and return the sum of the losses."""
         if self.world == 1:
             return loss
         gradients = []
@@ -123,11 +123,11 @@ class Ranks:
         return flat[-1]
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' `x`, without a gradient: a new tensor."""
+        """Return the sum of the ranks' `x`, without a gradient: a new tensor."""
         return self._reduced(x, dist.ReduceOp.SUM)
 
     def max(self, x: Tensor) -> Tensor:
-        """The greatest of the ranks' `x`, without a gradient: a new tensor."""
+        """Return the maximum of the ranks' `x`, without a gradient: a new tensor."""
         return self._reduced(x, dist.ReduceOp.MAX)
 
     def _reduced(self, x: Tensor, how) -> Tensor:
@@ -137,7 +137,7 @@ class Ranks:
         return x
 
     def any(self, number: int) -> int:
-        """The greatest `number` of all ranks: a signal that one of them got stops all in the same step."""
+        """Return the greatest `number` of all ranks: a signal to one rank stops all in the same step."""
         return number if self.world == 1 else int(self.max(torch.tensor(number)))
 
     def of_first(self, value):
@@ -158,7 +158,7 @@ class Ranks:
 
 
 def _told(name: str, least: int, most: int) -> int:
-    """A number that torchrun leaves in the environment; ConfigError where it is none."""
+    """Return a number from torchrun's environment; ConfigError if it is none."""
     text = os.environ.get(name, "")
     if not text.isdecimal() or not least <= int(text) <= most:
         raise ConfigError(

@@ -107,25 +107,25 @@ class ShardedTable:
         )
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """The rows [n, E] of the items `ids` [n] int64; every rank calls it with ids of its own, be they none."""
+        """Return the rows [n, E] of the items `ids` [n] int64; all ranks must call it, each with own ids or none."""
         lengths = torch.ones_like(ids) if len(ids) else ids.new_zeros(1)
         jagged = KeyedJaggedTensor(keys=["item"], values=ids, lengths=lengths, stride=len(lengths))
         return self.module(jagged)["item"].values()
 
     def local_rows(self) -> Tensor:
-        """The shard [rows, E] of a row-wise table, with its gradient."""
+        """Return the shard [rows, E] of a row-wise table, with its gradient."""
         return self.weight if self.parameter is None else self.parameter.view(self.weight.shape)
 
     @torch.no_grad()
     def between(self, begin: int, end: int) -> Tensor:
-        """The rows begin .. end - 1, [end - begin, E]; every rank calls it, with a range of its own."""
+        """Return the rows begin .. end - 1, [end - begin, E]; all ranks must call it, each with its own range."""
         if self.kind == "row_wise" and (begin, end) == (self.begin[0], self.end[0]):
             return self.weight
         return self.look_up(torch.arange(begin, end, device=self.device))
 
     @torch.no_grad()
     def fill(self, rows: Callable[[int, int], Tensor]) -> None:
-        """Fills the shard, a block at a time; rows(begin, end): those rows of the whole table, [end - begin, E]."""
+        """Fill the shard, a block at a time; rows(begin, end): those rows of the whole table, [end - begin, E]."""
         step = max(1, BLOCK // self.size)
         for first in range(self.begin[0] // step * step, self.end[0], step):
             last = min(self.num_items, first + step)
@@ -135,7 +135,7 @@ class ShardedTable:
 
     @torch.no_grad()
     def take(self, rows: Callable[[int, int], Tensor], ids: Tensor, places: Tensor) -> None:
-        """Copies rows `places` of another table to the items `ids` of this shard, a block at a time.
+        """Copy rows `places` of another table to the items `ids` of this shard, a block at a time.
 
         rows(begin, end): those rows of the other table, [end - begin, E]. ids, places: [n] int64 on the CPU.
         """
@@ -151,7 +151,8 @@ class ShardedTable:
             self.weight[ids[low:high].to(self.weight.device)] = block.to(self.weight)
 
     def draw(self, trained: Tensor | None) -> None:
-        """Fills the shard at random, each block of rows by a seed of its own: other draws than a whole table has.
+        """Fill the shard at random, each block of rows with its own seed: the values differ from those of a whole
+        table.
 
         trained: [I] bool, which items training saw; the others' rows are zero.
         """
@@ -178,7 +179,7 @@ class ShardedTable:
             self.kernel.iter.fill_(int(moments["iter"]))
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of a fused optimiser's next steps."""
+        """Set the learning rate of a fused optimiser's next steps."""
         if self.fused and self.kernel is not None:
             self.kernel.set_learning_rate(lr)
 

@@ -20,7 +20,9 @@ class ActionCodes:
         self.texts = None if names is None else {text: code for code, text in enumerate(names) if text}
 
     def codes(self, actions: object, count: int) -> np.ndarray:
-        """[E] int32 of `count` actions; MissingActions without any, InvalidRequest for those that the run lacks."""
+        """Return `count` actions as codes, [E] int32; MissingActions for None, InvalidRequest for actions unknown to
+        the run.
+        """
         if actions is None:
             raise MissingActions("actions: the run reads the action of every event, expected one for each")
         array = np.asarray(actions)

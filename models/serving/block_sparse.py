@@ -32,7 +32,8 @@ def paged_block_sparse(
     served: Pass,
     part: Part,
 ) -> Tensor:
-    """The attention [T, H, V] of a part's tokens, q and k [T, H, D], v [T, H, V], whose keys are written already.
+    """Return the attention [T, H, V] of a part's tokens, q and k [T, H, D], v [T, H, V], whose keys are already in the
+    pages.
 
     bias: its tables, with the times of the part. The open group's choice is read from and left in `served.choices`;
     sums of blocks that the tokens complete are left in `served.sums`.

@@ -23,20 +23,20 @@ class Stored:
         self.page_size = pool.format.page_size
 
     def place(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(page, slot) of positions [B, ...]; of one that no page holds, some other's."""
+        """Return (page, slot) of positions [B, ...]; for a position without a page an arbitrary other one."""
         flat = position.flatten(1)
         column = (flat // self.page_size).clamp(0, self.table.shape[1] - 1)
         page = self.table.gather(1, column).long().clamp(min=0)
         return page.view(position.shape), position % self.page_size
 
     def read(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(keys [B, H, K, D], values [B, H, K, V]) in fp32 at positions [B, H or 1, K]."""
+        """Return (keys [B, H, K, D], values [B, H, K, V]) in fp32 at positions [B, H or 1, K]."""
         page, slot = self.place(position)
         head = torch.arange(self.pool.format.heads, device=page.device)[:, None]
         return self.tensors["k"][page, head, slot].float(), self.tensors["v"][page, head, slot].float()
 
     def times(self, position: Tensor) -> Tensor:
-        """Seconds at positions [B, ...]."""
+        """Return the seconds at positions [B, ...]."""
         return self.pool.timestamps[self.place(position)]
 
 
@@ -59,7 +59,7 @@ class BlockSums:
 
     @staticmethod
     def page_bytes(form: hstu_sparse.PageFormat, sizes: Mapping[int, int]) -> int:
-        """Bytes beside a page."""
+        """Return the number of bytes of sums for a page."""
         width = 4 * form.heads * (form.head_size + form.value_size)
         return sum(width * ends_in_page(form, size) for size in sizes.values())
 
@@ -70,7 +70,7 @@ class BlockSums:
         return stored.place(last)[0], block - last // stored.page_size * stored.page_size // size
 
     def write(self, layer: int, table: Tensor, lengths: Tensor, counts: Tensor) -> None:
-        """Sums the blocks that `counts` [B] new tokens behind `lengths` [B] completed, from the pages. Waits."""
+        """Compute sums of blocks that `counts` [B] new tokens after `lengths` [B] complete, from the pages. Waits."""
         size, stored = self.sizes[layer], Stored(self.pool, layer, table)
         first = lengths // size
         most = int(((lengths + counts) // size - first).max())
@@ -85,7 +85,9 @@ class BlockSums:
             target[page, slot] = sums[complete]
 
     def read(self, layer: int, table: Tensor, lengths: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """Sums of the first `blocks` blocks, [B, H, M, D] and [.., V]; 0 where `lengths` [B] do not complete one."""
+        """Return the sums of the first `blocks` blocks, [B, H, M, D] and [.., V]; 0 for blocks not complete by
+        `lengths` [B].
+        """
         stored = Stored(self.pool, layer, table)
         block = torch.arange(blocks, device=table.device).expand(len(table), -1)
         hidden = ((block + 1) * self.sizes[layer] > lengths[:, None])[:, None, :, None]
@@ -94,7 +96,7 @@ class BlockSums:
         return keys, values
 
     def begun(self, layer: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of what there is of the block that the next token of each user is in: [B, H, 1, D] and [.., V]."""
+        """Return the sums of the incomplete block of each user's next token: [B, H, 1, D] and [.., V]."""
         size, stored = self.sizes[layer], Stored(self.pool, layer, table)
         position = (lengths // size * size)[:, None] + torch.arange(size, device=table.device)
         hidden = (position >= lengths[:, None])[:, None, :, None]

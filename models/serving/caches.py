@@ -32,7 +32,7 @@ class Entry:
     _table: tuple[Sequence[int], np.ndarray] | None = None
 
     def table(self, width: int) -> np.ndarray:
-        """[width] int32, the row of a page table: the pages, then -1."""
+        """Return the row of a page table, [width] int32: the pages, then -1."""
         if self._table is None or self._table[0] is not self.row or len(self._table[1]) != width:
             table = np.full(width, -1, np.int32)
             table[: len(self.row)] = self.row
@@ -56,7 +56,9 @@ class Caches:
         return user in self.entries
 
     def length(self, user: str, begin: int) -> int:
-        """Tokens that the pages hold of the window that begins at event `begin`; what they hold of another one goes."""
+        """Return the number of tokens in the pages for the window that begins at event `begin`; drop those of another
+        window.
+        """
         entry = self.entries.get(user)
         if entry is None:
             return 0
@@ -66,7 +68,7 @@ class Caches:
         return entry.length
 
     def cut(self, user: str, length: int) -> None:
-        """Drops what the pages of a user hold behind `length` tokens."""
+        """Drop the user's tokens after the first `length` from the pages."""
         entry = self.entries.get(user)
         if entry is None or length >= entry.length:
             return
@@ -75,7 +77,7 @@ class Caches:
         entry.choices = None
 
     def drop(self, user: str) -> bool:
-        """Gives a user's pages back; returns whether there were any."""
+        """Free a user's pages; return whether there were any."""
         entry = self.entries.pop(user, None)
         if entry is not None:
             self.pool.shrink(entry.row, 0)
@@ -112,9 +114,9 @@ class Caches:
         return len(users)
 
     def reserve(self, users: Sequence[str], begins: Sequence[int], tokens: Sequence[int]) -> list[Entry]:
-        """The entries of `users`, who `fitting` said fit, with room for `tokens` of the windows from `begins` on.
+        """Return the entries of `users`, who must fit, with room for `tokens` of the windows from `begins` on.
 
-        Others give way where pages run out, the least recently used first.
+        Other users' pages are evicted if needed, the least recently used first.
         """
         entries, size = self.entries, self.pool.format.page_size
         sinks = int(self.pool.format.sink_tokens > 0)

@@ -312,9 +312,10 @@ class Engine:
         return (out.clone() if len(out) else out), {}
 
     def _pass(self, kind: str, sizes: Sizes, numbers: Tensor, served: Pass, whole: tuple[int, int] = (0, 0)) -> Tensor:
-        """The outputs [T, E] of the tokens that `numbers` (`Work.numbers`) says; what is to stay is in the pages then.
+        """Return the outputs [T, E] of the tokens described by `numbers` (`Work.numbers`), and write tokens to the
+        pages.
 
-        whole: of "write", so many users and tokens at the beginning have nothing in their pages.
+        whole: of kind "write": the numbers of users and tokens, at the beginning, with nothing in their pages.
         """
         columns, lengths, seen, at, offsets, pages = sizes.split(numbers)
         items, actions, times, query_times, positions, origins = columns.unbind()

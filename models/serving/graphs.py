@@ -40,9 +40,9 @@ class Graphs:
         self.captured: OrderedDict[Hashable, _Captured] = OrderedDict()
 
     def staged(self, key: Hashable, place: int) -> Tensor | None:
-        """The memory on the host from which input number `place` goes to the device, to be filled and passed; or None.
+        """Return the host memory that input number `place` is copied from, to be filled and passed; or None.
 
-        A tensor of the CPU that lies elsewhere is copied there first.
+        Other tensors on the CPU are copied there first.
         """
         known = self.captured.get(key)
         if known is None:
@@ -51,10 +51,10 @@ class Graphs:
         return known.staged[place]
 
     def __call__(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """function(*inputs), which later calls overwrite.
+        """Return function(*inputs); later calls overwrite the result.
 
-        key: says the function and the shapes and dtypes of `inputs`, on the CPU or the device; the function is given
-        them on the device, must not wait for it, and reads nothing else that changes place.
+        key: identifies the function and the shapes and dtypes of `inputs`, on the CPU or the device; the function gets
+        them on the device, must not wait for it, and must not read other memory that moves.
         """
         known = self.captured.get(key)
         if known is None:

@@ -24,7 +24,7 @@ class Window:
     slide: int
 
     def begin(self, count: int) -> int:
-        """The first event of the window of a user with `count` events. It depends on nothing but that number."""
+        """Return the first event of the window of a user with `count` events; it depends only on this number."""
         return self.slide * -(-max(0, count - self.capacity) // self.slide)
 
 
@@ -57,13 +57,13 @@ class History:
         self.last = int(timestamps[-1]) if len(timestamps) else 0  # the time of the last event
 
     def _take(self, items: np.ndarray, timestamps: np.ndarray, actions: np.ndarray | None) -> None:
-        """Keeps these columns, from their first entry on."""
+        """Store these columns, from their first entry on."""
         self.items, self.timestamps, self.actions = items, timestamps, actions
         self._columns = items, timestamps, actions
         self._end = self._room = len(items)
 
     def push(self, item: int, timestamp: int, action: int | None, cut: int) -> None:
-        """Adds an event that is not earlier than the others, and drops the first `cut`."""
+        """Add an event that is not earlier than the others, and drop the first `cut`."""
         begin, end = self._end - len(self.items) + cut, self._end + 1
         if end > self._room:
             size = self._end - begin
@@ -120,7 +120,7 @@ class Histories:
         return self._users.get(user)
 
     def forget(self, user: str) -> bool:
-        """Drops everything known of a user; returns whether there was something."""
+        """Delete the events of a user; return whether there were any."""
         return self._users.pop(user, None) is not None
 
     def put(self, user: str, history: History) -> None:
@@ -131,7 +131,7 @@ class Histories:
         return sum(history.nbytes() for history in self._users.values())
 
     def check_room(self, users: list[str], counts: list[int]) -> None:
-        """LimitReached where `counts` more events of each of `users` (which are distinct) are too many."""
+        """Raise LimitReached if `counts` more events of each of `users` (which are distinct) are too many."""
         if len(self._users) + len(users) > self.most_users:
             new = sum(user not in self._users for user in users)
             if len(self._users) + new > self.most_users:
@@ -142,11 +142,11 @@ class Histories:
                 raise LimitReached(f"a user may have at most {self.most_events:,} events")
 
     def add(self, user: str, items: np.ndarray, timestamps: np.ndarray, actions: np.ndarray | None) -> int:
-        """Adds events of one user; an event earlier than the last one is put in its place in time, behind its ties.
+        """Add events of one user; an event earlier than the last one is inserted in time order, after its ties.
 
         items: [E] int; timestamps: [E] int64; actions: [E] int, or None without actions.
 
-        Returns the number of events, from the user's first on, which are what and where they were.
+        Returns the number of events, from the user's first on, that did not change.
         """
         items, actions = items.astype(np.int32), None if actions is None else actions.astype(np.int32)
         if not len(items):

@@ -1,4 +1,4 @@
-"""Ids as users of the service write them, and what they are inside.
+"""Convert ids between the form that callers use and the internal one.
 
 Items become rows of the item table. A user is a text inside, so that 7 and "7" are one user, whether the id comes from
 Python, from a saved store or over the wire.
@@ -16,7 +16,7 @@ NAMED = 5  # ids that an error names
 
 
 def array_of_ids(name: str, ids: object, dimensions: int = 1) -> np.ndarray:
-    """`ids` as an array of int64 or text; InvalidRequest for other types and another number of dimensions."""
+    """Return `ids` as an array of int64 or text; InvalidRequest for other types and another number of dimensions."""
     try:
         array = np.asarray(ids)
     except ValueError:
@@ -43,7 +43,7 @@ def _flat(ids: Sequence, dimensions: int):
 
 
 def user_keys(users: object) -> list[str]:
-    """The users as the store names them: [B] ids -> B texts."""
+    """Return users as the store names them: [B] ids -> B texts."""
     return [str(user) for user in array_of_ids("users", users).tolist()]
 
 
@@ -63,7 +63,7 @@ class ItemIds:
         return -1 if self.ids.dtype.kind == "i" else ""
 
     def rows(self, name: str, ids: object, dimensions: int = 1) -> np.ndarray:
-        """Rows of the items `ids`, int64 of their shape; UnknownItem names those that the run does not know."""
+        """Return the rows of the items `ids`, int64 of their shape; UnknownItem names those unknown to the run."""
         requested = array_of_ids(name, ids, dimensions)
         if requested.size == 0:
             return np.zeros(requested.shape, np.int64)
@@ -79,12 +79,12 @@ class ItemIds:
         return place.astype(np.int64)
 
     def original(self, rows: np.ndarray) -> np.ndarray:
-        """The ids of rows, `missing` for rows of -1."""
+        """Return the ids of rows, `missing` for rows of -1."""
         known = self.ids[np.maximum(rows, 0)]
         return np.where(rows >= 0, known, np.array(self.missing, self.ids.dtype))
 
     def _comparable(self, requested: np.ndarray) -> tuple[np.ndarray, np.ndarray | bool]:
-        """(ids of the catalogue's type, which of them can be ids of that type at all)."""
+        """Return (ids of the catalogue's type, which of them can be ids of that type at all)."""
         if requested.dtype.kind == self.ids.dtype.kind:
             return requested, np.ones(requested.shape, bool)
         if self.ids.dtype.kind == "U":

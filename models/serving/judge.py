@@ -1,4 +1,4 @@
-"""A recommender in a model's place: evaluation judges what a service would have answered.
+"""Evaluate a recommender in place of a model: the metrics are those of the service's answers.
 
 Letters: T tokens, B sequences, E embedding size.
 """
@@ -36,7 +36,7 @@ class ServedModel:
         return self
 
     def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """(outputs [T, E] of length one at the last token of each sequence, no auxiliary losses)."""
+        """Return (outputs [T, E] of length one at the last token of each sequence, no auxiliary losses)."""
         users = batch.users.cpu().numpy()
         assert batch.seen_offsets is not None
         ends = self.dataset.user_offsets[users] + batch.seen_offsets.diff().cpu().numpy()
@@ -51,7 +51,7 @@ class ServedModel:
         return out.index_copy_(0, last, user_outputs), {}
 
     def _append(self, keys: list[str], users: np.ndarray, ends: np.ndarray, start: int | None, stop: int) -> None:
-        """Appends each user's events from `start` before the end (absent: all) up to `stop` before it."""
+        """Append each user's events from `start` before the end (None: all) up to `stop` before it."""
         begins = self.dataset.user_offsets[users] if start is None else ends - start
         counts = ends - stop - begins
         events = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
@@ -71,7 +71,9 @@ class ServedModel:
             self.recommender.forget(key)
 
     def raw_output(self, batch: RankingBatch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """(outputs [T, E] before normalisation at the scored item tokens of a ranking batch, no auxiliary losses)."""
+        """Return (outputs [T, E] before normalisation at the scored item tokens of a ranking batch, no auxiliary
+        losses).
+        """
         tokens = (batch.labels[:, 0] >= 0).nonzero()[:, 0]
         events = batch.events[tokens].cpu().numpy()
         users = np.searchsorted(self.dataset.user_offsets, events, side="right") - 1

@@ -58,7 +58,7 @@ class ServingOptions:
 
 
 def window_of(config: RunConfig, slide: int | None) -> Window:
-    """The window of a run; ServingError for a slide that does not fit."""
+    """Return the window of a run; ServingError for a slide that does not fit."""
     longest = config.model.max_seq_len
     ranking = config.task.kind == "ranking"
     if not ranking and config.task.kind != "retrieval":
@@ -74,9 +74,9 @@ def window_of(config: RunConfig, slide: int | None) -> Window:
 
 
 def page_format(model: SequenceModel, options: ServingOptions) -> hstu_sparse.PageFormat:
-    """The format of the pages of all layers; ServingError where it cannot be.
+    """Return the format of the pages of all layers; ServingError if there is none.
 
-    A model of kind rotatekv was trained for its own codes, and is served from no others.
+    A model of kind rotatekv was trained for its own codes, and cannot be served from others.
     """
     layers = list(cast(Iterable[Any], model.layers))
     sizes = layers[0].attention.sizes

@@ -1,4 +1,4 @@
-"""New tokens of users, and the pages on top of which they run: what the layers of a served model are given.
+"""Define the new tokens of users, and the pages that they attend to, as the layers of a served model get them.
 
 Letters: T new tokens, B users, P pages, H heads, S blocks that bsa chooses.
 """

@@ -1,4 +1,4 @@
-"""New tokens of users on their way through the model, on top of the pages of what came before them.
+"""Run new tokens of users through the model, on top of the pages of earlier tokens.
 
 Letters: T new tokens, E embedding size, H heads, D query/key and V value head size.
 """
@@ -49,7 +49,7 @@ class ServedAttention(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, served: Pass, part: Part) -> Tensor:
-        """[T, H, V] of a part's tokens."""
+        """Return [T, H, V] of a part's tokens."""
         inner, bias = self.inner, None
         if inner.position_bias is not None or inner.time_bias is not None:
             bias = RelativeBias(inner.position_bias, inner.time_bias)
@@ -88,11 +88,12 @@ def whole_attention(
     form: hstu_sparse.PageFormat,
     part: Part,
 ) -> Tensor | None:
-    """[T, H, V] of tokens that see one another alone, by the kernels for whole sequences; None where they cannot.
+    """Return [T, H, V] of tokens that only see one another, by the kernels for whole sequences; None if these do not
+    apply.
 
-    Paged attention looks a time bias up pair by pair, which takes it ten times as long. As there, a token sees the
-    others as the pages give them back and itself as it is; where pages round keys and values, `rotatekv_self_attention`
-    can do that for codes, on a CPU so far.
+    Paged attention looks up a time bias pair by pair, which makes it ten times as slow. As there, a token sees the
+    others as decoded from the pages and itself exactly; for pages that round keys and values `rotatekv_self_attention`
+    can do that for codes, so far only on a CPU.
     """
     exact = form.bits is None and (form.dtype == k.dtype or form.dtype.itemsize > k.dtype.itemsize)
     if isinstance(inner, SoftmaxAttention) or (not exact and (form.bits is None or q.is_cuda)):
@@ -110,9 +111,10 @@ def whole_attention(
 
 
 def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> list[Any]:
-    """The model's layers with the same weights, their attentions reading from pages; ServingError where one cannot.
+    """Return the model's layers with the same weights and attention that reads from pages; ServingError if one cannot.
 
-    dtype: which autocast would cast the weights of an HSTU layer's products to in every pass: they are cast here.
+    dtype: the dtype to which autocast would cast the weights of an HSTU layer's products in each pass: they are cast
+    here.
     """
     layers = []
     for place, layer in enumerate(cast(Iterable[Any], model.layers)):
@@ -132,7 +134,7 @@ def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> lis
 
 
 def check_kind(inner: AttentionKind, place: int) -> None:
-    """ServingError for an attention whose past cannot be kept in pages."""
+    """Raise ServingError for an attention whose past cannot be kept in pages."""
     c: Any = inner.config
     if not isinstance(inner, SERVED):
         raise ServingError(f"layer {place} ({c.kind}) cannot be served: dense, softmax, rotatekv and bsa can")
@@ -150,7 +152,7 @@ def check_kind(inner: AttentionKind, place: int) -> None:
 
 @torch.inference_mode()
 def run(model: SequenceModel, layers: list[Any], batch: ServedBatch | ServedRankingBatch) -> Tensor:
-    """The outputs [T, E] of new tokens, in fp32, before normalisation; what is to stay is in the pages then."""
+    """Return the outputs [T, E] of new tokens, in fp32, before normalisation, and write tokens to the pages."""
     served = batch.served
     for part in served.parts:
         if not part.candidates:

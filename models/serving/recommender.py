@@ -1,4 +1,4 @@
-"""`Recommender`: a trained run that is told events and asked for recommendations, from Python.
+"""Define `Recommender`: a trained run that takes events and answers with recommendations, from Python.
 
 Letters: E events of a call, B users, M candidates of a user, A kinds of action, k length of a list.
 """
@@ -50,11 +50,11 @@ class UserHistory(NamedTuple):
 
 
 class Recommender:
-    """A run in use: events go in, recommendations and scores come out, in the ids of the run's data.
+    """A served run: takes events and returns recommendations and scores, in the ids of the run's data.
 
-    Keys and values of each user's window are kept in pages, so that a request costs one token and an event one more.
-    User ids may be new; 7 and "7" are the same user. Every call takes many users. Any number of threads may call; one
-    at a time is served.
+    The keys and values of each user's window are cached in pages, so that a request computes one token and an event one
+    more. User ids may be new; 7 and "7" are the same user. Every call takes many users. Any number of threads may call;
+    one at a time is served.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Recommender:
         options: ServingOptions | None = None,
         clock: Callable[[], float] = time.time,
     ):
-        """Serves a model.
+        """Serve a model.
 
         Args:
             model, config: a `SequenceModel` with its weights on its device, and the configuration it was built from.
@@ -143,7 +143,7 @@ class Recommender:
     def checked(
         self, users, items, timestamps=None, actions=None
     ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
-        """Events as `append_rows` takes them; the errors are those of `append`, but for LimitReached."""
+        """Return events in the form of `append_rows`; raises the errors of `append` except LimitReached."""
         keys, rows = user_keys(users), self.items.rows("items", items)
         if len(keys) != len(rows):
             raise InvalidRequest(f"users and items: expected as many of each, got {len(keys)} and {len(rows)}")
@@ -153,7 +153,7 @@ class Recommender:
         return keys, rows, times, None if self._actions is None else self._actions.codes(actions, len(rows))
 
     def check_room(self, users: Sequence[str]) -> None:
-        """LimitReached where an event more of each of `users` (as often as they occur) would be too many."""
+        """Raise LimitReached if one more event of each of `users` (as often as they occur) would be too many."""
         counts = Counter(users)
         with self._lock:
             self._histories.check_room(list(counts), list(counts.values()))
@@ -164,7 +164,7 @@ class Recommender:
         return len(self._histories)
 
     def knows(self, user) -> bool:
-        """Whether a user has events."""
+        """Return whether a user has events."""
         (key,) = user_keys([user])
         return key in self._histories
 
@@ -262,7 +262,7 @@ class Recommender:
         return self.items.original(rows), values
 
     def _best(self, out: Tensor, k: int, seen: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(scores, rows) [B, up to k] of the best items by outputs [B, E], without those that each user saw."""
+        """Return (scores, rows) [B, up to k] of the best items by outputs [B, E], without those that each user saw."""
         users, counts = len(out), [len(mine) for mine in seen]
         padded = self._engine.padded and users <= MOST_USERS
         rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)), 4)) if padded else (users, sum(counts))
@@ -323,7 +323,7 @@ class Recommender:
 
     @torch.no_grad()
     def _probabilities(self, out: Tensor) -> np.ndarray:
-        """Probabilities of the actions by outputs [M, E]: [M], or [M, A] where A > 1."""
+        """Return the probabilities of the actions by outputs [M, E]: [M], or [M, A] if A > 1."""
         probabilities = self.model.task_head(out).sigmoid().float().cpu().numpy()
         return probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities
 
@@ -333,7 +333,9 @@ class Recommender:
             return normalized(self._engine.answer(self._asks(users, at)))
 
     def candidate_outputs(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> Tensor:
-        """Outputs at a ranking run's candidates, rows of the item table, end to end: [sum of M, E], not normalised."""
+        """Return outputs at a ranking run's candidates, rows of the item table, end to end: [sum of M, E], not
+        normalised.
+        """
         with self._lock:
             requests = self._asks(users, at)
             return self._engine.answer(
@@ -342,7 +344,7 @@ class Recommender:
 
     @torch.no_grad()
     def _cosines(self, out: Tensor, candidates: list[np.ndarray]) -> np.ndarray:
-        """Scores of candidates, end to end, by the outputs [B, E]."""
+        """Return the scores of candidates, end to end, by the outputs [B, E]."""
         model = self.model
         scores = []
         for one, rows in zip(out[:, None], candidates):
@@ -354,7 +356,7 @@ class Recommender:
         return torch.cat(scores).float().cpu().numpy() if scores else np.zeros(0, np.float32)
 
     def _history(self, user: str) -> History:
-        """The history of a user; NoHistory where there is none."""
+        """Return the history of a user; NoHistory if there is none."""
         history = self._histories.get(user)
         if history is None:
             raise NoHistory(f"user {shown(user)} has no event")
@@ -412,7 +414,7 @@ class Recommender:
             return self._histories.forget(key)
 
     def pin(self, users) -> None:
-        """Never take the pages of these users for others; NoHistory for a user without events."""
+        """Protect the pages of these users from eviction; NoHistory for a user without events."""
         keys = user_keys(users)
         with self._lock:
             for key in keys:
@@ -461,10 +463,10 @@ class Recommender:
             snapshot.save(Path(folder), self._facts(), self._histories, self._engine.caches)
 
     def restore(self, folder: str | Path) -> None:
-        """Take over what `save` wrote, in place of all that is known.
+        """Load a store that `save` wrote, in place of all current events.
 
-        Pages are taken over where they have the same format, else encoded anew when they are asked for. StoreError for
-        a folder that is damaged or of another run; nothing is changed then.
+        Pages are loaded if they have the same format, else encoded when they are needed. StoreError for a folder that
+        is damaged or of another run; nothing is changed then.
         """
         with self._lock:
             self._histories = snapshot.restore(Path(folder), self._facts(), self._histories, self._engine.caches)

@@ -1,4 +1,4 @@
-"""A saved store: the events and pages of all users, in a folder.
+"""Save and restore a store: the events and pages of all users, in a folder.
 
 store.json         what the store belongs to, the users in the order of their last use, checksums of the other files
 events.npz         their events as flat columns
@@ -34,7 +34,7 @@ def name_of(run: Path, weights: Path) -> str:
 
 
 def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> None:
-    """Writes a store, whole or not at all. facts: what must be the same where it is read."""
+    """Write a store, whole or not at all. facts: properties that must be the same when it is read."""
     known = dict(histories)
     # Those without pages first, then the others from the least recently used on.
     cached = [user for user in caches.entries if user in known and caches.entries[user].length]
@@ -66,7 +66,7 @@ def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> Non
 
 
 def restore(folder: Path, facts: dict, histories: Histories, caches: Caches) -> Histories:
-    """The histories of a saved store; its pages replace those of `caches`. StoreError, with nothing changed, before."""
+    """Return the histories of a saved store; its pages replace those of `caches`. On StoreError nothing has changed."""
     folder = find_folder(folder)
     meta, arrays = _read(folder)
     if meta["facts"] != facts:
@@ -95,7 +95,7 @@ def restore(folder: Path, facts: dict, histories: Histories, caches: Caches) -> 
 
 
 def _take_over(caches: Caches, pool, saved: list, arrays: dict) -> None:
-    """Copies saved pages into the caches' pool, as many as fit, the last used first."""
+    """Copy saved pages into the caches' pool, as many as fit, the last used first."""
     layers = [name for name in arrays if name.startswith("choices_")]
     sinks = int(pool.format.sink_tokens > 0)
     for place in reversed(range(len(saved))):
@@ -118,7 +118,7 @@ def _take_over(caches: Caches, pool, saved: list, arrays: dict) -> None:
 
 
 def _columns(histories: list[History]) -> dict[str, np.ndarray]:
-    """All histories as flat columns with the sizes of their parts."""
+    """Return all histories as flat columns with the sizes of their parts."""
 
     def joined(parts: list[np.ndarray], dtype) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *parts])
@@ -138,7 +138,7 @@ def _columns(histories: list[History]) -> dict[str, np.ndarray]:
 
 
 def _histories(arrays: dict[str, np.ndarray], has_actions: bool):
-    """The histories that `_columns` laid flat."""
+    """Yield the histories from the flat columns of `_columns`."""
     ends, seen_ends = np.cumsum(arrays["kept"]), np.cumsum(arrays["seen_count"])
     for count, first, end, size, seen_end, seen_size in zip(
         arrays["count"].tolist(),
@@ -160,7 +160,7 @@ def _histories(arrays: dict[str, np.ndarray], has_actions: bool):
 
 
 def _choices(caches: Caches, users: list[str]) -> dict[str, np.ndarray]:
-    """layer -> [users, H, S] int32 of bsa: each open group's choice, -1 where none is open."""
+    """Return, for bsa, each open group's choice by layer, [users, H, S] int32, -1 where none is open."""
     known = [caches.entries[user].choices for user in users]
     some = next((choices for choices in known if choices is not None), {})
     arrays = {}
@@ -172,7 +172,7 @@ def _choices(caches: Caches, users: list[str]) -> dict[str, np.ndarray]:
 
 
 def _read(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """(store.json, the arrays of events.npz), each checked against its checksum; StoreError."""
+    """Return (store.json, the arrays of events.npz), each checked against its checksum; StoreError."""
     path = folder / STORE
     try:
         with access(path, "read"):

@@ -1,4 +1,4 @@
-"""The tokens of a window: what a model is told of each. numpy alone.
+"""Compute the tokens of a window as the model's inputs, with numpy only.
 
 Retrieval has one token an event; ranking two, the item's and then the action's. The query time of a token is when what
 it predicts happens: the next event's time, or, of a ranking batch's item token, its own. For the last token that is the
@@ -30,7 +30,7 @@ class Columns:
 
 
 def window_tokens(history: History, begin: int, start: int, stop: int, per_event: int, at: int = 0) -> Columns:
-    """The tokens start .. stop-1 of the window that begins at event `begin`.
+    """Return the tokens start .. stop-1 of the window that begins at event `begin`.
 
     per_event: tokens of an event, 1 or 2. at: the query time of the window's last token, seconds.
     """
@@ -50,7 +50,7 @@ def window_tokens(history: History, begin: int, start: int, stop: int, per_event
 def single_tokens(
     histories: list[History], events: list[int], positions: np.ndarray, per_event: int, at: list[int] | None = None
 ) -> Columns:
-    """One token of each of B users, as `window_tokens` says it: of many users at once, that takes a tenth of the time.
+    """Return one token of each of B users, as `window_tokens` does, in a tenth of its time for many users.
 
     events: [B] which of a history's kept events the tokens belong to. positions: [B] of the tokens in their windows.
     at: [B] query times, where the tokens are the last ones of their windows.

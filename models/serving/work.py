@@ -1,4 +1,4 @@
-"""The new tokens of one pass as numbers: one array, so that one copy takes them to the device. numpy alone does it.
+"""Describe the new tokens of one pass as numbers: one array, so that one copy takes them to the device. Numpy only.
 
 Letters: T new tokens, B users, P columns of the page table.
 """
@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     pages: int
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """The parts of `Work.numbers`, without a copy.
+        """Return the parts of `Work.numbers`, without a copy.
 
         columns [6, T]: items, actions, times, query times, positions, times of the windows' first events; lengths [B],
         lengths that candidates see [B], times of the requests [B], offsets [B + 1], pages [B, P] int32.
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
 
 def rounded_up(count: int, steps: int = 1) -> int:
-    """The least of `steps` (a power of two) sizes an octave that is at least `count`, which is at least 1."""
+    """Return the least size that is at least `count` >= 1, of `steps` (a power of two) sizes an octave."""
     step = 1 << max(0, (count - 1).bit_length() - steps.bit_length())
     return -(-count // step) * step
 
@@ -100,10 +100,10 @@ class Work:
         )
 
     def padded_sizes(self, pages: int) -> Sizes:
-        """The sizes that the pass is padded to, with tables of so many pages.
+        """Return the sizes that the pass is padded to, with tables of so many pages.
 
-        Further users have nothing in their pages, and none to write to. They have the further tokens: one each where
-        others have one each, candidates all together, else up to FEW, which any table has room for.
+        Additional users have nothing in their pages, and none to write to. They have the additional tokens: one each if
+        others have one each, candidates all together, else up to FEW, for which any table has room.
         """
         users, total = rounded_up(len(self.entries)), int(self.counts.sum())
         if self.kind != "rank" and total == len(self.entries):
@@ -114,9 +114,9 @@ class Work:
         return Sizes(tokens, users + cdiv(max(64, tokens // 4), FEW), pages)
 
     def numbers(self, sizes: Sizes, tables: Sequence[np.ndarray], out: Tensor | None = None) -> Tensor:
-        """int64, as `Sizes.split` takes it apart; on the host, in `out` where that is given.
+        """Return the pass as int64, in the order that `Sizes.split` defines; on the host, in `out` if that is given.
 
-        tables: the pages of each user, [P] int32, behind them -1.
+        tables: the pages of each user, [P] int32, followed by -1.
         """
         table = cdiv(sizes.users * sizes.pages, 2)
         total = 6 * sizes.tokens + 4 * sizes.users + 1 + table

@@ -143,10 +143,10 @@ def create_app(
     limits: Limits | None = None,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
-    """The service of a recommender; it starts and stops the model thread with the application.
+    """Create the service of a recommender; it starts and stops the model thread with the application.
 
-    log: where accepted events go before they are acknowledged; None for tests alone. token: what every route but health
-    asks for.
+    log: the log that accepted events are written to before they are acknowledged; None only in tests. token: the bearer
+    token for every route but health.
     """
     limits, metrics = limits or Limits(), Metrics(recommender)
     worker = Worker(recommender, log, limits.waiting, metrics.together.observe)
@@ -219,13 +219,13 @@ def create_app(
         at: Annotated[int | None, Query(ge=0, lt=2**62)] = None,
         exclude_seen: bool = True,
     ) -> Recommendations:
-        """The k best items for a user, best first; by default without those that the user met before."""
+        """Return the k best items for a user, best first; by default without those that the user met before."""
         items, scores = await answer(Recommend(user, k, at, exclude_seen))
         return Recommendations(items=[Recommended(item=item, score=score) for item, score in zip(items, scores)])
 
     @app.post("/scores")
     async def score(body: ScoresIn) -> Scores:
-        """Scores of candidates for a user, in their order."""
+        """Return the scores of candidates for a user, in their order."""
         check("candidates", len(body.candidates), limits.candidates)
         return Scores(scores=await answer(Score(str(body.user), _ids(body.candidates), body.at)))
 
@@ -243,21 +243,21 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Health:
-        """Whether the model thread lives. Needs no token."""
+        """Return whether the model thread is alive. Needs no token."""
         if not worker.is_alive():
             raise HTTPException(503, "the model thread is not running")
         return Health(status="ok", users=recommender.num_users)
 
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
-        """Metrics for Prometheus."""
+        """Return metrics for Prometheus."""
         return Response(await asyncio.to_thread(generate_latest, metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
 
 def _ids(ids: list) -> list:
-    """Ids of one type: text where they are not all integers."""
+    """Return ids of one type: all as texts unless all are integers."""
     return ids if all(isinstance(one, int) for one in ids) else [str(one) for one in ids]
 
 

@@ -1,4 +1,4 @@
-"""The append-only log of accepted events, which outlives the process.
+"""Store accepted events in an append-only log, which outlives the process.
 
 A line a record: the CRC-32 of its text in hex, a space, and the text, which is JSON:
 
@@ -46,7 +46,7 @@ class EventLog:
         self.size = os.fstat(self._file).st_size
 
     def replay(self) -> Iterator[dict]:
-        """The records from the first on; a torn one at the end is cut off. LogError for a damaged one before it."""
+        """Yield all records; a torn one at the end is cut off. LogError for a damaged one before it."""
         good = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -63,7 +63,7 @@ class EventLog:
             self.size = good
 
     def append(self, records: list[dict]) -> None:
-        """Writes records, all of them or none; NotStored where they cannot be."""
+        """Write records, all of them or none; NotStored if they cannot be written."""
         if not records:
             return
         content = b"".join(map(_line, records))
@@ -83,7 +83,7 @@ class EventLog:
 
 
 def without_forgotten(path: Path) -> int:
-    """Takes the events of forgotten users out of a log, which no process serves from; returns how many went."""
+    """Remove the events of forgotten users from a log that no process uses; return the number removed."""
     log = EventLog(path)
     try:
         last = {record["forget"]: i for i, record in enumerate(log.replay()) if "forget" in record}
@@ -110,7 +110,7 @@ def _line(record: dict) -> bytes:
 
 
 def _parsed(line: bytes) -> dict | None:
-    """The record of a line, None for one that is damaged or torn."""
+    """Return the record of a line, None for one that is damaged or torn."""
     code, _, text = line.removesuffix(b"\n").partition(b" ")
     if not line.endswith(b"\n") or code != b"%08x" % zlib.crc32(text):
         return None

@@ -39,14 +39,14 @@ class Metrics:
 
 
 def answer_of(name: str, message: str) -> bytes:
-    """The body of an error: its name, and one line."""
+    """Return the body of an error: its name, and its message in one line."""
     return json.dumps({"error": {"name": name, "message": " ".join(message.split())}}).encode()
 
 
 class Guard:
-    """Refuses requests without the token and bodies over `most_body` bytes, and measures the others.
+    """Refuse requests without the token and bodies over `most_body` bytes, and measure the others.
 
-    token: None for none. A body is read as a whole before the route is called.
+    token: None for none. Each body is read as a whole before the route is called.
     """
 
     def __init__(self, app, *, metrics: Metrics, token: str | None, most_body: int):
@@ -120,7 +120,7 @@ async def refuse(send, status: int, name: str, message: str) -> None:
 
 
 def status_of(error: RequestError) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     return {
         "NoHistory": 404,
         "TooEarly": 409,

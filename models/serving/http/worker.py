@@ -1,4 +1,4 @@
-"""The one thread that runs the model: it takes all requests that wait and answers them together."""
+"""Run the model in one thread: it takes all waiting requests and answers them together."""
 
 import queue
 import threading
@@ -97,7 +97,7 @@ class Worker(threading.Thread):
         return self._queue.qsize()
 
     def put(self, request) -> Future:
-        """The future of a request's answer; Busy or Stopping where it is not taken."""
+        """Return the future of a request's answer; Busy or Stopping if the request is refused."""
         with self._lock:
             if self._stopping:
                 raise Stopping("the service is stopping")
@@ -108,7 +108,7 @@ class Worker(threading.Thread):
         return request.done
 
     def stop(self) -> None:
-        """Answers what was taken, then ends the thread."""
+        """Answer accepted requests, then end the thread."""
         with self._lock:
             self._stopping = True
         self._queue.put(None)
@@ -137,7 +137,7 @@ class Worker(threading.Thread):
                 return
 
     def answer(self, requests: list) -> None:
-        """Sets the answer of every request, or its error."""
+        """Set the answer of every request, or its error."""
         self.observe(len(requests))
         pending: list[Events] = []
         for request in requests:
@@ -276,7 +276,7 @@ def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
 
 
 def _alike(column: list) -> list | None:
-    """A column of ids or actions of one type: text where some are; None where none is given."""
+    """Return a column of ids or actions of one type: texts if some are texts; None if all are None."""
     if all(one is None for one in column):
         return None
     return [str(one) for one in column] if any(isinstance(one, str) for one in column) else column
