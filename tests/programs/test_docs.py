@@ -310,6 +310,12 @@ def test_examples_of_operators_run(page):
         exec(compile(text, page, "exec"), {})
 
 
+def test_the_kernel_page_quotes_the_kernel():
+    kernel = (ROOT / "hstu_sparse" / "bsa" / "query_major.py").read_text()
+    blocks = [text for _, _, text in BLOCK.findall((ROOT / "docs" / "bsa_kernel.md").read_text())]
+    assert blocks and not (wrong := [line for text in blocks for line in text.split("\n") if line not in kernel]), wrong
+
+
 def test_every_config_says_whether_it_was_run():
     names = {name for span in SPAN.findall((ROOT / "configs" / "README.md").read_text()) for name in spread(span)}
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} <= names
