@@ -88,7 +88,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
     interrupts.stage = "serving"
-    # uvicorn has the signals while it runs, and raises the one that ended it behind that: it has done its work then.
+    # uvicorn handles signals while it runs, and raises the one that ended it again after its shutdown.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     Server(config).run(sockets=[listening(options.host, options.port)])

@@ -178,7 +178,7 @@ def train_claimed(
             save_checkpoint(folder, model, optimizer, progress, average, again=again)
 
     def check() -> None:
-        if ranks.world == 1:  # several processes have to come to the end of an evaluation together
+        if ranks.world == 1:  # several processes must reach the end of an evaluation together
             interrupts.check()
 
     def stopped(number: int) -> Stopped:
@@ -257,7 +257,7 @@ def train_claimed(
         save(final=True)
         interrupts.stage = f"evaluating; all epochs are saved. To evaluate: python train.py --resume {folder}"
     log.close(finished=True)
-    ranks.of_first(None)  # what the first one wrote is there
+    ranks.of_first(None)  # the first process has written its files
     if ranks.first or ranks.engine:
         finish(config, folder, model, data, progress, watched)
 

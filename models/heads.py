@@ -113,7 +113,7 @@ class MixtureOfLogits(nn.Module):
 
     def queries(self, out: Tensor) -> Side:
         """Return the side of outputs [..., E] of length one."""
-        # As numbers of size one, which is what the layers are initialised for.
+        # Scaled to numbers of size one, for which the layers are initialised.
         out = out * math.sqrt(out.shape[-1])
         return Side(self._components(self.query(out)), self.query_gate(out))
 
@@ -184,13 +184,13 @@ def mol_loss(
     ranks: if the outputs are a rank's part of a batch; the results are then its shares.
     part: if item_weight is a rank's part of the catalogue; outputs and targets are then those of the whole batch.
     """
-    if part is not None and not len(item_weight):  # one item that competes with none
+    if part is not None and not len(item_weight):  # one item without competitors
         item_weight = torch.cat([item_weight, item_weight.new_zeros(1, out.shape[1])])
         part = part._replace(first=-2)
     names, parameters = zip(*head.named_parameters())
     c = head.config
     width = c.query_components * c.item_components + c.gate_hidden_dim
-    competing = len(item_weight) if part is None else part.most  # chunks alike on all ranks
+    competing = len(item_weight) if part is None else part.most  # the same chunks on all ranks
     if negatives is not None:
         competing = negatives.shape[1] + 1
         width += c.item_components * c.component_dim
@@ -207,7 +207,7 @@ def mol_loss(
     total = ChunkedSum.apply(chunk, rows, 3, out, targets, negatives, *source, *parameters)
     scored, chosen = targets >= 0, targets.clamp(min=0)
     count = (scored.sum() if ranks is None or part is not None else ranks.sum(scored.sum())).clamp(min=1)
-    if part is not None and ranks is not None:  # each rank sees to the targets that it has
+    if part is not None and ranks is not None:  # each rank handles the targets that it has
         total = as_share(total, ranks.world)
         chosen, scored = _here(targets, part.first, len(item_weight))
     target_rows = F.embedding(chosen, item_weight)

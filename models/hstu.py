@@ -228,7 +228,7 @@ class SequenceModel(nn.Module):
         self.item_dropout = config.head.item_dropout
         self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
         self.task_head: Any = task_head
-        self.targets = None  # the items' rows that outputs are scored against, where these are not the inputs'
+        self.targets = None  # the items' rows that outputs are scored against, if these differ from the inputs' rows
         if config.head.kind == "dot" and config.head.separate_targets:
             self.targets = nn.Parameter(truncated_normal_(torch.empty(num_items, config.embedding_dim), 0.02))
 

@@ -122,7 +122,7 @@ def competing_items(
     if drawn is None or len(targets) + drawn.ids.numel() >= len(trained):
         return embedding.item_rows(), targets, drawn
     places = torch.cat([targets.clamp(min=0), drawn.ids.flatten()])
-    # An item that stands twice has one row, so that a negative that is the target is known by its number.
+    # A repeated item has one row, so that a negative that is the target is recognised by its number.
     order = torch.arange(len(places), device=places.device)
     row = order.new_zeros(len(trained)).scatter_reduce_(0, places, order, "amax", include_self=False)
     rows = row[places]
@@ -236,7 +236,7 @@ def sampled_loss(
     whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
-    # Every chunk of gathered rows has a gradient as large as the table: larger chunks, then.
+    # Chunks are larger for gathered rows, since each has a gradient as large as the table.
     rows = max(1, CHUNK[out.device.type] * (1 if whole else 2) // width)
     ids, log_q = drawn or (None, None)
     shared = ids if ids is not None and ids.dim() == 1 else None
@@ -299,7 +299,7 @@ def _excluding_loss(
         logits = out @ items.T
     logits, chosen = logits / config.temperature, targets.clamp(min=0)[:, None]
     positive = logits.gather(1, chosen)
-    # What excludes nothing names the target, whose logit comes back.
+    # Entries that exclude nothing name the target, whose logit is restored.
     logits = logits.scatter(1, torch.where(excluded < 0, chosen, excluded), float("-inf")).scatter(1, chosen, positive)
     losses = logits.logsumexp(1) - positive[:, 0]
     if config.label_smoothing:

@@ -74,7 +74,7 @@ def dense_attention_bwd_dkv_kernel(
         return
     begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
     length = sequence.length
-    # Known not to be negative: divisions by powers of two are shifts, which spares this kernel registers.
+    # The mask tells the compiler that it is not negative: divisions by powers of two are shifts, with fewer registers.
     first_row = (tl.load(entry + 1) & MOST_TILES) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     s = first_row + n
@@ -100,8 +100,8 @@ def dense_attention_bwd_dkv_kernel(
         position_bias, time_bias, cells, steps, high, low, offset, q_times, q_offset, entries, near,
         begin_row // BLOCK_M, total,
     )  # fmt: skip
-    # The first loop is of near blocks, or, without times, of all up to `full`; the second, with times, of the others
-    # that need masks; the third needs none; the last is of the sequence's end.
+    # The loops are over: near blocks, or, without times, all up to `full`; with times, other blocks that need masks;
+    # blocks that need no mask; the sequence's end.
     wide = tl.minimum(full, end)
     near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M) if HAS_TIME else wide
     ranges = ((begin_row, near_end), (near_end, wide), (full, free), (free, end))
@@ -112,7 +112,7 @@ def dense_attention_bwd_dkv_kernel(
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     for part in tl.static_range(4):
         if part != 1 or HAS_TIME:  # noqa: SIM102  known to the compiler
-            # The condition spares registers with TMA and costs some without.
+            # The condition saves registers with TMA and costs some without.
             if not TMA or ranges[part][0] < ranges[part][1]:
                 acc_k, acc_v = _attend_dkv(
                     acc_k, acc_v, key, value, *ranges[part], s, sequence, q, do, q_stride_t, do_stride_t, half_scale,

@@ -53,7 +53,7 @@ def _attend_dq(
         biases, buckets, ahead = half_bias(
             start, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, True, kind.BLOCK_M, kind.BLOCK_N
         )
-        # Behind the bias's branches, so that this product runs while tanh is computed.
+        # After the bias's branches, so that this product overlaps tanh.
         dp = tl.dot(do, tl.trans(value), input_precision=kind.PRECISION)
         half = scores * half_scale
         if kind.HAS_POSITION or kind.HAS_TIME:
@@ -113,7 +113,7 @@ def dense_attention_bwd_dq_kernel(
     if HAS_POSITION and EXACT and ASM:
         ring = ring_open(sequence.length)
     if HAS_TIME:
-        # Several copies of the small table keep the programs' additions from queueing at one address.
+        # The small table has several copies, so that programs do not contend for one address.
         time_grad += (tl.program_id(0) % COPIES) * TABLE
         if ASM:
             histogram = histogram_open(sequence.length)

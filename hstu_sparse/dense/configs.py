@@ -15,10 +15,10 @@ from hstu_sparse.launch import LaunchConfig, architecture, configuration
 class Features(NamedTuple):
     """The properties of a call that its launch settings depend on."""
 
-    pad_d: int  # D and V as the kernels' tiles have them
+    pad_d: int  # D and V, padded to the widths of the kernels' tiles
     pad_v: int
     dtype: torch.dtype
-    position: bool  # is there a position bias
+    position: bool  # whether there is a position bias
     time: bool
     arch: int  # compute capability, 90 for 9.0
 
@@ -45,8 +45,8 @@ def fwd_config(f: Features) -> LaunchConfig:
     return LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1 if wide else 2)
 
 
-# `backend="auto"` takes the kernels for Hopper where sequences have so many tokens on average, by head size: there they
-# were measured faster. {} leaves everything to the Triton kernels.
+# Head size -> the average number of tokens of a sequence from which `backend="auto"` chooses the kernels for Hopper,
+# since they were measured to be faster. {}: never.
 HOPPER_FROM = {64: 1024, 128: 1024}
 
 
@@ -120,7 +120,7 @@ def bwd_dkv_config(f: Features) -> LaunchConfig:
     if f.dtype == torch.float32:
         if f.arch == 90 and max(f.pad_d, f.pad_v) <= 32:
             return LaunchConfig(BLOCK_M=16, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
-        rows = 32 if f.pad_d == f.pad_v == 64 else 16  # else it spills
+        rows = 32 if f.pad_d == f.pad_v == 64 else 16  # more rows spill
         return LaunchConfig(BLOCK_M=rows, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if f.arch == 90:
         if wide:

@@ -135,7 +135,7 @@ def find_tile(head, b, index, batch, kind: gl.constexpr):
         first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, kind.BLOCK_M, kind.BLOCK_N
     )
     last = (end - 1) // kind.BLOCK_N * kind.BLOCK_N
-    masked = gl.minimum(masked, last)  # a last block that is whole is masked too
+    masked = gl.minimum(masked, last)  # the last block is always masked, even if it is whole
     return Tile(head, begin.to(gl.int32), sequence, first_row, first, gl.minimum(free, masked), masked, last)
 
 

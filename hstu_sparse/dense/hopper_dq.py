@@ -106,7 +106,7 @@ def attend_dq(output, queries, douts, queue, ring, batch, kind: gl.constexpr, WH
         stage = (stage + 1) % kind.STAGES
         phase ^= stage == 0
         store_rows(dq, stride_t, stride_h, tile, tile.first_row + WHICH * HALF, sums * factor, query)
-        fence_async_shared()  # a copy comes to where results were
+        fence_async_shared()  # the next copy overwrites the results in shared memory
         mbarrier.arrive(queue.empty.index(n % 2), count=1)
         n += 1
         head, b, index = take(queue, n, 4)

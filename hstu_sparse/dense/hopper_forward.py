@@ -92,7 +92,7 @@ def attend(output, queries, queue, ring, turns, batch, kind: gl.constexpr, WHICH
                     sums, weights, new = warpgroup_mma_wait(0, deps=(sums, weights, new))
                     mbarrier.arrive(ring.key_empty.index(stage), count=1)
                     mbarrier.arrive(ring.value_empty.index(before), count=1)
-                    # Behind the wait: rounded sooner, ptxas would wait for the product before.
+                    # After the wait: before it, ptxas would insert a wait for the previous product.
                     pairs = rounded_pairs(new, DTYPE)
         mbarrier.wait(ring.value_full.index(stage), phase)
         weights = left_operand(pairs, DTYPE, SUMS)
@@ -102,7 +102,7 @@ def attend(output, queries, queue, ring, turns, batch, kind: gl.constexpr, WHICH
         stage = (stage + 1) % kind.STAGES
         phase ^= stage == 0
         store_rows(out, stride_t, stride_h, tile, tile.first_row + WHICH * HALF, sums * inverse_n, query)
-        fence_async_shared()  # a copy comes to where results were
+        fence_async_shared()  # the next copy overwrites the results in shared memory
         mbarrier.arrive(queue.empty.index(n % 2), count=1)
         n += 1
         head, b, index = take(queue, n, 4)

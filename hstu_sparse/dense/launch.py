@@ -48,9 +48,9 @@ from hstu_sparse.launch import (
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
-# Copies of the time bias's sums, which keep the programs' additions from queueing at one address.
+# Copies of the time bias's sums, so that programs do not contend for one address.
 _COPIES = 1 if INTERPRET else 64
-# A part of a buffer begins at a multiple of so many elements, so that its alignment does not depend on the sizes.
+# Each part of a buffer begins at a multiple of this many elements, so that its alignment does not depend on sizes.
 _ALIGNMENT = 16
 
 
@@ -78,7 +78,7 @@ class _Case(NamedTuple):
 def _constants(case: _Case) -> dict:
     """Return an attention kernel's constants without those of its configuration. `as_rows` pads the heads."""
     d, v, f = cdiv(case.d, 16) * 16, cdiv(case.v, 16) * 16, case.features
-    # Wider than a tile of fp32 is high: see `bwd_dq_config`.
+    # fp32 tiles must be wider than high: see `bwd_dq_config`.
     least = 32 if f.dtype == torch.float32 else 16
     return dict(
         H=case.heads, D=d, V=v, D_OUT=case.d, V_OUT=case.v, PAD_D=max(least, padded_head(d)),
@@ -214,7 +214,7 @@ class _Launch:
             return [dq, dk, dv]
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)
-        # A cell of the time bias's histogram takes at most so many terms, of 21 bits before the shift.
+        # The greatest number of terms, of 21 bits before the shift, that one cell of the time bias's histogram gets.
         terms = config.BLOCK_M * (min(purpose.max_seq_len, purpose.total) + config.BLOCK_N) // 32
         time_shift = max(0, terms.bit_length() - 10)
         table = 0 if self.bias.time is None else hidden_bucket(purpose.num_buckets)

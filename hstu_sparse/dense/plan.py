@@ -210,7 +210,7 @@ def make_plan(
 ) -> AttentionPlan:
     """Compute `attention_plan` for checked arguments. Without `backward` only the part that the forward pass reads."""
     batch = seq_offsets, num_targets, timestamps, query_timestamps
-    # What is computed of one tensor serves both roles.
+    # If keys and queries share one tensor of times, its splits serve both roles.
     roles = 0 if purpose.num_buckets is None else 1 if query_timestamps is timestamps else 2
     tiling, dq, _ = purpose.tilings
     forward, times = tile_map(purpose, tiling, *batch, roles)

@@ -19,11 +19,11 @@ import triton.language as tl
 from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.tiles import COMPILED, tanh_approx
 
-# Arguments by which Triton would otherwise tell batches apart and compile anew: numbers that differ between batches,
-# and the caller's pointers, whose alignment may.
+# Arguments that Triton must not specialise on, or it would compile kernels again for other batches: numbers that differ
+# between batches, and the caller's pointers, whose alignment may differ.
 PER_BATCH = ["window_size", "row", "total", "time_shift"]
 GIVEN = ["seq_offsets", "num_targets"]
-# More tiles than any sequence has, less one: all bits set.
+# All bits set, and more than the number of tiles of any sequence.
 MOST_TILES = tl.constexpr(2**24 - 1)
 
 

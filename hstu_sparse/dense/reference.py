@@ -76,7 +76,7 @@ def _attend(q, k, v, begins, lengths, scale, normalizer, num_targets, window_siz
         return x.index_select(0, index).view(batch, longest, heads, -1).transpose(1, 2)
 
     history = lengths if num_targets is None else lengths - num_targets
-    position = torch.minimum(step, history[:, None])  # [B, n]: every candidate stands where the first one does
+    position = torch.minimum(step, history[:, None])  # [B, n]: all candidates have the position of the first one
     if num_targets is None:
         distance = step[:, None] - step  # [n, n], the same for all sequences
         visible = distance >= 0

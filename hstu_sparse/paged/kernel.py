@@ -106,7 +106,7 @@ def paged_attention_fwd_kernel(
     head = group * G + member
     length = tl.load(lengths + b).to(tl.int32)
     at = row * 0 + length if CANDIDATES else length + index
-    # Where the last row's positions end, which are those that any row sees.
+    # The end of the last row's positions; no row sees later ones.
     last = length if CANDIDATES else length + tl.minimum(count, q_tile * BQ + BQ) - 1
     query_time = 0
     if time_table is not None:
@@ -155,7 +155,7 @@ def paged_attention_fwd_kernel(
         constants += (tl.zeros([ROWS, R], tl.float32),)
 
     if SINKS:
-        # The first part has them.
+        # Only the first part attends to them.
         sinks = tl.where(split == 0, tl.minimum(S, last), 0)
         sink = tl.load(pages).to(tl.int64) * S
         for tile in tl.range((sinks + R - 1) // R, num_stages=1):
@@ -239,7 +239,7 @@ def paged_attention_fwd_kernel(
                 at_codes = (page_group * V_BLOCKS + block) * PAGE + slot
                 codes = load_codes(value_pages, at_codes, inside, BITS, DTYPE, OFFSET, R, V_BLOCK, V_WORDS)
                 if SCALED:
-                    # Codes about 0, so that the rounding of the weights counts as much as it does with values.
+                    # Codes centred at 0, so that the rounding of the weights has the same effect as with values.
                     value = (codes - (OFFSET + LEVELS / 2)).to(DTYPE)
                     used = (weights * scale[None, :]).to(DTYPE)
                     if SOFTMAX:

@@ -49,7 +49,7 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: 
     if queries < FEW:
         big = width > 128 or dtype == torch.float32
         few = LaunchConfig(BQ=16, R=32 if big else 64, num_warps=4, num_stages=2, programs=3 if coded else 6)
-        return few.replace(maxnreg=168) if coded and not big else few  # of more registers only two programs have room
+        return few.replace(maxnreg=168) if coded and not big else few  # with more registers only two programs fit
     if dtype == torch.float32:
         return LaunchConfig(BQ=32, R=32, num_warps=4, num_stages=1, programs=4)
     if width > 128:

@@ -26,15 +26,17 @@ def paged_reference(
     new, lengths = q_offsets.diff().long(), lengths.long()
     most = int(new.max())
     q, k, v = widened(q, k, v)
-    alike = total == len(new) * most  # as many new tokens of each sequence: they are a padded tensor already
+    alike = (
+        total == len(new) * most
+    )  # each sequence has the same number of new tokens: they already are a padded tensor
 
     def padded(x: Tensor) -> Tensor:
         return x.unflatten(0, (-1, most)) if alike else jagged_to_padded(x, q_offsets, most)
 
     queries, own_k, own_v = (padded(x).transpose(1, 2) for x in (q * scale, k, v))
-    # Position of new token i of each sequence, which sees what is before it: [B, m].
+    # The position of new token i of each sequence, [B, m]; it sees earlier positions.
     at = lengths[:, None] + (0 if candidates else torch.arange(most, device=device))
-    # Padding behind a sequence's last new token has its position: a position beyond N is in no table.
+    # Padding after a sequence's last new token gets its position, since the tables have no entry beyond N.
     at = torch.minimum(at, (lengths + new.clamp(min=1) - 1)[:, None]).expand(-1, most)
     seen_from_last = torch.where(new > 0, lengths if candidates else lengths + new - 1, 0)
     longest = int(seen_from_last.max())

@@ -70,8 +70,8 @@ def load_codes(
 ):  # fmt: skip
     """Load OFFSET + codes [R, WIDTH] of DTYPE from rows [R] of WORDS words each; OFFSET: see `launch.code_offset`."""
     if BITS == 3:
-        # Rows of 3 or 6 words are aligned to a word or two. Triton 3.6 takes a masked load of page numbers, times the
-        # slots of a page, plus the slot, for a multiple of as many slots, and reads 8 or 16 bytes at once.
+        # Rows of 3 or 6 words are aligned to 1 or 2 words. Triton 3.6 assumes that a masked load of page numbers, times
+        # the slots of a page, plus the slot, is a multiple of the slots, and reads 8 or 16 bytes at once.
         row = opaque(row)
     pointers = base + row[:, None] * WORDS
     LOW: tl.constexpr = 2 if BITS == 3 else BITS

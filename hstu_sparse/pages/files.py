@@ -29,12 +29,12 @@ def write_whole(path, kind: str, facts: dict, tensors: dict[str, Tensor]) -> Non
     from safetensors.torch import save as to_bytes
 
     path = Path(path)
-    if path.exists() and not path.is_file():  # a link counts as what it leads to
+    if path.exists() and not path.is_file():  # a link counts as its target
         raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     text = json.dumps(facts, sort_keys=True)
     metadata = {"format": kind, "facts": text, "sha256": checksum(text, tensors)}
-    # Every process and thread has its own.
+    # Every process and thread writes to a file of its own.
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         try:

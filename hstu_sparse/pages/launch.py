@@ -16,7 +16,8 @@ from hstu_sparse.pages.write import write_pages_kernel, write_timestamps_kernel
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
 
-LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
+# The bits of the widest codes that unpacking can leave in the mantissa of a 16-bit type.
+LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}
 
 
 def code_offset(bits: int, dtype: torch.dtype, sparse: bool = False) -> int:
@@ -94,7 +95,7 @@ def write_pages(
             format.sink_tokens, layout.keys.channels**-0.5,
             **sizes(layout, channel_order is not None, k.dtype) | dict(config), REAL=format.head_size,
             INSET=layout.options.inset, SINKS=format.sink_tokens > 0,
-            # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
+            # A fused multiply-add would round scaling and shifting differently from the reference.
             enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -23,9 +23,9 @@ from hstu_sparse.validation import check_int, check_number
 
 BITS = (2, 3, 4, 8)
 HEAD_GROUPS = (1, 2, 4)
-TILE = 64  # tokens that kernels take at once, and those of a bitmap's word
+TILE = 64  # tokens that kernels process at once, and tokens of a bitmap's word
 MOST_CHANNELS = 1024
-MOST_SINKS = 1 << 20  # each sequence has as many slots for them
+MOST_SINKS = 1 << 20  # each sequence has this many slots for them
 
 
 @dataclasses.dataclass(frozen=True)

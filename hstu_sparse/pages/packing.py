@@ -18,7 +18,7 @@ from hstu_sparse.pages.layout import Layout, Side, plane_words, planes
 from hstu_sparse.precision import widened, working_dtype
 
 FP16_MOST = 65504.0
-LEAST = 2.0**-20  # of a scale: 16 of fp16's smallest steps, so that rounding costs it 3% at most
+LEAST = 2.0**-20  # the least scale: 16 of fp16's smallest steps, so that rounding changes it by at most 3%
 
 
 class Codes(NamedTuple):

@@ -23,11 +23,11 @@ from models.features import truncated_normal_
 from models.parallel.draws import seed_of
 from models.parallel.ranks import Ranks
 
-# torchrec tells of each of its choices.
+# torchrec logs each of its choices.
 logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
 
 BLOCK = 2**22  # numbers of the table that are drawn or moved at a time
-DRAWN_WHOLE = 2**28  # numbers of a table that each rank draws whole, as one process does
+DRAWN_WHOLE = 2**28  # numbers of a table up to which each rank draws all of it, as one process does
 
 
 class ShardedTable:
@@ -73,7 +73,7 @@ class ShardedTable:
             return
         self.parameter = self.kernel.weights
         self.weight = self.parameter.detach().view(shape)
-        # The dense kernel of fbgemm 1.8 sums the ids of each length on a CPU, where none is asked to.
+        # The dense kernel of fbgemm 1.8 sums the ids of each length on a CPU, though no pooling is requested.
         modules[0].forward = lambda features: F.embedding(features.values().long(), self.parameter.view(shape))
 
     def _sharded(self, config: RunConfig) -> DistributedModelParallel:

@@ -50,7 +50,7 @@ def imagined_gpu() -> Iterator[None]:
             (chunks, "CHUNK", chunks.CHUNK | {"cpu": chunks.CHUNK["cuda"]}),
             (torch.Tensor, "is_cuda", property(always)),
             (torch.Tensor, "data_ptr", lambda x: 0),
-            # How many numbers are not zero is not known: all of them.
+            # The number of nonzero numbers is not known: assume all.
             (torch.Tensor, "nonzero", lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64)),
             (torch.cuda, "current_device", lambda: -1),
             (torch.nn.Module, "to", _converted),

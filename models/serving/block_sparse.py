@@ -19,7 +19,7 @@ from models.attention.bsa import BlockSparseAttention
 from models.serving.block_sums import Stored
 from models.serving.parts import Part, Pass
 
-MOST_SCORES = 2**25  # of queries and keys that are held at a time
+MOST_SCORES = 2**25  # of queries and keys in memory at a time
 
 
 def paged_block_sparse(
@@ -63,7 +63,7 @@ def paged_block_sparse(
     begun = block_sums.begun(layer, part.pages, part.lengths) if part.candidates else ()
     q, k, v = (padded(x, part.offsets, most) for x in (q, k, v))
     gates = [padded(g[..., None], part.offsets, most) for g in gates]
-    # Padding behind a user's last new token has its place: a place beyond N is in no table. [B, Q]
+    # Padding after a user's last new token gets its place, since the tables have no entry beyond N. [B, Q]
     lengths = part.lengths.long()[:, None]
     places = torch.minimum(lengths + torch.arange(most, device=q.device), lengths + counts.clamp(min=1)[:, None] - 1)
     if part.candidates:
@@ -134,7 +134,7 @@ class _Tokens:
         block_scores = block_scores + added(places[..., None] - middle, middles)
         block_weights = F.silu(block_scores)  # [B, H, Q, M]
 
-        # The choice of every query as if it were its group's first, then each group's first one's.
+        # The choice of each query as if it were its group's first, replaced by that of its group's first query.
         group, current = c.selection_group, places // size
         fitting = block_weights.masked_fill((blocks >= current[..., None])[:, None], -torch.inf)
         best, order = fitting.sort(dim=-1, descending=True, stable=True)
@@ -224,7 +224,7 @@ class _Tokens:
         """Return the choice [B, H, S] of the group open after the last query; candidates do not change it."""
         if self.candidates:
             return choice
-        last = (self.counts - 1 - begin).clamp(max=chosen.shape[2] - 1)  # below 0: none of these is the user's
+        last = (self.counts - 1 - begin).clamp(max=chosen.shape[2] - 1)  # below 0: none of these queries is the user's
         index = last.clamp(min=0)
         last_choice = chosen.gather(2, index[:, None, None, None].expand(-1, chosen.shape[1], 1, chosen.shape[3]))[
             :, :, 0

@@ -117,7 +117,7 @@ class Engine:
             ) from None
         self.caches = Caches(pool, math.lcm(*(c.selection_group for c in sparse)))
         self.sums = BlockSums(pool, sizes) if sizes else None
-        # The choices of bsa are made by the host, with the device's answers at hand.
+        # The host makes the choices of bsa from the device's results.
         self.padded = options.cuda_graphs and self.device.type == "cuda" and not sparse
         self.graphs = Graphs(self.device) if self.padded else None
         self._widest = form.num_pages(longest) + (form.sink_tokens > 0)
@@ -198,7 +198,7 @@ class Engine:
                 return
             end, total, chosen = begin, 0, set()
             while end < begin + fit and (end == begin or total + num_outputs[end] <= most):
-                # The last action of a user is written behind the pages: for one request at a time.
+                # The last action of a user is written after the pages' tokens: one request at a time.
                 if self.ranking and users[end] in chosen:
                     break
                 chosen.add(users[end])
@@ -221,7 +221,7 @@ class Engine:
             done.add(window.user)
             while start < end:
                 stop = min(end, start + room)
-                # A window is encoded at once where it can be (`Part.whole`).
+                # A window is encoded in one piece if it fits (`Part.whole`).
                 if stop < end and pieces:
                     stop = start
                 else:
@@ -329,7 +329,7 @@ class Engine:
             seq_offsets=ones,
             users=ones[:-1],
             actions=actions,
-            cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank: there is no plan
+            cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank has no plan
             served=served,
         )
         batch = ServedRankingBatch(is_action=positions % 2 == 1, **common) if self.ranking else ServedBatch(**common)

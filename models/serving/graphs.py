@@ -81,7 +81,7 @@ class Graphs:
     def _capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> _Captured:
         mine = [x.to(self.device, copy=True) for x in inputs]
         staged = [y if x.is_cuda else torch.empty_like(x, pin_memory=True) for x, y in zip(inputs, mine)]
-        # This thread may never have computed anything: the libraries then set themselves up, which no capture allows.
+        # Run once before the capture: libraries set themselves up at a thread's first call, which a capture forbids.
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             function(*mine)

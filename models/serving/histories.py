@@ -156,7 +156,7 @@ class Histories:
         if old is None:
             nothing = np.zeros(0, np.int32)
             old = History(0, 0, nothing, np.zeros(0, np.int64), nothing if self.has_actions else None, nothing)
-        # What is earlier than the first kept event belongs among those that are gone: it is counted, and it was seen.
+        # An event earlier than the first stored one is only counted and added to the seen items.
         gone = timestamps < old.timestamps[0] if old.first else np.zeros(len(items), bool)
         stay = ~gone
         times = np.concatenate([old.timestamps, timestamps[stay]])

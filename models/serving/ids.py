@@ -27,7 +27,7 @@ def array_of_ids(name: str, ids: object, dimensions: int = 1) -> np.ndarray:
         return np.zeros(array.shape, np.int64)
     if array.dtype.kind in "iu" and array.dtype != np.uint64:
         return array.astype(np.int64)
-    if array.dtype == object and all(isinstance(one, str) for one in array.flat):  # a column of text of a frame
+    if array.dtype == object and all(isinstance(one, str) for one in array.flat):  # a text column of a data frame
         array, ids = array.astype(str), array.astype(str)
     if array.dtype.kind == "U":
         if not isinstance(ids, np.ndarray) and not all(
@@ -91,7 +91,7 @@ class ItemIds:
             return requested.astype(str), np.ones(requested.shape, bool)
         numbers, valid = np.zeros(requested.shape, np.int64), np.zeros(requested.shape, bool)
         for place, text in np.ndenumerate(requested):
-            # An integer as it is written: no sign of plus, no leading zero, no other script's digits.
+            # Only canonical integers: no plus sign, no leading zero, no digits of other scripts.
             if len(text) <= 20 and text.isascii() and text.removeprefix("-").isdigit() and text == str(int(text)):
                 value = int(text)
                 if -(2**63) <= value < 2**63:

@@ -16,7 +16,7 @@ from models.serving.histories import Window
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BITS = {"8bit": 8, "4bit": 4, "2bit": 2}
-CLIPS = {2: 0.75}  # the default of clip at so many bits: what loses the least, see docs/rotatekv.md
+CLIPS = {2: 0.75}  # bits -> the default of clip: the value that loses the least, see docs/rotatekv.md
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class ServedAttention(nn.Module):
             if not part.candidates:
                 batch.served.pool.write(self.layer, own_k, own_v, part.offsets, part.pages, part.lengths)
             if self.layer == batch.served.last and not isinstance(self.inner, BlockSparseAttention):
-                outputs.append(torch.zeros_like(own_v))  # its keys and values are in the pages: that was all
+                outputs.append(torch.zeros_like(own_v))  # nobody reads the outputs of the last layer
             else:
                 outputs.append(self.attend(own_q, own_k, own_v, batch.served, part))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), {}
@@ -60,7 +60,7 @@ class ServedAttention(nn.Module):
         if part.whole and (out := whole_attention(inner, q, k, v, bias, served.pool.format, part)) is not None:
             return out
         softmax = isinstance(inner, SoftmaxAttention)
-        one_each = len(q) == len(part.lengths)  # the same as candidates, which are faster
+        one_each = len(q) == len(part.lengths)  # the result is the same as with candidates, which are faster
         return hstu_sparse.paged_attention(
             q,
             k,
@@ -98,7 +98,7 @@ def whole_attention(
     exact = form.bits is None and (form.dtype == k.dtype or form.dtype.itemsize > k.dtype.itemsize)
     if isinstance(inner, SoftmaxAttention) or (not exact and (form.bits is None or q.is_cuda)):
         return None
-    # Codes are of keys that are padded to what the Hadamard transform takes.
+    # Coded keys are padded to a size that the Hadamard transform supports.
     q, k = (F.pad(x, (0, form.coded_size - form.head_size)) if form.bits else x for x in (q, k))
     offsets, longest = part.offsets, inner.sizes.max_seq_len
     options: dict[str, Any] = dict(bias=bias)

@@ -197,7 +197,7 @@ class Recommender:
                     unchanged = histories.add(key, rows[mine], times[mine], None if codes is None else codes[mine])
                 engine.changed(key, self._history(key), unchanged)
             if stale:
-                # Where pinned users hold the cache, the events are known all the same: a request will say so.
+                # If pinned users fill the cache, the events are stored all the same, and a request raises CacheFull.
                 with suppress(CacheFull):
                     self._engine.update(stale, [self._history(key) for key in stale])
 
@@ -266,7 +266,7 @@ class Recommender:
         users, counts = len(out), [len(mine) for mine in seen]
         padded = self._engine.padded and users <= MOST_USERS
         rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)), 4)) if padded else (users, sum(counts))
-        # Offsets, then items, two to a number. Further items are the last user's, and none of the catalogue.
+        # Offsets, then items, two to a number. Padding items belong to the last user and are not in the catalogue.
         key, graphs = ("lists", rows, items if seen else None, k), self._engine.graphs if padded else None
         numbers = graphs.staged(key, 1) if graphs else None
         if numbers is None:
@@ -311,7 +311,7 @@ class Recommender:
 
     def score_rows(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> list[np.ndarray]:
         """Score candidates, as `score` does; any number for each user, given as rows of the item table."""
-        # Sorted and each once, so that they are scored by the same arithmetic whatever order they come in.
+        # Sorted and distinct, so that their order does not change the arithmetic of their scores.
         unique = [np.unique(mine, return_inverse=True) for mine in candidates]
         distinct = [mine for mine, _ in unique]
         if self.ranking:

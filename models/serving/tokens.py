@@ -39,7 +39,7 @@ def window_tokens(history: History, begin: int, start: int, stop: int, per_event
     times = history.timestamps
     following = np.append(times, at)[events + 1]
     event_times = times[events]
-    # The item token of a ranking event asks what is done to the item now.
+    # The item token of a ranking event predicts the action at the event's own time.
     query_times = following if per_event == 1 else np.where(positions % 2 == 1, following, event_times)
     actions = (
         np.zeros(len(positions), np.int64) if history.actions is None else history.actions[events].astype(np.int64)
@@ -58,7 +58,7 @@ def single_tokens(
     items = [h.items.item(event) for h, event in zip(histories, events)]
     times = [h.timestamps.item(event) for h, event in zip(histories, events)]
     if at is None:
-        # An item token of ranking asks at its own event's time; all others have an event behind theirs.
+        # An item token of ranking has its own event's time as query time; all others that of the next event.
         later = [per_event == 1 or place % 2 == 1 for place in positions.tolist()]
         at = [h.timestamps.item(event + more) for h, event, more in zip(histories, events, later)]
     actions = [h.actions.item(event) for h, event in zip(histories, events) if h.actions is not None]

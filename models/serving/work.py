@@ -16,7 +16,7 @@ from models.serving.caches import Entry
 from models.serving.tokens import Columns
 
 MOST_USERS, MOST_TOKENS = 256, 2**14  # of a pass that is padded
-FEW = 16  # tokens of a user that are written in such a pass: a page has room for them
+FEW = 16  # tokens of a user written in such a pass, which fit into a page
 
 
 class Sizes(NamedTuple):
@@ -130,7 +130,7 @@ class Work:
         if self.items is None:
             columns[5, :single] = np.repeat(self.origins, counts)
         else:
-            # All of a candidate's columns but the item are its user's.
+            # All columns of a candidate except the item are its user's.
             begin = sizes.users
             candidates = columns[:, begin : begin + len(self.items)]
             columns[5, :users], at[:users], candidates[0] = self.origins, self.at, self.items

@@ -174,7 +174,7 @@ def create_app(
         first = fault.errors()[0]
         if first["type"] == "json_invalid":
             return error(422, "InvalidRequest", f"the body is not JSON: {first['ctx']['error']}")
-        # A union of types tells every one that the value is not: the place is the same for all.
+        # A union of types reports an error for each of its types, all for the same place.
         place = ".".join(str(part) for part in first["loc"][1:] if not _is_type(part))
         return error(422, "InvalidRequest", ascii(f"{place}: {first['msg']}".removeprefix(": "))[1:-1])
 
