@@ -96,6 +96,8 @@ def load_plan(
         errors.append(f"{where}: expected at least two settings or runs to compare, got {len(names)}")
     elif chosen not in names:
         errors.append(f"{where}: baseline: {shown(chosen)} is none of {', '.join(names)}")
+    if quick and file.settings and not file.quick:
+        errors.append(f"{where}: --quick: the plan does not say what to change, like quick: {{train.epochs: 2}}")
     errors = errors or [f"{where}: {line}" for line in _not_comparable(settings)]
     if errors:
         raise ConfigError("\n".join(errors))

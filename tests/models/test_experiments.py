@@ -159,6 +159,7 @@ def test_plan(tmp_path):
         ),
         ("train.lr", "eval.filter_seen: none, train.lr", "settings.bsa: eval.filter_seen: history -> none"),
         (PLAN, "[]", "plan.yaml: expected a mapping"),
+        ("quick: {train.epochs: 1}\n", "", "--quick: the plan does not say what to change"),
         (
             "quick: {",
             "quick: {train.epoch: 1, ",
