@@ -33,7 +33,7 @@ SHORTEST_TOKEN = 16
 
 
 class Server(uvicorn.Server):
-    """Says where it listens as soon as it answers."""
+    """A server that prints its address as soon as it answers."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens; ServingError where it cannot."""
+    """Return a listening socket; ServingError if there can be none."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -52,7 +52,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file; ServingError for one that is too short to keep anyone out."""
+    """Return the token in a file; ServingError for one that is too short to be safe."""
     with access(path, "read"):
         token = read_regular(path, 2**12).decode("utf-8", "replace").strip()
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():

@@ -47,7 +47,7 @@ def inputs(tokens, length, heads, size, dtype, window):
 
 
 def make_bias(tokens, length):
-    """Both tables, of 128 time buckets, and timestamps with gaps of a second to half a day."""
+    """Return both tables, with 128 time buckets, and timestamps with gaps of a second to half a day."""
     from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.testing import make_timestamps
 

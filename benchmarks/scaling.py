@@ -36,7 +36,9 @@ NEGATIVES = 128
 
 
 class Setting(NamedTuple):
-    """loss: what a token's item competes with. fused: whether the table has rowwise Adagrad in place of AdamW."""
+    """A way to train. loss: the competitors of a token's item. fused: whether the table has rowwise Adagrad instead of
+    AdamW.
+    """
 
     title: str
     loss: str

@@ -86,7 +86,7 @@ class Plan(Strict):
 
 
 class Trial(NamedTuple):
-    """title: the option that was changed, or what `beside` calls it; point: the places of all options' values."""
+    """A trial. title: the changed option, or its name in `beside`; point: the places of all options' values."""
 
     title: str
     point: dict[str, int]
@@ -94,7 +94,7 @@ class Trial(NamedTuple):
 
 
 def drawn_points(search: Search) -> list[dict[str, int]]:
-    """`search.drawn` points; over them the numbers of an option's values differ by one at most.
+    """Draw `search.drawn` points; over them the counts of an option's values differ by at most one.
 
     Options of two values, fewer than points, whose number is a power of two, make an orthogonal array: no effect is
     mixed up with another one's. (Columns of a Hadamard matrix; products of two of the first few are not among them.)
@@ -128,7 +128,7 @@ class State:
         self.seconds, self.running = 0.0, 0
 
     def next(self) -> Trial | None:
-        """The trial to begin now: what waits, else the step from the best settings that was made least often."""
+        """Return the next trial: a waiting one, else the step from the best settings that was made least often."""
         if self.waiting:
             return self.waiting.pop(0)
         if self.final_seeds:
@@ -161,7 +161,7 @@ class State:
         self.best, self.value = trial.point, value
 
     def repeat(self, count: int, seeds: list[int]) -> None:
-        """Puts the best few and the first settings, each once, with other seeds before what waits."""
+        """Queue the best few and the first settings, each once, with other seeds, before the waiting trials."""
         ranked = [trial for _, trial in sorted(self.results, key=lambda result: -result[0])]
         chosen: list[Trial] = []
         for trial in [*ranked[:count], *(trial for trial in ranked if trial.title == "first")]:
@@ -198,7 +198,7 @@ class State:
         return best
 
     def begin_finals(self, left: float) -> None:
-        """Only the runs that are judged on the test split are left, with as many epochs as fit into `left` seconds."""
+        """Leave only the runs that are judged on the test split, with as many epochs as fit into `left` seconds."""
         self.screening = False
         more = dict(self.search.final)
         paces = [
@@ -214,7 +214,7 @@ class State:
         self.waiting = [Trial("final", point, more | {"seed": seed, "eval.test": True}) for seed in self.final_seeds]
 
     def settings(self, trial: Trial) -> dict[str, Any]:
-        """All that a trial changes of the configuration, by dotted key, in the order in which it is taken."""
+        """Return all changes of a trial to the configuration, by dotted key, in the order in which they apply."""
         values = {"seed": 1, "eval.test": False} | self.search.fixed
         for option, place in trial.point.items():
             value = self.search.options[option][place]
@@ -258,7 +258,9 @@ def check(states: dict[str, State]) -> int:
 
 
 def work(number: int, folder: Path, jobs, done) -> None:
-    """A process: trains what comes through `jobs`, and tells through `done` when it is ready and what has ended."""
+    """Run a worker process: train the trials from `jobs`, and report to `done` when it is ready and when each trial
+    ends.
+    """
     log = os.open(folder / f"worker-{number}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -284,7 +286,7 @@ def work(number: int, folder: Path, jobs, done) -> None:
 
 
 def curve(folder: Path, metric: str) -> list[list[float]]:
-    """[epoch, validation metric, training loss, seconds since the run began] of each evaluation so far."""
+    """Return [epoch, validation metric, training loss, seconds since the run began] of each evaluation so far."""
     try:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError):
@@ -295,7 +297,7 @@ def curve(folder: Path, metric: str) -> list[list[float]]:
 
 
 def run(plan: Plan, states: dict[str, State], options) -> None:
-    """Trials until the deadline, or until there have been `options.trials`."""
+    """Run trials until the deadline, or until `options.trials` of them have run."""
     began = time.monotonic()
     folder = options.runs / f"trials-{os.getpid()}"
     folder.mkdir(parents=True)
@@ -318,7 +320,7 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
         return options.seconds - (time.monotonic() - began)
 
     def begin(lane: int) -> bool:
-        """Gives a worker the next trial of the search that has had least of its share."""
+        """Give a worker the next trial of the search that has used the least of its share."""
         nonlocal count
         if options.trials is not None and count >= options.trials:
             return False
@@ -397,7 +399,7 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
 
 
 def test_result(run: Path) -> dict[str, Any]:
-    """A finished run's metrics on the test split, its seconds, and each user's rank, greatest 255, as text."""
+    """Return a finished run's metrics on the test split, its seconds, and each user's rank, at most 255, as text."""
     try:
         result = json.loads((run / "result.json").read_text())
         ranks = read_judged(run)[result["filter_seen"]]
@@ -409,7 +411,7 @@ def test_result(run: Path) -> dict[str, Any]:
 
 
 def table(out: Path) -> None:
-    """The best trials of each search, and the mean effect of each value by least squares over the logarithms.
+    """Print the best trials of each search, and the mean effect of each value by least squares over the logarithms.
 
     Then the mean and standard deviation on the test split over the seeds of runs that were judged by it.
     """

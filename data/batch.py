@@ -147,9 +147,7 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """[T] int64: the position of each token in its sequence; in the whole sequence if the batch holds a part of
-        it.
-        """
+        """The position of each token, [T] int64, in its whole sequence even if the batch holds a part of it."""
         if self.cut is not None:
             return self.cut.positions
         begins = self.seq_offsets[sequence_ids(self.seq_offsets, self.num_tokens)]
@@ -157,7 +155,7 @@ class Batch:
 
     @property
     def origins(self) -> Tensor:
-        """[B] int64: the time of the first event of each (whole) sequence; arbitrary for an empty one."""
+        """The time of the first event of each (whole) sequence, [B] int64; arbitrary for an empty one."""
         if self.cut is not None:
             return self.cut.origins
         starts = self.seq_offsets[:-1].clamp(max=max(self.num_tokens - 1, 0))

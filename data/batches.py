@@ -106,7 +106,7 @@ class Batches:
         self._user_begin = dataset.user_offsets[split.users]
 
     def __len__(self) -> int:
-        """The number of batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return -(-len(self.split) // self.batch_size)
 
     def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -203,7 +203,7 @@ class Batches:
             yield batch
 
     def _tokens(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """[M]: the number of tokens of samples with the events begin .. end-1."""
+        """Return the number of tokens of samples with the events begin .. end-1, [M]."""
         return end - 1 - begin
 
     def _assemble(self, first, last, total, seen, users, begin, scored, seen_begin, offsets, seen_offsets) -> Batch:

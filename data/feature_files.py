@@ -269,7 +269,7 @@ def _chosen(table: Table, file: FeatureFile) -> Table:
 
 
 def _unknown_rows(table: Table, file: FeatureFile, dataset: Dataset) -> np.ndarray:
-    """[R] bool, True for rows whose id no event of `dataset` has; DataError if the options make that an error."""
+    """Return a mask [R] of rows whose id no event of `dataset` has; DataError if the options make that an error."""
     unknown = index_of(table.ids, dataset.item_ids if table.entity == "items" else dataset.user_ids) < 0
     # MovieLens' own files list more items and users than have ratings.
     handling = file.unknown or ("error" if file.format in ("csv", "parquet", "attributes") else "drop")

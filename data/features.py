@@ -36,7 +36,7 @@ class Feature:
 
     @property
     def rows(self) -> np.ndarray:
-        """[S] int64: the row of each code."""
+        """The row of each code, [S] int64."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     def take(self, index: np.ndarray) -> Feature:

@@ -145,7 +145,7 @@ class _State:
     first_pieces: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def readings(self) -> Readings | None:
-        """The readings used for the last piece."""
+        """Return the readings used for the last piece."""
         plain = self.plain_readings
         return None if plain is None else Readings(Reading(**plain["time"]), plain["text_actions"])
 

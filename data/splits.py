@@ -175,13 +175,13 @@ def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float)
 
 
 def train_item_counts(dataset: Dataset, splits: Splits) -> np.ndarray:
-    """[num_items] int64: how often each item occurs in the training events, in whole histories and not only windows."""
+    """Return how often each item occurs in the training events of whole histories (not only windows), [num_items]."""
     in_training = train_events(dataset, splits.train_end)
     return np.bincount(dataset.items[in_training], minlength=dataset.num_items).astype(np.int64)
 
 
 def train_events(dataset: Dataset, train_end: np.ndarray) -> np.ndarray:
-    """[E] bool: True for training events, user_offsets[u] .. train_end[u]-1 of each user u."""
+    """Return the mask [E] of training events, user_offsets[u] .. train_end[u]-1 of each user u."""
     # +1 where a user's training events start, -1 where they end: the running sum marks the events to count.
     edges = np.zeros(dataset.num_events + 1, np.int8)
     has_events = train_end > dataset.user_offsets[:-1]

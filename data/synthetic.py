@@ -128,7 +128,7 @@ def generate(**options) -> Dataset:
 
 
 def like_probabilities(o: SyntheticOptions, users: np.ndarray, items: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """[E]: the probability that each event is liked, from a user's leaning and taste and an item's quality.
+    """Return the probability that each event is liked, from a user's leaning and taste and an item's quality, [E].
 
     users, items, clusters: [E] int. No model can predict the actions better than these probabilities.
     """

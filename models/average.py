@@ -8,14 +8,18 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """average <- decay * average + (1 - decay) * weights after every step, starting with the initial weights.
+    """Average the weights: average <- decay * average + (1 - decay) * weights after every step, from the initial
+    weights on.
 
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992; with exponential weights
     as in Tarvainen and Valpola (arXiv 1703.01780).
     """
 
     def __init__(self, model: nn.Module, decay: float, others: Sequence[Tensor] = ()):
-        """others: weights that are not among the model's parameters, e.g. a rank's shard of a table."""
+        """Start the averages at the current weights.
+
+        others: weights that are not among the model's parameters, e.g. a rank's shard of a table.
+        """
         self.model, self.decay = model, decay
         self.weights: list[Tensor] = [*model.parameters(), *others]
         self.averages = [weight.detach().clone() for weight in self.weights]

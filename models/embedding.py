@@ -25,7 +25,7 @@ logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 class InputEmbedding(nn.Module):
-    """x[t] = item embedding * sqrt(E) (+ action embedding) + position embedding, then dropout: [T, E].
+    """Compute x[t] = item embedding * sqrt(E) (+ action embedding) + position embedding, then dropout: [T, E].
 
     In a ranking batch x[t] of an item token is its item's embedding, of an action token the sum of its action's and its
     item's, * sqrt(E), + position embedding. Positions count from the oldest event of the window. Tables start truncated

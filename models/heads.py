@@ -78,7 +78,7 @@ class Side(NamedTuple):
 
 
 class MixtureOfLogits(nn.Module):
-    """score(o, e) = sum over pairs of components of pi * l.
+    """Score with a mixture of logits: score(o, e) = sum over pairs of components of pi * l.
 
     l = cos(Q_a(o), X_b(e)) / temperature, pi = softmax(z * sigmoid(z)), z = g_q(o) * g_x(e) + g_l(l).
 

@@ -151,7 +151,8 @@ class TransformerLayer(nn.Module):
 
 
 class PreNormLayer(nn.Module):
-    """x + dropout(output(attention of norm(x))), then `SwiGLU`: a transformer layer as of today's language models.
+    """Compute x + dropout(output(attention of norm(x))), then `SwiGLU`: a transformer layer as in today's language
+    models.
 
     Source: Xiong et al., On Layer Normalization in the Transformer Architecture (arXiv 2002.04745). The norms have no
     weights.

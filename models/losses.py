@@ -273,7 +273,7 @@ def own_items(config: LossConfig, batch: Batch, longest: int) -> Tensor | None:
 
 
 class _Product(torch.autograd.Function):
-    """a [R, E] @ b [I, E].T in fp32, of operands in bf16 or fp16 on a GPU."""
+    """Compute a [R, E] @ b [I, E].T in fp32, with operands in bf16 or fp16 on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Scores:
 
     @property
     def items(self) -> tuple[int, int]:
-        """(begin, end) of the items whose scores this rank has."""
+        """The items (begin, end) whose scores this rank has."""
         return (0, self.num_items) if self.ranks is None else self.ranks.share(self.num_items)
 
     def summed(self, x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Output:
 
 
 class Terminal:
-    """quiet: nothing but errors is printed."""
+    """The output to a terminal. quiet: print nothing but errors."""
 
     def __init__(self, quiet: bool = False):
         self.quiet, self.output = quiet, Output()

@@ -78,7 +78,7 @@ def of_the_whole(x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """`of_the_whole` whose gradient is the sum of all ranks' gradients of the whole."""
+    """Compute `of_the_whole` with the sum of all ranks' gradients of the whole as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:

@@ -24,7 +24,7 @@ from models.tasks.build import build_task
 
 
 class Shares(nn.Module):
-    """batch -> (this rank's share of the loss, its shares of the auxiliary losses by name).
+    """Map a batch to (this rank's share of the loss, its shares of the auxiliary losses by name).
 
     The whole of a loss is one module's forward, so that DDP sees every weight that it needs.
     """

@@ -1,4 +1,4 @@
-"""Sums of keys and values over the complete blocks of bsa, kept beside the pages.
+"""Store sums of keys and values over the complete blocks of bsa, beside the pages.
 
 A request reads a sum for each block in place of every token. The sums of a block lie with the page of its last token,
 so that pages and sums come and go together.

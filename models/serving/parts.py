@@ -42,7 +42,7 @@ class Part:
     shared: dict = field(default_factory=dict)
 
     def once(self, key: Hashable, compute: Callable[[], object]) -> object:
-        """compute(), called for the first of the layers that ask."""
+        """Return compute(), which only the first call with this key runs."""
         if key not in self.shared:
             self.shared[key] = compute()
         return self.shared[key]

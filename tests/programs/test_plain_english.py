@@ -16,11 +16,14 @@ FILES = [*sorted(ROOT.glob("*.py")), *(file for folder in FOLDERS for file in so
 PUBLIC = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("data", "hstu_sparse", "models")]
 # Names that say how a value was obtained instead of what it is.
 VAGUE = ("ask", "asked", "asks", "found", "given", "kept", "own", "told", "wanted")
-WORD = re.compile(rf"\b(?:{'|'.join(VAGUE)})\b")
+# A bound name is followed by a symbol or `in`, a word of a comment mostly by another word: such files are not parsed.
+WORD = re.compile(rf"\b(?:{'|'.join(VAGUE)})\b(?! (?!in\b)[a-z]|[.'\"`])")
+DOCSTRING = r'(?:\A|:(?: +#.*)?\n) *"""'
 # Words that begin a fragment, which is understood only together with the code.
-FRAGMENT = re.compile(
-    r'(?:\A|:(?: +#.*)?\n) *"""((?:of|as|what|which|where|how|those|that|the same|by)\b.{0,40})', re.I
-)
+FRAGMENT = re.compile(DOCSTRING + r"((?:of|as|what|which|where|how|those|that|the same|by)\b.{0,40})", re.I)
+# A symbol, a lower-case name, or a verb in the third person where the imperative is meant.
+THIRD_PERSON = "Adds|Asks|Checks|Drops|Fills|Gives|Keeps|Makes|Packs|Puts|Reads|Returns|Says|Sets|Takes|Tells|Writes"
+ODD_BEGINNING = re.compile(DOCSTRING + rf"((?:[^A-Z\\]|(?:{THIRD_PERSON})\b).{{0,40}})")
 
 
 def vague_names(text: str) -> Iterator[str]:
@@ -67,6 +70,10 @@ def test_public_functions_and_classes_have_docstrings():
     check(PUBLIC, undocumented)
 
 
+def test_docstrings_begin_with_a_verb_or_a_name():
+    check(PUBLIC, lambda text: (beginning[1] for beginning in ODD_BEGINNING.finditer(text)))
+
+
 @pytest.mark.parametrize(
     ("faults", "text"),
     [
@@ -76,6 +83,8 @@ def test_public_functions_and_classes_have_docstrings():
         (vague_names, "class A:\n    def f(self):\n        self.asked = 1"),
         (undocumented, "def f():\n    pass"),
         (undocumented, "class A:\n    x = 1"),
+        (ODD_BEGINNING.finditer, 'def f():\n    """[T, H, D]."""'),
+        (ODD_BEGINNING.finditer, 'class A:\n    def f(self):\n        """Returns one."""'),
         (FRAGMENT.finditer, 'def f():\n    """What is left behind."""'),
     ],
 )
