@@ -10,7 +10,7 @@ CSV = "user,item,timestamp,how\nu,i,1,0\n"
 
 
 def events(dataset):
-    """[(user id, item id, timestamp, action)] in the order of the columns."""
+    """Return [(user id, item id, timestamp, action)] in the order of the columns."""
     users = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets))
     actions = [None] * dataset.num_events if dataset.actions is None else dataset.actions.tolist()
     return list(

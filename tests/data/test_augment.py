@@ -23,7 +23,7 @@ def prepared():
 
 
 def draw(options, prepared, seed=0):
-    """(events, times) of each sample as lists."""
+    """Return (events, times) of each sample as lists."""
     _, split, first = prepared
     events, times, offsets = augmented(Augment(**options), np.random.default_rng(seed), first, split.begin, split.end)
     return [(events[a:b].tolist(), times[a:b].tolist()) for a, b in itertools.pairwise(offsets)]

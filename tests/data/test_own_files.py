@@ -485,7 +485,7 @@ def test_nothing_is_written_beside_the_source(load, tmp_path):
 
 
 def with_zone(file, zone):
-    """Writes a Parquet file whose datetimes are of a zone that polars would not write; of six characters."""
+    """Write a Parquet file whose datetimes are of a zone that polars would not write; of six characters."""
     times = pl.Series([SECONDS * 10**6 + 2, SECONDS * 10**6 + 1]).cast(pl.Datetime("us", "Turkey"))
     pl.DataFrame({"user": ["u"] * 2, "item": [0, 1], "timestamp": times}).write_parquet(file)
     content = file.read_bytes()

@@ -32,7 +32,7 @@ def test_same_options_same_data(default):
 
 
 def within_user(dataset):
-    """[E-1] bool: events e and e+1 belong to the same user."""
+    """Return [E-1] bool: events e and e+1 belong to the same user."""
     same = np.ones(dataset.num_events - 1, bool)
     same[dataset.user_offsets[1:-1] - 1] = False
     return same

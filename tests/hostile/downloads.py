@@ -25,7 +25,7 @@ def zipped(*members: tuple[object, bytes], method: int = zipfile.ZIP_STORED) -> 
 
 
 def tarred(*members: tuple[str, bytes, str]) -> bytes:
-    """(name, type, where a link leads)."""
+    """Return (name, type, where a link leads)."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as t:
         for name, kind, link in members:

@@ -158,7 +158,7 @@ def signalled(run: Callable[[], int | None], number: int, module, name: str, cal
 
 
 def judge(ended: Ended, expect: str) -> tuple[str, str]:
-    """(verdict, the line that tells most)."""
+    """Return (verdict, the line that tells most)."""
     lines = [line.strip() for line in ended.output.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if ended.hang:
@@ -183,7 +183,7 @@ def run_case(case: Case, folder: Path) -> Process:
 
 
 def run_all(cases: Iterable[Case], base: Path, jobs: int) -> Iterator[tuple[Case, str, str]]:
-    """(case, verdict, line) of each, in folders of their own below `base`, `jobs` of them at a time."""
+    """Yield (case, verdict, line) of each, in folders of their own below `base`, `jobs` of them at a time."""
     waiting, running = deque(enumerate(cases)), []
     while waiting or running:
         while waiting and len(running) < jobs:

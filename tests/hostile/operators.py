@@ -309,7 +309,7 @@ def call(operator: str, changes: dict) -> int:
 
 
 def _changes() -> Iterator[tuple[str, str, dict, str]]:
-    """(operator, name, changed arguments, expected)."""
+    """Yield (operator, name, changed arguments, expected)."""
     for operator, valid in VALID.items():
         yield operator, "valid", {}, WORKS
         for name, value in valid.items():

@@ -218,7 +218,7 @@ CASES: list[tuple[str, str, Content, object, str]] = [
 
 
 def parquet(**columns) -> Callable[[Path], None]:
-    """Writes the valid table with some columns replaced: by values, or by values and a function of polars (which is not
+    """Write the valid table with some columns replaced: by values, or by values and a function of polars (which is not
     to start in this process) to their type."""
 
     def write(file: Path) -> None:

@@ -181,7 +181,7 @@ def start(folder: Path, *overrides: str) -> int:
 
 
 def prepare(folder: Path, side: Given) -> list[str]:
-    """Writes the files and the configuration of a case; returns the overrides."""
+    """Write the files and the configuration of a case; return the overrides."""
     (folder / "run.yaml").write_text(CONFIG.replace("P/", f"{folder}/"))
     (folder / "events.csv").write_text(EVENTS)
     needs_columns = side.format in ("csv", "parquet") and "columns:" not in side.options

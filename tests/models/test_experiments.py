@@ -12,7 +12,7 @@ SEEDS, SIMULATED = 5, 1000
 
 
 def simulated(rng, users, share):
-    """(ours, theirs) [100, S, M] with the true ratio 1.1.
+    """Return (ours, theirs) [100, S, M] with the true ratio 1.1.
 
     Users differ much, in the same way for both settings, and less in how a setting suits them and how a run happens to.
     Seeds have this share of the variance of the ratio's logarithm.

@@ -66,7 +66,7 @@ def configured(**changes):
 
 
 def prepared(config, dataset):
-    """(data set with its rows, splits, what is known of features, task)."""
+    """Return (data set with its rows, splits, what is known of features, task)."""
     task = build_task(config)
     splits = task.splits(dataset)
     known = fit_features(dataset, splits.train_end, config.data.features)

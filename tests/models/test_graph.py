@@ -43,7 +43,7 @@ def test_few_sizes():
 
 
 def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy", features=False):
-    """(losses by name, weights, initial weights, step) of a few epochs.
+    """Return (losses by name, weights, initial weights, step) of a few epochs.
 
     features: with features of items, users and events.
 

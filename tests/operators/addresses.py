@@ -51,7 +51,7 @@ class _Memory:
 
 
 def _parts(argument):
-    """(first byte, end) of the storages in a kernel's argument."""
+    """Yield (first byte, end) of the storages in a kernel's argument."""
     if isinstance(argument, torch.Tensor):
         storage = argument.untyped_storage()
         yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()

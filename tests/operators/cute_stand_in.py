@@ -14,7 +14,7 @@ from tests.operators import ring_cases
 
 
 def _blocks(q, k, part, scale):
-    """(rows of queries, rows of keys, scores [H, n, m] with -inf where a query does not see) of each sequence."""
+    """Yield (rows of queries, rows of keys, scores [H, n, m] with -inf where a query does not see) of each sequence."""
     for b in range(len(part.q.begins) - 1):
         rows = []
         for begins, lengths in (part.q, part.k):
@@ -58,7 +58,7 @@ def backward(grad, q, k, v, out, lse, part, scale, dq, dk, dv):
 
 
 def all_of_rank(rank: int, world: int, cases, single_heads: bool = False) -> dict:
-    """{(form, option): out, lse, dq, dk, dv} of this rank's tokens; in a process of its own."""
+    """Return {(form, option): out, lse, dq, dk, dv} of this rank's tokens; in a process of its own."""
     cute.forward, cute.backward = forward, backward
     if single_heads:
         softmax.TILES = 1

@@ -15,7 +15,7 @@ import torch.distributed as dist
 def run_ranks(
     function: Callable, world: int, *arguments, hanging: int | None = None, seconds: float = 600.0, timeout: float = 300
 ) -> list:
-    """[function(rank, *arguments) of every rank]; an exception there is returned in its place.
+    """Return [function(rank, *arguments) of every rank]; an exception there is returned in its place.
 
     function: importable. hanging: a rank that does not return, and is killed once the others have; None is its result.
     seconds: after which processes that still run are killed too. timeout: of the process group.
@@ -65,7 +65,7 @@ def _start(function, rank, world, folder, timeout, arguments):
 
 
 def _meet(folder: Path, rank: int, world: int):
-    """Returns when every rank has come here; `run_ranks` ends those that wait in vain."""
+    """Return when every rank has come here; `run_ranks` ends those that wait in vain."""
     folder.mkdir(exist_ok=True)
     (folder / str(rank)).touch()
     while len(list(folder.iterdir())) < world:

@@ -35,7 +35,7 @@ def toy_reference(q, k, v, offsets, N, position, time, times, query_times):
 
 @triton.jit
 def toy_tile(q, k, t, s, begin, live, inside, q_times, k_times, position, time, cells, positions, D: tl.constexpr):
-    """(scores with their bias, 0 where not seen; what the backward pass wants: distance, seen, buckets)."""
+    """Return (scores with their bias, 0 where not seen; what the backward pass wants: distance, seen, buckets)."""
     distance = t[:, None] - s[None, :]
     seen = (distance >= 0) & live[:, None] & inside[None, :]
     query_times, key_times = 0, 0

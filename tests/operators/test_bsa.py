@@ -23,7 +23,7 @@ def draw(lengths, H=2, D=8, V=6, dtype=torch.float64, seed=0):
 
 
 def dense(q, k, v, scale, n, visible):
-    """(1/N) sum over visible s of SiLU(scale * q.k) v for one sequence; visible [n, n] or [H, n, n]."""
+    """Return (1/N) sum over visible s of SiLU(scale * q.k) v for one sequence; visible [n, n] or [H, n, n]."""
     weights = F.silu(scale * torch.einsum("thd,shd->hts", q, k)) * visible
     return torch.einsum("hts,shv->thv", weights, v) / n
 

@@ -188,7 +188,7 @@ def test_unsupported_options_name_the_way_out():
 
 
 def biased(lengths, N):
-    """(arguments, RelativeBias) of a call with both biases."""
+    """Return (arguments, RelativeBias) of a call with both biases."""
     inputs, offsets, N, shape = problem(lengths, N, 16, 2, 0, 2, 1, 16, 16)
     q, k, v, g_cmp, g_slc = inputs.values()
     times = make_timestamps(lengths)

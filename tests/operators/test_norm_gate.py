@@ -30,7 +30,7 @@ def inputs(tokens, channels, *, dtype=torch.float32, u_dtype=None, seed=0):
 
 
 def gradients(x, u, grad, **options):
-    """(output, dx, du) of the kernel."""
+    """Return (output, dx, du) of the kernel."""
     x, u = x.detach().requires_grad_(), u.detach().requires_grad_()
     out = kernel(x, u, **options)
     return out.detach(), *torch.autograd.grad(out, (x, u), grad)

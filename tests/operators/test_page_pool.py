@@ -17,7 +17,7 @@ FORMATS = {"bf16": PageFormat(2, 16, 32, torch.bfloat16), "2 bits": PageFormat(2
 
 
 def filled(format, lengths, layers=2):
-    """(pool, rows) with random tokens."""
+    """Return (pool, rows) with random tokens."""
     pool = PagePool(format, 40, layers=layers, num_sequences=len(lengths))
     rows = [pool.reserve([], length) for length in lengths]
     where = make_offsets(lengths), pool.table(rows), torch.zeros(len(lengths), dtype=torch.int64)

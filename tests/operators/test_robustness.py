@@ -95,7 +95,7 @@ def test_an_error_leaves_autocast_as_it_was():
 
 
 def stored_otherwise(x: torch.Tensor):
-    """(kind, the tensor in it) of what is no plain memory."""
+    """Yield (kind, the tensor in it) of what is no plain memory."""
     yield "sparse_coo", x.to_sparse()
     if x.dim() == 2:
         yield "sparse_csr", x.to_sparse_csr()

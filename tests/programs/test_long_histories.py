@@ -19,7 +19,7 @@ SMALL = [
 
 
 def rows():
-    """(user, item, time, what came of it) of USERS users with EVENTS events each, the last first."""
+    """Yield (user, item, time, what came of it) of USERS users with EVENTS events each, the last first."""
     rng = np.random.default_rng(0)
     for user in range(1, USERS + 1):
         for event in reversed(range(EVENTS)):

@@ -65,7 +65,7 @@ def stand_in(monkeypatch, module, names, factor):
 
 
 def failures(name):
-    """(how many of the cases the check finds wrong, what it says of the first)."""
+    """Return (how many of the cases the check finds wrong, what it says of the first)."""
     module, numbers, said = operator(name), random.Random(name), []
     for _ in range(CASES):
         case = draw(module, numbers, False) | {"dtype": "float32"}

@@ -119,7 +119,7 @@ MOST_INTERPRETED = 300  # tokens of a fixed case that the interpreter gets throu
 
 
 def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, float]:
-    """Checks random cases of an operator until the time is up; returns (their number, most GiB that one took)."""
+    """Check random cases of an operator until the time is up; return (their number, most GiB that one took)."""
     module, numbers, cases, most = operator(name), random.Random(f"{name} {seed}"), 0, 0.0
     end = time.monotonic() + seconds
     failed, case = [], None

@@ -90,7 +90,7 @@ class Plain:
 
     @torch.no_grad()
     def output(self, user, at):
-        """[E] of length one, of a retrieval model."""
+        """Return [E] of length one, of a retrieval model."""
         times, items, actions = (torch.tensor(x) for x in zip(*self.window(user)))
         items = (items - 100) // 3
         batch = Batch(

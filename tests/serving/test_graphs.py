@@ -21,7 +21,7 @@ CASES = [
 
 
 def play(served, other, config, rounds, same):
-    """Tells two recommenders the same and asks them the same; same(found, expected) compares what they answer."""
+    """Tell two recommenders the same and ask them the same; same(found, expected) compares what they answer."""
     rng, now = np.random.default_rng(0), 0
     reads = config.task.kind == "ranking" or config.model.action_embedding
     for _ in range(rounds):

@@ -29,7 +29,7 @@ def trained(tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(folder, *options, log=None):
-    """(the process, a client) of serve.py on a free port; the process is killed at the end if it still runs."""
+    """Yield (the process, a client) of serve.py on a free port; the process is killed at the end if it still runs."""
     command = [sys.executable, ROOT / "serve.py", folder, "--port", "0", "--device", "cpu", *options]
     command += [] if log is None else ["--log", log]
     process = subprocess.Popen(
@@ -52,7 +52,7 @@ def serving(folder, *options, log=None):
 
 
 def ended(process):
-    """(exit status, standard error) of a process that is about to end."""
+    """Return (exit status, standard error) of a process that is about to end."""
     _, err = process.communicate(timeout=600)
     return process.returncode, err
 

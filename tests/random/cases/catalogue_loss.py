@@ -46,7 +46,7 @@ def reference_bytes(*, tokens, items, size, sampled, num_negatives, **_):
 
 def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, normalize, temperature, learned,
             smoothing, ignored, ids, strided, dtype, seed):  # fmt: skip
-    """(tensors with gradients, the other arguments of catalogue_loss)."""
+    """Return (tensors with gradients, the other arguments of catalogue_loss)."""
     generator = torch.Generator().manual_seed(seed)
     ids, dtype = getattr(torch, ids), getattr(torch, dtype)
     wide = [torch.randn(rows, size + 8, generator=generator).to(device, dtype) for rows in (tokens, items)]

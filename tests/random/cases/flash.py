@@ -41,7 +41,7 @@ def problem(
     device, lengths, key_lengths, heads, kv_heads, size, value_size, dtype, causal, window, alibi, dropout, contiguous,
     seed,
 ):  # fmt: skip
-    """(q, k, v by name, the other arguments)."""
+    """Return (q, k, v by name, the other arguments)."""
     dtype = getattr(torch, dtype)
     shapes = {
         "q": (lengths, heads, size),

@@ -70,7 +70,7 @@ def deterministic_algorithms(on: bool):
 
 
 def any_indices(lengths, top_k, generator):
-    """[T, K] int64: some repeated, some negative, some after the query."""
+    """Return [T, K] int64: some repeated, some negative, some after the query."""
     parts = [torch.zeros(0, top_k, dtype=torch.int64)]
     for length in lengths:
         limit = torch.arange(length)[:, None] + 4
@@ -243,7 +243,7 @@ def compare(function, inputs, repeated=False):
 
 
 def visible_slots(indices, lengths, group=1):
-    """[G, K]: which slots of a choice hold a token that the row's query may choose."""
+    """Return [G, K]: which slots of a choice hold a token that the row's query may choose."""
     last = torch.full(indices.shape[:1], -1)
     for row, (_, t, _) in group_rows(lengths, group).items():
         last[row] = t if group == 1 else t - 1
