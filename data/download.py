@@ -246,7 +246,7 @@ def _verify(file: Path, md5: str | None) -> None:
         )
 
 
-# What zipfile and tarfile raise for archives that are damaged or compressed in a way that this Python does not know
+# Errors of zipfile and tarfile for archives that are damaged or compressed in a way that this Python does not know
 # (NotImplementedError), and for names that no file system can have (ValueError).
 UNPACKING = (
     zipfile.BadZipFile,

@@ -547,7 +547,7 @@ def as_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-# What may differ between the parts of one run: its place, its device, how often it saves.
+# The keys that may differ between the parts of one run: its place, its device, how often it saves.
 FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
 FREE |= {"train.tracking"}
 FREE |= {"data.features.items.path", "data.features.users.path"}

@@ -27,7 +27,7 @@ from hstu_sparse.tiles import in_registers
 
 # Sizes that differ between batches.
 PER_BATCH = ["T", "W", "per_split"]
-GIVEN = ["targets", "ids"]
+CALLER_POINTERS = ["targets", "ids"]
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _sum_exp(
     return top, total
 
 
-@triton.jit(do_not_specialize=[*PER_BATCH, "bound"], do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=[*PER_BATCH, "bound"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_fwd_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, bound, T, W, per_split,
     E: tl.constexpr, BOUNDED: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
@@ -214,7 +214,7 @@ def _mark(
         tl.store(marks + start // MARK + tl.zeros([BLOCK_M], tl.int32), tl.full([BLOCK_M], 1, tl.uint8), reaches)
 
 
-@triton.jit(do_not_specialize=[*PER_BATCH, "log_skip", "marks_stride"], do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=[*PER_BATCH, "log_skip", "marks_stride"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_mark_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, targets, lse, marks, marks_stride, log_skip, T, W,
     per_split, E: tl.constexpr, OWN_MARK: tl.constexpr, MARK: tl.constexpr, REGISTERS: tl.constexpr,
@@ -299,7 +299,7 @@ def _weigh_items(
     return acc
 
 
-@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_bwd_dout_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, positive, table,
     table_stride, item_sum, grad, inverse_count, dout, along, partial, smoothing, marks, marks_stride, T, I, W,
@@ -402,7 +402,7 @@ def _weigh_outputs(
     return acc
 
 
-@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_bwd_ditems_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, first_scale, out_sum, grad,
     inverse_count, ditems, partial, smoothing, marks, marks_stride, I, W, per_split,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hstu_sparse.bias.scores import NEAR, Bias, bias_position, half_bias, read_ahead
 from hstu_sparse.dense.ranges import (
-    GIVEN,
+    CALLER_POINTERS,
     MOST_TILES,
     PER_BATCH,
     Kind,
@@ -57,7 +57,7 @@ def _attend_dkv(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def dense_attention_bwd_dkv_kernel(
     q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,

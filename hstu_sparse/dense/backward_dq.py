@@ -21,7 +21,7 @@ from hstu_sparse.bias.sums import (
     ring_open,
 )
 from hstu_sparse.dense.ranges import (
-    GIVEN,
+    CALLER_POINTERS,
     PER_BATCH,
     Kind,
     find_query_tile,
@@ -71,7 +71,7 @@ def _attend_dq(
     return acc, ring_low
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def dense_attention_bwd_dq_kernel(
     q, k, v, do, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t, do_stride_h,
     dq_stride_t, dq_stride_h, position_grad, time_grad, norms, time_shift,

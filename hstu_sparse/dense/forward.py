@@ -12,7 +12,7 @@ import triton.language as tl
 
 from hstu_sparse.bias.scores import Bias, bias_position, half_bias, read_ahead
 from hstu_sparse.dense.ranges import (
-    GIVEN,
+    CALLER_POINTERS,
     PER_BATCH,
     Kind,
     find_query_tile,
@@ -54,7 +54,7 @@ def _attend(
     return acc
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def dense_attention_fwd_kernel(
     q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
     seq_offsets, num_targets, window_size, half_scale, inverse_n, schedule, entries, runs, near, row, total,

@@ -22,7 +22,7 @@ from hstu_sparse.tiles import COMPILED, tanh_approx
 # Arguments that Triton must not specialise on, or it would compile kernels again for other batches: numbers that differ
 # between batches, and the caller's pointers, whose alignment may differ.
 PER_BATCH = ["window_size", "row", "total", "time_shift"]
-GIVEN = ["seq_offsets", "num_targets"]
+CALLER_POINTERS = ["seq_offsets", "num_targets"]
 # All bits set, and more than the number of tiles of any sequence.
 MOST_TILES = tl.constexpr(2**24 - 1)
 

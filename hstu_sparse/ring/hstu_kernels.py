@@ -18,7 +18,16 @@ from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.tiles import load_rows, locate, silu, silu_and_grad
 
 PER_BATCH = ["num_seqs", "window_size"]
-GIVEN = ["q_offsets", "k_offsets", "q_positions", "k_positions", "q_times", "k_times", "position_table", "time_table"]
+CALLER_POINTERS = [
+    "q_offsets",
+    "k_offsets",
+    "q_positions",
+    "k_positions",
+    "q_times",
+    "k_times",
+    "position_table",
+    "time_table",
+]
 # Positions of masked rows: such a query sees nothing, such a key is invisible.
 NO_QUERY, NO_KEY = tl.constexpr(-1), tl.constexpr(1 << 30)
 
@@ -114,7 +123,7 @@ def _add(target, stride_t, stride_h, head, token, inside, value, SIZE: tl.conste
     tl.store(rows, tl.load(rows, mask, 0.0) + value, mask)
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def ring_hstu_fwd_kernel(
     q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
     q_offsets, k_offsets, q_positions, k_positions, q_times, k_times, position_table, time_table, cells, num_seqs,
@@ -147,7 +156,7 @@ def ring_hstu_fwd_kernel(
     _add(out, out_stride_t, out_stride_h, head, token, inside, acc * inverse_n, V_OUT)
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def ring_hstu_bwd_dq_kernel(
     q, k, v, do, dq, position_grad, time_grad, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     do_stride_t, do_stride_h, dq_stride_t, dq_stride_h, q_offsets, k_offsets, q_positions, k_positions, q_times,
@@ -184,7 +193,7 @@ def ring_hstu_bwd_dq_kernel(
     _add(dq, dq_stride_t, dq_stride_h, head, token, inside, acc * scale, D_OUT)
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def ring_hstu_bwd_dkv_kernel(
     q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, q_offsets, k_offsets, q_positions, k_positions,

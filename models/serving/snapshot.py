@@ -36,7 +36,7 @@ def name_of(run: Path, weights: Path) -> str:
 def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> None:
     """Write a store, whole or not at all. facts: properties that must be the same when it is read."""
     known = dict(histories)
-    # Those without pages first, then the others from the least recently used on.
+    # Users without pages first, then the others from the least recently used on.
     cached = [user for user in caches.entries if user in known and caches.entries[user].length]
     users = [user for user in known if user not in set(cached)] + cached
     content = io.BytesIO()

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.ring.flash.tiles import (
-    GIVEN,
+    CALLER_POINTERS,
     LOG2_E,
     PER_BATCH,
     ROW_BLOCK,
@@ -90,7 +90,7 @@ def _attend_dq(
     return acc
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def flash_attention_bwd_dq_kernel(
     q, k, v, do, rows, before, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dq_stride_t, dq_stride_h, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left,
@@ -274,7 +274,7 @@ def _store_sum(
     tl.store(target + row * stride_t + column, value.to(target.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def flash_attention_bwd_dkv_kernel(
     q, k, v, do, rows, dk, dv, dk_sums, dv_sums, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
     v_stride_h, do_stride_t, do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.ring.flash.tiles import (
-    GIVEN,
+    CALLER_POINTERS,
     LEAST,
     LOG2_E,
     PER_BATCH,
@@ -114,7 +114,7 @@ def flash_attention_longest_kernel(
     tl.atomic_max(longest + head, tl.max(tl.sum(key * key, 1)), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def flash_attention_fwd_kernel(
     q, k, v, longest, before, out, lse, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     out_stride_t, out_stride_h, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left, right, slopes,

@@ -18,7 +18,7 @@ from hstu_sparse.tiles import locate
 
 # Numbers that differ between batches, for which Triton would compile again, and the caller's pointers.
 PER_BATCH = ["num_pieces", "total", "left", "right", "slope_stride"]
-GIVEN = ["q_offsets", "k_offsets", "q_starts", "k_starts", "seed"]
+CALLER_POINTERS = ["q_offsets", "k_offsets", "q_starts", "k_starts", "seed"]
 
 # The initial maximum: finite, so that differences of two maxima are defined.
 LEAST = tl.constexpr(-1e30)
