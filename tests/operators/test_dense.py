@@ -257,6 +257,7 @@ def test_which_calls_auto_gives_to_hopper(tokens, d, v, dtype, biased, expected,
     """Three sequences, on a GPU with sm_90 or, then, on another one or with another version of Triton."""
     from hstu_sparse.dense import configs
 
+    monkeypatch.setattr(configs, "HOPPER_FROM", {64: 1024, 128: 1024})
     monkeypatch.setattr(configs, "proven", lambda device: True)
     monkeypatch.setattr(configs, "architecture", lambda device: 90)
     assert configs.prefers_hopper(*heads_of(tokens, d, v, dtype), biased, 3) == expected

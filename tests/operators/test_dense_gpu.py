@@ -120,6 +120,7 @@ def test_auto_takes_hopper_for_long_sequences(d, monkeypatch):
     """In eager mode, compiled and in a CUDA graph, forward and backward; for short sequences not."""
     from hstu_sparse.dense import configs
 
+    monkeypatch.setattr(configs, "HOPPER_FROM", {64: 1024, 128: 1024})
     x = inputs((2000, 48, 1024), 2000, d=d, v=d, heads=4)
     leaves = [x[name].requires_grad_() for name in "qkv"]
 
