@@ -69,7 +69,7 @@ def hstu_attention(
             On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
         backend: "triton", "reference", "hopper" or "auto". "hopper": output and dq by kernels for sm_90, which take
             fp16 and bf16 heads with D = V = 64 or 128 and no bias; dk and dv as "triton". "auto": reference for CPU
-            tensors; for CUDA tensors hopper where it can and T / B is at least 1,024, else triton.
+            tensors, triton for CUDA tensors.
 
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
