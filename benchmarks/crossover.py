@@ -199,6 +199,8 @@ def plot(records: list[dict], target: Path) -> None:
             )
         axis.set_xscale("log", base=2)
         axis.set(yscale="log", xlabel="tokens a sequence", title=part)
+        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            which(lambda value, _: f"{value:g}" if value in (0.2, 0.3, 0.5, 1, 2, 3, 5) else "")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("time over softmax's")
     axes[0].legend(fontsize=8)
