@@ -36,7 +36,7 @@ SERVING_OPTIONS = (
     ("quant_group", int, "with codes: channels that share a scale; by default 64"),
     ("cache_bytes", int, "for the keys and values of all users; by default 1 GiB"),
     ("slide", int, "events that leave a user's window at a time; by default a quarter of what it holds"),
-    ("cuda_graphs", true_or_false, "on a GPU: replay passes of few tokens as CUDA graphs; by default false"),
+    ("cuda_graphs", true_or_false, "on a GPU: replay passes of few tokens as CUDA graphs; by default true"),
 )
 
 

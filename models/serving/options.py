@@ -33,7 +33,7 @@ class ServingOptions:
     slide        events that leave a window at a time; by default a quarter of what it holds
     most_users   users that the store holds
     most_events  events that a user may have
-    cuda_graphs  on a GPU: passes of few tokens are padded to a few sizes, captured as CUDA graphs and replayed
+    cuda_graphs  on a GPU: pad passes of few tokens to a few sizes, capture them as CUDA graphs and replay them
     """
 
     cache: str = "auto"
@@ -45,7 +45,7 @@ class ServingOptions:
     slide: int | None = None
     most_users: int = 10_000_000
     most_events: int = 1_000_000
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
 
     def __post_init__(self):
         if self.cache not in CACHES:
