@@ -297,10 +297,8 @@ def extract_tar(archive: tarfile.TarFile, folder: Path) -> None:
         if not (member.isfile() or member.isdir()) or path.is_absolute() or ".." in path.parts:
             raise tarfile.TarError(f"{shown(member.name)}: neither a file nor a folder inside the archive")
         member.mode = 0o755 if member.isdir() else 0o644
-    if hasattr(tarfile, "data_filter"):
-        archive.extractall(folder, members, filter="data")
-    else:
-        archive.extractall(folder, members)
+    archive.extraction_filter = getattr(tarfile, "data_filter", None)
+    archive.extractall(folder, members)
 
 
 def _check_first_row(format: str) -> Callable[[Path], None]:

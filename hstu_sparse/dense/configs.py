@@ -46,8 +46,8 @@ def fwd_config(f: Features) -> LaunchConfig:
 
 
 # Head size -> the average number of tokens of a sequence from which `backend="auto"` chooses the kernels for Hopper,
-# where they were measured faster. {}: never, until test_hopper_keeps_sequences_apart
-# has been run often on sm_90: it failed in one of three processes (docs/notes/2026-11-23-hopper.md).
+# where they were measured faster. {}: never, until test_hopper_keeps_sequences_apart has been run often on sm_90: it
+# failed in one of three processes (docs/notes/2026-11-23-hopper.md).
 HOPPER_FROM: dict[int, int] = {}
 
 
