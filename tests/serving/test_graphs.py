@@ -1,6 +1,9 @@
 """Passes that are padded to a few sizes and, on a GPU, replayed as CUDA graphs."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,10 +103,21 @@ def test_no_more_than_a_number_of_graphs_is_kept():
 
 @pytest.mark.gpu
 def test_a_function_that_cannot_be_captured_says_so():
-    from models.serving import ServingError
+    """In a process of its own: after a failed capture torch's generator on the GPU may refuse to draw."""
+    script = """
+import torch
+from models.serving import ServingError
+from models.serving.graphs import Graphs
 
-    graphs = Graphs(torch.device("cuda"))
-    graphs("waits", lambda x: x * x.sum().item(), torch.ones(3))
-    with pytest.raises(ServingError, match="cuda_graphs: a request of this model cannot be captured, set it to false"):
+graphs = Graphs(torch.device("cuda"))
+try:
+    for _ in range(2):
         graphs("waits", lambda x: x * x.sum().item(), torch.ones(3))
-    assert graphs("works", lambda x: x + 1, torch.ones(3)).tolist() == [2, 2, 2]
+except ServingError as error:
+    print(error)
+print(graphs("works", lambda x: x + 1, torch.ones(3)).tolist())
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    refusal = "cuda_graphs: a request of this model cannot be captured, set it to false"
+    assert refusal in done.stdout and "[2.0, 2.0, 2.0]" in done.stdout, done.stdout + done.stderr
