@@ -67,9 +67,9 @@ def hstu_attention(
         bias: b(t, s) by relative position and time, see `RelativeBias`; its tables get gradients.
         plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
             On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
-        backend: "triton", "reference", "hopper" or "auto". "hopper": output and dq by kernels for sm_90, which take
-            fp16 and bf16 heads with D = V = 64 or 128 and no bias; dk and dv as "triton". "auto": reference for CPU
-            tensors, triton for CUDA tensors.
+        backend: "triton", "reference", "hopper" or "auto". "hopper": by kernels for sm_90, which take fp16 and bf16
+            heads with D = V = 64 or 128: the output, dq without a bias, dk and dv with one; the rest as "triton".
+            "auto": reference for CPU tensors, triton for CUDA tensors.
 
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
@@ -102,11 +102,11 @@ def hstu_attention(
         return hstu_attention_reference(q, k, v, seq_offsets, **options)
     check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
     if hopper:
-        _check_hopper(q, v, any(x is not None for x in bias[:2]))
+        _check_hopper(q, v)
     from hstu_sparse.dense import plan as planning
     from hstu_sparse.dense.launch import hstu_attention_triton
 
-    purpose = planning.purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size)
+    purpose = planning.purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
     if plan is None:
         plan = planning.make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=False)
     else:
@@ -150,7 +150,7 @@ def attention_plan(
         >>> for layer in range(2):
         ...     x = hstu_sparse.hstu_attention(x, x, x, seq_offsets, max_seq_len=3, plan=plan)
     """
-    _, backend = _choose_backend(backend, q, "attention_plan")
+    hopper, backend = _choose_backend(backend, q, "attention_plan")
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
     check_tensor("v", v, "T H V", sizes, dtype=q.dtype, device=q.device)
@@ -160,9 +160,11 @@ def attention_plan(
     if backend == "reference":
         return None
     check_kernel("attention_plan", q, {"D": sizes["D"], "V": sizes["V"]})
+    if hopper:
+        _check_hopper(q, v)
     from hstu_sparse.dense.plan import make_plan, purpose_of
 
-    purpose = purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size)
+    purpose = purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
     make = lambda: make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=torch.is_grad_enabled())
     return make() if once is None else once(purpose.key, make)
 
@@ -173,13 +175,13 @@ def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool | None
     return hopper, choose_backend("triton" if hopper else backend, q, op, ("hopper",))
 
 
-def _check_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool) -> None:
+def _check_hopper(q: torch.Tensor, v: torch.Tensor) -> None:
     from hstu_sparse.assembly import PROVEN_TRITON
     from hstu_sparse.dense.configs import hopper_can, hopper_runs
 
-    if not hopper_can(q, v, biased):
-        got = f"{q.dtype}, D = {q.shape[2]}, V = {v.shape[2]}, {'a' if biased else 'no'} bias"
-        raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64 or 128, without a bias, got {got}")
+    if not hopper_can(q, v):
+        got = f"{q.dtype}, D = {q.shape[2]}, V = {v.shape[2]}"
+        raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64 or 128, got {got}")
     if not hopper_runs(q.device):
         raise ValueError(f"backend='hopper' needs sm_90 and Triton {' or '.join(PROVEN_TRITON)}, got {q.device}")
 

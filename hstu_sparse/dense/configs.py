@@ -21,6 +21,7 @@ class Features(NamedTuple):
     position: bool  # whether there is a position bias
     time: bool
     arch: int  # compute capability, 90 for 9.0
+    hopper: bool = False  # whether there is a bias that the kernels for Hopper take, with tiles of their own
 
 
 @configuration
@@ -49,16 +50,13 @@ def fwd_config(f: Features) -> LaunchConfig:
 # where they were measured faster. {}: never, until test_hopper_keeps_sequences_apart has been run often on sm_90: it
 # failed in one of three processes (docs/notes/2026-11-23-hopper.md).
 HOPPER_FROM: dict[int, int] = {}
+# The same for calls with a bias, whose kernels have never run on a GPU.
+HOPPER_FROM_BIASED: dict[int, int] = {}
 
 
-def hopper_can(q: torch.Tensor, v: torch.Tensor, biased: bool) -> bool:
+def hopper_can(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether the kernels for Hopper support heads of these sizes, [T, H, D] and [T, H, V]."""
-    return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[2] in (64, 128)
-        and q.shape[2:] == v.shape[2:]
-        and not biased
-    )
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in (64, 128) and q.shape[2:] == v.shape[2:]
 
 
 def hopper_runs(device: torch.device) -> bool:
@@ -71,19 +69,21 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 
     The choice depends only on shapes, so that both passes and a captured CUDA graph make the same one.
     """
-    least = HOPPER_FROM.get(q.shape[2])
+    least = (HOPPER_FROM_BIASED if biased else HOPPER_FROM).get(q.shape[2])
     fast = least is not None and q.shape[0] >= least * num_seqs
-    return fast and hopper_can(q, v, biased) and hopper_runs(q.device)
+    return fast and hopper_can(q, v) and hopper_runs(q.device)
 
 
 @configuration
 def hopper_fwd_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel in hopper_forward.py, which uses the tiles of the forward kernel's schedule.
+    """Return the settings of the kernel in hopper_forward.py; without a bias its tiles are the forward kernel's.
 
-    TURNS: the groups take turns to multiply.
+    TURNS: the groups take turns to multiply. NEAR: see `Tiling`.
     """
+    if f.position or f.time:
+        return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=4, TURNS=False, NEAR=8, num_warps=4)
     return LaunchConfig(
-        BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, TURNS=True, num_warps=4
+        BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, TURNS=True, NEAR=0, num_warps=4
     )
 
 
@@ -91,6 +91,14 @@ def hopper_fwd_config(f: Features) -> LaunchConfig:
 def hopper_dq_config(f: Features) -> LaunchConfig:
     """Return the settings of the dq kernel in hopper_dq.py, which uses the tiles of the forward kernel's schedule."""
     return LaunchConfig(BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
+
+
+@configuration
+def hopper_dkv_config(f: Features) -> LaunchConfig:
+    """Return the settings of the kernel in hopper_dkv.py, which computes dk and dv if there is a bias."""
+    if f.pad_d == 128:
+        return LaunchConfig(BLOCK_M=32, BLOCK_N=128, STAGES=4, NEAR=16, num_warps=4)
+    return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=4, NEAR=8, num_warps=4)
 
 
 @configuration

@@ -1,12 +1,13 @@
 """Define the shared parts of the dense kernels for Hopper: warps with roles, in Gluon (Triton with explicit layouts).
 
-A program has tiles of 128 queries of one head, one tile after another, and nine warps: two groups of four (`HALF`
-queries each) that multiply, and one (`produce`) that copies. It takes the next tile's number from a counter in memory,
-and copies the tile's rows, and block by block the keys and values that they meet, into a ring in shared memory, by
-tensor descriptor. Barriers in shared memory say which stages of the ring are full and which are empty. While one group
-computes SiLU the tensor cores multiply for the other.
+A program has tiles of 128 queries (for dk and dv: keys) of one head, one tile after another, and nine warps: two groups
+of four (`HALF` rows each) that multiply, and one (`produce`) that copies. It takes the next tile's number from a
+counter in memory, and copies the tile's rows, and block by block the keys and values (queries and do) that they meet,
+into a ring in shared memory, by tensor descriptor. Barriers in shared memory say which stages of the ring are full and
+which are empty. While one group computes SiLU the tensor cores multiply for the other.
 
-Blocks are walked from the diagonal back, so that the first one is the one with masks. docs/dense.md has a picture.
+Blocks are walked from the last one back: of a tile of queries the first one is then the one with masks. docs/dense.md
+has a picture.
 
 Letters: T tokens of the batch, H heads, D size of a head. t and s: the positions of queries and keys in their sequence.
 """
@@ -23,9 +24,10 @@ from hstu_sparse.dense import ranges
 
 find_sequence = gluon.jit(ranges.find_sequence.fn)
 key_ranges = gluon.jit(ranges.key_ranges.fn)
+query_ranges = gluon.jit(ranges.query_ranges.fn)
 visible = gluon.jit(ranges.visible.fn)
 
-HALF = gl.constexpr(64)  # queries of a tile for each group
+HALF = gl.constexpr(64)  # rows of a tile for each group
 
 # Tiles and blocks in shared memory.
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -53,20 +55,32 @@ class Batch(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The constants that a kernel is compiled for."""
+    """The constants that a kernel is compiled for.
+
+    OWN: rows of a tile; OTHER: of a block; BY_QUERY: tiles are of queries; NEAR: blocks of which the plan has the
+    buckets of all pairs, see hopper_bias.py.
+    """
 
     H: gl.constexpr
-    BLOCK_M: gl.constexpr
-    BLOCK_N: gl.constexpr
+    OWN: gl.constexpr
+    OTHER: gl.constexpr
     STAGES: gl.constexpr
+    BY_QUERY: gl.constexpr
     HAS_TARGETS: gl.constexpr
     HAS_WINDOW: gl.constexpr
+    HAS_POSITION: gl.constexpr = False
+    HAS_TIME: gl.constexpr = False
+    NEAR: gl.constexpr = 0
 
 
 class Tile(NamedTuple):
-    """A tile and its blocks, from the row `first` to the block at `last`; those in free .. masked need no mask."""
+    """A tile and its blocks, from the row `first` to the block at `last`; those in free .. masked need no mask.
+
+    near: with a time bias the near blocks are those from here to `last` (BY_QUERY), or those before.
+    """
 
     head: gl.tensor
+    b: gl.tensor
     begin: gl.tensor  # the sequence's first token, int32
     sequence: ranges.Sequence
     first_row: gl.tensor
@@ -74,6 +88,7 @@ class Tile(NamedTuple):
     free: gl.tensor
     masked: gl.tensor
     last: gl.tensor
+    near: gl.tensor
 
 
 class Queue(NamedTuple):
@@ -85,14 +100,14 @@ class Queue(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Blocks of keys and of values [STAGES, BLOCK_N, D] in shared memory, and their barriers."""
+    """Blocks [STAGES, OTHER, D] in shared memory and their barriers. a: keys, or queries; b: values, or do."""
 
-    key: gl.shared_memory_descriptor
-    value: gl.shared_memory_descriptor
-    key_full: gl.shared_memory_descriptor
-    key_empty: gl.shared_memory_descriptor
-    value_full: gl.shared_memory_descriptor
-    value_empty: gl.shared_memory_descriptor
+    a: gl.shared_memory_descriptor
+    b: gl.shared_memory_descriptor
+    a_full: gl.shared_memory_descriptor
+    a_empty: gl.shared_memory_descriptor
+    b_full: gl.shared_memory_descriptor
+    b_empty: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -111,10 +126,10 @@ def make_tiles(source, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(k, v, STAGES: gl.constexpr):
+def make_ring(a, b, STAGES: gl.constexpr):
     """Allocate the `Ring` for the blocks of two tensor descriptors."""
     return Ring(
-        make_tiles(k, STAGES), make_tiles(v, STAGES), make_barriers(STAGES, 1), make_barriers(STAGES, 2),
+        make_tiles(a, STAGES), make_tiles(b, STAGES), make_barriers(STAGES, 1), make_barriers(STAGES, 2),
         make_barriers(STAGES, 1), make_barriers(STAGES, 2),
     )  # fmt: skip
 
@@ -128,15 +143,26 @@ def make_queue(TENSORS: gl.constexpr):
 
 @gluon.jit
 def find_tile(head, b, index, batch, kind: gl.constexpr):
-    """Return the `Tile` of an entry of a schedule, which counts tiles from the sequence's end."""
+    """Return the `Tile` of an entry of a schedule, which counts tiles of queries from the sequence's end."""
     begin, sequence = find_sequence(b, batch.seq_offsets, batch.num_targets, batch.window_size)
-    first_row = ((sequence.length + kind.BLOCK_M - 1) // kind.BLOCK_M - 1 - index) * kind.BLOCK_M
-    first, free, masked, end = key_ranges(
-        first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, kind.BLOCK_M, kind.BLOCK_N
-    )
-    last = (end - 1) // kind.BLOCK_N * kind.BLOCK_N
+    if kind.BY_QUERY:
+        first_row = ((sequence.length + kind.OWN - 1) // kind.OWN - 1 - index) * kind.OWN
+        first, free, masked, end = key_ranges(
+            first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, kind.OWN, kind.OTHER
+        )
+    else:
+        first_row = index * kind.OWN
+        first, free, masked, end = query_ranges(
+            first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, kind.OTHER, kind.OWN
+        )
+    last = (end - 1) // kind.OTHER * kind.OTHER
     masked = gl.minimum(masked, last)  # the last block is always masked, even if it is whole
-    return Tile(head, begin.to(gl.int32), sequence, first_row, first, gl.minimum(free, masked), masked, last)
+    free = gl.minimum(free, masked)
+    if kind.BY_QUERY:
+        near = gl.maximum(last - (kind.NEAR - 1) * kind.OTHER, free)
+    else:
+        near = gl.minimum(first + kind.NEAR * kind.OTHER, masked)
+    return Tile(head, b, begin.to(gl.int32), sequence, first_row, first, free, masked, last, near)
 
 
 @gluon.jit
@@ -191,14 +217,14 @@ def copy_block(source, place, block, full, inside, copied, cleared, CLEAR: gl.co
 
 
 @gluon.jit
-def produce(rows, k, v, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_KEYS: gl.constexpr):
-    """Copy the tiles of a program and, block by block, the keys and values that they see.
+def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A: gl.constexpr, CLEAR_B: gl.constexpr):
+    """Copy the tiles of a program and, block by block, what they meet.
 
     Programs take tiles as they come to them, so that none idles while others have much to do.
 
-    rows: (tensor descriptor, stride of its heads, shared memory [2, BLOCK_M, D]) of each tensor that a tile has rows
-    of; k, v: (tensor descriptor, stride of its heads). copied: a barrier for `copy_block`. CLEAR_KEYS: behind the
-    sequence's end keys become zeros, else values.
+    rows: (tensor descriptor, stride of its heads, shared memory [2, OWN, D]) of each tensor that a tile has rows of; a,
+    b: (tensor descriptor, stride of its heads) of those in the ring. copied: two barriers for `copy_block`. CLEAR_A,
+    CLEAR_B: whether their rows behind the sequence's end become zeros.
     """
     i = 0
     n = 0
@@ -221,21 +247,21 @@ def produce(rows, k, v, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_KE
             for which in gl.static_range(len(rows)):
                 source, stride_h, target = rows[which]
                 place = [tile.begin + tile.first_row, tile.head * stride_h]
-                copy_block(source, place, target.index(slot), queue.full.index(slot), 0, copied, 0, False)
-            for start in range(tile.last, tile.first - 1, -kind.BLOCK_N):
+                copy_block(source, place, target.index(slot), queue.full.index(slot), 0, copied.index(0), 0, False)
+            for start in range(tile.last, tile.first - 1, -kind.OTHER):
                 stage = i % kind.STAGES
                 phase = i // kind.STAGES & 1 ^ 1
                 row = tile.begin + start
                 inside = tile.sequence.length - start
-                mbarrier.wait(ring.key_empty.index(stage), phase)
-                place = [row, tile.head * k[1]]
-                full = ring.key_full.index(stage)
-                copy_block(k[0], place, ring.key.index(stage), full, inside, copied, cleared, CLEAR_KEYS)
-                mbarrier.wait(ring.value_empty.index(stage), phase)
-                place = [row, tile.head * v[1]]
-                full = ring.value_full.index(stage)
-                copy_block(v[0], place, ring.value.index(stage), full, inside, copied, cleared, not CLEAR_KEYS)
-                cleared += inside < kind.BLOCK_N
+                mbarrier.wait(ring.a_empty.index(stage), phase)
+                place = [row, tile.head * a[1]]
+                full = ring.a_full.index(stage)
+                copy_block(a[0], place, ring.a.index(stage), full, inside, copied.index(0), cleared, CLEAR_A)
+                mbarrier.wait(ring.b_empty.index(stage), phase)
+                place = [row, tile.head * b[1]]
+                full = ring.b_full.index(stage)
+                copy_block(b[0], place, ring.b.index(stage), full, inside, copied.index(1), cleared, CLEAR_B)
+                cleared += inside < kind.OTHER
                 i += 1
             number = gl.num_programs(0) + gl.atomic_add(batch.taken, 1, sem="relaxed")
         else:
@@ -244,16 +270,23 @@ def produce(rows, k, v, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_KE
 
 
 @gluon.jit
-def loop_bounds(tile, PART: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return (start, stop) of one of three parts of the walk back over all but the last block; only the second is
-    unmasked.
+def loop_bounds(tile, PART: gl.constexpr, kind: gl.constexpr):
+    """Return (start, stop) of one part of the walk back over all but the last block.
+
+    With a time bias there are two parts, of which one has the near blocks. Otherwise there are three, of which only the
+    second needs no masks.
     """
-    if PART == 0:
-        return tile.last - BLOCK_N, tile.masked
+    if kind.HAS_TIME:
+        if PART == 0:
+            return tile.last - kind.OTHER, tile.near
+        else:
+            return tile.near - kind.OTHER, tile.first
+    elif PART == 0:
+        return tile.last - kind.OTHER, tile.masked
     elif PART == 1:
-        return tile.masked - BLOCK_N, tile.free
+        return tile.masked - kind.OTHER, tile.free
     else:
-        return tile.free - BLOCK_N, tile.first
+        return tile.free - kind.OTHER, tile.first
 
 
 @gluon.jit

@@ -43,13 +43,13 @@ def silu_slope(half):
 def attend_dq(output, queries, douts, queue, ring, batch, kind: gl.constexpr, WHICH: gl.constexpr):
     """Compute dq of 64 queries of each tile: the product of ds and keys overlaps the slopes of the next block."""
     dq, stride_t, stride_h, half_scale, factor = output
-    D: gl.constexpr = ring.key.shape[2]
+    D: gl.constexpr = ring.a.shape[2]
     DTYPE: gl.constexpr = queries.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.OTHER, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     m = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))[:, None]
-    s = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, SCORES))[None, :]
-    none = gl.zeros([HALF, kind.BLOCK_N], gl.float32, SCORES)
+    s = gl.arange(0, kind.OTHER, gl.SliceLayout(0, SCORES))[None, :]
+    none = gl.zeros([HALF, kind.OTHER], gl.float32, SCORES)
     n = 0
     stage = 0
     phase = 0
@@ -60,49 +60,49 @@ def attend_dq(output, queries, douts, queue, ring, batch, kind: gl.constexpr, WH
         query = queries.index(n % 2).slice(WHICH * HALF, HALF, 0)
         dout = douts.index(n % 2).slice(WHICH * HALF, HALF, 0)
         sums = gl.zeros([HALF, D], gl.float32, SUMS)
-        mbarrier.wait(ring.key_full.index(stage), phase)
-        scores = warpgroup_mma(query, ring.key.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-        mbarrier.wait(ring.value_full.index(stage), phase)
-        dp = warpgroup_mma(dout, ring.value.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(ring.a_full.index(stage), phase)
+        scores = warpgroup_mma(query, ring.a.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(ring.b_full.index(stage), phase)
+        dp = warpgroup_mma(dout, ring.b.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        mbarrier.arrive(ring.value_empty.index(stage), count=1)
+        mbarrier.arrive(ring.b_empty.index(stage), count=1)
         ds = dp * silu_slope(scores * half_scale) + dp
         mask = visible(t, tile.last + s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
         pairs = rounded_pairs(gl.where(mask, ds, 0.0), DTYPE)
         for PART in gl.static_range(3):
             if (
                 PART == 1
-                or (PART == 0 and (kind.HAS_TARGETS or kind.BLOCK_N < kind.BLOCK_M))
+                or (PART == 0 and (kind.HAS_TARGETS or kind.OTHER < kind.OWN))
                 or (PART == 2 and kind.HAS_WINDOW)
             ):
-                latest, stop = loop_bounds(tile, PART, kind.BLOCK_N)
-                for start in range(latest, stop - 1, -kind.BLOCK_N):
+                latest, stop = loop_bounds(tile, PART, kind)
+                for start in range(latest, stop - 1, -kind.OTHER):
                     before = stage
                     stage = (stage + 1) % kind.STAGES
                     phase ^= stage == 0
-                    mbarrier.wait(ring.key_full.index(stage), phase)
-                    key = ring.key.index(stage).permute((1, 0))
+                    mbarrier.wait(ring.a_full.index(stage), phase)
+                    key = ring.a.index(stage).permute((1, 0))
                     scores = warpgroup_mma(query, key, none, use_acc=False, is_async=True)
-                    mbarrier.wait(ring.value_full.index(stage), phase)
-                    value = ring.value.index(stage).permute((1, 0))
+                    mbarrier.wait(ring.b_full.index(stage), phase)
+                    value = ring.b.index(stage).permute((1, 0))
                     dp = warpgroup_mma(dout, value, none, use_acc=False, is_async=True)
                     left = left_operand(pairs, DTYPE, SUMS)
-                    sums = warpgroup_mma(left, ring.key.index(before), sums, is_async=True)
+                    sums = warpgroup_mma(left, ring.a.index(before), sums, is_async=True)
                     scores = warpgroup_mma_wait(2, deps=(scores,))
                     slope = silu_slope(scores * half_scale)
                     dp, slope = warpgroup_mma_wait(1, deps=(dp, slope))
-                    mbarrier.arrive(ring.value_empty.index(stage), count=1)
+                    mbarrier.arrive(ring.b_empty.index(stage), count=1)
                     ds = dp * slope + dp
                     if PART != 1:
                         seen = visible(t, start + s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
                         ds = gl.where(seen, ds, 0.0)
                     sums, left, ds = warpgroup_mma_wait(0, deps=(sums, left, ds))
-                    mbarrier.arrive(ring.key_empty.index(before), count=1)
+                    mbarrier.arrive(ring.a_empty.index(before), count=1)
                     pairs = rounded_pairs(ds, DTYPE)
         left = left_operand(pairs, DTYPE, SUMS)
-        sums = warpgroup_mma(left, ring.key.index(stage), sums, is_async=True)
+        sums = warpgroup_mma(left, ring.a.index(stage), sums, is_async=True)
         sums, left = warpgroup_mma_wait(0, deps=(sums, left))
-        mbarrier.arrive(ring.key_empty.index(stage), count=1)
+        mbarrier.arrive(ring.a_empty.index(stage), count=1)
         stage = (stage + 1) % kind.STAGES
         phase ^= stage == 0
         store_rows(dq, stride_t, stride_h, tile, tile.first_row + WHICH * HALF, sums * factor, query)
@@ -120,13 +120,13 @@ def dense_attention_bwd_dq_hopper_kernel(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dq of a program's tiles of 128 queries. q, k, v, do: tensor descriptors [T, heads side by side]."""
-    kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, HAS_TARGETS, HAS_WINDOW)
+    kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, True, HAS_TARGETS, HAS_WINDOW)
     batch = Batch(schedule, slots, taken, seq_offsets, num_targets, window_size)
     queries = make_tiles(q, 2)
     douts = make_tiles(do, 2)
     queue = make_queue(2)
     ring = make_ring(k, v, STAGES)
-    copied = make_barriers(1, 1).index(0)
+    copied = make_barriers(2, 1)
     output = dq, dq_stride_t, dq_stride_h, half_scale, factor
     rows = (q, q_stride_h, queries), (do, do_stride_h, douts)
     FIRST: gl.constexpr = 0
@@ -135,7 +135,7 @@ def dense_attention_bwd_dq_hopper_kernel(
         [
             (attend_dq, (output, queries, douts, queue, ring, batch, kind, FIRST)),
             (attend_dq, (output, queries, douts, queue, ring, batch, kind, SECOND)),
-            (produce, (rows, (k, k_stride_h), (v, v_stride_h), queue, ring, copied, batch, kind, True)),
+            (produce, (rows, (k, k_stride_h), (v, v_stride_h), queue, ring, copied, batch, kind, True, False)),
         ],
         [4, 1],
         [240, 24],  # registers of a thread of the second group and of the warp that copies

@@ -2,8 +2,9 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
-The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py and backward_dkv.py, hopper_forward.py and
-hopper_dq.py in place of the former two, and the small ones of hstu_sparse/bias. Their settings: configs.py.
+The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py and backward_dkv.py, on Hopper instead
+hopper_forward.py, hopper_dq.py (without a bias) and hopper_dkv.py (with one), and the small ones of hstu_sparse/bias.
+Their settings: configs.py.
 """
 
 import functools
@@ -24,6 +25,7 @@ from hstu_sparse.dense.configs import (
     bwd_dkv_config,
     bwd_dq_config,
     fwd_config,
+    hopper_dkv_config,
     hopper_dq_config,
     hopper_fwd_config,
     prefers_hopper,
@@ -97,7 +99,7 @@ class _Launch:
     ):  # fmt: skip
         self.bias = RelativeBias(position, time, timestamps, query_timestamps)
         self.metadata = seq_offsets, num_targets, timestamps, query_timestamps
-        purpose = purpose_of(q, v, seq_offsets, num_targets, self.bias, max_seq_len, window_size)
+        purpose = purpose_of(q, v, seq_offsets, num_targets, self.bias, max_seq_len, window_size, hopper)
         self.features = purpose.features
         self.plan = AttentionPlan.of_flat(purpose, plan)
         self.d_out, self.v_out = q.shape[2], v.shape[2]
@@ -157,8 +159,9 @@ class _Launch:
         if self.hopper:
             from hstu_sparse.dense.hopper_forward import dense_attention_fwd_hopper_kernel as kernel
 
-            factors = 0.5 * self.scale, 1.0 / self.normalizer
-            self._run_hopper(kernel, (self.q, self.k, self.v), out, factors, hopper_fwd_config(self.features))
+            factors, config = (0.5 * self.scale, 1.0 / self.normalizer), hopper_fwd_config(self.features)
+            sources = self.q, self.k, self.v
+            self._run_hopper(kernel, self.plan.forward, "MNN", sources, (out,), factors, config, tables)
             return out, tables
         purpose, tiles = self.plan.purpose, self.plan.forward
         arguments = (
@@ -168,20 +171,29 @@ class _Launch:
         self.run(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
         return out, tables
 
-    def _run_hopper(self, kernel, sources: tuple, output: torch.Tensor, factors: tuple, config: LaunchConfig) -> None:
-        """Launch a kernel for Hopper on the tiles of the forward kernel's schedule. sources: q, k, v and for dq do."""
+    def _run_hopper(
+        self, kernel, tiles: TileMap, blocks: str, sources: tuple, outputs: tuple, factors: tuple,
+        config: LaunchConfig, tables: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Launch a kernel for Hopper.
+
+        blocks: for each of `sources` M or N, the rows of its tensor descriptor: BLOCK_M or BLOCK_N. tables:
+        `halved_tables`, for a kernel that takes biases.
+        """
         from hstu_sparse.dense.hopper import descriptor
 
-        schedule, heads = self.plan.forward.schedule, self.case.heads
-        rows = config.BLOCK_M, config.BLOCK_N, config.BLOCK_N, config.BLOCK_M
-        descriptors = [descriptor(x, n) for x, n in zip(sources, rows)]
-        slots = schedule.shape[0]
+        heads, slots = self.case.heads, tiles.schedule.shape[0]
+        descriptors = [descriptor(x, config[f"BLOCK_{block}"]) for x, block in zip(sources, blocks)]
+        strides = *(x.base.stride(1) for x in descriptors), *(n for x in outputs for n in x.stride()[:2])
         taken = torch.zeros(1, dtype=torch.int32, device=self.q.device)
+        planned, constants = (tiles.schedule,), {}
+        if tables is not None:
+            planned = self.planned(tiles, tables)
+            constants = dict(HAS_POSITION=self.features.position, HAS_TIME=self.features.time)
         run(
-            kernel, min(multiprocessors(self.q.device), slots * heads), *descriptors, output,
-            *(x.base.stride(1) for x in descriptors), *output.stride()[:2], *self.metadata[:2],
-            self.plan.purpose.window_size, *factors, taken, slots, schedule, H=heads, HAS_TARGETS=self.case.targets,
-            HAS_WINDOW=self.case.window, **config,
+            kernel, min(multiprocessors(self.q.device), slots * heads), *descriptors, *outputs, *strides,
+            *self.metadata[:2], self.plan.purpose.window_size, *factors, taken, slots, *planned, H=heads,
+            HAS_TARGETS=self.case.targets, HAS_WINDOW=self.case.window, **constants, **config,
         )  # fmt: skip
 
     def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
@@ -198,19 +210,26 @@ class _Launch:
             *self.metadata[:2], purpose.window_size, 0.5 * self.scale, 0.5 / self.normalizer, self.scale,
         )  # fmt: skip
 
-        if bwd_dkv_config(self.features).TMA:
-            allow_descriptors()
-        arguments = (
-            self.q, self.k, self.v, do, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
-            *self.planned(self.plan.dkv, tables),
-        )  # fmt: skip
-        self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
+        sources = self.q, self.k, self.v, do
+        if self.hopper and self.biased:
+            from hstu_sparse.dense.hopper_dkv import dense_attention_bwd_dkv_hopper_kernel as kernel
 
-        if self.hopper:
+            config = hopper_dkv_config(self.features)
+            self._run_hopper(kernel, self.plan.dkv, "MNNM", sources, (dk, dv), numbers[3:], config, tables)
+        else:
+            if bwd_dkv_config(self.features).TMA:
+                allow_descriptors()
+            arguments = (
+                *sources, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
+                *self.planned(self.plan.dkv, tables),
+            )  # fmt: skip
+            self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
+
+        if self.hopper and not self.biased:
             from hstu_sparse.dense.hopper_dq import dense_attention_bwd_dq_hopper_kernel as kernel
 
-            factors = 0.5 * self.scale, 0.5 * self.scale / self.normalizer
-            self._run_hopper(kernel, (self.q, self.k, self.v, do), dq, factors, hopper_dq_config(self.features))
+            factors, config = (0.5 * self.scale, 0.5 * self.scale / self.normalizer), hopper_dq_config(self.features)
+            self._run_hopper(kernel, self.plan.forward, "MNNM", sources, (dq,), factors, config)
             return [dq, dk, dv]
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)

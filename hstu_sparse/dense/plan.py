@@ -15,7 +15,15 @@ from hstu_sparse.assembly import proven
 from hstu_sparse.bias.buckets import TokenTimes, device_cells, hidden_bucket, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import NEAR
-from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
+from hstu_sparse.dense.configs import (
+    Features,
+    bwd_dkv_config,
+    bwd_dq_config,
+    fwd_config,
+    hopper_dkv_config,
+    hopper_fwd_config,
+    prefers_hopper,
+)
 from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
 from hstu_sparse.jagged import fingerprint
 from hstu_sparse.launch import architecture, cdiv, padded_head, run
@@ -24,14 +32,15 @@ from hstu_sparse.registration import register_preparation
 
 class Tiling(NamedTuple):
     """The sizes of a kernel's tiles: `owned` tokens of a program (queries if by_query), `other` of the blocks it walks
-    over.
+    over, `near` blocks of which the plan has the buckets of all pairs.
 
-    Without a time bias nothing depends on `other` and `by_query`.
+    Without a time bias nothing depends on what follows `owned`.
     """
 
     owned: int
     other: int
     by_query: bool
+    near: int
 
 
 class TileMap(NamedTuple):
@@ -45,7 +54,7 @@ class TileMap(NamedTuple):
               MOST_EDGES edges, and the block is less than 2^24 seconds long
     runs      [slots] int32: where the run of narrow blocks ends (for tiles of queries: the first row after it) or, for
               tiles of keys, begins
-    near      [slots, min(NEAR, row), owned * other] uint8: buckets of the pairs with the nearest blocks, which are not
+    near      [slots, min(near, row), owned * other] uint8: buckets of the pairs with the nearest blocks, which are not
               in the run; `hidden_bucket` where the query does not see the key
 
     Without a time bias only the schedule is there.
@@ -107,9 +116,9 @@ class AttentionPlan(NamedTuple):
         return cls(purpose, *times, *maps)
 
 
-def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool) -> Features:
+def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool, hopper: bool = False) -> Features:
     """Return the features of a call with these tensors, with or without a position bias and a time bias."""
-    return _features(q.shape[-1], v.shape[-1], q.dtype, position, time, architecture(q.device))
+    return _features(q.shape[-1], v.shape[-1], q.dtype, position, time, architecture(q.device), hopper)
 
 
 @functools.cache
@@ -117,33 +126,42 @@ def _features(d: int, v: int, *rest) -> Features:
     return Features(padded_head(d), padded_head(v), *rest)
 
 
-def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int) -> Purpose:
-    """Return the purpose of the plan for a call with these arguments."""
-    f = features(q, v, bias.position is not None, bias.time is not None)
+def purpose_of(
+    q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int, hopper: bool | None = None
+) -> Purpose:
+    """Return the purpose of the plan for a call with these arguments. hopper: see `hstu_attention_triton`."""
     num_seqs, buckets = seq_offsets.shape[0] - 1, num_time_buckets(bias.time)
+    position, time = bias.position is not None, bias.time is not None
+    if hopper is None:
+        hopper = prefers_hopper(q, v, position or time, num_seqs)
+    f = features(q, v, position, time, hopper and (position or time))
     batch = fingerprint(seq_offsets, num_targets, *(bias[2:] if f.time else ()))
     return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, f, batch)
 
 
 def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
     fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
+    near_fwd, near_dkv = NEAR.value, NEAR.value
+    if f.hopper:
+        fwd, dkv = hopper_fwd_config(f), hopper_dkv_config(f)
+        near_fwd, near_dkv = fwd.NEAR, dkv.NEAR
     sizes = (
-        Tiling(fwd.BLOCK_M, fwd.BLOCK_N, True),
-        Tiling(dq.BLOCK_M, dq.BLOCK_N, True),
-        Tiling(dkv.BLOCK_N, dkv.BLOCK_M, False),
+        Tiling(fwd.BLOCK_M, fwd.BLOCK_N, True, near_fwd),
+        Tiling(dq.BLOCK_M, dq.BLOCK_N, True, NEAR.value),
+        Tiling(dkv.BLOCK_N, dkv.BLOCK_M, False, near_dkv),
     )
-    return sizes if f.time else tuple(Tiling(tiling.owned, 1, True) for tiling in sizes)
+    return sizes if f.time else tuple(Tiling(tiling.owned, 1, True, 0) for tiling in sizes)
 
 
 def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max_seq_len, window_size, num_buckets,
-              owned, other, by_query, roles, least=torch.sym_min):  # fmt: skip
+              owned, other, by_query, near, roles, least=torch.sym_min):  # fmt: skip
     slots = total // owned + seq_offsets.shape[0] - 1
     new = functools.partial(torch.empty, device=seq_offsets.device)
     tensors = [new(slots, 2, dtype=torch.int32)]
     if timestamps is not None:
         row = cdiv(least(max_seq_len, total), other) + 2
         tensors += [new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32)]
-        tensors.append(new(slots, least(NEAR.value, row), owned * other, dtype=torch.uint8))
+        tensors.append(new(slots, least(near, row), owned * other, dtype=torch.uint8))
     for _ in range(roles):
         tensors += [new(2, total, dtype=torch.float32), new(total, dtype=torch.int32)]
     return tensors
@@ -152,7 +170,7 @@ def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max
 def _map(*arguments):
     (
         seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, owned, other,
-        by_query, _,
+        by_query, near, _,
     ) = arguments  # fmt: skip
     tensors = _fake_map(*arguments, least=min)
     num_seqs, timed = seq_offsets.shape[0] - 1, timestamps is not None
@@ -167,7 +185,7 @@ def _map(*arguments):
     )  # fmt: skip
     constants = dict(
         HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=owned, OTHER=other, BY_QUERY=by_query,
-        HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
+        NEAR=near, HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
     )  # fmt: skip
     grid = num_seqs + (slots if timed else 0)
     run(dense_attention_plan_kernel, grid, *kernel_arguments, **constants, num_warps=8 if timed else 4)
@@ -177,7 +195,8 @@ def _map(*arguments):
 _map_operator = register_preparation(
     "dense_tile_map",
     "Tensor seq_offsets, Tensor? num_targets, Tensor? timestamps, Tensor? query_timestamps, SymInt total, "
-    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query, int roles",
+    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query, int near, "
+    "int roles",
     launch=_map,
     fake=_fake_map,
 )

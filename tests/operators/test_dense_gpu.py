@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 reference, kernel = (with_tables(functools.partial(hstu_attention, backend=b)) for b in ("reference", "triton"))
 hopper = functools.partial(hstu_attention, backend="hopper")
+hopper_with_tables = with_tables(hopper)
 ALL = ("targets", "position", "time", "query_times")
 
 
@@ -64,8 +65,43 @@ def test_hopper(features, window, d, dtype):
 
 @on_hopper
 @pytest.mark.parametrize("d", [64, 128])
-def test_hopper_with_many_candidates(d):
-    x = inputs((500, 300, 7, 400), 500, d=d, v=d, features=("targets",), heads=4)
+@pytest.mark.parametrize(
+    ("features", "window", "dtype"),
+    [
+        (("position",), 0, torch.float16),
+        (("time", "query_times"), 0, torch.bfloat16),
+        (("position", "time"), 0, torch.bfloat16),
+        (ALL, 0, torch.float16),
+        (ALL, 200, torch.bfloat16),
+    ],
+)
+def test_hopper_with_biases(features, window, dtype, d):
+    for lengths in ((128, 1, 0, 64, 129, 127, 256, 63, 65, 700, 192, 2000), [37 * i % 200 for i in range(300)]):
+        x = inputs(lengths, 2000, d=d, v=d, features=features, window=window, dtype=dtype, heads=4)
+        compare(x, function=hopper)
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_hopper_with_times_of_all_sizes(ordered, d):
+    """Near blocks, narrow ones with and without edges, and wide ones; without order almost all far ones are wide."""
+    x = inputs((3000, 900), 3000, d=d, v=d, features=("position", "time"), heads=4)
+    if ordered:
+        gaps = torch.tensor([0, 1, 40, 3000, 10**6]).repeat_interleave(780)
+        gaps[::500] += 10**7
+        x["timestamps"] = gaps.cumsum(0).cuda()
+    else:
+        order = torch.randperm(3900, generator=torch.Generator().manual_seed(1)).cuda()
+        x["timestamps"] = x["timestamps"][order]
+    compare(x, function=hopper)
+
+
+@on_hopper
+@pytest.mark.parametrize("features", [("targets",), ALL])
+@pytest.mark.parametrize("d", [64, 128])
+def test_hopper_with_many_candidates(d, features):
+    x = inputs((500, 300, 7, 400), 500, d=d, v=d, features=features, heads=4)
     x["num_targets"] = torch.tensor([400, 1, 7, 200], device="cuda")
     compare(x, function=hopper)
 
@@ -84,26 +120,28 @@ def test_hopper_gives_the_same_bits(d):
 
 @on_hopper
 @pytest.mark.parametrize("d", [64, 128])
-def test_hopper_gives_the_same_gradients(d):
-    x = inputs([37 * i % 600 for i in range(400)], 600, d=d, v=d, heads=4)
-    leaves = [x[name].requires_grad_() for name in "qkv"]
-    passes = [torch.autograd.grad(hopper(**x).float().square().sum(), leaves) for _ in range(4)]
+@pytest.mark.parametrize("features", [(), ("position", "time")])
+def test_hopper_gives_the_same_gradients(d, features):
+    x = inputs([37 * i % 600 for i in range(400)], 600, d=d, v=d, heads=4, features=features)
+    leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "position", "time") if name in x]
+    passes = [torch.autograd.grad(hopper_with_tables(**x).float().square().sum(), leaves) for _ in range(4)]
     for again in passes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(passes[0], again))
 
 
 @on_hopper
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
-def test_hopper_keeps_sequences_apart(name):
-    """Infinities in one sequence do not reach the output and dq of its neighbours."""
+@pytest.mark.parametrize("features", [(), ("position",), ("time",)])
+def test_hopper_keeps_sequences_apart(name, features):
+    """Infinities in one sequence do not reach its neighbours' output and gradients."""
     lengths = (200, 77, 100)
-    x = inputs(lengths, 200, heads=4)
+    x = inputs(lengths, 200, heads=4, features=features)
     grad = make_jagged(lengths, (4, 64), seed=4, dtype=torch.bfloat16, device="cuda")
 
     def call():
-        q = x["q"].detach().clone().requires_grad_()
-        out = hopper(**{**x, "q": q})
-        return out.detach(), *torch.autograd.grad(out, q, grad)
+        leaves = {n: x[n].detach().clone().requires_grad_() for n in "qkv"}
+        out = hopper_with_tables(**{**x, **leaves})
+        return out.detach(), *torch.autograd.grad(out, leaves.values(), grad)
 
     before = call()
     (grad if name == "grad" else x[name])[200:277] = float("inf")
@@ -111,7 +149,7 @@ def test_hopper_keeps_sequences_apart(name):
     if name != "grad":
         assert not after[0][276].isfinite().all()
     assert not after[1][276].isfinite().all()
-    for result, old, new in zip(("output", "dq"), before, after):
+    for result, old, new in zip(("output", "dq", "dk", "dv"), before, after, strict=True):
         off = old != new
         off[200:277] = False
         first = off.nonzero()[:1].flatten().tolist()
