@@ -92,9 +92,12 @@ def owned_rows(tile, place, bias, kind: gl.constexpr, WHICH: gl.constexpr):
 
 @gluon.jit
 def look_up(table, index):
-    """Load table[index], fp32, by assembly, which the compiler may move, unlike a load."""
+    """Load table[index], fp32, by assembly, which Triton leaves in its place and in the tile's layout.
+
+    Not ld.global.nc, which ptxas may move behind the wait for the products and the group's barrier.
+    """
     return gl.inline_asm_elementwise(
-        "ld.global.nc.f32 $0, [$1];", "=f,l", [(table + index).to(gl.int64)], gl.float32, True, 1
+        "ld.global.f32 $0, [$1];", "=f,l", [(table + index).to(gl.int64)], gl.float32, True, 1
     )
 
 
@@ -125,7 +128,7 @@ def near_time_bias(start, rows, tile, bias, kind: gl.constexpr, SCORES: gl.const
     parts = gl.permute(gl.reshape(stored, [4, 8, 4, kind.OTHER // 8, 2, 2]), [0, 4, 1, 3, 2, 5])
     index = gl.convert_layout(gl.reshape(parts, [HALF, kind.OTHER]), SCORES, assert_trivial=True)
     return gl.inline_asm_elementwise(
-        "{ .reg .u64 a; mad.wide.u32 a, $2, 4, $1; ld.global.nc.f32 $0, [a]; }", "=f,l,r",
+        "{ .reg .u64 a; mad.wide.u32 a, $2, 4, $1; ld.global.f32 $0, [a]; }", "=f,l,r",
         [bias.time.to(gl.int64), index.to(gl.int32)], gl.float32, True, 1,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ SPILLS_HOPPER = {
     "dense_attention_bwd_dkv_hopper_kernel": 96,
     "dense_attention_bwd_dkv_kernel": SPILLS_UNBIASED,
     "dense_attention_bwd_dq_kernel": SPILLS,
+    "dense_attention_plan_kernel": 8,
 }
 
 kernel = functools.partial(hstu_attention, backend="triton")
