@@ -48,7 +48,7 @@ def fwd_config(f: Features) -> LaunchConfig:
 
 # Head size -> the average number of tokens of a sequence from which `backend="auto"` chooses the kernels for Hopper,
 # where they were measured faster. {}: never, until test_hopper_keeps_sequences_apart has been run often on sm_90: it
-# failed in one of three processes (docs/notes/2026-11-23-hopper.md).
+# once failed, probably by another test's fault (docs/notes/2026-11-23-hopper.md).
 HOPPER_FROM: dict[int, int] = {}
 # The same for calls with a bias, whose kernels have never run on a GPU.
 HOPPER_FROM_BIASED: dict[int, int] = {}
