@@ -73,7 +73,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     if config.task.kind != "retrieval" and (lists or options.sampled):
         raise ConfigError(
             f"task.kind={config.task.kind} scores the items that it is given: --predict, --recommend, --export-items, "
-            "and --sampled are for retrieval"
+            "and --sampled are for retrieval; Recommender.score and POST /scores score items (docs/serving.md)"
         )
     for out, name in ((options.predict, "--predict"), (options.recommend, "--recommend")):
         if out:

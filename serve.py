@@ -1,4 +1,4 @@
-"""Serves a run over HTTP: events in, recommendations and scores out (docs/serving.md).
+"""Serve a run over HTTP: events in, recommendations and scores out (docs/serving.md).
 
 python serve.py RUN [--port 8000] [--cache 2bit --sink-tokens 4] [--history]       on 127.0.0.1; /docs has the routes
 python serve.py RUN --host 0.0.0.0 --token-file FILE                       for others, who need the token in the file

@@ -279,12 +279,13 @@ def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | s
     table = model.embedding.sharded
     size = sum(p.numel() * p.element_size() for p in [*model.parameters(), *([] if table is None else [table.weight])])
     copies = 5 if config.train.ema_decay else 4
+    epochs = config.train.epochs
     terminal.say(
         f"{data.dataset.name}: {data.dataset.num_users:,} users, {data.dataset.num_items:,} items, "
         f"{data.dataset.num_events:,} events; {model.num_parameters:,} parameters; {data.device}; run folder {folder}"
     )
     terminal.say(
-        f"{config.train.epochs:,} epochs of {steps:,} steps; weights, gradients and moments take "
+        f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; weights, gradients and moments take "
         f"{copies * size / 2**20:,.1f} MiB, a step's tensors come on top (--dry-run measures them and the time)"
     )
 

@@ -6,6 +6,7 @@ row is a line, except that in a format with quoting a quoted field may contain l
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -42,6 +43,10 @@ def first_line(source: RawFile, fmt: RawFormat) -> bytes:
     """Return the first line of a file without its line end; DataError for a line that is too long."""
     with open(source.path, "rb") as f:
         line = f.readline(fmt.longest_row + 1)
+        if line.startswith(b"PAR1"):
+            f.seek(-4, os.SEEK_END)
+            if f.read() == b"PAR1":  # the magic bytes at both ends
+                raise DataError(f"{source.name}: this is a Parquet file; set data.format to parquet")
     if len(line) > fmt.longest_row:
         raise DataError(f"{source.name} line 1: longer than {fmt.longest_row:,} bytes")
     return line

@@ -30,12 +30,12 @@ def true_or_false(text: str) -> bool:
 
 # Options of a served run: name, type, text of --help. Their defaults are in models.serving.ServingOptions.
 SERVING_OPTIONS = (
-    ("sink_tokens", int, "with codes: the first tokens of a window that are kept as they are; by default 0"),
-    ("clip", float, "with codes: the share of a group's range that they reach over; by default .75 at 2 bits, else 1"),
-    ("head_group", int, "with codes: heads that are coded together; by default 2, or 1 where their number is odd"),
-    ("quant_group", int, "with codes: channels that share a scale; by default 64"),
-    ("cache_bytes", int, "for the keys and values of all users; by default 1 GiB"),
-    ("slide", int, "events that leave a user's window at a time; by default a quarter of what it holds"),
+    ("sink_tokens", int, "with codes: how many first tokens of a window are stored uncoded; by default 0"),
+    ("clip", float, "with codes: the share of a group's range that they cover; by default .75 at 2 bits, else 1"),
+    ("head_group", int, "with codes: how many heads are coded together; by default 2, or 1 where their number is odd"),
+    ("quant_group", int, "with codes: how many channels share a scale; by default 64"),
+    ("cache_bytes", int, "memory for keys and values of all users, in bytes; by default 1 GiB"),
+    ("slide", int, "how many events leave a full window together; by default a quarter of the window"),
     ("cuda_graphs", true_or_false, "on a GPU: replay passes of few tokens as CUDA graphs; by default true"),
 )
 
@@ -70,7 +70,7 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
     add = parser.add_argument
     add("config", nargs="?", help="the run's YAML file")
     add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like train.lr=3e-4")
-    add("--run", type=Path, help="the run's folder, instead of a new one under run_dir/name")
+    add("--run", type=Path, help="the run's folder; by default a new one under run_dir/name")
     add(
         "--resume",
         type=Path,
@@ -78,11 +78,13 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         help="go on with this run folder; key=value changes its configuration; "
         "auto: with CONFIG and --run, go on from the newest whole checkpoint there, or begin",
     )
-    add("--override", action="store_true", help="with --resume: take over a config.yaml that was changed")
+    add("--override", action="store_true", help="with --resume: accept a config.yaml that was changed")
     add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
-    add("--dry-run", action="store_true", help="prepare the data, make a few steps, tell time and memory; no run")
-    add("--keys", nargs="?", const="", metavar="PREFIX", help="print a configuration's keys, or those that begin so")
-    add("--plan", action="store_true", help="prepare the data, tell what each GPU's memory would hold; no run, no GPU")
+    add("--dry-run", action="store_true", help="prepare the data, make a few steps, print time and memory")
+    add(
+        "--keys", nargs="?", const="", metavar="PREFIX", help="print the keys of a configuration that begin with PREFIX"
+    )
+    add("--plan", action="store_true", help="prepare the data, predict each GPU's memory; needs no GPU")
     options = parser.parse_intermixed_args(arguments)
     if options.keys is not None:
         if options.config is not None or options.resume:
@@ -124,20 +126,25 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     add = parser.add_argument
     add("run", type=Path, nargs="?", help="the folder of a run")
     add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like device=cpu")
-    add("--split", choices=("train", "valid", "test"), default="test")
+    add("--split", choices=("train", "valid", "test"), default="test", help="the split to judge; by default test")
     add("--data", metavar="NEW", help="other data of the same format; items that the run does not know are left out")
     add("--predict", type=Path, metavar="OUT", help="write the top-k items of each user of the split")
-    add("--recommend", type=Path, metavar="OUT", help="write what comes next after whole histories; judges nothing")
-    add("--users", type=Path, metavar="FILE", help="with --recommend: users of the data, an id a line; by default all")
-    add("--history", type=Path, metavar="FILE", help="with --recommend: events of other users, in place of the data's")
-    add("--at", type=int, metavar="SECONDS", help="with --recommend: when, in Unix time; by default the last event's")
-    add("--top-k", type=int, default=10)
+    add("--recommend", type=Path, metavar="OUT", help="write each user's next items after all events; judges nothing")
+    add("--users", type=Path, metavar="FILE", help="with --recommend: a file of user ids, one a line; by default all")
+    add("--history", type=Path, metavar="FILE", help="with --recommend: events to use instead of the data's")
+    add(
+        "--at",
+        type=int,
+        metavar="SECONDS",
+        help="with --recommend: the request's Unix time; by default the last event's",
+    )
+    add("--top-k", type=int, default=10, metavar="K", help="the length of each user's list; by default 10")
     add("--export-items", type=Path, metavar="OUT", help="write item vectors and ids into this folder; judges nothing")
-    add("--overwrite", action="store_true", help="replace what stands in the place of an output")
+    add("--overwrite", action="store_true", help="replace an output that exists")
     add("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
-    add("--seed", type=int, default=0, help="of the sampled candidates")
+    add("--seed", type=int, default=0, help="the seed that draws the items of --sampled; by default 0")
     add("--serve", nargs="?", const="auto", choices=CACHES, metavar="CACHE",
-        help=f"evaluate a service that gets events and requests one after another ({', '.join(CACHES)})")  # fmt: skip
+        help=f"judge the run as a service that gets events one by one ({', '.join(CACHES)})")  # fmt: skip
     _add_serving(add)
     options = parser.parse_intermixed_args(arguments)
     if options.run is None:
@@ -173,13 +180,13 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("run", type=Path, help="the folder of a run")
     add("--host", default="127.0.0.1", help="the address to listen on; by default this machine alone can reach it")
     add("--port", type=int, default=8000, help="by default 8000; 0 takes a free one")
-    add("--token-file", type=Path, metavar="FILE", help="every route but /health then needs the bearer token in it")
+    add("--token-file", type=Path, metavar="FILE", help="ask for the bearer token in FILE, except on /health")
     add("--history", action="store_true", help="start with the events of the run's data")
     add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")
     add("--fsync", choices=("always", "never"), default="always",
-        help="always: an accepted event is on the disk; never: it survives a kill alone")  # fmt: skip
+        help="always: an accepted event survives a power cut; never: only a kill")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="by default what the run's configuration says")
-    add("--cache", choices=CACHES, default="auto", help="how keys and values of users are kept; by default auto")
+    add("--cache", choices=CACHES, default="auto", help="the format of cached keys and values; by default auto")
     _add_serving(add)
     limits = (
         ("body", 2**20, "bytes of a body"),
@@ -218,11 +225,11 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     add = parser.add_argument
     add("plan", type=Path, nargs="?", help="the plan's YAML file")
     add("--out", type=Path, help="the folder of the runs and of the result")
-    add("--seeds", type=_seeds, metavar="1,2,3", help="in place of the plan's")
-    add("--parallel", type=int, default=1, metavar="N", help="runs at a time, on one machine")
-    add("--quick", action="store_true", help="with what the plan says under quick, to see whether all works")
-    add("--baseline", metavar="NAME", help="in place of the plan's")
-    add("--no-speed", action="store_true", help="do not measure steps; what was measured before is shown all the same")
+    add("--seeds", type=_seeds, metavar="1,2,3", help="the seeds, instead of the plan's")
+    add("--parallel", type=int, default=1, metavar="N", help="the number of runs at a time, on one machine")
+    add("--quick", action="store_true", help="apply the overrides in the plan's section quick, for a short trial")
+    add("--baseline", metavar="NAME", help="the setting to compare with, instead of the plan's")
+    add("--no-speed", action="store_true", help="do not measure steps; the table shows earlier measurements")
     add(
         "--runs", nargs="+", default=[], metavar="NAME=FOLDER", help="finished runs, or folders of such, to compare too"
     )
@@ -246,12 +253,12 @@ def tune_options(description: str | None, arguments: list[str] | None = None) ->
     parser = _parser(description)
     add = parser.add_argument
     add("config", help="the run's YAML file")
-    add("space", type=Path, help="the YAML file that says from where options are drawn")
+    add("space", type=Path, help="the YAML file with the ranges of options")
     add("overrides", nargs="*", metavar="key=value", help="dotted overrides, for all trials")
     add("--out", type=Path, required=True, help="the folder of the trials and of the result")
-    add("--trials", type=int, metavar="N", help="of the whole search, those that are there included")
-    add("--hours", type=float, metavar="H", help="after which no trial is started")
-    add("--parallel", type=int, default=1, metavar="N", help="trials at a time, on one machine")
+    add("--trials", type=int, metavar="N", help="stop when the search has N trials, earlier ones included")
+    add("--hours", type=float, metavar="H", help="start no trial after H hours")
+    add("--parallel", type=int, default=1, metavar="N", help="the number of trials at a time, on one machine")
     options = parser.parse_intermixed_args(arguments)
     if options.trials is None and options.hours is None:
         parser.error("give --trials N, --hours H or both: without them the search has no end")

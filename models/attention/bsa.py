@@ -1,5 +1,6 @@
 """The kind `bsa`."""
 
+import functools
 import logging
 from typing import Any, Literal, cast
 
@@ -22,6 +23,7 @@ BIASED_CROSSOVER = {1: 11048, 2: 9908, 16: 9478, 64: 2901}
 log = logging.getLogger(__name__)
 
 
+@functools.cache  # once for a run, not for each of its layers
 def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> None:
     """Warn when no sequence of a run is long enough for block sparsity to be faster.
 

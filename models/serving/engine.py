@@ -79,8 +79,8 @@ class Engine:
         context = model.embedding.context
         if context is not None and (context.num_users or context.num_events):
             raise ServingError(
-                "data.features: those of users and events cannot be served, nobody tells them to a service; those of "
-                "items and of the calendar can"
+                "data.features: a run with features of users or events cannot be served, since requests do not carry "
+                "them; features of items and of the calendar are served"
             )
         self.layers = served_layers(model, torch.bfloat16 if self.autocast else None)
         form = page_format(model, options)

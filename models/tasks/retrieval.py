@@ -148,7 +148,8 @@ class Retrieval(Task):
     def protocol_lines(self, result: dict) -> list[str]:
         return [
             f"Split {result['split']}, {result['users']:,} users, full ranking over the catalogue. "
-            f"Main figures: {FILTERED[self.config.eval.filter_seen]}.",
+            f"Main figures: {FILTERED[self.config.eval.filter_seen]}. (seen filtered: all items of the history; "
+            "window filtered: those of the last model.max_seq_len events; unfiltered: none.)",
             *self._cold_lines(result),
             *result["notes"],
         ]
@@ -179,13 +180,13 @@ class Retrieval(Task):
                 [],
             ),
             Table(
-                "By popularity of the target: its training events (0: cold, by features alone if at all)",
+                "By popularity of the target (0 training events: a cold item)",
                 ["training events", "users", *names],
                 [[row["events"], f"{row['users']:,}", *cells(row, names)] for row in result["by_popularity"]],
                 [],
             ),
             Table(
-                "95% intervals over the users (the seed's chance is not in them)",
+                "95% intervals over users (not over seeds)",
                 ["", "from", "to"],
                 [[name, f"{low:.4f}", f"{high:.4f}"] for name, (low, high) in result["intervals"].items()],
                 [],
@@ -198,7 +199,7 @@ class Retrieval(Task):
                 [],
             ),
             Table(
-                "Some of them",
+                "Examples",
                 ["user", "last events", "next event", "list"],
                 [
                     [row["user"], ", ".join(row["history"]), row["target"], ", ".join(row["list"])]

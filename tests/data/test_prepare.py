@@ -351,8 +351,12 @@ def test_validator_parquet(tmp_path, load, column, values, complaint):
     assert complaint in error_of(load, "parquet", tmp_path / "log.parquet", columns={"action": "how"})
 
 
-def test_parquet_that_is_none(load):
-    assert "not a readable Parquet file" in error_of(load, "parquet", "user,item\n", name="x.parquet")
+def test_parquet_and_text_that_are_taken_for_each_other(tmp_path, load):
+    assert "not a Parquet file; for text set data.format to csv" in error_of(load, "parquet", "user,item\n", name="x")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1, and then nothing")
+    assert "not a readable Parquet file" in error_of(load, "parquet", tmp_path / "cut.parquet")
+    pl.DataFrame({"user": [1], "item": [2], "timestamp": [3]}).write_parquet(tmp_path / "log.csv")
+    assert "this is a Parquet file; set data.format to parquet" in error_of(load, "csv", tmp_path / "log.csv")
 
 
 def test_files_that_are_missing_empty_or_ambiguous(tmp_path, load):

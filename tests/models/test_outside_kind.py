@@ -1,6 +1,7 @@
 """An attention kind from outside the package, named by its path: it trains, is stored with the run and evaluates."""
 
 import json
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -15,6 +16,8 @@ from models.config import ConfigError, as_yaml, load_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "synthetic-hstu.yaml"
 PATH = "my_package.my_module:LastAttention"
+SMALL = ["data.synthetic={num_users: 200, num_items: 80, mean_length: 15}", "model.max_seq_len=20", "threads=1"]
+SMALL += ["model.embedding_dim=16", "train.epochs=1", "train.batch_size=16", "device=cpu"]
 MODULE = '''
 from typing import Literal
 
@@ -74,9 +77,7 @@ def package(tmp_path, monkeypatch):
 
 
 def test_it_trains_and_evaluates_from_its_folder(tmp_path, package):
-    settings = ["data.synthetic={num_users: 200, num_items: 80, mean_length: 15}", "model.max_seq_len=20"]
-    settings += ["model.embedding_dim=16", "train.epochs=1", "train.batch_size=16", "device=cpu", "threads=1"]
-    settings += [f"model.attention.kind={PATH}", "model.attention.share=0.25"]
+    settings = [*SMALL, f"model.attention.kind={PATH}", "model.attention.share=0.25"]
     run = tmp_path / "run"
     assert train.main([str(CONFIG), *settings, "--run", str(run)]) == 0
     stored = yaml.safe_load((run / "config.yaml").read_text())
@@ -85,6 +86,19 @@ def test_it_trains_and_evaluates_from_its_folder(tmp_path, package):
     assert evaluation.main([str(run)]) == 0
     result, again = (json.loads((run / name).read_text()) for name in ("result.json", "eval-test.json"))
     assert again["model"] == result["model"] and again["model"]["history"]["HR@10"] > 0
+
+
+def test_the_example_of_contributing_trains(tmp_path, package):
+    page = CONFIG.parents[1] / "CONTRIBUTING.md"
+    (source,) = re.findall(r"^```python\n(.*?WindowAttention.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "code" / "my_package" / "window.py").write_text(source)
+    run = tmp_path / "run"
+    kind = "model.attention.kind=my_package.window:WindowAttention"
+    assert train.main([str(CONFIG), *SMALL, kind, "--run", str(run)]) == 0
+    losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any("gate_spread" in json.dumps(line) for line in losses)
+    with pytest.raises(ConfigError, match="window_size=30 is over"):
+        load_config(CONFIG, [*SMALL, kind, "model.attention.window_size=30"])
 
 
 def test_it_stands_in_lists_beside_others(package, tmp_path):

@@ -176,7 +176,9 @@ def create_app(
             return error(422, "InvalidRequest", f"the body is not JSON: {first['ctx']['error']}")
         # A union of types reports an error for each of its types, all for the same place.
         place = ".".join(str(part) for part in first["loc"][1:] if not _is_type(part))
-        return error(422, "InvalidRequest", ascii(f"{place}: {first['msg']}".removeprefix(": "))[1:-1])
+        if not place:
+            return error(422, "InvalidRequest", "expected a JSON object as the body (/docs has the routes)")
+        return error(422, "InvalidRequest", ascii(f"{place}: {first['msg']}")[1:-1])
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, fault: HTTPException) -> Response:
