@@ -1,12 +1,15 @@
 """Spares Triton's interpreter work that it repeats for nothing; what it computes stays the same, bit for bit.
 
-On profiles of bsa's tests most of the time went there: `triton.language` patched anew for each call of a device
-function, a table of dtypes built for each value, `tl.sort`'s exclusive or taken element by element, the shape of each
-value checked and wrapped anew, and a check of each sum for overflow whose result is thrown away.
+On profiles of bsa's and htree's tests most of the time went there: `triton.language` patched anew for each call of a
+device function, a table of dtypes built for each value, `tl.sort`'s exclusive or taken element by element, the shape of
+each value checked and wrapped anew, a check of each sum for overflow whose result is thrown away, and types and shapes
+compared anew for each operation.
 """
 
 import contextlib
+import inspect
 import math
+from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
@@ -21,13 +24,21 @@ class _Patches:
     def __init__(self, patch):
         self.patch = patch
         self.patched: set[str] = set()
+        self.modules_of: dict[Callable, set[str]] = {}
 
     def __call__(self, function):
-        modules = {x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core}
+        if function not in self.modules_of:
+            self.modules_of[function] = {x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core}
+        modules = self.modules_of[function]
         if modules and modules <= self.patched:
             return None  # only a launch's own call, which is the first, needs something to undo the patches with
         self.patched |= modules
         return self.patch(function)
+
+
+def _unwrap(value):
+    """`_unwrap_if_constexpr`, at once for what is not wrapped."""
+    return value if type(value) in _BARE else _unwrap_if_constexpr(value)
 
 
 class _Dtypes(dict):
@@ -61,7 +72,36 @@ class _BlockTypes(dict):
         type.element_ty = element_ty
 
 
+_NUMBERS = (int, float, bool)
+_BARE = {*_NUMBERS, str, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type}
+_unwrap_if_constexpr = tl.core._unwrap_if_constexpr
 _SCALAR = {"shape": tl.tuple([]), "numel": tl.constexpr(1)}
+
+
+class _Builtins(dict):
+    """`interpreter._patch_builtin`, which looks once through what a module or class has."""
+
+    def __call__(self, place, builder, scope):
+        if place not in self:
+            self[place] = [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)]
+        for name in self[place]:
+            member = getattr(place, name)
+            if tl.core.is_builtin(member):  # and not patched already
+                _patch_attribute(place, name, member, scope)
+
+
+_BUILTINS = _Builtins()
+
+
+def _patch_attribute(place, name, member, scope):
+    """`interpreter._patch_attr`, without the call between that asks whether a semantic is given."""
+    function = getattr(member, "__wrapped__", member)
+
+    def interpreted(*values, **named):
+        named["_semantic"] = interpreter.interpreter_semantic
+        return function(*values, **named)
+
+    scope.set_attr(place, name, interpreted)
 
 
 def _make_tensor(tensor, handle, type):
@@ -84,12 +124,60 @@ def _reduce_by_slices(reduction, inputs):
     return list(total)
 
 
+class _Operands:
+    """`binary_op_type_checking_impl` or `broadcast_impl_value`, asked once for what two types become.
+
+    The tensor of a number is made once for each type that it meets: no operation writes into its operands.
+    """
+
+    def __init__(self, convert):
+        self.convert = convert
+        self.types: dict[tuple, tuple] = {}
+        self.constants: dict[tuple, tl.tensor] = {}
+
+    def __call__(self, semantic, left, right, *options):
+        tensors = type(left) is tl.tensor, type(right) is tl.tensor
+        if all(tensors):
+            return self.of_tensors(semantic, left, right, options)
+        number = left if tensors[1] else right
+        if not any(tensors) or type(number) not in _NUMBERS:
+            return self.convert(semantic, left, right, *options)
+        tensor = right if tensors[1] else left
+        key = tensor.type.name, type(number), number, tensors, options
+        constant = self.constants.get(key)
+        if constant is None:
+            results = self.convert(semantic, left, right, *options)
+            if any(x is tensor for x in results):  # it was not converted itself
+                self.constants[key] = results[0] if tensors[1] else results[1]
+            return results
+        return (constant, right) if tensors[1] else (left, constant)
+
+    def of_tensors(self, semantic, left, right, options):
+        key = left.type.name, right.type.name, options
+        if key in self.types:
+            to_left, to_right = self.types[key]
+            left = left if to_left is None else _spread(semantic, left, to_left)
+            return left, right if to_right is None else _spread(semantic, right, to_right)
+        results = self.convert(semantic, left, right, *options)
+        if all(new.dtype == old.dtype for new, old in zip(results, (left, right))):
+            self.types[key] = tuple(None if new is old else new.type for new, old in zip(results, (left, right)))
+        return results
+
+
+def _spread(semantic, x, type):
+    if x.type.is_block():
+        return semantic.tensor(semantic.builder.create_broadcast(x.handle, type.shape.values), type)
+    return semantic.tensor(semantic.builder.create_splat(type, x.handle), type)
+
+
 @contextlib.contextmanager
 def quick_interpreter():
     """Within, kernels are interpreted without the repeated work."""
     patches, start = _Patches(interpreter._patch_lang), interpreter.GridExecutor.__call__
     reduce, check_overflow = interpreter.ReduceOps.generic_reduce, TritonSemantic.binary_op_sanitize_overflow_impl
     block_types = _BlockTypes(tl.block_type.__init__)
+    operands = _Operands(TritonSemantic.binary_op_type_checking_impl)
+    broadcast = _Operands(TritonSemantic.broadcast_impl_value)
 
     def checked(semantic, *operation):
         if semantic.builder.options.debug:  # `device_assert`, to which the result goes, does nothing without
@@ -105,6 +193,8 @@ def quick_interpreter():
 
     with (
         mock.patch.object(interpreter, "_patch_lang", patches),
+        mock.patch.object(interpreter, "_patch_builtin", _BUILTINS),
+        mock.patch.object(tl.core, "_unwrap_if_constexpr", _unwrap),
         mock.patch.object(interpreter, "_get_np_dtype", _Dtypes(interpreter._get_np_dtype)),
         mock.patch.object(interpreter.GridExecutor, "__call__", launched),
         mock.patch.object(interpreter.ReduceOps, "generic_reduce", reduced),
@@ -112,6 +202,8 @@ def quick_interpreter():
             tl.block_type, "__init__", lambda type, *values, **named: block_types(type, *values, **named)
         ),
         mock.patch.object(tl.tensor, "__init__", _make_tensor),
+        mock.patch.object(TritonSemantic, "binary_op_type_checking_impl", lambda *values: operands(*values)),
+        mock.patch.object(TritonSemantic, "broadcast_impl_value", lambda *values: broadcast(*values)),
         mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", checked),
     ):
         yield

@@ -83,6 +83,34 @@ def test_shapes_and_types_are_those_of_each_value():
                 tl.block_type(tl.int32, wrong)
 
 
+@triton.jit
+def operands_kernel(i_ptr, x_ptr, n, out_ptr, N: tl.constexpr):
+    row = tl.arange(0, N)
+    i, x = tl.load(i_ptr + row), tl.load(x_ptr + row)
+    half = n * 0.5  # of a number that is a tensor
+    for step in range(2):  # in the second round from memory
+        for turn in range(3):
+            y = i + 1.5 * turn if turn else i + 1
+            out = tl.where(x > 0, y - x, 2 - x) + (3 if turn else True) * i / 2 - half + 0.0 * turn
+            tl.store(
+                out_ptr + (3 * step + turn) * N * N + row[:, None] * N + row, out[:, None] * x - (-n + i) * row[:, None]
+            )
+
+
+def test_operands_of_any_types_and_shapes():
+    """Numbers, scalars and blocks of integers and floats, of which one or both are converted, each of them twice."""
+    N, n = 4, 7
+    i, x = torch.tensor([3, -2, 5, 2**40]), torch.tensor([0.5, -1.25, 2.0, -3.0])
+    out, row = torch.zeros(2, 3, N, N), torch.arange(N)
+    operands_kernel[(1,)](i, x, n, out, N)
+    for turn in range(3):
+        y = (i + 1.5 * turn if turn else i + 1).float()
+        expected = torch.where(x > 0, y - x, 2 - x) + (3 if turn else 1) * i / 2 - n * 0.5
+        expected = expected[:, None] * x - ((i - n) * row[:, None]).float()
+        for step in range(2):
+            torch.testing.assert_close(out[step, turn], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_device_functions_do_not_patch_the_language_again(monkeypatch):
     calls, patch = [], interpreter._patch_lang
     original = patch.patch  # Triton's own
@@ -97,12 +125,16 @@ def test_afterwards_the_interpreter_is_as_it_was():
     places = (
         (interpreter, "_patch_lang"),
         (interpreter, "_get_np_dtype"),
+        (interpreter, "_patch_builtin"),
+        (tl.core, "_unwrap_if_constexpr"),
         (interpreter.ReduceOps, "generic_reduce"),
         (tl.block_type, "__init__"),
         (tl.tensor, "__init__"),
         (TritonSemantic, "binary_op_sanitize_overflow_impl"),
+        (TritonSemantic, "binary_op_type_checking_impl"),
+        (TritonSemantic, "broadcast_impl_value"),
     )
     before = [getattr(*place) for place in places]
     with quick_interpreter():
-        assert interpreter._patch_lang is not before[0] and tl.block_type.__init__ is not before[3]
+        assert interpreter._patch_lang is not before[0] and tl.block_type.__init__ is not before[5]
     assert before == [getattr(*place) for place in places]
