@@ -1,11 +1,12 @@
 """Skips what the machine cannot run; shares cores and GPU among the processes; no GPU: Triton's interpreter."""
 
-import importlib.util
 import os
 import sys
 
 import pytest
 import torch
+
+from tests.operators.interpreted import interpreted
 
 # Triton reads it once, when it is first imported, so it has to be set before any test module is.
 if not torch.cuda.is_available():
@@ -72,16 +73,9 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(autouse=True)
-def interpreted():
-    """Check interpreted kernels for accesses outside of their tensors, and spare the interpreter needless work."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+def kernels_interpreted():
+    with interpreted():
         yield
-    else:
-        from tests.operators.addresses import addresses_held
-        from tests.operators.interpreter import quick_interpreter
-
-        with addresses_held(), quick_interpreter():
-            yield
 
 
 @pytest.fixture(scope="session")

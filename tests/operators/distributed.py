@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.operators.interpreted import interpreted
+
 
 def run_ranks(
     function: Callable, world: int, *arguments, hanging: int | None = None, seconds: float = 600.0, timeout: float = 300
@@ -56,7 +58,8 @@ def _start(function, rank, world, folder, timeout, arguments):
     # Nobody begins, and may die of it, while others still look for him.
     _meet(Path(folder, "connected"), rank, world)
     try:
-        result = function(rank, *arguments)
+        with interpreted():
+            result = function(rank, *arguments)
     except Exception as error:
         result = RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     torch.save(result, f"{folder}/{rank}.tmp")
