@@ -12,12 +12,12 @@ Both sides compile first, side by side. Then all cases are measured --rounds tim
 the other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
 
     gpu     a call among several that the host has queued before the GPU begins with them, by CUDA events
-    call    a call that begins on an idle GPU, by CUDA events: what the host needs until the last kernel starts counts
+    call    a call that begins on an idle GPU, by CUDA events: the host's time until the last kernel starts counts
     host    the host's time until a call returns, the fastest tenth of the calls: other programs only add to it
 
-Prints a JSON line for each measurement, then (when interrupted too) a table: medians over the rounds, the second
-checkout's over the first's, and the same of the fastest. Results are not checked here: the tests and benchmarks/run.py
-do.
+The program prints a JSON line for each measurement, then (when interrupted too) a table: medians over the rounds, the
+second checkout's over the first's, and the same of the fastest. It does not check results: the tests and
+benchmarks/run.py do.
 """
 
 import argparse
@@ -159,7 +159,7 @@ def attention_cases(selected, lengths) -> dict:
 
 
 def serve_attention(checkout: str, kinds: str, lengths: str) -> None:
-    """Measure one checkout's attention in a process: a case for each name that it reads."""
+    """Measure the attention of one checkout in a process: a case for each name read from standard input."""
     sys.path.insert(0, checkout)
     import torch
 
@@ -225,7 +225,7 @@ def serve(measured) -> None:
 
 
 class Server:
-    """A process of this script for one side, `serving` the given measurements."""
+    """Handle to a process of this script that measures one checkout."""
 
     def __init__(self, checkout: Path, *serving: str):
         command = [sys.executable, __file__, "--serve", str(checkout), *serving]
@@ -254,7 +254,9 @@ def main() -> None:
     parser.add_argument("--what", default="dense,biased,bsa,train")
     parser.add_argument("--lengths", default="1024,4096,16384,65536")
     parser.add_argument(
-        "--kinds", default="dense both biases,softmax,bsa 64 both biases", help="of which steps are made"
+        "--kinds",
+        default="dense both biases,softmax,bsa 64 both biases",
+        help="the attention kinds whose steps are timed",
     )
     parser.add_argument("--rounds", type=int, default=3, help="how often all cases are measured")
     options = parser.parse_args()

@@ -2,8 +2,9 @@
 
     python benchmarks/balance.py configs/ml-1m-hstu.yaml [key=value ...]
 
-On generated data of MovieLens 1M's shape, or on the config's own with --own. Prints a JSON line for each number of
-ranks and each batch: the slowest rank's work over the ranks' mean, its mean and greatest over three epochs' batches.
+The data are generated in MovieLens 1M's shape, or with --own the config's. The program prints a JSON line for each
+number of ranks and each batch size: the slowest rank's work over the ranks' mean, as mean and maximum over the batches
+of three epochs.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--own", action="store_true", help="the config's own data")
+    parser.add_argument("--own", action="store_true", help="measure on the data of the config")
     options = parser.parse_intermixed_args()
     config = load_config(options.config, [*([] if options.own else [ML_1M]), *options.overrides])
     split, size, cost = open_data(config).splits.train, config.train.batch_size, token_work(config.model)

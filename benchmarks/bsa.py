@@ -32,8 +32,10 @@ def add_arguments(parser):
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--block-counts", type=int, default=16)
     parser.add_argument("--window-size", type=int, default=0)
-    parser.add_argument("--alone", action="store_true", help="without the dense kernels beside it")
-    parser.add_argument("--planned", action="store_true", help="the plan of biases made once, as for a model's layers")
+    parser.add_argument("--alone", action="store_true", help="do not time the dense kernels")
+    parser.add_argument(
+        "--planned", action="store_true", help="make the plan of biases once, as the layers of a model do"
+    )
 
 
 def inputs(tokens, length, heads, size, dtype, window):
@@ -170,7 +172,10 @@ def cases(arguments):
 
 
 def crossovers(records, part="fwd+bwd") -> dict[str, float | None]:
-    """Map each name to the length at which it falls below the dense kernel's time, with the same biases; log scale."""
+    """Map each name to the length from which it is faster than the dense kernel with the same biases.
+
+    Between measured lengths the ratio is interpolated on a logarithmic scale.
+    """
     times = {}
     for record in records:
         if record.get("part") == part and "ms" in record:

@@ -53,8 +53,8 @@ def add_arguments(parser):
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--items", type=lambda x: [int(n) for n in x.split(",")], default=ITEMS)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--negatives", type=int, default=128, help="K of the sampled forms")
-    parser.add_argument("--cce", help="folder that cut_cross_entropy is imported from")
+    parser.add_argument("--negatives", type=int, default=128, help="the number of negatives of sampled losses")
+    parser.add_argument("--cce", help="the folder that holds the package cut_cross_entropy")
     parser.add_argument("--tune", action="store_true")
 
 
@@ -100,7 +100,7 @@ def ours(shape, form, negatives, **options):
 
 
 class _Chunked(torch.autograd.Function):
-    """The predecessor of catalogue_loss: cross-entropy in chunks of rows, gradients computed in forward, in fp32."""
+    """Cross-entropy in chunks of rows, with fp32 gradients computed in forward: the predecessor of catalogue_loss."""
 
     @staticmethod
     def forward(ctx, out, items, targets):
@@ -138,7 +138,7 @@ def cut_cross_entropy(shape, folder, **options):
     from cut_cross_entropy import linear_cross_entropy
 
     out, items, targets = (x.detach() for x in inputs(*shape))
-    # It supports neither norms nor temperature: its inputs are scaled before, at no cost.
+    # cut_cross_entropy supports neither norms nor temperature: its inputs are scaled outside of the timing.
     out = (F.normalize(out.float(), dim=1) / TEMPERATURE).to(out.dtype).requires_grad_()
     items = F.normalize(items.float(), dim=1).to(items.dtype).requires_grad_()
     return parts(lambda: linear_cross_entropy(out, items, targets, **options), (out, items))

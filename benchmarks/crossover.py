@@ -6,8 +6,8 @@
 
 Three times for each kind and length, all of as many tokens: one attention layer forward, forward and backward with its
 auxiliary losses, and a whole training step (parts.py: CUDA graphs and all, 4 layers, E 256, 4 heads of 64, bf16). No
-kind has a bias here, since softmax without one is the fastest. Medians; nothing but time is compared: what a kind
-remembers for it is another matter (configs/compare/long-memory.yaml).
+kind has a bias here, since softmax without one is the fastest. Times are medians. Quality is not compared; see
+configs/compare/long-memory.yaml.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from benchmarks.parts import NO_BIAS, described, prepare, random_batch, timed
 from models.attention import attention_kind
 from models.config import RunConfig
 
-# The middle lengths come first, since they matter most if the time runs out.
+# The middle lengths come first: they matter most if --seconds ends the measurement early.
 LENGTHS = [8192, 32768, 2048, 131072, 512, 16384, 65536, 4096, 1024, 256]
 OVERTAKEN = ("dense", "softmax")
 PARTS = ("forward", "both passes", "step")
@@ -113,7 +113,7 @@ def measure(options, device: torch.device) -> None:
                 config = parts.configuration(options, length, KINDS[name])
                 record |= layer_times(options, config, device)
                 record["step"] = step_time(options, KINDS[name], length, device)
-            except (ValueError, RuntimeError) as error:  # too large for the memory, say: the others go on
+            except (ValueError, RuntimeError) as error:  # for example out of memory: the other kinds are still measured
                 record["error"] = f"{type(error).__name__}: {error}"[:300]
             line = json.dumps(record)
             print(line, flush=True)
@@ -213,14 +213,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--lengths", type=lambda x: [int(n) for n in x.split(",")], default=LENGTHS)
-    add("--kinds", type=lambda x: x.split(";"), default=list(KINDS), help=f"of {'; '.join(KINDS)}")
-    add("--tokens", type=int, default=131_072, help="of a call")
+    add("--kinds", type=lambda x: x.split(";"), default=list(KINDS), help=f"names from {'; '.join(KINDS)}")
+    add("--tokens", type=int, default=131_072, help="the number of tokens of a call")
     add("--items", type=int, default=10_000)
-    add("--size", type=int, default=256, help="E")
+    add("--size", type=int, default=256, help="the embedding size E")
     add("--layers", type=int, default=4)
     add("--heads", type=int, default=4)
     add("--repeats", type=int, default=5)
-    add("--seconds", type=float, help="after which nothing more is begun")
+    add("--seconds", type=float, help="begin no measurement after so many seconds")
     add("--out", type=Path, default=RESULTS / "crossover.jsonl", help="the JSON lines, which are added to")
     add("--table", action="store_true", help="print the tables of --out, measure nothing")
     add("--plot", type=Path, help="draw --out into this PNG, measure nothing")

@@ -3,7 +3,7 @@
 import io
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"  # JSON lines, with hardware, versions and commit in each
+RESULTS = Path(__file__).parent / "results"  # files of JSON lines, each with hardware, versions and commit
 
 
 def save(figure, target: Path) -> None:

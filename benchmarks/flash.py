@@ -53,7 +53,7 @@ def add_arguments(parser):
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--kv-heads", type=int, help="heads of keys and values; as many as of queries by default")
+    parser.add_argument("--kv-heads", type=int, help="the number of key/value heads; by default that of query heads")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--sweep", action="store_true", help="time single kernels with several tile sizes")
     parser.add_argument("--sasrec", action="store_true", help="short sequences of many lengths, fp32")

@@ -35,8 +35,12 @@ def add_arguments(parser):
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--compression-rate", type=int, default=16)
     parser.add_argument("--top-k", type=int, default=64)
-    parser.add_argument("--sdpa-up-to", type=int, default=262144, help="longest sequence for the competitors")
-    parser.add_argument("--sweep", action="store_true", help="our kernels alone, with other tiles and launch options")
+    parser.add_argument(
+        "--sdpa-up-to", type=int, default=262144, help="the longest sequence that competitors are timed on"
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="time our kernels alone, with other tiles and launch options"
+    )
 
 
 def inputs(length, heads, kv_heads, size, dtype):

@@ -8,9 +8,9 @@ Standard cases, bf16. Loss: B = 1, H = 16, C = 4,096, S = 8,192, D = 128, K = 51
 uniform over what is visible. Attention and indexer: 131,072 tokens in sequences of 65,536, H = 16, D = V = 128,
 K = 1,024, indices uniform; J = 4 index heads of 64.
 
-`tflops` of the parts `gather` is TB/s of gathered rows; that of the loss is too: it gathers its keys once, in forward.
-A loss of 0.1 ms is as long as its call takes on the host, so it is timed as a replayed CUDA graph too, as training runs
-it; the compiled reference likewise.
+In the records of `gather` and of the loss, `tflops` is TB/s of gathered rows; the loss gathers its keys once, in
+forward. The loss takes about 0.1 ms on the GPU, as long as the call on the host. It is therefore also timed as a
+replayed CUDA graph, as training runs it, and so is the compiled reference.
 """
 
 import functools
@@ -114,12 +114,12 @@ def check_loss(top_k):
         assert_within_budget(name, actual[name], lossy[name], exact[name], factor=4.0, floor=2e-6)
 
 
-# Gathering alone, which bounds loss and attention.
+# Gathering alone is a lower bound of the loss's and attention's time.
 
 
 @triton.jit
 def gather_kernel(rows, indices, out, K, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up K rows of SIZE, which indices name."""
+    """Add up the K rows, of SIZE elements each, that `indices` names."""
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK, SIZE], tl.float32)
     for start in range(0, K, BLOCK):
@@ -256,11 +256,11 @@ def check_indexer(tokens, length):
         assert torch.allclose(scores[token, :number], all_scores[chosen], rtol=1e-4, atol=1e-4), "wrong scores"
 
 
-# Alternative launch options, from which the constants in the launchers were chosen.
+# Launch options for --tune; the constants in the launchers were chosen from them.
 
 
 def tuned(configuration, change, setup):
-    """Run setup() with a configuration that is changed whenever one of its parts runs."""
+    """Return a form of `setup` whose parts run with `change` applied to a launch configuration."""
 
     def run():
         with override(configuration, change):

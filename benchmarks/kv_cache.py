@@ -55,7 +55,7 @@ def rank(folder: Path, out: Path, options: dict) -> None:
     other_options = {key: value for key, value in options.items() if key != "bits"}
     serving = ServingOptions(cache=f"{options['bits']}bit", slide=1, **other_options)
     if all(layer.attention.config.kind == "rotatekv" for layer in model.layers):
-        serving = ServingOptions(slide=1)  # its own codes, which it was trained for
+        serving = ServingOptions(slide=1)  # a rotatekv run is judged with the codes that it was trained for
     served = Recommender(model, config, data.vocabulary, has_timestamps=data.dataset.has_timestamps, options=serving)
     score = model_scorer(ServedModel(served, data.dataset), config.train.autocast == "bf16")
     (ranks,) = rank_targets(score, data.eval_batches("test").epoch(0), filters=[config.eval.filter_seen])
@@ -70,7 +70,7 @@ def rank(folder: Path, out: Path, options: dict) -> None:
 
 
 class Row(NamedTuple):
-    """A setting: name, bytes of a user, mean NDCG@10 over seeds, its ratio to the full cache's and 95% interval."""
+    """Result of a setting: bytes of a user's cache, mean NDCG@10 over seeds, ratio to the full cache, its interval."""
 
     name: str
     size: float
@@ -133,13 +133,15 @@ def main() -> None:
         return [int(x) for x in text.split(",")]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="the folder of compare.py")
-    parser.add_argument("--names", default="dense", help="which of its settings, by comma")
+    parser.add_argument("out", type=Path, help="the --out of compare.py")
+    parser.add_argument("--names", default="dense", help="the settings to judge, separated by commas")
     parser.add_argument("--bits", type=numbers, default=[2, 4, 8])
     parser.add_argument("--sinks", type=numbers, default=[0, 4])
-    parser.add_argument("--groups", type=numbers, default=[64], help="channels that share a scale (quant_group)")
-    parser.add_argument("--clip", type=float, default=1.0, help="share of a group's range that the codes reach over")
-    parser.add_argument("--plot", type=Path, help="a PNG of what is there; ranks nothing")
+    parser.add_argument(
+        "--groups", type=numbers, default=[64], help="the number of channels that share a scale (quant_group)"
+    )
+    parser.add_argument("--clip", type=float, default=1.0, help="the share of a group's range that codes cover")
+    parser.add_argument("--plot", type=Path, help="draw the existing results into this PNG; rank nothing")
     arguments = parser.parse_args()
     if not arguments.plot:
         for name in arguments.names.split(","):

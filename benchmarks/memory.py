@@ -5,7 +5,7 @@ options that change what a trained layer may attend to.
     python benchmarks/memory.py memory              appends to benchmarks/results/memory.jsonl
     python benchmarks/memory.py --table             accuracy by distance, in Markdown
 
-The weights are unchanged: the result shows what an option gives to a model that has learned the task without it.
+The weights are unchanged: the result shows how an option changes a model that was trained without it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def measure(folder: Path, out: Path) -> None:
     for setting in sorted(path for path in folder.iterdir() if path.is_dir()):
         try:
             runs = runs_in(setting)
-        except FolderError as error:  # interrupted, or failed: the others are judged all the same
+        except FolderError as error:  # An interrupted or failed run is left out; the other runs are judged.
             print(error, file=sys.stderr)
             continue
         for run in runs:

@@ -4,14 +4,13 @@
     python benchmarks/run.py --op paged --lengths 4096 --queries 1 --only bf16,2bit
     python benchmarks/run.py --op paged --lengths 4096 --queries 1 --splits 1,2,3,4,6,8 --warps 2,4 --stages 2,3
 
---splits, --warps, --stages, --registers, --rows and --positions time candidates with a history in so many parts, and
-with programs of so many warps, stages, registers, rows of queries and positions a tile, in place of what the library
-chooses.
+--splits, --warps, --stages, --registers, --rows and --positions replace the launch options that the library chooses for
+candidates: the number of parts of a history, and a program's warps, stages, registers, query rows and positions a
+tile.
 
-Every record says in `bound_ms` what reading the pages, or the products, take at least on an H200 (4.8 TB/s, 989
-TFLOP/s).
-`dense` is one pass of `hstu_attention` over history and candidates together, with `num_targets`; of the part `append`,
-over the history alone.
+`bound_ms` of a record is the least time on an H200 (4.8 TB/s, 989 TFLOP/s) to read the pages or to compute products.
+`dense` is one pass of `hstu_attention` over history and candidates together, with `num_targets`; in the part `append`
+it is a pass over the history alone.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ SINKS, CLIP = 4, 0.75
 TRIED = "splits", "warps", "stages", "registers", "rows", "positions"
 OPTIONS = dict(
     warps="num_warps", stages="num_stages", registers="maxnreg", rows="BQ", positions="R"
-)  # what Triton or the kernel calls them
+)  # the option's name in Triton or in the kernel
 BYTES_A_SECOND, FLOPS_A_SECOND = 4.8e12, 989e12
 FORMATS = {"bf16": {}, "2bit": dict(bits=2, sink_tokens=SINKS, clip=CLIP), "4bit": dict(bits=4, sink_tokens=SINKS)}
 
@@ -84,7 +83,7 @@ def with_replay(call):
 
 
 def attending(name, users, length, heads, size, queries):
-    """Return (a call, its queries) of candidates of every user."""
+    """Return a call that scores candidates of every user, and its queries."""
     from hstu_sparse import RelativeBias, paged_attention
     from hstu_sparse.testing import make_offsets
 

@@ -1,10 +1,11 @@
-"""Time a training step by part: embedding, projections, attention, loss, optimizer. Run by `benchmarks/train.py
---parts`.
+"""Time a training step by part: embedding, projections, attention, loss, optimizer.
+
+Run it with `python benchmarks/train.py --parts`.
 
 Sequences of one length N, random items; 4 layers, E 256, 4 heads of 64, bf16 autocast, as many tokens a step whatever
 N. The step is timed as training runs it (CUDA graphs and all). Its parts come from the profile of a step outside of
-graphs: every kernel belongs to the part whose forward or backward pass launched it; what belongs to none, `other`, is
-sums of gradients mostly. Idle time of the GPU is what the parts lack to the step's time.
+graphs: every kernel belongs to the part whose forward or backward pass launched it. `other` holds the kernels of no
+part, mostly sums of gradients. The step's time less that of the parts is idle time of the GPU.
 
 The bound: products at 790 TFLOP/s. Forward and backward of a projection are three, of causal attention seven (of pairs
 that the kind computes), of the loss five. Letters: T tokens, N sequence length, E embedding size, I items, K negatives.
@@ -52,14 +53,16 @@ PEAK = 790e12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=lambda x: [int(n) for n in x.split(",")], default=LENGTHS)
-    parser.add_argument("--kinds", type=lambda x: x.split(","), default=list(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds", type=lambda x: x.split(","), default=list(KINDS), help=f"names from {', '.join(KINDS)}"
+    )
     parser.add_argument("--attention", type=json.loads, help='another kind as JSON, like {"kind": "bsa"}')
-    parser.add_argument("--tokens", type=int, default=65_536, help="of a step")
+    parser.add_argument("--tokens", type=int, default=65_536, help="the number of tokens of a step")
     parser.add_argument("--items", type=int, default=10_000)
-    parser.add_argument("--size", type=int, default=256, help="E")
+    parser.add_argument("--size", type=int, default=256, help="the embedding size E")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--loss", type=json.loads, default={"kind": "in_batch"}, help="as in YAML, as JSON")
+    parser.add_argument("--loss", type=json.loads, default={"kind": "in_batch"}, help="the section loss as JSON")
     parser.add_argument("--train", type=json.loads, default={}, help="overrides of train, as JSON")
     parser.add_argument("--model", type=json.loads, default={}, help="overrides of model, as JSON")
     parser.add_argument("--steps", type=int, default=10)
@@ -112,7 +115,7 @@ def marked(function, part: str):
 
 
 def part_times(step, batch: Batch, device: torch.device) -> dict[str, float]:
-    """Measure milliseconds of each part in one step; on a CPU of the operators themselves."""
+    """Measure the milliseconds of kernels of each part in one step; on a CPU those of torch's operators."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     with profile(activities=activities) as profiler:

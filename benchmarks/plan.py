@@ -5,7 +5,7 @@ captured and replayed, and an evaluation.
     python benchmarks/plan.py CONFIG --predict                           the prediction alone, on any machine
     python benchmarks/plan.py --recorded                                 the peaks in results/parts.jsonl, predicted
 
-The prediction is made by a process of its own, which sees no GPU.
+A separate process, which sees no GPU, makes the prediction.
 """
 
 import argparse
@@ -113,9 +113,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--name", help="of the record, by default the configuration's")
+    parser.add_argument("--name", help="the name in the record; by default the configuration's")
     parser.add_argument("--predict", action="store_true", help="measure nothing; print the prediction")
-    parser.add_argument("--recorded", action="store_true", help="predict what results/parts.jsonl has; no GPU")
+    parser.add_argument(
+        "--recorded", action="store_true", help="predict the peaks in results/parts.jsonl; needs no GPU"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "plan.jsonl", help="the JSON lines, which are added to")
     options = parser.parse_intermixed_args()
     if options.recorded:

@@ -3,9 +3,10 @@
     python benchmarks/prepare.py [--rows 20000000] [--folder /tmp/prepare_bench]
     python benchmarks/prepare.py --rows 100000000 --users 10000000 --items 10000000 --partitions 8
 
-With --users the file is a log, its rows in the order of time. Prints one JSON line. The preparation runs in a process
-of its own, on at most two threads, so that the peak is its own: `peak_rss_gib` with the pages of mapped files, which
-the system takes back where it needs them, `peak_anonymous_gib` without. `disk_gib` is the most beside the file.
+With --users the file is a log, its rows in the order of time. The program prints one JSON line. The preparation runs in
+a separate process, on at most two threads, so that nothing else counts in its peak memory. `peak_rss_gib` includes the
+pages of mapped files, which the system takes back when it needs them; `peak_anonymous_gib` does not. `disk_gib` is the
+largest size of the folder, without the ratings file.
 """
 
 from __future__ import annotations
@@ -123,10 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=20_000_000)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/prepare_bench"))
-    parser.add_argument("--users", type=int, help="a log in the order of time, of so many users")
-    parser.add_argument("--items", type=int, default=ITEMS, help="with --users")
-    parser.add_argument("--partitions", type=int, help="as data.partitions")
-    parser.add_argument("--tell", action="store_true", help="say now and then what is being done")
+    parser.add_argument("--users", type=int, help="write a log in the order of time, with so many users")
+    parser.add_argument("--items", type=int, default=ITEMS, help="with --users: the number of items")
+    parser.add_argument("--partitions", type=int, help="the value of data.partitions")
+    parser.add_argument("--tell", action="store_true", help="print the progress")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     kind = "" if options.users is None else f"-{options.users}-{options.items}"

@@ -188,8 +188,8 @@ def timed(step, repeats) -> dict:
 def traced(step, path) -> tuple[dict, list[str]]:
     """Trace one step to `path`; return the division of its time, and a line for each of its kernels.
 
-    Milliseconds: communication, `hidden` the share of it beside which an attention kernel runs; attention kernels; the
-    others; idle, in which none of any kind runs; host, until the last is queued.
+    The parts, in milliseconds: communication (`hidden` is its share during which an attention kernel runs), attention
+    kernels, other kernels, idle (no kernel runs), and host, the time until the last kernel is queued.
     """
     wait = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=wait) as profile:
@@ -249,13 +249,15 @@ def say(ring, lines: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[16384, 131072])
-    parser.add_argument("--check", type=int, default=4096, help="tokens at which errors are measured, 0 for none")
+    parser.add_argument(
+        "--check", type=int, default=4096, help="the length at which errors are measured; 0: measure none"
+    )
     parser.add_argument("--cases", choices=["all", "ours", "sdpa"], default="all")
-    parser.add_argument("--backend", choices=["triton", "cute"], default="triton", help="of ours")
+    parser.add_argument("--backend", choices=["triton", "cute"], default="triton", help="the backend of our ring")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--trace", type=pathlib.Path, help="folder: trace and show a step of ours at each length")
+    parser.add_argument("--trace", type=pathlib.Path, help="trace a step of ours at each length into this folder")
     arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

@@ -3,8 +3,8 @@
     python benchmarks/run.py --op rotatekv       the cases of 64 users with 8,192 events
     python benchmarks/run.py --op rotatekv --queries 1 --only fused,sdpa-flash,sdpa-cudnn
 
-8 heads of 128, bf16. Every record of attention says in `gb` what its cache takes, and compression's `gb_s` counts the
-bytes that it reads. `copy` copies those bytes, for the bandwidth that there is.
+8 heads of 128, bf16. In records of attention `gb` is the size of the cache; in those of compression `gb_s` counts the
+bytes read. `copy` copies the same bytes and shows the bandwidth that can be reached.
 """
 
 import functools
@@ -53,7 +53,7 @@ def packed(k, v, offsets, bits, sparsity, ordered):
 
 
 def attend(name, q, q_offsets, cache, length):
-    """Call the named way once; softmax, as in SDPA."""
+    """Run softmax attention on the cache once, in the way that `name` says."""
     from hstu_sparse import rotatekv_attention, rotatekv_decompress
     from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.rotatekv import launch_attention, unpacked_attention

@@ -8,7 +8,7 @@ Times are medians of CUDA-event timings, with the spread between the 10th and th
 during the call beyond what was allocated before. Competitors run in the same process on the same shapes.
 
 An operator is a module of this folder, named as the operator, with `cases(arguments)`, which yields `Case`s, and
-optionally `add_arguments(parser)`. `Case` below says what it has to give.
+optionally `add_arguments(parser)`. `Case` below describes them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.figures import RESULTS, panels, save
 
 @dataclasses.dataclass
 class Case:
-    """One measurement.
+    """A case: what is measured, how it is checked, and what its record says.
 
     setup() returns {part: function}, e.g. {"fwd": f, "bwd": g}; each function is one timed call, and is free to keep
     references to its inputs. It is called right before the timing, so that only one case's tensors are alive.
@@ -160,13 +160,17 @@ def main() -> None:
     first.add_argument("--op")
     chosen = first.parse_known_args()[0].op
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", help="which operator: a module of this folder")
+    parser.add_argument("--op", help="the operator, a module of this folder")
     parser.add_argument("--lengths", type=lambda x: [int(n) for n in x.split(",")], help="sequence lengths")
     parser.add_argument("--only", type=lambda x: x.split(","), help="names of the cases to run")
-    parser.add_argument("--parts", type=lambda x: x.split(","), help="of each case, like fwd+bwd; all by default")
+    parser.add_argument(
+        "--parts", type=lambda x: x.split(","), help="the parts of each case to time, like fwd+bwd; by default all"
+    )
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--queued", action="store_true", help="calls follow each other: the host's time is hidden")
+    parser.add_argument(
+        "--queued", action="store_true", help="queue the calls one after another, so that the host's time is hidden"
+    )
     parser.add_argument("--unchecked", action="store_true", help="time without checking first")
     parser.add_argument(
         "--out",

@@ -6,8 +6,8 @@
     python benchmarks/scale.py CONFIG --items 50000000 parallel.embedding=row_wise parallel.fused=rowwise_adagrad
 
 train.batch_size sequences for each rank, their lengths about as MovieLens 1M has them, cut at model.max_seq_len
-(--longest: all as long as that). Prints one JSON line: milliseconds of a step (median of --steps, each made before, of
-the slowest rank), the imbalance by predicted work, peak memory of the first rank, versions.
+(--longest: all have that length). The program prints one JSON line: milliseconds of a step on the slowest rank (median
+of --steps, after a warm-up), the imbalance by predicted work, peak memory of the first rank, versions.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from models.run import open_device
 
 
 def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest: bool, device) -> Batch:
-    """Return this rank's part of a batch of train.batch_size sequences for each rank."""
+    """Return this rank's part of a random batch, which has train.batch_size sequences for each rank."""
     rng, most = np.random.default_rng([config.seed, step]), config.model.max_seq_len
     lengths = np.full(config.train.batch_size * ranks.data, most)
     if not longest:

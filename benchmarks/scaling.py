@@ -3,9 +3,9 @@
     python benchmarks/scaling.py                                   the tables of docs/scaling.md, in Markdown
     python benchmarks/scaling.py --items 10000000 --tokens 32768   others
 
-Nothing here has run on so many GPUs. Measured are a step's parts on one H200 (results/parts.jsonl), the loss
-(results/catalogue_loss.jsonl) and the rate of a copy; datasheets say what links carry, and REACHED is a guess of what
-part of that a step gets. No part overlaps another.
+Nothing here has run on so many GPUs. The parts of a step on one H200 (results/parts.jsonl), the loss
+(results/catalogue_loss.jsonl) and the rate of a copy are measured. The bandwidth of links is from datasheets, and
+REACHED is a guess of the share of it that a step reaches. No part overlaps another.
 
 Letters: G GPUs, T tokens of a GPU, I items, E embedding size, R different rows that a GPU looks up in a step.
 """
@@ -36,7 +36,7 @@ NEGATIVES = 128
 
 
 class Setting(NamedTuple):
-    """A way to train. loss: the competitors of a token's item. fused: whether the table has rowwise Adagrad instead of
+    """Way to train. loss: the competitors of a token's item. fused: whether the table has rowwise Adagrad instead of
     AdamW.
     """
 
@@ -55,7 +55,7 @@ SETTINGS = (
 
 
 class Step(NamedTuple):
-    """One GPU's step: bytes of its memory, bytes that it receives, milliseconds by part."""
+    """Costs of a step on one GPU: bytes of memory, bytes received, milliseconds by part."""
 
     table: float
     optimizer: float
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=100_000_000)
     parser.add_argument("--users", type=int, default=100_000_000)
     parser.add_argument("--events", type=int, default=10_000_000_000)
-    parser.add_argument("--tokens", type=int, default=MEASURED_TOKENS, help="of each GPU in a step")
+    parser.add_argument("--tokens", type=int, default=MEASURED_TOKENS, help="the tokens of each GPU in a step")
     options = parser.parse_args()
     for setting in SETTINGS:
         print(f"{setting.title}:\n")

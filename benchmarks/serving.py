@@ -273,9 +273,7 @@ def free(device: str) -> None:
 
 
 def requests_of(results: Results, name: str, cache: str, device: str, count: int, repeats: int, graphs: bool) -> None:
-    """Request lists for `count` users: from pages, after one more event, and (beside bf16) from recomputed whole
-    windows.
-    """
+    """Time requests of `count` users: from pages, after one more event, and (with bf16) from recomputed windows."""
     from models.heads import normalized
     from models.retrieval import best_items
 
@@ -328,7 +326,7 @@ def requests_of(results: Results, name: str, cache: str, device: str, count: int
 
 
 def device_times(recommender) -> dict:
-    """Return milliseconds of each captured pass without the host, by its kind; the bytes that PyTorch holds."""
+    """Return the GPU's milliseconds of each captured pass, by its kind, and the bytes that PyTorch holds."""
     import torch
 
     facts = {}
@@ -345,7 +343,7 @@ def device_times(recommender) -> dict:
 
 
 def candidates_of(results: Results, name: str, device: str, users: int, count: int, repeats: int, graphs: bool) -> None:
-    """Score candidates on top of pages against one pass over history and candidates."""
+    """Time scoring candidates from pages, and in one pass over history and candidates."""
     import torch
 
     recommender = make(name, device, task="ranking", autocast="bf16", cache="bf16", cuda_graphs=graphs)
@@ -384,7 +382,7 @@ def candidates_of(results: Results, name: str, device: str, users: int, count: i
 
 
 async def client(results: Results, url: str, run: Path, rate: float, seconds: float, token: str | None) -> None:
-    """Send requests of all routes at a fixed rate, each at its time whether or not the others were answered."""
+    """Send requests of all routes at a fixed rate; no request waits for the answers of others."""
     import httpx
 
     items = np.load(run / "vocabulary" / "item_ids.npy", allow_pickle=False).tolist()
@@ -437,10 +435,10 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--http", metavar="URL")
     parser.add_argument("--run", type=Path, help="with --http: the run's folder, for its items")
-    parser.add_argument("--rate", type=float, default=100, help="requests a second")
+    parser.add_argument("--rate", type=float, default=100, help="the number of requests a second")
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--token-file", type=Path)
-    parser.add_argument("--out", type=Path, help="a file that lines are added to")
+    parser.add_argument("--out", type=Path, help="the file that JSON lines are added to")
     options = parser.parse_args()
     results = Results(options.out)
     if options.capacity:

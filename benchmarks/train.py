@@ -6,9 +6,9 @@
     python benchmarks/train.py --step RUN/config.yaml           a few steps on the config's own data, as compare.py does
     python benchmarks/train.py --parts [--help]     a step by part, by attention kind and sequence length: parts.py
 
-Prints one JSON line, with --padded two: seconds for each (an epoch: the median of five), the host's share (until the
-last step is queued), peak memory, versions. With --profile also the costliest kernels and the host's costliest
-functions.
+The program prints one JSON line, with --padded two: seconds of an epoch (the median of five) and of an evaluation, the
+host's seconds until the last step is queued, peak memory, versions. With --profile it also prints the kernels and the
+functions of the host that take most time.
 """
 
 import argparse
@@ -57,13 +57,11 @@ def main(arguments: list[str] | None = None) -> None:
         return
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument(
-        "--step", action="store_true", help="a few steps on the config's own data; what compare.py runs"
-    )
-    parser.add_argument("--out", type=Path, help="with --step: a JSON file, in place of standard output")
+    parser.add_argument("--step", action="store_true", help="time a few steps on the config's data, as compare.py does")
+    parser.add_argument("--out", type=Path, help="with --step: write into this JSON file instead of standard output")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--features", action="store_true", help="three made-up features of each item")
-    parser.add_argument("--padded", action="store_true", help="softmax attention padded too, as where there is no GPU")
+    parser.add_argument("--features", action="store_true", help="give each item three made-up features")
+    parser.add_argument("--padded", action="store_true", help="time softmax attention over padded rows too")
     options = parser.parse_intermixed_args(arguments)
     if options.step:
         record = json.dumps(measure_step(load_config(options.config, options.overrides)), indent=1)
@@ -105,7 +103,7 @@ def with_features(config: RunConfig) -> RunConfig:
 def measure_step(config) -> dict:
     """Return events a second of STEPS steps of training, and the peak memory of their process.
 
-    On a GPU the steps are made twice before: compiled, then captured. The attention is in its last phase.
+    On a GPU the steps run twice before the timing, to compile and to capture them. The attention is in its last phase.
     """
     data = open_data(config)
     config = data.config

@@ -1,4 +1,4 @@
-"""Trials of a recipe on several data sets of one machine until a deadline, judged by the validation split alone.
+"""Try variants of a recipe on several data sets of one machine until a deadline, judged by the validation split alone.
 
     python benchmarks/trials.py configs/tune/recipes.yaml --seconds 240 --workers 15 --out DIR beauty:data.path=...
 
@@ -10,8 +10,8 @@ tried with other seeds. With `final_seeds` there are no steps: when the drawn se
 the better mean effect are put together, and judged on the test split with these seeds, which is the plan's only look at
 it.
 
-DIR/trials.jsonl gets a line for each trial with its settings, best validation metric and curve; those that the deadline
-cuts off too. `--table` prints what DIR holds, with the mean effect of each value.
+DIR/trials.jsonl gets a line for each trial with its settings, best validation metric and curve, also if the deadline
+cuts it off. `--table` prints the trials in DIR, with the mean effect of each value.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from models.folder import FolderError, commit, read_judged
 from models.report import environment
 from models.strict_yaml import parse_yaml, read_config
 
-BETTER = 1.005  # how many times as good as the settings so far a trial has to be for the search to go on from it
+BETTER = 1.005  # the search moves to a trial whose metric is at least this many times that of its settings so far
 WORTH = 0.002  # the mean effect, as a logarithm, from which on a value takes the place of the first one
 ON_THE_WAY = 20.0  # seconds that a trial under way counts when time is shared among data sets
 
@@ -153,7 +153,7 @@ class State:
         if trial.more or not whole or value <= self.value * BETTER:
             return
         if trial.title in trial.point and self.value:
-            # Others may have been found better meanwhile: both together are next.
+            # If other values became better meanwhile, both changes together are tried next.
             both = self.best | {trial.title: trial.point[trial.title]}
             if both not in self.tried:
                 self.tried.append(both)
@@ -264,7 +264,7 @@ def work(number: int, folder: Path, jobs, done) -> None:
     log = os.open(folder / f"worker-{number}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a trial hears it, what is between two does not
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A trial handles the signal; code between trials does not.
     import train
 
     torch.set_num_threads(1)
@@ -450,10 +450,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("given", nargs="*", metavar="SEARCH:key=value")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--trials", type=int, help="at most so many, also where time is left")
+    parser.add_argument("--trials", type=int, help="stop after so many trials, even if time is left")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--runs", type=Path, default=Path("/dev/shm"), help="where run folders are while a trial lasts")
-    parser.add_argument("--table", action="store_true", help="print what --out holds")
+    parser.add_argument("--runs", type=Path, default=Path("/dev/shm"), help="the folder of run folders during a trial")
+    parser.add_argument("--table", action="store_true", help="print the trials in --out")
     options = parser.parse_intermixed_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.table:
