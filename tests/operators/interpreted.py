@@ -1,4 +1,4 @@
-"""How all tests run kernels where there is no GPU: in Triton's interpreter, held to their tensors."""
+"""Define how all tests run kernels where there is no GPU: in Triton's interpreter, held to their tensors."""
 
 import contextlib
 import importlib.util

@@ -44,24 +44,24 @@ class Rounded(TorchDispatchMode):
 
 
 def stand_in(monkeypatch, module, names):
-    """Kernels of a module are the reference, rounded in both passes where gradients are asked for."""
+    """Replace the kernels of a module by the reference, rounded in both passes where gradients are computed."""
     rounded, gradients = Rounded(), testing.gradients
     passes = contextlib.ExitStack()  # what is entered in the forward pass holds until the end of the backward pass
-    asked = False
+    needs_grad = False
 
     def called(function, *arguments, backend="triton", **named):
-        if backend == "triton" and asked:
+        if backend == "triton" and needs_grad:
             passes.enter_context(rounded)
         return function(*arguments, backend="reference", **named)
 
     def rounded_gradients(*arguments):
-        nonlocal asked
-        asked = True
+        nonlocal needs_grad
+        needs_grad = True
         try:
             with passes:
                 return gradients(*arguments)
         finally:
-            asked = False
+            needs_grad = False
 
     for name in names:
         function = getattr(module, name)
