@@ -1,4 +1,4 @@
-"""Skips what the machine cannot run; shares cores and GPU among the processes; no GPU: Triton's interpreter."""
+"""Skip what the machine cannot run, share cores and GPU among processes; without a GPU interpret kernels."""
 
 import os
 import sys
@@ -89,7 +89,7 @@ def quick_python(tmp_path_factory):
 
 @pytest.fixture
 def load(tmp_path):
-    """load(format, text or path, **options) -> Dataset, through a cache in tmp_path."""
+    """Return load(format, text or path, **options) -> Dataset, which prepares through a cache in tmp_path."""
 
     from data.datasets import load_dataset
 

@@ -73,7 +73,7 @@ class QuickPython:
 
 
 def serve(executable: str, address: str) -> None:
-    """Forks a keeper for every client that connects, until standard input, the tests' end of a pipe, is closed."""
+    """Fork a keeper for every client that connects, until standard input, the tests' end of a pipe, is closed."""
     import torch.distributed.run
     import torch.utils.tensorboard  # noqa: F401
 
@@ -102,7 +102,7 @@ def serve(executable: str, address: str) -> None:
 
 
 def draw_once() -> None:
-    """Draws a figure as reports do, so that forked processes need not load what that takes, longer than a tiny run."""
+    """Draw a figure as reports do, to spare forked processes the imports, which take longer than a tiny run."""
     os.environ["MPLBACKEND"] = "agg"
     from matplotlib import pyplot
 
@@ -114,7 +114,7 @@ def draw_once() -> None:
 
 
 def keep(client: socket.socket, executable: str) -> None:
-    """Forks the process of a client's program, hands it the client's signals, and tells the client how it ended."""
+    """Fork the process of a client's program, hand it the client's signals, and tell the client how it ended."""
     size, files, _, _ = socket.recv_fds(client, 8, 3)
     message = b""
     while len(message) < int.from_bytes(size, "big"):

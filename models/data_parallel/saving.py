@@ -55,7 +55,7 @@ def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
 
 
 class Saver:
-    """Saves and loads what several ranks train; every rank calls the same methods in the same steps."""
+    """Save and load what several ranks train; every rank calls the same methods in the same steps."""
 
     def __init__(self, folder: Path, model: SequenceModel, optimizer, average: WeightAverage | None, ranks: Ranks):
         self.folder, self.model, self.optimizer, self.average = folder / "checkpoints", model, optimizer, average

@@ -434,7 +434,7 @@ class Recommender:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Counts: users, those with pages, pinned ones, pages in use, bytes of pages and of events, and so on."""
+        """Count users, those with pages, pinned ones, pages in use, bytes of pages and of events, and so on."""
         with self._lock:
             caches = self._engine.caches
             pool = caches.pool

@@ -20,7 +20,7 @@ CONTENT = bytes(range(256)) * 4000  # 1 MB: several blocks
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves `content`; the attributes say how well it behaves."""
+    """Server of `content`; the attributes say how well it behaves."""
 
     daemon_threads = True
 
@@ -251,7 +251,7 @@ def tar_of(files):
 
 @pytest.fixture
 def serve(server, monkeypatch):
-    """serve(name, content): the server takes the place of that data set's publisher."""
+    """Return serve(name, content), after which a local server stands for that data set's publisher."""
 
     def serve(name, content, md5="right"):
         server.content = content

@@ -24,7 +24,7 @@ COLUMNS = {"brand": "category", "tags": "list", "price": "number"}
 
 @pytest.fixture
 def with_items(load, tmp_path):
-    """with_items(text or path, **options of data.features.items) -> Dataset of EVENTS with these features."""
+    """Return with_items(text or path, **options of data.features.items) -> Dataset of EVENTS with these features."""
 
     def read(content, name="items.csv", **options):
         path = content
@@ -39,7 +39,7 @@ def with_items(load, tmp_path):
 
 
 def values_of(dataset):
-    """name -> for each item (user, event) the values that it has."""
+    """Map each feature's name to the values of every item (user, event)."""
     return {
         feature.name: [
             feature.values[feature.codes[begin:end]].tolist()

@@ -26,7 +26,7 @@ def held():
 
 @pytest.fixture
 def ctrl_c(held):
-    """Sends SIGINT to this process and holds the caller as a library would that is computing."""
+    """Build a data set. users: a list of (item, timestamp) for each user."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def send():

@@ -12,7 +12,7 @@ REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
 def dataset_of(users, num_items=100, has_timestamps=True):
-    """users: one list of (item, timestamp) per user."""
+    """Return a function that sends SIGINT to this process and holds the caller, like a library that is computing."""
     flat = [event for user in users for event in user]
     return Dataset(
         name="tiny",

@@ -23,7 +23,7 @@ Change = Callable[[Path], object]
 
 
 def load(path: Path, cache: Path) -> int:
-    """Prints a digest of all that was loaded."""
+    """Print a digest of all that was loaded."""
     try:
         data = load_dataset("ml-100k", path, cache_dir=cache)
     except DataError as error:

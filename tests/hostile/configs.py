@@ -221,7 +221,7 @@ GOOD_FILES: dict[str, str] = {
 
 
 def start(folder: Path, *overrides: str, text: str | bytes = BASE, run: Path | str = "run", config="run.yaml") -> int:
-    """train.py with a configuration in `folder`; its run folder is there too."""
+    """Run train.py with a configuration in `folder`, which holds its run folder too."""
     (folder / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     defaults = [f"data.cache_dir={folder}/cache", f"run_dir={folder}/runs"]
     defaults = [o for o in defaults if text == BASE and not any(x.startswith(o.split("=")[0]) for x in overrides)]

@@ -198,7 +198,7 @@ def _cache_file(entries: dict, text: str) -> bytes:
 
 
 def load_cache(path: Path | str) -> int:
-    """Loads and reads it, as an attention would."""
+    """Load a cache's file and read it, as attention would."""
     try:
         cache = hstu_sparse.RotateKVCache.load(path)
     except ValueError as error:
@@ -258,7 +258,7 @@ def _caches(case) -> list[Case]:
 
 
 def _processes(case) -> list[Case]:
-    """`parallel.context` and what torchrun leaves in the environment."""
+    """Return cases of `parallel.context` and of the environment that torchrun leaves."""
     RING = ["model.attention={kind: ring, inner: softmax}", "parallel.context=2"]
     ENVIRONMENTS = {
         "no processes": {},

@@ -385,7 +385,7 @@ def same_strided(operator: str) -> int:
 
 
 def same_under_autocast(operator: str) -> int:
-    """torch.autocast changes neither a bit nor a dtype."""
+    """Assert that torch.autocast changes neither a bit nor a dtype."""
     ours = function(operator)(**VALID[operator])
     with torch.autocast("cpu", torch.bfloat16):
         theirs = function(operator)(**VALID[operator])

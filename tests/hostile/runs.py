@@ -34,7 +34,7 @@ Change = Callable[[Path], object]
 
 
 def start(run: Path, *overrides: str) -> int:
-    """train.py for the run folder, its configuration beside it."""
+    """Run train.py for the run folder, with its configuration beside the folder."""
     config = run.with_name("run.yaml")
     config.write_text(BASE.replace("cache_dir: cache", f"cache_dir: {run.parent}/cache"))
     return train.main([str(config), *LONG, *overrides, "--run", str(run)])

@@ -58,7 +58,7 @@ a_function = len
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """my_package on Python's path; `forget` makes this process as one that never imported it."""
+    """Put my_package on Python's path; the fixture's `forget` makes this process as one that never imported it."""
     folder = tmp_path / "code" / "my_package"
     folder.mkdir(parents=True)
     (folder / "my_module.py").write_text(MODULE)

@@ -34,7 +34,7 @@ CONFIG = {
 
 
 class Oracle(torch.nn.Module):
-    """Knows the targets of the recalls at distances up to 4, and of the others where `all` is true."""
+    """Stand-in for a model that knows targets of recalls at distances up to 4, and where `all` is true all others."""
 
     def __init__(self, dataset, everything, tied=False):
         super().__init__()

@@ -11,7 +11,7 @@ import torch
 
 
 class _Memory:
-    """Stands for the interpreter's access to memory, and holds each address against a kernel's tensors."""
+    """Stand-in for the interpreter's access to memory that holds each address against a kernel's tensors."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -21,7 +21,7 @@ class _Memory:
         return getattr(self.inner, name)
 
     def open(self, arguments):
-        """Allows what these hold: tensors, or descriptors of them, in tuples or not."""
+        """Allow addresses in these: tensors, or descriptors of them, in tuples or not."""
         ranges = sorted({part for x in arguments for part in _parts(x)})
         self.starts, self.ends = np.array(ranges or [(0, 0)], np.int64).T
 

@@ -1,4 +1,4 @@
-"""Compiles all kernels ahead of time, with the launchers' own constants.
+"""Compile all kernels ahead of time, with the launchers' constants.
 
     python -m tests.operators.compiling OPERATOR,... ARCH,... [once]
 

@@ -1,4 +1,4 @@
-"""Spares Triton's interpreter work that it repeats for nothing; what it computes stays the same, bit for bit.
+"""Spare Triton's interpreter work that it repeats for nothing; what it computes stays the same, bit for bit.
 
 On profiles of bsa's and htree's tests most of the time went there: `triton.language` patched anew for each call of a
 device function, a table of dtypes built for each value, `tl.sort`'s exclusive or taken element by element, the shape of
@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 
 class _Patches:
-    """`interpreter._patch_lang`, which does nothing to a module that is patched since the kernel was launched."""
+    """Replace `interpreter._patch_lang`: do nothing to a module that has been patched since the kernel was launched."""
 
     def __init__(self, patch):
         self.patch = patch
@@ -37,12 +37,12 @@ class _Patches:
 
 
 def _unwrap(value):
-    """`_unwrap_if_constexpr`, at once for what is not wrapped."""
+    """Replace `_unwrap_if_constexpr`: return at once what is not wrapped."""
     return value if type(value) in _BARE else _unwrap_if_constexpr(value)
 
 
 class _Dtypes(dict):
-    """`interpreter._get_np_dtype`, asked once for each type's name."""
+    """Replace `interpreter._get_np_dtype`: look each type's name up once."""
 
     def __init__(self, get):
         self.get_dtype = get
@@ -55,7 +55,7 @@ class _Dtypes(dict):
 
 
 class _BlockTypes(dict):
-    """`block_type.__init__`, which checks and wraps each shape once for each type of element."""
+    """Replace `block_type.__init__`: check and wrap each shape once for each type of element."""
 
     def __init__(self, make):
         self.make = make
@@ -79,7 +79,7 @@ _SCALAR = {"shape": tl.tuple([]), "numel": tl.constexpr(1)}
 
 
 class _Builtins(dict):
-    """`interpreter._patch_builtin`, which looks once through what a module or class has."""
+    """Replace `interpreter._patch_builtin`: look once through the members of a module or class."""
 
     def __call__(self, place, builder, scope):
         if place not in self:
@@ -94,7 +94,7 @@ _BUILTINS = _Builtins()
 
 
 def _patch_attribute(place, name, member, scope):
-    """`interpreter._patch_attr`, without the call between that asks whether a semantic is given."""
+    """Replace `interpreter._patch_attr`, without the intermediate call that asks whether a semantic is given."""
     function = getattr(member, "__wrapped__", member)
 
     def interpreted(*values, **named):
@@ -105,12 +105,12 @@ def _patch_attribute(place, name, member, scope):
 
 
 def _make_tensor(tensor, handle, type):
-    """`tensor.__init__`, with the shape that its type has wrapped already."""
+    """Replace `tensor.__init__`: use the shape that the tensor's type has already wrapped."""
     vars(tensor).update(getattr(type, "tensor_facts", _SCALAR), handle=handle, type=type, dtype=type.scalar)
 
 
 def _reduce_by_slices(reduction, inputs):
-    """`generic_reduce` for whole slices along the axis, first to last, in place of element by element."""
+    """Replace `generic_reduce`: reduce whole slices along the axis, first to last, instead of single elements."""
     axis = reduction.axis
     parts = [np.moveaxis(x.handle.data, axis, 0) for x in inputs]
     total = tuple(reduction.to_tensor(part[0], x.dtype) for part, x in zip(parts, inputs))
@@ -125,7 +125,7 @@ def _reduce_by_slices(reduction, inputs):
 
 
 class _Operands:
-    """`binary_op_type_checking_impl` or `broadcast_impl_value`, asked once for what two types become.
+    """Replace `binary_op_type_checking_impl` or `broadcast_impl_value`: compute once what two types become.
 
     The tensor of a number is made once for each type that it meets: no operation writes into its operands.
     """

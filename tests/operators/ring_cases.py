@@ -68,7 +68,7 @@ def function_of(form: str):
 
 
 def expected(form: str, option: str, world: int, *, exact: str = "", **sizes) -> list[torch.Tensor]:
-    """out, lse [H, T], dq, dk, dv of all tokens, by one process; exact: in fp64, on this device."""
+    """Compute out, lse [H, T], dq, dk, dv of all tokens in one process; exact: in fp64, on this device."""
     leaves, grad, offsets, keywords = inputs(form, option, world, **sizes)
     if exact:
         *leaves, grad = (x.to(exact, torch.float64) for x in (*leaves, grad))
@@ -140,7 +140,7 @@ def hstu_inputs(case: str):
 
 
 def hstu_expected(case: str) -> list:
-    """out, dq, dk, dv and the tables' gradients."""
+    """Return out, dq, dk, dv and the tables' gradients."""
     leaves, grad, offsets, times, window = hstu_inputs(case)
     differentiable = [x.requires_grad_() for x in leaves if x is not None]
     bias = RelativeBias(*leaves[3:], *times)

@@ -60,7 +60,7 @@ def test_by_hand():
 
 
 def test_bias_by_hand():
-    """test_by_hand's blocks with both tables: a block stands at its middle, which is its second token."""
+    """Repeat test_by_hand's blocks with both tables: a block stands at its middle, which is its second token."""
     q = torch.tensor([1.0, 1.0, 1.0, 2.0], dtype=torch.float64).view(4, 1, 1)
     k = torch.tensor([1.0, 3.0, -1.0, 0.5], dtype=torch.float64).view(4, 1, 1)
     v = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).view(4, 1, 1)
@@ -346,7 +346,7 @@ class TestResearchInterface:
 
 
 def test_the_page_about_the_kernel_quotes_it():
-    """docs/bsa_kernel.md goes through the forward kernel: each line of its code stands there."""
+    """Check that each line of code that docs/bsa_kernel.md quotes stands in the forward kernel."""
     root = Path(__file__).parents[2]
     kernel = {line.strip() for line in (root / "hstu_sparse/bsa/query_major.py").read_text().splitlines()}
     blocks = re.findall(r"```python\n(.*?)```", (root / "docs/bsa_kernel.md").read_text(), re.S)

@@ -212,7 +212,7 @@ def test_memory_beyond_inputs_and_gradients():
 
 @pytest.mark.parametrize("form", [None, "shared", "per token"])
 def test_addresses_beyond_32_bits(form):
-    """17 million items of 128: more than 2^31 numbers, and targets and negatives among the last."""
+    """Test 17 million items of 128: more than 2^31 numbers, with targets and negatives among the last."""
     I, E, T = 17_000_000, 128, 300
     out = torch.randn(T, E, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     items = torch.empty(I, E, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()
@@ -240,7 +240,7 @@ def test_addresses_beyond_32_bits(form):
 
 
 def test_skipped_tiles_lose_little():
-    """16,384 items whose logits are near 0 beside others of up to 30: their tiles are left out, and not missed."""
+    """Test 16,384 items with logits near 0 beside others of up to 30: skipping their tiles changes little."""
     out, items, targets, _ = problem(3000, 20_000, 64)
     targets = targets.clamp(min=16_384)
     with torch.no_grad():

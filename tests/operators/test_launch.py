@@ -1,4 +1,4 @@
-"""`launch.run`: its keys against what Triton specialises on, and that nothing else launches a kernel."""
+"""Test `launch.run`: its keys against what Triton specialises on, and that nothing else launches a kernel."""
 
 import ast
 import itertools

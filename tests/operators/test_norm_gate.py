@@ -19,7 +19,7 @@ norm_reference = functools.partial(layer_norm, backend="reference")
 
 
 def inputs(tokens, channels, *, dtype=torch.float32, u_dtype=None, seed=0):
-    """x of mean 1 and deviation 3, u a slice of a wider tensor: {"x": [T, C], "u": [T, C]}."""
+    """Return x of mean 1 and deviation 3, and u, a slice of a wider tensor: {"x": [T, C], "u": [T, C]}."""
     generator = torch.Generator().manual_seed(seed)
     x = 3 * torch.randn(tokens, channels, generator=generator) + 1
     wide = torch.randn(tokens, 4 * channels, generator=generator)
@@ -184,7 +184,7 @@ def test_a_constant_row_has_no_direction():
 
 @interpreter
 def test_mixed_dtypes():
-    """fp16 and fp32, either way; the interpreter is wrong for bf16."""
+    """Mix fp16 and fp32, either way; the interpreter is wrong for bf16."""
     for dtype, u_dtype in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
         compare_with_reference(kernel, reference, inputs(9, 20, dtype=dtype, u_dtype=u_dtype), factor=4.0)
 

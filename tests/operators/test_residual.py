@@ -79,7 +79,7 @@ def test_one_graph():
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_compiled_sum_is_the_kernels(dtype, biased):
-    """backend="triton" under torch.compile launches the kernels that it names, forward and backward."""
+    """Check that backend="triton" under torch.compile launches the kernels that it names, forward and backward."""
     from torch._dynamo.backends.common import aot_autograd
 
     targets = []

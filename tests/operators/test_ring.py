@@ -61,7 +61,7 @@ def test_a_group_of_one():
 
 
 def by_single_heads(rank, *arguments):
-    """`all_of_rank` with as few heads as may be going round together, as those of long sequences do."""
+    """Run `all_of_rank` with the fewest heads in a round of the ring, as long sequences do."""
     softmax.TILES = 1
     return all_of_rank(rank, *arguments)
 

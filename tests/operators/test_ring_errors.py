@@ -75,7 +75,7 @@ TIMEOUT, LONG = 2, 60
 
 
 def expect(check, *arguments, waits=True, **options):
-    """`check` holds of what the ranks return; with the long timeout where it does not with the short one."""
+    """Assert that `check` holds for what the ranks return, if need be only with the longer timeout."""
     try:
         return check(run_ranks(*arguments, **options, **({"timeout": TIMEOUT} if waits else {})))
     except AssertionError:

@@ -179,7 +179,7 @@ def test_16_bits_are_computed_with_in_fp32(name, dtype):
 
 
 def test_what_is_ordinary_overflows_nowhere_on_the_way():
-    """fp16 inputs whose scores, sums of a block or squares are beyond 65504."""
+    """Test fp16 inputs with scores, sums of a block or squares beyond 65504."""
     half = torch.float16
     large, v, offsets = (
         torch.full((9, 2, 8), 200.0, dtype=half),
@@ -370,7 +370,7 @@ def test_a_kernels_plan_is_for_one_batch(name, what):
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("selection_group", [1, 4, 2**16])
 def test_a_block_beyond_every_sequence_takes_no_memory(selection_group, timed):
-    """2^16 squared scores for nine tokens would be 100 GB; a block of 16 holds them as well."""
+    """Check that nine tokens need no 2^16 squared scores, which would take 100 GB; a block of 16 gives the same."""
     bias = hstu_sparse.RelativeBias(random(6), random(4) if timed else None, torch.arange(9) * 60 if timed else None)
     call = VALID["bsa_attention"] | {"bias": bias, "return_block_indices": True}
     actual, expected = (

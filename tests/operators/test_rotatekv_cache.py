@@ -16,7 +16,7 @@ from tests.operators.test_rotatekv import make
 
 
 def forge(path, change, tensors=lambda x: None):
-    """Rewrites a cache's file with other facts or tensors, and the checksum that belongs to them."""
+    """Rewrite a cache's file with other facts or tensors, and the checksum that belongs to them."""
     with safe_open(path, framework="pt") as file:
         facts, entries = json.loads(file.metadata()["facts"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     facts = change(facts) or facts

@@ -80,7 +80,7 @@ def test_backends():
 
 
 def _scaled(x, table, index, rest, scale):
-    """x * scale * table[index], and the rows that were looked up. Wants contiguous metadata."""
+    """Return x * scale * table[index] and the rows that were looked up; the metadata must be contiguous."""
     assert table.is_contiguous() and index.is_contiguous()
     rows = table[index]
     return x * scale * rows[:, None], rows

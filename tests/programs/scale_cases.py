@@ -1,4 +1,4 @@
-"""Trains cases of tests/programs/test_scale.py, one after the other, in as many processes as torchrun starts.
+"""Train cases of tests/programs/test_scale.py, one after the other, in as many processes as torchrun starts.
 
     torchrun --standalone --nproc-per-node 2 -m tests.programs.scale_cases OUT NAME ...
 
@@ -156,7 +156,7 @@ def main(out: str, *cases: str) -> None:
 
 
 def start(worlds: list[int], arguments: list[str]) -> None:
-    """`main` in each of so many processes, one number after the other."""
+    """Run `main` in each of so many processes, one number after the other."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     multiprocessing.set_forkserver_preload(["train", "models.ending", "torch.distributed.checkpoint"])

@@ -1,4 +1,4 @@
-"""compare.py as a user runs it: what is finished is not repeated, what fails is named, tables and files."""
+"""Test compare.py as a user runs it: what is finished is not repeated, what fails is named, tables and files."""
 
 import contextlib
 import csv

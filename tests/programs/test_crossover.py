@@ -1,4 +1,4 @@
-"""benchmarks/crossover.py: from where a kind overtakes, and a measurement that goes on where it was stopped."""
+"""Test benchmarks/crossover.py: from which length a kind overtakes, and a measurement that continues after a stop."""
 
 import json
 import math

@@ -70,7 +70,7 @@ def flags() -> dict[str, set[str]]:
 
 
 def spread(name: str) -> Iterator[str]:
-    """a-{b,c} -> a-b, a-c."""
+    """Expand a-{b,c} to a-b, a-c."""
     parts = [part.strip("{}").split(",") for part in re.split(r"(\{[^}]*\})", name)]
     return map("".join, itertools.product(*parts))
 

@@ -1,4 +1,4 @@
-"""benchmarks/kinds.py: measured steps are added to the comparison of attention kinds, its page and its figure."""
+"""Test benchmarks/kinds.py: measured steps are added to the comparison of attention kinds, its page and its figure."""
 
 import json
 

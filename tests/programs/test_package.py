@@ -90,7 +90,7 @@ def test_facts_and_changelog_agree(wheel):
 
 
 def test_readme_kernel_lines_run_with_torch_only(wheel, tmp_path):
-    """pip installs the wheel into an environment of torch and its requirements; README's lines run there on a CPU."""
+    """Install the wheel by pip into an environment of torch and its requirements; README's lines run there on a CPU."""
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"

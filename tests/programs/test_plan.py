@@ -1,4 +1,4 @@
-"""`train.py --plan`: what it counts, against a model and an optimiser that exist, and against what autograd keeps.
+"""Test `train.py --plan`: its sums against a model and an optimiser that exist, and against what autograd keeps.
 
 The plan is made in processes of their own: an imagined GPU leaves fakes behind, and Triton's interpreter is off there.
 """

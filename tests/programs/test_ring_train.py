@@ -1,4 +1,4 @@
-"""train.py under torchrun with sequences cut over two processes: the losses of one process, and one run folder."""
+"""Test train.py under torchrun with sequences cut over two processes: the losses of one process, and one run folder."""
 
 import json
 import os
@@ -47,7 +47,7 @@ for arguments in json.load(open(sys.argv[1])):
 
 
 def by_two(python, folder, calls):
-    """train.py in two processes, for each list of arguments."""
+    """Run train.py in two processes, for each list of arguments."""
     (folder / "each.py").write_text(EACH)
     (folder / "calls.json").write_text(json.dumps([[str(argument) for argument in call] for call in calls]))
     launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]

@@ -1,4 +1,4 @@
-"""train.py over several processes: the losses and metrics of one process, also when ranks are killed on the way."""
+"""Test train.py over several processes: the losses and metrics of one process, also when ranks are killed."""
 
 import json
 import os
@@ -16,7 +16,7 @@ SHORT = ("hstu", "hstu-table-mol", "hstu-row-fused", "bsa-column-mixed", "sasrec
 
 
 def launch(worlds, out, *cases, restarts=None, kill=None, more=None):
-    """Has tests/programs/scale_cases.py run `cases` in so many processes, one number after the other.
+    """Run `cases` of tests/programs/scale_cases.py in so many processes, one number after the other.
 
     restarts: of torchrun itself, in one number of processes; else its agent forks them. Returns what was printed as
     errors.

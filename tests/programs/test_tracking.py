@@ -1,4 +1,4 @@
-"""train.tracking: the same curves in MLflow and W&B, gone on with when a run is; what an interrupted run leaves."""
+"""Test train.tracking: the same curves in MLflow and W&B, continued by a resumed run; what a stopped run leaves."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""train.py and eval.py as a user runs them: resume, interruption, reports, predictions, and bad input."""
+"""Test train.py and eval.py as a user runs them: resume, interruption, reports, predictions, and bad input."""
 
 import contextlib
 import importlib
@@ -170,7 +170,7 @@ def test_early_stopping(tmp_path):
 
 
 def test_a_budget_of_steps_ends_with_an_epoch_and_can_be_raised(tmp_path):
-    """13 steps an epoch: 14 steps are two epochs, and 60 more than the four that train.epochs allows."""
+    """Test train.steps with 13 steps an epoch: 14 steps are two epochs, and 60 more than the four of train.epochs."""
     assert start(tmp_path / "run", "train.steps=14", "train.decay=linear").returncode == 0
     assert load_config(tmp_path / "run" / "config.yaml").train.epochs == 2
     _, history = final(tmp_path / "run")
@@ -181,7 +181,7 @@ def test_a_budget_of_steps_ends_with_an_epoch_and_can_be_raised(tmp_path):
 
 
 def test_options_of_training(tmp_path):
-    """bf16, clipping, warm-up, length groups, another loss, a learned temperature, other attention kinds go through."""
+    """Train with bf16, clipping, warm-up, length groups, another loss, a learned temperature, other attention kinds."""
     done = start(
         tmp_path / "run",
         "train.autocast=bf16",

@@ -1,4 +1,4 @@
-"""benchmarks/trials.py: the order of a search, and trials by processes."""
+"""Test benchmarks/trials.py: the order of a search, and trials by processes."""
 
 import base64
 import json

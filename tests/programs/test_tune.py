@@ -1,4 +1,4 @@
-"""tune.py as a user runs it: stopped and gone on with, pruned, failing; what it ends with; what it refuses."""
+"""Test tune.py as a user runs it: stopped and continued, pruned, failing; what it ends with; what it refuses."""
 
 import contextlib
 import csv

@@ -73,7 +73,7 @@ def _squares_of_terms(
 
 
 class _Squares(torch.autograd.Function):
-    """table[index] whose gradient sums the squares of what comes."""
+    """Return table[index]; its gradient sums the squares of the incoming one."""
 
     @staticmethod
     def forward(ctx, table, index):

@@ -118,7 +118,7 @@ class Campaign:
             assert actual.count == len(self.plain.users[str(user)])
 
     def save(self) -> None:
-        """Saves, and goes on with another recommender that reads what was saved."""
+        """Save, and go on with another recommender that reads what was saved."""
         self.served.save(self.folder / "store")
         before = self.served.statistics
         self.served = serve(self.config, self.model, **self.options)

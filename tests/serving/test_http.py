@@ -113,7 +113,7 @@ HOSTILE = [
 
 
 def test_hostile_requests(client):
-    """4xx, one line, and the service goes on."""
+    """Check that a bad request ends in 4xx and one line, and that the service goes on."""
     assert client.post("/events", json=events((1, 100, 5))).status_code == 200
     for method, path, body, status, message in HOSTILE:
         headers = {"content-type": "application/json"} if body is not None else {}

@@ -52,7 +52,7 @@ def test_a_service_is_judged_as_the_model(attention, tmp_path):
 
 
 def compared(out):
-    """benchmarks/kv_cache.py on the run, as if compare.py had made it."""
+    """Run benchmarks/kv_cache.py on the run as if compare.py had made it."""
     (out / "small").mkdir()
     folder = (out / "run").rename(out / "small" / "seed-1")
     for sinks in (0, 20):

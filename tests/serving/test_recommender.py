@@ -1,4 +1,4 @@
-"""`Recommender`: portions, windows, candidates, ids, errors, pages, threads, the saved store."""
+"""Test `Recommender`: portions, windows, candidates, ids, errors, pages, threads, the saved store."""
 
 import json
 import threading

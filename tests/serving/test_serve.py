@@ -1,4 +1,4 @@
-"""serve.py as a process: the newcomer's path of docs/serving.md, kills under load, SIGTERM."""
+"""Test serve.py as a process: the newcomer's path of docs/serving.md, kills under load, SIGTERM."""
 
 import contextlib
 import json

@@ -120,7 +120,7 @@ def check(
 
 
 def agree(inputs, offsets, max_seq_len, shape, times=None):
-    """Raises AssertionError unless the kernels do what the reference does, up to the rounding of close choices."""
+    """Raise AssertionError unless the kernels do what the reference does, up to the rounding of close choices."""
     scale = inputs["q"].shape[-1] ** -0.5
 
     def kernel(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None, **more):
@@ -162,7 +162,7 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
 
 
 def check_choice(indices, inputs, offsets, shape, scale, times=None):
-    """indices [T, H, S] hold the own block, and of the past ones those whose scores are the best, up to rounding."""
+    """Check that indices [T, H, S] hold each token's block and the past blocks with the best scores, up to rounding."""
     block_size, most, group = shape["block_size"], shape["block_counts"] - 1, shape["selection_group"]
     q, k, device = inputs["q"].double(), inputs["k"].double(), indices.device
     for begin, end in zip(offsets.tolist(), offsets.tolist()[1:]):

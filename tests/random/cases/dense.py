@@ -27,7 +27,7 @@ reference = functools.partial(hstu_attention, backend="reference")
 
 
 def with_tables(function):
-    """`function` with what makes the bias as arguments of their own, so that tables are differentiated as any other."""
+    """Wrap `function` so that the tables of the bias are arguments, and are differentiated like any other."""
 
     def call(position=None, time=None, timestamps=None, query_timestamps=None, **arguments):
         return function(**arguments, bias=RelativeBias(position, time, timestamps, query_timestamps))
@@ -139,7 +139,7 @@ def check(
     device, *, lengths, longer, heads, d, v, window, targets, position, time, query_times, ordered, num_buckets, gap,
     dtype, contiguous, seed, hopper=False,
 ):  # fmt: skip
-    """hopper: where the kernels for Hopper run, by those."""
+    """Compare with the reference. hopper: run the kernels for Hopper where the device can."""
     generator = torch.Generator().manual_seed(seed)
     jagged = functools.partial(make_jagged, lengths, dtype=getattr(torch, dtype), device=device, contiguous=contiguous)
     total, n = sum(lengths), max([1, *lengths]) + longer

@@ -58,7 +58,7 @@ def kernel_choices(inputs, offsets, N, rate, top_k, scale, rope_base=10000.0, se
 
 
 def right_choice(choices, walk, top_k, bound):
-    """Asserts what must hold of the kernel's choice at some tokens, where importances may be off by `bound`."""
+    """Assert what must hold of the kernel's choice at some tokens; importances may be off by `bound`."""
     for layer in walk:
         if layer.number:
             chosen = choices[layer.number - 1]

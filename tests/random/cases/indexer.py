@@ -79,7 +79,7 @@ def any_indices(lengths, top_k, generator):
 
 
 def group_rows(lengths, group):
-    """row of a choice -> (first token of the sequence, first position of the group, tokens of the group)."""
+    """Map each row of a choice to (first token of the sequence, first position of the group, tokens of the group)."""
     rows, begin = {}, 0
     for b, length in enumerate(lengths):
         for t in range(0, length, group):
@@ -90,7 +90,7 @@ def group_rows(lengths, group):
 
 
 def group_indices(lengths, top_k, group, generator):
-    """`any_indices` of a choice that `group` tokens share; rows without a group have indices too."""
+    """Return `any_indices` of a choice that `group` tokens share; rows without a group have indices too."""
     tokens = any_indices(lengths, top_k, generator)
     if group == 1:
         return tokens
@@ -101,7 +101,7 @@ def group_indices(lengths, top_k, group, generator):
 
 
 def biased(function, device, lengths, **options):
-    """`function` with tables as keywords of their own, so that they get gradients."""
+    """Wrap `function` so that tables are keywords, and get gradients."""
     times = make_timestamps(lengths, device=device)
 
     def call(backend, *, position=None, time=None, **tensors):
@@ -178,7 +178,7 @@ def check(
 
 
 def near_kink(iq, ik, lengths):
-    """[T, H] index heads of queries with a key whose product may round to either side of 0, where ReLU has no slope."""
+    """Mark index heads [T, H] of queries whose product with a key may round to either side of 0, the kink of ReLU."""
     near = []
     for q, k in zip(iq.double().split(lengths), ik.double().split(lengths)):
         product, size = (torch.einsum("the,se->ths", a, b) for a, b in ((q, k), (q.abs(), k.abs())))
@@ -205,7 +205,7 @@ def divergence_terms(reference, inputs, grad):
 
 
 def compare(function, inputs, repeated=False):
-    """repeated: a token's gradients sum those of its slots, each rounded to the inputs' dtype, which may cancel."""
+    """Compare with the reference. repeated: slots of a token have rounded gradients, whose sum may cancel."""
     # Kernels keep a log-sum-exp, whose last bit moves all of a query's weights; table gradients add these moves up.
     # They also add up what the rounding of the output leaves in do . out, the mean that each pair's gradient is held
     # against: two roundings of the inputs' dtype.

@@ -15,7 +15,7 @@ reference = functools.partial(query_gates, backend="reference")
 def inputs(
     tokens, heads, size, hidden, gates, *, dtype=torch.float32, weights=None, strided=False, device="cpu", seed=0
 ):
-    """q [T, H, D], strided: as a part of a wider tensor, and the weights of a network whose gates are not all alike."""
+    """Return q [T, H, D], a strided part of a wider tensor, and weights of a network whose gates are not all alike."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(tokens, heads, size * (2 if strided else 1), generator=generator).to(device, dtype)
     shapes = {"w1": (hidden, size), "b1": (hidden,), "w2": (gates, hidden), "b2": (gates,)}

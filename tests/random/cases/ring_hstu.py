@@ -33,7 +33,7 @@ def reference_bytes(*, lengths, heads, size, value_size, **_):
 
 
 def check(device, *, lengths, gap, heads, size, value_size, dtype, window, position, timed, seed):
-    """gap: positions that are left out in the middle of each sequence, as between the parts of a zigzag cut."""
+    """Compare with the reference. gap: positions left out of each sequence, as between the parts of a zigzag cut."""
     dtype, longest = getattr(torch, dtype), max([1, *lengths]) + gap
     inputs = {
         name: make_jagged(lengths, (heads, inner), dtype=dtype, device=device, seed=seed + i, contiguous=i != 1)
