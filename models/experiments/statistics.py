@@ -156,22 +156,31 @@ def holm(p_values: list[float]) -> list[float]:
     return corrected.tolist()
 
 
-def quantile(probability: float, freedom: np.ndarray) -> np.ndarray:
+def quantile(probability: float | np.ndarray, freedom: np.ndarray) -> np.ndarray:
     """Return the t that Student's t is below with this probability, which is over a half."""
-    low, high = np.zeros_like(freedom, dtype=float), np.full_like(freedom, math.pi / 2, dtype=float)
-    for _ in range(42):
-        middle = (low + high) / 2
-        above = _tail_of_angle(middle, freedom) > 1 - probability
-        low, high = np.where(above, middle, low), np.where(above, high, middle)
-    return np.sqrt(freedom) * np.tan(low)
-
-
-def _tail_of_angle(angle: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """Return the probability that Student's t is over sqrt(freedom) * tan(angle): the density is a power of cos."""
-    freedom = np.asarray(freedom, float)[..., None]
-    log_gamma = np.vectorize(math.lgamma)
-    at = np.asarray(angle)[..., None] * (NODES + 1) / 2
+    freedom = np.asarray(freedom, float)
+    log_gamma = np.vectorize(math.lgamma, otypes=[float])
     with np.errstate(invalid="ignore"):
         scale = np.exp(log_gamma((freedom + 1) / 2) - log_gamma(freedom / 2)) / math.sqrt(math.pi)
-        inside = (np.cos(at) ** (freedom - 1) * WEIGHTS).sum(-1) * np.asarray(angle) / 2 * scale[..., 0]
+    low, high = np.zeros_like(scale), np.full_like(scale, math.pi / 2)
+    angle = (low + high) / 2
+    for _ in range(42):
+        over = _tail_of_angle(angle, freedom, scale) - (1 - probability)
+        low, high = np.where(over > 0, angle, low), np.where(over > 0, high, angle)
+        with np.errstate(all="ignore"):
+            step = angle + over / (scale * np.cos(angle) ** (freedom - 1))  # Newton's
+        step = np.where((low < step) & (step < high), step, (low + high) / 2)
+        angle, before = step, angle
+        if (np.abs(angle - before) < 1e-12).all():
+            break
+    return np.sqrt(freedom) * np.tan(angle)
+
+
+def _tail_of_angle(angle: np.ndarray, freedom: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Return the probability that Student's t is over sqrt(freedom) * tan(angle): `scale` times a power of cos is the
+    density.
+    """
+    at = angle[..., None] * (NODES + 1) / 2
+    with np.errstate(invalid="ignore"):
+        inside = (np.cos(at) ** (freedom[..., None] - 1) * WEIGHTS).sum(-1) * angle / 2 * scale
     return np.maximum(0, 0.5 - inside)
