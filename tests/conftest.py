@@ -83,7 +83,12 @@ def quick_python(tmp_path_factory):
     """A `python` that starts at once, for tests of what programs do and not of how they start."""
     from tests.quick_python import QuickPython
 
-    with QuickPython(tmp_path_factory.mktemp("python")) as python:
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes
+    folder = folder / "quick-python"
+    folder.mkdir(exist_ok=True)
+    with QuickPython(folder) as python:
         yield python
 
 

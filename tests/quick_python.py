@@ -5,8 +5,12 @@ Starting Python with torch and torchrec takes some six seconds of a core, and a 
 `sys.executable` and on the PATH. The client hands its arguments, environment, folder and files to the server, which
 forks a process that runs the program as `__main__`. Signals reach that process, it dies with the client, and the client
 ends as it does. A program that needs another interpreter (TRITON_INTERPRET differs, options like -I) gets a real one.
+
+All of pytest-xdist's processes share one server: it ends with the last that holds a connection to it.
 """
 
+import contextlib
+import fcntl
 import io
 import json
 import os
@@ -48,32 +52,57 @@ os._exit(status)
 
 
 class QuickPython:
-    """A context: `executable` stands for `sys.executable`; `path` is a PATH on which it is `python`."""
+    """A context: `executable` stands for `sys.executable`; `path` is a PATH on which it is `python`.
+
+    folder: the same one in several processes is one server.
+    """
 
     def __init__(self, folder: Path):
         self.executable = str(folder / "python")
         self.path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.address = str(folder / "socket")
+        self.lock, self.address, self.door = (str(folder / name) for name in ("lock", "socket", "door"))
         facts = {"python": sys.executable, "address": self.address, "setting": SETTING}
         facts |= {"value": os.environ.get(SETTING), "forwarded": [int(number) for number in FORWARDED]}
-        Path(self.executable).write_text(CLIENT.format(**facts))
-        Path(self.executable).chmod(0o755)
+        self.client = CLIENT.format(**facts)
 
     def __enter__(self) -> "QuickPython":
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.quick_python", self.executable, self.address]
-        self.server = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self.server.stdout.readline() == b"ready\n"
+        with self.locked():
+            self.holder = socket.socket(socket.AF_UNIX)
+            try:
+                self.holder.connect(self.door)
+            except OSError:
+                self.start()
+                self.holder.connect(self.door)
+            assert self.holder.recv(1) == b"1"
         return self
 
     def __exit__(self, *error) -> None:
-        self.server.communicate()  # closes its standard input
+        with self.locked():
+            self.holder.shutdown(socket.SHUT_WR)
+            self.holder.recv(1)  # the server knows, and if that was its last holder, it takes no others
+            self.holder.close()
+
+    @contextlib.contextmanager
+    def locked(self):
+        """Within, no other process begins or ends to hold the server."""
+        with open(self.lock, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def start(self) -> None:
+        Path(self.executable).write_text(self.client)
+        Path(self.executable).chmod(0o755)
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.quick_python", self.executable, self.address, self.door]
+        # Its end is not waited for: another process may be the last that holds it.
+        self.server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        )
+        assert self.server.stdout.readline() == b"ready\n"
 
 
-def serve(executable: str, address: str) -> None:
-    """Fork a keeper for every client that connects, until standard input, the tests' end of a pipe, is closed."""
+def serve(executable: str, address: str, door: str) -> None:
+    """Fork a keeper for every client that connects, until all who came through the door have left."""
     import torch.distributed.run
     import torch.utils.tensorboard  # noqa: F401
 
@@ -87,18 +116,41 @@ def serve(executable: str, address: str) -> None:
     draw_once()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork of this process would miss all but one"
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
+    listener, entrance = (listen(path) for path in (address, door))
     print("ready", flush=True)
+    holders: list[socket.socket] = []
     keepers: list[int] = []
-    while listener in select.select([listener, sys.stdin], [], [])[0]:
-        client, _ = listener.accept()
-        if (keeper := os.fork()) == 0:
-            listener.close()
-            keep(client, executable)
-        client.close()
-        keepers = [one for one in [*keepers, keeper] if not os.waitpid(one, os.WNOHANG)[0]]
+    while True:
+        ready = select.select([listener, entrance, *holders], [], [])[0]
+        if entrance in ready:
+            holders.append(entrance.accept()[0])
+            holders[-1].send(b"1")
+        for holder in holders[:]:
+            if holder in ready:
+                holders.remove(holder)
+                if not holders:
+                    entrance.close()
+                    os.unlink(door)
+                    os.unlink(address)
+                    return
+                holder.close()
+        if listener in ready:
+            client, _ = listener.accept()
+            if (keeper := os.fork()) == 0:
+                for other in (listener, entrance, *holders):
+                    other.close()
+                keep(client, executable)
+            client.close()
+            keepers = [one for one in [*keepers, keeper] if not os.waitpid(one, os.WNOHANG)[0]]
+
+
+def listen(path: str) -> socket.socket:
+    """Return a socket that listens at a path, on which one that was killed may have listened before."""
+    Path(path).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    return listener
 
 
 def draw_once() -> None:

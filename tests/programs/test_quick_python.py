@@ -4,8 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.quick_python import QuickPython
 
 WAITS = """
 import signal, sys
@@ -48,6 +51,13 @@ def test_signals_reach_the_program(quick_python, number, said, status):
         process.send_signal(number)
         assert process.stdout.read() == said  # to its end: the program is gone too
     assert process.returncode == status
+
+
+def test_one_server_for_all_that_hold_it(quick_python):
+    with QuickPython(Path(quick_python.executable).parent) as other:
+        assert not hasattr(other, "server")
+        assert run(other, "-c", "import sys; print('torch' in sys.modules)").stdout == "True\n"
+    assert run(quick_python, "-c", "print(1)").stdout == "1\n"
 
 
 def test_another_interpreter_is_a_real_one(quick_python):
