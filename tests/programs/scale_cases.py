@@ -2,11 +2,6 @@
 
     torchrun --standalone --nproc-per-node 2 -m tests.programs.scale_cases OUT NAME ...
 
-    python -m tests.programs.scale_cases --ranks 1 2 4 -- OUT NAME ...
-
-The second starts what the first starts, torchrun's agent, for each number of ranks in turn, with ranks that are forked
-from a process that has imported everything.
-
 Writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the metrics of the end) for W processes. A name
 `NAME:KEY=VALUE:...` has further overrides; with `NAME:resume:...` the run OUT/NAME is gone on with, or begun.
 
@@ -15,13 +10,10 @@ SCALE_KILL=RANK:WHERE:NUMBER kills a rank of the first start with SIGKILL: WHERE
 yet in its place. SCALE_CASES=FILE has further cases, as JSON.
 """
 
-import argparse
 import json
-import multiprocessing
 import os
 import signal
 import sys
-import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,39 +147,5 @@ def main(out: str, *cases: str) -> None:
         run(case, Path(out), met)
 
 
-def start(worlds: list[int], arguments: list[str]) -> None:
-    """Run `main` in each of so many processes, one number after the other."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    multiprocessing.set_forkserver_preload(["train", "models.ending", "torch.distributed.checkpoint"])
-    for world in worlds:
-        if world == 1:
-            process = multiprocessing.get_context("forkserver").Process(target=main, args=arguments)
-            process.start()
-            process.join()
-            if process.exitcode:
-                sys.exit(process.exitcode)
-            continue
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world,
-            run_id=str(uuid.uuid4()),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            start_method="forkserver",
-            max_restarts=0,
-            monitor_interval=0.1,
-        )
-        elastic_launch(config, main)(*arguments)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--ranks"]:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--ranks", type=int, nargs="+")
-        parser.add_argument("arguments", nargs="+")
-        options = parser.parse_args()
-        start(options.ranks, options.arguments)
-    else:
-        main(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("hstu", "hstu-table-mol", "hstu-row-fused", "bsa-column-mixed", "sasrec-row-whole", "ranking")
 
 
-def launch(worlds, out, *cases, restarts=None, kill=None, more=None):
-    """Run `cases` of tests/programs/scale_cases.py in so many processes, one number after the other.
+def launch(python, worlds, out, *cases, restarts=0, kill=None, more=None):
+    """Have tests/programs/scale_cases.py run `cases` in so many processes, one number after the other.
 
-    restarts: of torchrun itself, in one number of processes; else its agent forks them. Returns what was printed as
-    errors.
+    python: its executable. restarts: of torchrun. Returns what was printed as errors.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if kill is None else {"SCALE_KILL": kill}
@@ -27,16 +25,16 @@ def launch(worlds, out, *cases, restarts=None, kill=None, more=None):
     out.mkdir(parents=True, exist_ok=True)
     items = [f"{item},{item % 5},{'|'.join(str(item % n) for n in (2, 3, 7))}" for item in range(70)]
     (out / "items.csv").write_text("\n".join(["item,group,tags", *items]) + "\n")
-    module = ["-m", "tests.programs.scale_cases"]
-    if restarts is None:
-        command = [*module, "--ranks", *map(str, worlds), "--"]
-    else:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(worlds[0])]
-        command = [*launcher, "--max-restarts", str(restarts), *module]
-    command = [sys.executable, *command, str(out), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
+    errors = ""
+    for world in worlds:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        launcher += ["--monitor-interval", "0.1", "--max-restarts", str(restarts)]
+        module = ["-m", "tests.programs.scale_cases", str(out), *cases]
+        command = [python, *(launcher if world > 1 else []), *module]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
+        errors += done.stderr
+    return errors
 
 
 def facts_of(out, case, world):
@@ -53,8 +51,8 @@ def check(shared, alone):
 @pytest.mark.parametrize(
     ("worlds", "cases"), [((2,), SHORT), pytest.param((2, 4), CASES, marks=pytest.mark.slow)], ids=["short", "all"]
 )
-def test_ranks_train_and_judge_as_one(tmp_path, worlds, cases):
-    launch([1, *worlds], tmp_path, *cases, "judge:hstu-row-fused")
+def test_ranks_train_and_judge_as_one(tmp_path, quick_python, worlds, cases):
+    launch(quick_python.executable, [1, *worlds], tmp_path, *cases, "judge:hstu-row-fused")
     for case in cases:
         one = facts_of(tmp_path, case, 1)
         assert len(one["losses"]) >= 30 and one["losses"][-1] < 0.9 * one["losses"][0], case
@@ -70,10 +68,12 @@ def test_ranks_train_and_judge_as_one(tmp_path, worlds, cases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "kill"), [("sasrec-row-whole", "1:step:14"), ("bsa-column-mixed", "0:save:9")])
-def test_a_killed_rank_changes_nothing(tmp_path, case, kill):
+def test_a_killed_rank_changes_nothing(tmp_path, quick_python, case, kill):
     """SIGKILL of one rank, between two steps or within a checkpoint; torchrun starts both again."""
-    launch([1], tmp_path, case)
-    errors = launch([2], tmp_path, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill)
+    launch(quick_python.executable, [1], tmp_path, case)
+    errors = launch(
+        quick_python.executable, [2], tmp_path, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill
+    )
     assert errors.count("error: ") == errors.count("error: another process of this run was lost") <= 1
     resumed = facts_of(tmp_path, case, 2)
     assert 0 < len(resumed["losses"]) < 32
@@ -81,9 +81,11 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill):
 
 
 @pytest.mark.slow
-def test_resumed_on_other_ranks_and_shardings(tmp_path):
+def test_resumed_on_other_ranks_and_shardings(tmp_path, quick_python):
     case = "hstu"
-    launch([1], tmp_path / "alone", case)
+    launch(quick_python.executable, [1], tmp_path / "alone", case)
     for world, epochs, kind in ((2, 2, "row_wise"), (1, 5, "column_wise"), (2, 8, "table_wise")):
-        launch([world], tmp_path, f"{case}:resume:train.epochs={epochs}:parallel.embedding={kind}")
+        launch(
+            quick_python.executable, [world], tmp_path, f"{case}:resume:train.epochs={epochs}:parallel.embedding={kind}"
+        )
     check(facts_of(tmp_path, case, 2), facts_of(tmp_path / "alone", case, 1))
