@@ -130,7 +130,7 @@ def test_features_in_a_service(made, tmp_path, capsys):
     assert served == pytest.approx(whole, abs=0.01)  # a rounding may swap two items
     capsys.readouterr()
     assert evaluation.main([str(made / "run"), "--serve"]) != 0
-    assert "data.features: those of users and events cannot be served" in capsys.readouterr().err
+    assert "data.features: a run with features of users or events cannot be served" in capsys.readouterr().err
 
 
 def test_ranking_from_files_to_report(tmp_path):
