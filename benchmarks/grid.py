@@ -192,10 +192,9 @@ def print_table(out: Path) -> None:
                 values.setdefault(line["setting"], []).append(line["value"])
         first = np.mean(next(iter(values.values())))
         print(f"{plan}, validation split of leave_one_out")
-        for setting, seeds_values in values.items():
-            print(
-                f"  {setting:20} {np.mean(seeds_values):.4f}  {np.mean(seeds_values) / first:.3f}  {len(seeds_values)} seeds"
-            )
+        for setting, by_seed in values.items():
+            mean = np.mean(by_seed)
+            print(f"  {setting:20} {mean:.4f}  {mean / first:.3f}  {len(by_seed)} seeds")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -49,3 +49,15 @@ def test_runs_are_those_of_the_program_and_are_not_repeated(plan, tmp_path, caps
     capsys.readouterr()
     grid.main(["--out", str(out), "--table"])
     assert capsys.readouterr().out.splitlines()[1].split() == ["dense", f"{line['value']:.4f}", "1.000", "1", "seeds"]
+
+
+@pytest.mark.parametrize("name", ["indexer", "htree"])
+def test_the_plans_of_groups_have_the_defaults(name):
+    """The setting behind softmax is what `auto` means; no setting sees all of its tokens by its choice."""
+    _, first, *others = grid.load_plan(grid.Path(f"configs/compare/{name}-groups.yaml")).settings.values()
+    for config in (first, *others):
+        kind = config.model.attention[0]
+        assert getattr(kind, "compression_rate", 1) * kind.top_k < config.model.max_seq_len
+    default = type(kind)(kind=name).for_model(first.model.layer_sizes)
+    for option in ("compression_rate", "top_k", "selection_group"):
+        assert getattr(default, option, None) == getattr(first.model.attention[0], option, None)
