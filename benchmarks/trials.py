@@ -320,9 +320,8 @@ def curve(folder: Path, metric: str) -> list[list[float]]:
     ]
 
 
-def run(plan: Plan, states: dict[str, State], options) -> None:
-    """Run trials until the deadline, or until `options.trials` of them have run."""
-    began = time.monotonic()
+def run(plan: Plan, states: dict[str, State], options, began: float) -> None:
+    """Run trials until `options.seconds` after `began`, or until `options.trials` of them have run."""
     folder = options.runs / f"trials-{os.getpid()}"
     folder.mkdir(parents=True)
     context = multiprocessing.get_context("spawn")
@@ -522,6 +521,7 @@ def shared_settings(records: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, nargs="?")
     parser.add_argument("given", nargs="*", metavar="SEARCH:key=value")
@@ -542,7 +542,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{check(states)} settings are drawn or one change from the first ones", flush=True)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
-    run(plan, states, options)
+    run(plan, states, options, began)
 
 
 if __name__ == "__main__":
