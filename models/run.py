@@ -367,8 +367,8 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
         if name in ("embedding.tables.embeddings.item.weight", "targets"):
             new[copied_items.to(new.device)] = old[old_rows].to(new)
         elif feature is not None and feature[1] in of_features:
-            here, there = of_features[feature[1]]
-            new[here.to(new.device)] = old[there].to(new)
+            new_index, old_index = of_features[feature[1]]
+            new[new_index.to(new.device)] = old[old_index].to(new)
         elif table:
             rows = min(len(old), len(new))
             new[:rows] = old[:rows].to(new)

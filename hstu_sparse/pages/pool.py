@@ -145,13 +145,13 @@ class PagePool:
             raise PoolFull(f"the pool has {free}, a sequence of {length} tokens needs {demand}")
         if first:
             row = array("i", [self._sinks.take()])
-        taken = array("i", [self._pages.take() for _ in range(needed)])
-        if taken and self.format.sparsity:  # which are written by setting bits
-            page = torch.tensor(taken, device=self.device)
+        new_pages = array("i", [self._pages.take() for _ in range(needed)])
+        if new_pages and self.format.sparsity:  # which are written by setting bits
+            page = torch.tensor(new_pages, device=self.device)
             for tensors in self.tensors:
                 for name in self.format.shapes(0):
                     tensors[name][page] = 0
-        return row + taken
+        return row + new_pages
 
     def shrink(self, row: Sequence[int], length: int) -> Row:
         """Return the row of a sequence without the pages that its first `length` tokens do not need, and free those.

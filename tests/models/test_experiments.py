@@ -40,11 +40,11 @@ def simulated(rng, users, share):
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
 @pytest.mark.parametrize("users", [200, 3000])
 def test_interval_holds_the_true_ratio(users, share):
-    rng, held = np.random.default_rng(users), 0
+    rng, num_covered = np.random.default_rng(users), 0
     for _ in range(SIMULATED // 100):
         center, error = log_ratio(*simulated(rng, users, share), draws=250)
-        held += (np.abs(center - np.log(1.1)) <= error.half_width()).sum()
-    assert 0.93 * SIMULATED <= held <= 0.97 * SIMULATED
+        num_covered += (np.abs(center - np.log(1.1)) <= error.half_width()).sum()
+    assert 0.93 * SIMULATED <= num_covered <= 0.97 * SIMULATED
 
 
 def test_setting_against_itself_is_exactly_one():

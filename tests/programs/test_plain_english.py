@@ -15,7 +15,24 @@ FOLDERS = ("benchmarks", "data", "examples", "hstu_sparse", "models", "tests")
 FILES = [*sorted(ROOT.glob("*.py")), *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))]
 PUBLIC = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("data", "hstu_sparse", "models")]
 # Names that say how a value was obtained instead of what it is.
-VAGUE = ("ask", "asked", "asks", "found", "given", "kept", "own", "told", "wanted")
+VAGUE = (
+    "ask",
+    "asked",
+    "asks",
+    "found",
+    "given",
+    "held",
+    "here",
+    "kept",
+    "made",
+    "met",
+    "own",
+    "said",
+    "there",
+    "those",
+    "told",
+    "wanted",
+)
 # A bound name is followed by a symbol or `in`, a word of a comment mostly by another word: such files are not parsed.
 WORD = re.compile(rf"\b(?:{'|'.join(VAGUE)})\b(?! (?!in\b)[a-z]|[.'\"`])")
 DOCSTRING = r'(?:\A|:(?: +#.*)?\n) *"""'
