@@ -444,7 +444,7 @@ class RunConfig(Strict):
         """Raise ValueError for options that are impossible when ranks share a batch or a table."""
         p, whole_catalogue = self.parallel, self.loss.kind == "cross_entropy" and self.task.kind == "retrieval"
         if p.engine and self.task.kind == "recall":
-            raise ValueError("parallel: of no use to task.kind=recall")
+            raise ValueError("parallel: not supported by task.kind=recall, leave it out")
         if whole_catalogue and p.embedding in ("table_wise", "column_wise"):
             raise ValueError(
                 f"parallel.embedding={p.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
@@ -459,7 +459,7 @@ class RunConfig(Strict):
         if self.model.embedding_dim % 4:
             raise ValueError(f"parallel.fused: model.embedding_dim={self.model.embedding_dim} must be a multiple of 4")
         if not p.sharded:
-            raise ValueError("parallel.fused: needs a sharded table, parallel.embedding=row_wise say")
+            raise ValueError("parallel.fused: needs a sharded table, such as parallel.embedding=row_wise")
         if whole_catalogue:
             raise ValueError(
                 "parallel.fused: does not apply the gradient that loss.kind=cross_entropy gives to every row of the "
@@ -474,7 +474,7 @@ class RunConfig(Strict):
     def _check_recall(self) -> None:
         """Raise ValueError for options that recall does not use."""
         if self.model.action_embedding or self.model.head != DotConfig() or self.parallel.context > 1:
-            raise ValueError("model.action_embedding, model.head, parallel.context: of no use to task.kind=recall")
+            raise ValueError("model.action_embedding, model.head, parallel.context: not supported by task.kind=recall")
 
     def _check_ranking(self) -> None:
         """Raise ValueError for options that ranking does not use."""
@@ -489,7 +489,7 @@ class RunConfig(Strict):
             ("parallel.context", self.parallel.context, 1),
         ):
             if value != default:
-                raise ValueError(f"{name}: of no use to task.kind=ranking, leave it out")
+                raise ValueError(f"{name}: not supported by task.kind=ranking, leave it out")
         if self.eval.patience and self.data.train_on_valid:
             raise ValueError("eval.patience: data.train_on_valid leaves no validation split to stop by")
 

@@ -171,10 +171,10 @@ class Saver:
             if self.table is not None and self.table.kernel is None:  # other ranks have it
                 unknown = [name for name in unknown if TABLE not in name]
             if wrong := missing + unknown:
-                raise CheckpointError(f"{source}: of another model or optimiser, {wrong[0]} does not fit")
+                raise CheckpointError(f"{source}: belongs to another model or optimiser, {wrong[0]} does not fit")
             for name, value in state.items():
                 if name in saved and value.size() != getattr(saved[name], "size", None):
-                    raise CheckpointError(f"{source}: of another model or sharding, {name} does not fit")
+                    raise CheckpointError(f"{source}: belongs to another model or sharding, {name} does not fit")
             loaded = {name: value for name, value in state.items() if name in saved}
             dcp.load(loaded, checkpoint_id=source, process_group=self.group)
         except CheckpointError:
@@ -243,5 +243,5 @@ def load_slices(model: SequenceModel, source: Path) -> None:
         model.load_state_dict(state)
         if table is not None:
             if list(rows.get_shape()) != [table.num_items, table.size]:
-                raise CheckpointError(f"{source}: of another model, {TABLE} does not fit")
+                raise CheckpointError(f"{source}: belongs to another model, {TABLE} does not fit")
             table.fill(lambda begin, end: rows[begin:end])

@@ -80,7 +80,7 @@ def test_nothing_is_written_over_what_is_not_ours(finished_run, place):
     for name in ("full.csv", "pipe.csv"):
         refused("--predict", name, "--overwrite", says="is no regular file")
     for main in (run("train.py", finished_run / "run.yaml", "--run", "a\udcff"), run("eval.py", "a\udcff")):
-        assert main.returncode == 2 and "a\\udcff: the path is no text in UTF-8" in main.stderr
+        assert main.returncode == 2 and "a\\udcff: the path is not valid UTF-8" in main.stderr
     refused("--predict", "x" * 300 + ".csv", says="File name too long")
     refused("--predict", "top.txt", says=".parquet or .csv")
     assert (finished_run / "events.csv").read_bytes() == source
@@ -265,7 +265,7 @@ def test_bf16_on_a_cpu(finished_run, tmp_path):
         done = run("eval.py", tmp_path / name, "--serve")
         assert done.returncode == 0, done.stderr
     done = run("eval.py", tmp_path / "mol", "--export-items", tmp_path / "items")
-    assert done.returncode == 2 and "no one vector" in done.stderr
+    assert done.returncode == 2 and "no single vector" in done.stderr
 
 
 def test_a_validation_window_without_anyone(finished_run, tmp_path):
