@@ -72,7 +72,8 @@ class Progress(BaseModel):
         """
         if wrong := sorted(cls.model_fields.keys() ^ facts.keys()):
             raise CheckpointError(
-                f"{source}: written by another version of this program ({', '.join(map(shown, wrong))} in only one of them)"
+                f"{source}: written by another version of this program "
+                f"({', '.join(map(shown, wrong))} in only one of them)"
             )
         try:
             return cls.model_validate(facts)

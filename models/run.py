@@ -312,7 +312,8 @@ def changes(before: object, config: RunConfig, source: Path, free: tuple[str, ..
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise CheckpointError(
-            f"{source}: written by another version of this program, its configuration has another {shown(place) or 'form'}"
+            f"{source}: written by another version of this program, "
+            f"its configuration has another {shown(place) or 'form'}"
         ) from None
     return [line for line in differences(stored, config.model_dump(mode="json")) if not line.startswith(free)]
 
