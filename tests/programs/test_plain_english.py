@@ -46,6 +46,8 @@ THIRD_PERSON = (
     "Tells|Trains|Tries|Turns|Waits|Writes|Yields"
 )
 ODD_BEGINNING = re.compile(DOCSTRING + rf"((?:[^A-Z\\]|(?:{THIRD_PERSON})\b).{{0,40}})")
+# An entry of a list of arguments, or the rest of one, which is indented further.
+ENTRY = re.compile(r"    (?:    |[\w*`]+(?:, [\w*`]+)*:|The others:)")
 
 
 def vague_names(text: str) -> Iterator[str]:
@@ -74,6 +76,19 @@ def undocumented(text: str) -> Iterator[str]:
             yield f"line {node.lineno}: {node.name}"
 
 
+def broken_entries(text: str) -> Iterator[str]:
+    """Yield the lines of docstrings that the site would show as an argument, though they do not begin with a name."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        section = ""
+        for line in (ast.get_docstring(node) or "").splitlines():
+            if not line.startswith(" "):
+                section = line
+            elif section in ("Args:", "Attributes:") and not ENTRY.match(line):
+                yield f"{node.name}: {line.strip()}"
+
+
 def check(files: list[Path], faults) -> None:
     """Assert that `faults` yields nothing for the text of any file."""
     wrong = [f"{file.relative_to(ROOT)} {fault}" for file in files for fault in faults(file.read_text())]
@@ -96,9 +111,14 @@ def test_docstrings_begin_with_a_verb_or_a_name():
     check(FILES, lambda text: (beginning[1] for beginning in ODD_BEGINNING.finditer(text)))
 
 
+def test_lists_of_arguments_can_be_read():
+    check(PUBLIC, broken_entries)
+
+
 @pytest.mark.parametrize(
     ("faults", "text"),
     [
+        (broken_entries, 'def f(x):\n    """Compute.\n\n    Args:\n        x: a number,\n        or None.\n    """'),
         (vague_names, "found = 1"),
         (vague_names, "for own in range(3): pass"),
         (vague_names, "def f(kept): pass"),
