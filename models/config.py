@@ -67,7 +67,7 @@ class DataConfig(Strict):
     min_item_events: int = Field(1, ge=1)
     """Items with fewer events are left out."""
     separator: Annotated[str, AfterValidator(_possible_separator)] | None = None
-    """The character between the fields of a csv file, or `tab`; absent, it is told from the header."""
+    """The character between the fields of a csv file, or `tab`; absent, it is detected from the header."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be read stops the preparation or is left out and reported."""
     duplicates: Literal["keep", "drop"] = "keep"
@@ -272,7 +272,7 @@ class TrainConfig(Strict):
     batch_size: int = Field(128, ge=1)
     """The number of users in a step."""
     augment: Augment | None = None
-    """What training sequences draw anew in every epoch; absent, nothing."""
+    """Random changes to the training sequences, drawn in every epoch; absent, none."""
     lr: float = Field(1e-3, gt=0)
     """The learning rate."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.98)
@@ -300,7 +300,7 @@ class TrainConfig(Strict):
     checkpoint_seconds: float = Field(60.0, ge=0)
     """The seconds between checkpoints."""
     tracking: Literal["tensorboard", "mlflow", "wandb"] = "tensorboard"
-    """Where curves go, beside metrics.jsonl; mlflow and wandb need the extra of that name."""
+    """Where curves are logged, in addition to metrics.jsonl; mlflow and wandb need the extra of that name."""
 
 
 class EvalConfig(Strict):
@@ -312,15 +312,15 @@ class EvalConfig(Strict):
     batch_size: int = Field(512, ge=1)
     """The number of users in a batch."""
     filter_seen: Literal["history", "window", "none"] = "history"
-    """Which of a user's earlier items leave the ranking: the whole history, those in the model's window (as in the
-    published figures), or none."""
+    """Which of a user's earlier items are removed from the ranking: the whole history, those in the model's window
+    (as in the published figures), or none."""
     best_metric: str | None = None
     """The metric that chooses the best weights, greater being better; absent, NDCG@10 or the task's first metric."""
     patience: int | None = Field(None, ge=1)
     """The evaluations without a better best_metric after which training stops; absent, never. Evaluations during an
     attention's warm-up do not count."""
     test: bool = True
-    """Whether the finished run is judged by its test split."""
+    """Whether the finished run is evaluated on the test split."""
 
 
 def _count_or_auto(value):
@@ -335,7 +335,7 @@ class ParallelConfig(Strict):
     data: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = 1
     """The number of ranks that share each batch; `auto` is as many as torchrun starts for each part of a sequence."""
     embedding: Literal["replicated", "row_wise", "table_wise", "column_wise", "auto"] = "replicated"
-    """How the item table lies on the ranks that share a batch; `auto` asks torchrec's planner."""
+    """How the item table is divided among the ranks that share a batch; `auto` asks torchrec's planner."""
     context: int = Field(1, ge=1)
     """The number of processes that each sequence is cut over, with `model.attention.kind: ring`."""
     fused: Literal["rowwise_adagrad", "adam"] | None = None
