@@ -65,7 +65,7 @@ def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes:
     size, wide = config.model.embedding_dim, getattr(torch, config.model.table_dtype).itemsize
     weights = num_items * size * wide if kind == "table_wise" else -(-num_items // ranks) * size * wide
     moments = {"rowwise_adagrad": weights // (size * wide) * 4}.get(str(p.fused), 2 * weights)
-    num_ids = num_lookups(config, tokens)
+    num_ids = ids_wanted(config, tokens)
     # The expected number of distinct ids among so many uniform draws.
     rows = math.ceil(num_items * -math.expm1(-num_ids / num_items))
     # Rows and their gradients as they arrive, and one of them as it is sent; ids while they are sorted and sent.
@@ -76,7 +76,7 @@ def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes:
     return Sharded(kind, rows, weights, 0 if p.fused else weights, moments, buffers, lines)
 
 
-def num_lookups(config: RunConfig, tokens: int) -> int:
+def ids_wanted(config: RunConfig, tokens: int) -> int:
     """Return the number of ids that a step with T tokens looks up: inputs and, for a sampled loss, targets and
     negatives.
     """
