@@ -2,6 +2,7 @@
 
     python compare.py configs/compare/attention-kinds.yaml --out compared [--quick] [--parallel N]
     python compare.py PLAN.yaml --out DIR --seeds 1,2,3            other seeds than the plan's
+    python compare.py PLAN.yaml --out DIR data.path=ml-1m          all settings changed
     python compare.py --runs a=runs/a/20260101-120000 b=runs/b/20260101-120000 --out DIR      existing runs
 
 The same command again continues where it was stopped: finished runs are not repeated. DIR gets a folder for each run,
@@ -29,7 +30,12 @@ from models.terminal import terminal
 
 def work(options, interrupts: Interrupts) -> None:
     plan = load_plan(
-        options.plan, seeds=options.seeds, runs=options.runs, baseline=options.baseline, quick=options.quick
+        options.plan,
+        seeds=options.seeds,
+        runs=options.runs,
+        baseline=options.baseline,
+        quick=options.quick,
+        overrides=options.overrides,
     )
     with claimed(options.out, new=False):
         write_settings(plan, options.out)

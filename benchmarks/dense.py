@@ -1,5 +1,5 @@
 """Benchmark dense HSTU attention against softmax attention of the same shape: SDPA (FlashAttention, cuDNN),
-flex_attention.
+flex_attention. On sm_90 each backend of its own: `triton`, `hopper`.
 
 The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, causal. Softmax attention is not
 the same mathematics, but the same products, and what a user would otherwise run.
@@ -10,8 +10,10 @@ import functools
 import torch
 from run import Case
 
-from hstu_sparse import RelativeBias, hstu_attention
-from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets, make_timestamps
+from hstu_sparse import RelativeBias, attention_plan, hstu_attention
+from hstu_sparse.dense.configs import hopper_computes_dkv
+from hstu_sparse.launch import override
+from hstu_sparse.testing import assert_within_budget, gradients, make_offsets, make_timestamps
 
 LENGTHS = [1024, 4096, 16384, 65536]
 
@@ -20,6 +22,7 @@ def add_arguments(parser):
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--planned", action="store_true", help="make the plan once, as the layers of a model do")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
 
 
@@ -33,10 +36,8 @@ def flops(tokens, length, heads, size):
 
 def inputs(tokens, length, heads, size, dtype, *, biased):
     lengths = [length] * (tokens // length)
-    x = {
-        name: make_jagged(lengths, (heads, size), dtype=dtype, device="cuda", seed=seed)
-        for seed, name in enumerate("qkv")
-    }
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = {name: torch.randn(tokens, heads, size, device="cuda", generator=generator).to(dtype) for name in "qkv"}
     x.update(seq_offsets=make_offsets(lengths, device="cuda"), max_seq_len=length)
     if biased:
         generator = torch.Generator().manual_seed(9)
@@ -80,10 +81,28 @@ def parts(function, leaves):
     }
 
 
-def ours(shape, biased, backend="auto"):
+def ours(shape, biased, backend="auto", planned=False):
     x = differentiable(inputs(*shape, biased=biased))
     leaves = [t for t in x.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    if planned:
+        bias = RelativeBias(*(x.get(name) for name in ("position_bias", "time_bias", "timestamps")))
+        x["plan"] = attention_plan(x["q"], x["v"], x["seq_offsets"], shape[1], bias=bias, backend=backend)
     return parts(lambda: attention(**x, backend=backend), leaves)
+
+
+def mixed_hopper(shape):
+    """Return the parts of the kernels for Hopper but dk and dv, which are Triton's."""
+
+    def with_triton(function):
+        def call():
+            with override(hopper_computes_dkv, lambda *_: False):
+                return function()
+
+        return call
+
+    with override(hopper_computes_dkv, lambda *_: False):
+        timed = ours(shape, False, "hopper")
+    return {part: with_triton(function) for part, function in timed.items()}
 
 
 def padded(tokens, length, heads, size, dtype):
@@ -121,16 +140,18 @@ def cases(arguments):
         shape = (arguments.tokens, length, heads, size, dtype)
         described = dict(tokens=arguments.tokens, length=length, heads=heads, head_size=size, dtype=arguments.dtype)
         make = functools.partial(Case, shape=described, flops=flops(arguments.tokens, length, heads, size))
-        yield make("ours", setup=lambda s=shape: ours(s, False), check=lambda: check(heads, size, dtype, False))
-        yield make(
-            "ours both biases", setup=lambda s=shape: ours(s, True), check=lambda: check(heads, size, dtype, True)
-        )
+        backends = {"ours": "auto"}
         if torch.cuda.get_device_capability() == (9, 0) and size in (64, 128) and dtype != torch.float32:
-            yield make(
-                "ours triton",
-                setup=lambda s=shape: ours(s, False, "triton"),
-                check=lambda: check(heads, size, dtype, False, "triton"),
-            )
+            backends |= {"triton": "triton", "hopper": "hopper"}
+        for name, backend in backends.items():
+            for biased, suffix in ((False, ""), (True, " both biases")):
+                yield make(
+                    name + suffix + " planned" * arguments.planned,
+                    setup=functools.partial(ours, shape, biased, backend, arguments.planned),
+                    check=functools.partial(check, heads, size, dtype, biased, backend),
+                )
+        if "hopper" in backends:
+            yield make("hopper with dkv by triton", setup=functools.partial(mixed_hopper, shape))
         yield make("sdpa-flash", setup=lambda s=shape: sdpa(s, SDPBackend.FLASH_ATTENTION))
         yield make("sdpa-cudnn", setup=lambda s=shape: sdpa(s, SDPBackend.CUDNN_ATTENTION))
         yield make("flex", setup=lambda s=shape: flex(s))

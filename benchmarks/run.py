@@ -2,6 +2,7 @@
 
     python benchmarks/run.py --op dense      the standard cases, added to benchmarks/results/dense.jsonl
     python benchmarks/run.py --op dense --lengths 4096 --only ours,sdpa-flash --out /tmp/dense.jsonl
+    python benchmarks/run.py --op dense --only sdpa-cudnn,triton,hopper --queued --rounds 3 --repeats 7    in turns
     python benchmarks/run.py --plot benchmarks/results/dense.jsonl --out docs/dense.png    a picture of it
 
 Times are medians of CUDA-event timings, with the spread between the 10th and the 90th percentile; memory is the peak
@@ -18,6 +19,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -57,11 +59,16 @@ def parts(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> d
 
 
 def time_call(function: Callable[[], object], *, warmup: int, repeats: int, queued: bool = False) -> dict:
-    """Return {"ms", "ms_p10", "ms_p90", "peak_mb"} of one function; queued: no call waits on the host for the previous
-    one.
+    """Return {"ms", "ms_p10", "ms_p90", "peak_mb"} of one function.
+
+    queued: the GPU sleeps until the host has queued all calls, so that none waits for the host.
     """
     for _ in range(warmup):
         function()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    function()
+    host = time.perf_counter() - started
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -69,6 +76,8 @@ def time_call(function: Callable[[], object], *, warmup: int, repeats: int, queu
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     events = []
+    if queued:
+        torch.cuda._sleep(int(4e9 * repeats * host))  # clocks: some 2 GHz, so twice as long as the host takes
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -97,15 +106,23 @@ def environment() -> dict:
     }
 
 
-def measure(op: str, cases, *, emit: Callable[[dict], None], parts=None, checked: bool = True, **timing) -> None:
-    """Measure cases; parts: names of those to time, None for all; timing: `time_call`'s options."""
+def measure(
+    op: str, cases, *, emit: Callable[[dict], None], parts=None, checked: bool = True, rounds: int = 1, **timing
+) -> None:
+    """Measure cases, one after another in each of the rounds.
+
+    parts: names of those to time, None for all; timing: `time_call`'s options.
+    """
     described = environment() | ({"queued": True} if timing.get("queued") else {})
-    for case in cases:
+    cases = list(cases)
+    for number, case in [(number, case) for number in range(rounds) for case in cases]:
         record = {"op": op, "name": case.name, **case.shape, **described}
+        if rounds > 1:
+            record["round"] = number
         if case.note:
             record["note"] = case.note
         try:
-            if case.check is not None and checked:
+            if case.check is not None and checked and number == 0:
                 case.check()
                 record["checked"] = True
             torch.cuda.empty_cache()
@@ -171,6 +188,7 @@ def main() -> None:
     parser.add_argument(
         "--queued", action="store_true", help="queue the calls one after another, so that the host's time is hidden"
     )
+    parser.add_argument("--rounds", type=int, default=1, help="how often all cases are timed, in turns")
     parser.add_argument("--unchecked", action="store_true", help="time without checking first")
     parser.add_argument(
         "--out",
@@ -202,6 +220,7 @@ def main() -> None:
 
     cases = (c for c in module.cases(arguments) if not arguments.only or c.name in arguments.only)
     timing = dict(warmup=arguments.warmup, repeats=arguments.repeats, queued=arguments.queued)
+    timing |= dict(rounds=arguments.rounds)
     measure(chosen, cases, emit=emit, parts=arguments.parts, checked=not arguments.unchecked, **timing)
 
 

@@ -1,21 +1,29 @@
-"""Measure a training step over ranks that share batches and the item table: time and memory, on random sequences.
+"""Measure training steps over ranks that share batches and the item table: time and memory, on random sequences.
 
-    python benchmarks/scale.py configs/ml-1m-hstu-large.yaml --items 10000000            the plain step of one GPU
-    torchrun --standalone --nproc-per-node 2 benchmarks/scale.py CONFIG --items 10000000 parallel.data=auto \\
-        parallel.embedding=row_wise                                                      weak scaling: a batch for each
-    python benchmarks/scale.py CONFIG --items 50000000 parallel.embedding=row_wise parallel.fused=rowwise_adagrad
+    python benchmarks/scale.py large long                    the plain step of one GPU, captured and uncaptured
+    python benchmarks/scale.py large long --shared           the step of several ranks, on one
+    torchrun --standalone --nproc-per-node 2 benchmarks/scale.py large long whole fused
+                                                             weak scaling: a batch for each rank
+    python benchmarks/scale.py --config configs/ml-1m-hstu.yaml --items 1000000 parallel.embedding=row_wise
 
-train.batch_size sequences for each rank, their lengths about as MovieLens 1M has them, cut at model.max_seq_len
-(--longest: all have that length). The program prints one JSON line: milliseconds of a step on the slowest rank (median
-of --steps, after a warm-up), the imbalance by predicted work, peak memory of the first rank, versions.
+The cases (CASES) and the options of each; --config measures another configuration. train.batch_size sequences for each
+rank, their lengths about as MovieLens 1M has them, cut at model.max_seq_len, or all of that length. The program prints
+a JSON line for each case: milliseconds of a step on the slowest rank (`queued`: the mean of --steps in a row; `median`:
+of steps that the host waits for), tokens of a step, the imbalance by predicted work, peak memory, versions. A case that
+fails leaves its traceback in its line, and the exit code is 1.
 """
 
 import argparse
+import faulthandler
+import gc
 import json
+import os
 import statistics
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -33,6 +41,39 @@ from models.parallel.ranks import Ranks
 from models.parallel.tables import ShardedTable
 from models.report import environment
 from models.run import open_device
+
+ROOT = Path(__file__).resolve().parents[1]
+LARGE, SMALL = str(ROOT / "configs/ml-1m-hstu-large.yaml"), str(ROOT / "configs/ml-1m-hstu.yaml")
+LONG = "model={block: hstu, max_seq_len: 4096, embedding_dim: 256, num_layers: 4, num_heads: 4, dropout: 0.2, "
+LONG += "attention: {kind: dense}}"
+BF16, ROWS = "train.autocast=bf16", "parallel.embedding=row_wise"
+
+
+class Case(NamedTuple):
+    """A configuration, its overrides, those of ranks, the number of items, and whether all sequences are longest."""
+
+    config: str
+    overrides: tuple[str, ...]
+    shared: tuple[str, ...]
+    items: int
+    longest: bool = False
+
+
+CASES = {
+    "large": Case(LARGE, (), (ROWS,), 10_000_000),
+    "long": Case(SMALL, (LONG, BF16, "loss.kind=in_batch", "train.batch_size=16"), (ROWS,), 100_000, True),
+    "long-replicated": Case(SMALL, (LONG, BF16, "loss.kind=in_batch", "train.batch_size=16"), (), 10_000, True),
+    "whole": Case(
+        *(SMALL, ("model.embedding_dim=128", BF16, "loss={kind: cross_entropy}", "train.batch_size=16")),
+        *((ROWS,), 10_000_000),
+    ),
+    "fused": Case(
+        *(SMALL, ("model.embedding_dim=128", BF16)),
+        *((ROWS, "parallel.fused=rowwise_adagrad"), 50_000_000),
+    ),
+    "table": Case(SMALL, ("model.embedding_dim=64",), ("parallel.embedding=table_wise",), 1_000_000),
+    "column": Case(SMALL, ("model.embedding_dim=64",), ("parallel.embedding=column_wise",), 1_000_000),
+}
 
 
 def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest: bool, device) -> Batch:
@@ -59,56 +100,114 @@ def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest
     return batch
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--items", type=int, default=10_000_000)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--longest", action="store_true")
-    options = parser.parse_intermixed_args()
-    config = load_config(options.config, options.overrides)
+def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
+    """Build the step of a configuration, run it on random batches and return its record."""
     ranks, device = Ranks(config), open_device(config)
+    gpu = device.type == "cuda"
     torch.manual_seed(config.seed)
-    table = ShardedTable(config, options.items, ranks, device) if config.parallel.sharded else None
+    before = torch.cuda.memory_allocated() if gpu else 0
     began = time.monotonic()
+    table = ShardedTable(config, items, ranks, device) if config.parallel.sharded else None
     # The initial rows of tables do not affect the time, and drawing them on the host takes a minute.
     with patch.object(ShardedTable, "draw"), patch.object(embedding, "truncated_normal_"):
-        model = SequenceModel(config.model, options.items, table=table).to(device).train()
-    tables = model.embedding.parameters() if table is None else [*model.embedding.parameters(), table.weight]
+        model = SequenceModel(config.model, items, table=table).to(device).train()
+    tables = [*model.embedding.parameters(), *([] if table is None else [table.weight])]
     with torch.no_grad():
         for weight in tables:
             weight.normal_(std=0.02)
     _, step = train.build_step(config, model, device, ranks=ranks)
     built = time.monotonic() - began
-    batches = [random_batch(config, options.items, ranks, n, options.longest, device) for n in range(options.steps)]
-    seconds, losses, gpu = [], [], device.type == "cuda"
-    # Each padded size is run, captured and replayed.
-    for number, batch in enumerate(batches * (3 if gpu else 2)):
-        if number == len(batches) and gpu:
-            torch.cuda.reset_peak_memory_stats()
+    batches = [random_batch(config, items, ranks, n, longest, device) for n in range(steps)]
+    losses, seconds, queued = [], [], []
+
+    def wait() -> float:
         if gpu:
             torch.cuda.synchronize()
-        began = time.monotonic()
+        return time.monotonic()
+
+    # Each padded size is run, captured, and replayed.
+    graphed = gpu and not ranks.engine and config.train.cuda_graphs
+    for _ in range(2 if graphed else 1):
+        losses.extend(float(step(batch)["loss"]) for batch in batches)
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for batch in batches:
+        began = wait()
         losses.append(float(step(batch)["loss"]))  # waits for the device
         seconds.append(time.monotonic() - began)
-    slowest = float(ranks.max(torch.tensor(statistics.median(seconds[-options.steps :]))))
-    record = {
-        "config": options.config,
-        "overrides": options.overrides,
-        "items": options.items,
+    for _ in range(2):
+        ranks.any(0)
+        began = wait()
+        for batch in batches:
+            step(batch)
+        queued.append((wait() - began) / steps)
+    total = sum(batch.num_tokens if batch.whole is None else batch.whole.tokens for batch in batches)
+    largest = max(batches, key=lambda batch: batch.num_tokens)
+    return {
+        "items": items,
         "ranks": ranks.world,
-        "ms": 1e3 * slowest,
-        "tokens": batches[-1].num_tokens if batches[-1].whole is None else batches[-1].whole.tokens,
+        "how": "shared" if ranks.engine else "captured" if graphed else "uncaptured",
+        "queued": 1e3 * float(ranks.max(torch.tensor(min(queued)))),
+        "median": 1e3 * float(ranks.max(torch.tensor(statistics.median(seconds)))),
+        "tokens": total / steps,
         "losses": [losses[0], losses[-1]],
         "imbalance": statistics.mean(1.0 if batch.whole is None else batch.whole.imbalance for batch in batches),
         "build_seconds": built,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if gpu else None,
+        "largest": [largest.num_tokens, largest.num_sequences],
+        "peaks": ranks.of_all(torch.cuda.max_memory_allocated() - before if gpu else None),
+        "reserved": ranks.of_all(torch.cuda.max_memory_reserved() if gpu else None),
         **environment(device),
     }
-    if ranks.first:
-        print(json.dumps(record), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="CASE or key=value")
+    parser.add_argument("--config", help="a configuration in place of cases")
+    parser.add_argument("--items", type=int, help="the number of items, in place of a case's")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--longest", action="store_true", help="all sequences have max_seq_len tokens")
+    parser.add_argument("--shared", action="store_true", help="on one rank: the step of several")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which a case ends the program")
+    parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    options = parser.parse_intermixed_args()
+    overrides = [word for word in options.words if "=" in word]
+    cases = {name: CASES[name] for name in options.words if "=" not in name}
+    if options.config:
+        cases = {options.config: Case(options.config, (), (), 10_000_000, options.longest)}
+    shared = options.shared or "WORLD_SIZE" in os.environ
+    rank, failed = int(os.environ.get("RANK", 0)), False
+    for name, case in cases.items():
+        for graphs in ("true",) if shared or options.config else ("true", "false"):
+            words = [*case.overrides, *overrides, f"train.cuda_graphs={graphs}"]
+            words += ["parallel.data=auto", *case.shared] if shared else []
+            record: dict = {"case": name, "overrides": words, "rank": rank}
+            faulthandler.dump_traceback_later(options.limit, exit=True)
+            try:
+                record |= measured(
+                    load_config(case.config, words),
+                    options.items or case.items,
+                    options.steps,
+                    case.longest or options.longest,
+                )
+            except Exception:
+                record |= {"error": traceback.format_exc()[-4000:]}
+                failed = True
+            faulthandler.cancel_dump_traceback_later()
+            gc.collect()
+            if torch.cuda.is_available() and "error" not in record:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            if rank == 0 or "error" in record:
+                line = json.dumps(record)
+                print(line, flush=True)
+                if options.out:
+                    with options.out.open("a", encoding="utf-8") as file:
+                        file.write(line + "\n")
+            if failed:
+                return 1  # other ranks may wait for this one
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,12 +6,15 @@ For minutes on a large GPU: each process imports torch once and makes one trial 
 process for each. A plan (`Plan` below) has a search for each data set. It begins with the first value of each option
 that `start` names and, where `drawn` says so, with settings that change all options at once. Then it changes one option
 by one step at a time, and goes on from what was better by half a percent. The best few and the first settings are then
-tried with other seeds. With `final_seeds` there are no steps: when the drawn settings have been tried, the values with
-the better mean effect are put together, and judged on the test split with these seeds, which is the plan's only look at
-it.
+tried with other seeds. Behind drawn settings, the values with the better mean effect are tried together first. With
+`final_seeds` there are no steps: the better values together are judged on the test split with these seeds, which is the
+plan's only look at it. A search with `judged` has no trials: its config is judged on the test split with those seeds.
 
 DIR/trials.jsonl gets a line for each trial with its settings, best validation metric and curve, also if the deadline
 cuts it off. `--table` prints the trials in DIR, with the mean effect of each value.
+
+Under MPS long kernels of one process can hold up the short ones of others. `--background` workers make the trials of
+searches with `background`: their kernels have a lower priority and take at most 80% of the multiprocessors together.
 """
 
 import argparse
@@ -44,6 +47,7 @@ from models.strict_yaml import parse_yaml, read_config
 
 BETTER = 1.005  # the search moves to a trial whose metric is at least this many times that of its settings so far
 WORTH = 0.002  # the mean effect, as a logarithm, from which on a value takes the place of the first one
+ENDING = 8.0  # seconds that workers have to end at the deadline
 ON_THE_WAY = 20.0  # seconds that a trial under way counts when time is shared among data sets
 
 
@@ -54,7 +58,7 @@ class Search(Strict):
     """The run's configuration."""
     fixed: dict[str, Any] = Field(default_factory=dict)
     """Options that every trial has, by dotted key."""
-    options: dict[str, list[Any]] = Field(min_length=1)
+    options: dict[str, list[Any]] = Field(default_factory=dict)
     """The values of each option; where a value is a mapping, it sets these keys and the option's name is a title."""
     start: dict[str, int] = Field(default_factory=dict)
     """The place of the value that the search begins with, for each option whose first value it is not."""
@@ -63,6 +67,13 @@ class Search(Strict):
     drawn: int = Field(0, ge=0)
     """The number of settings with a value of every option at random, each value as often as the others. `--table` tells
     the effect of each value by all of them, so that little noise is left."""
+    judged: list[int] = Field(default_factory=list)
+    """The seeds with which `config` with `fixed` is judged on the test split, in place of all trials."""
+    like: str | None = None
+    """The search on the same data whose best trial `--table` compares with, if the settings are meant for several data
+    sets; only drawn ones are tried."""
+    background: bool = False
+    """Whether background workers make its trials, as long as they have others to make."""
     final: dict[str, Any] = Field(default_factory=dict)
     """What the runs with `final_seeds` have other than the trials before."""
     share: float = Field(1.0, gt=0)
@@ -98,12 +109,14 @@ def drawn_points(search: Search) -> list[dict[str, int]]:
 
     Options of two values, fewer than points, whose number is a power of two, make an orthogonal array: no effect is
     mixed up with another one's. (Columns of a Hadamard matrix; products of two of the first few are not among them.)
-    An array leaves out the first settings, if they are one of its points.
+    With few options the first half of its points has each value equally often too. An array leaves out the first
+    settings, if they are one of its points.
     """
     count, first = search.drawn, {o: search.start.get(o, 0) for o in search.options}
     if count & (count - 1) == 0 and count > len(search.options) and {len(v) for v in search.options.values()} == {2}:
         chosen = sorted(range(1, count), key=lambda column: (column.bit_count() % 2 == 0, column.bit_count(), column))
-        points = [{o: (row & c).bit_count() % 2 for o, c in zip(search.options, chosen)} for row in range(count)]
+        rows = sorted(range(count), key=lambda row: row.bit_count() % 2)
+        points = [{o: (row & c).bit_count() % 2 for o, c in zip(search.options, chosen)} for row in rows]
         return [point for point in points if point != first]
     rng = np.random.default_rng(0)
     columns = {o: rng.permutation(search.drawn) % len(values) for o, values in search.options.items()}
@@ -115,23 +128,32 @@ class State:
 
     def __init__(self, name: str, search: Search, final_seeds: Sequence[int] = ()):
         self.name, self.search, self.final_seeds, self.screening = name, search, final_seeds, bool(final_seeds)
-        self.stopping = False
-        self.curves: list[tuple[Trial, list[list[float]]]] = []
+        self.stopping, self.combined = False, not search.drawn or search.like is not None
+        self.curves: list[tuple[Trial, list[list[float]], bool]] = []
         self.first = {option: search.start.get(option, 0) for option in search.options}
         self.best, self.value = dict(self.first), 0.0
         self.waiting = [Trial("first", self.first, {})]
         self.waiting += [Trial(title, self.first, more) for title, more in search.beside.items()]
         self.waiting += [Trial("drawn", point, {}) for point in drawn_points(search)]
+        if search.judged:
+            self.waiting = [Trial("final", {}, {"seed": seed, "eval.test": True}) for seed in search.judged]
         self.tried = [self.first, *(trial.point for trial in self.waiting if trial.title == "drawn")]
         self.moves: dict[tuple[str, int], int] = {}  # how often an option was changed to a value
         self.results: list[tuple[float, Trial]] = []
         self.seconds, self.running = 0.0, 0
 
     def next(self) -> Trial | None:
-        """Return the next trial: a waiting one, else the step from the best settings that was made least often."""
+        """Return the next trial: a waiting one, else the step from the best settings that was made least often.
+
+        When the drawn settings have ended, the next ones are their better values together, with two seeds.
+        """
+        if not self.waiting and not self.combined and not self.final_seeds and not self.running:
+            self.combined, self.value, self.best = True, 0.0, self.better_values()
+            self.tried.append(self.best)
+            self.waiting = [Trial("together", self.best, more) for more in ({}, {"seed": 2})]
         if self.waiting:
             return self.waiting.pop(0)
-        if self.final_seeds:
+        if self.final_seeds or self.search.judged or self.search.like or not self.combined:
             return None
         steps = [
             (self.moves.get((option, place), 0), number, option, place)
@@ -149,7 +171,7 @@ class State:
     def tell(self, trial: Trial, value: float, whole: bool, points: Sequence[list[float]] = ()) -> None:
         """Record the result of a trial; whole: it was not cut off. Only such trials of the search move its point."""
         self.results.append((value, trial))
-        self.curves.append((trial, list(points)))
+        self.curves.append((trial, list(points), whole))
         if trial.more or not whole or value <= self.value * BETTER:
             return
         if trial.title in trial.point and self.value:
@@ -173,21 +195,21 @@ class State:
     def better_values(self) -> dict[str, int]:
         """Return, for each option, the value with the best mean effect on the logarithm of the trials' metrics.
 
-        All are taken at the epoch that all trials have reached; those that have less than half of the middle one's
-        epochs do not count. A value has to be worth it to take the place of the first one.
+        All are taken at the epoch that each trial which was cut off has reached; those that have less than half of the
+        middle one's epochs do not count. A value has to be worth it to take the place of the first one.
         """
-        curves = [(trial.point, points) for trial, points in self.curves if points and not trial.more]
+        curves = [(trial.point, points, whole) for trial, points, whole in self.curves if points and not trial.more]
         if not curves:
             return self.first
-        middle = np.median([points[-1][0] for _, points in curves])
-        curves = [(point, points) for point, points in curves if points[-1][0] >= middle / 2]
-        last = min(points[-1][0] for _, points in curves)
-        logs = np.log([max(1e-9, *(p[1] for p in points if p[0] <= last)) for _, points in curves])
+        middle = np.median([points[-1][0] for _, points, _ in curves])
+        curves = [curve for curve in curves if curve[2] or curve[1][-1][0] >= middle / 2]
+        last = min((points[-1][0] for _, points, whole in curves if not whole), default=np.inf)
+        logs = np.log([max([1e-9, *(p[1] for p in points if p[0] <= last)]) for _, points, _ in curves])
         others = [
             (o, place) for o, values in self.search.options.items() for place in range(len(values))
             if place != self.first[o]
         ]  # fmt: skip
-        design = np.array([[1.0, *(point[o] == place for o, place in others)] for point, _ in curves])
+        design = np.array([[1.0, *(point[o] == place for o, place in others)] for point, *_ in curves])
         effects = np.linalg.lstsq(design, logs)[0][1:]
         best = dict(self.first)
         for option in best:
@@ -203,7 +225,7 @@ class State:
         more = dict(self.search.final)
         paces = [
             (points[-1][3] - points[0][3]) / (points[-1][0] - points[0][0])
-            for _, points in self.curves
+            for _, points, _ in self.curves
             if len(points) > 1 and len(points[0]) > 3
         ]
         if paces and "train.epochs" in more:
@@ -251,7 +273,9 @@ def check(states: dict[str, State]) -> int:
         trials = [Trial(state.name, point, {}) for point in points]
         for trial in [*trials, *state.waiting]:
             config = load_config(state.search.config, assignments(state.settings(trial)))
-            if config.eval.test or not config.eval.every or config.data.protocol in ("published", "all"):
+            if not state.search.judged and (
+                config.eval.test or not config.eval.every or config.data.protocol in ("published", "all")
+            ):
                 raise ConfigError(f"{state.name}: trials are judged on validation: see eval and data.protocol")
             count += 1
     return count
@@ -296,19 +320,21 @@ def curve(folder: Path, metric: str) -> list[list[float]]:
     ]
 
 
-def run(plan: Plan, states: dict[str, State], options) -> None:
-    """Run trials until the deadline, or until `options.trials` of them have run."""
-    began = time.monotonic()
+def run(plan: Plan, states: dict[str, State], options, began: float) -> None:
+    """Run trials until `options.seconds` after `began`, or until `options.trials` of them have run."""
     folder = options.runs / f"trials-{os.getpid()}"
     folder.mkdir(parents=True)
     context = multiprocessing.get_context("spawn")
     done, lanes = context.Queue(), [context.Queue() for _ in range(options.workers)]
-    workers = [
-        context.Process(target=work, args=(number, folder, lane, done), daemon=True)
-        for number, lane in enumerate(lanes)
-    ]
-    for worker in workers:
-        worker.start()
+    workers = []
+    for number, lane in enumerate(lanes):
+        behind = number < options.background
+        share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(max(1, 80 // max(1, options.background)))}
+        os.environ |= {"CUDA_MPS_CLIENT_PRIORITY": "1"} | share if behind else {}
+        workers.append(context.Process(target=work, args=(number, folder, lane, done), daemon=True))
+        workers[-1].start()
+        for name in ("CUDA_MPS_CLIENT_PRIORITY", *share) if behind else ():
+            del os.environ[name]
     live: dict[int, tuple[State, Trial, float]] = {}
     lane_of: dict[int, int] = {}
     idle: set[int] = set()
@@ -320,11 +346,18 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
         return options.seconds - (time.monotonic() - began)
 
     def begin(lane: int) -> bool:
-        """Give a worker the next trial of the search that has used the least of its share."""
+        """Give a worker the next trial of the search that has used the least of its share; those for other workers,
+        with or without `background`, come last.
+        """
         nonlocal count
         if options.trials is not None and count >= options.trials:
             return False
-        for state in sorted(states.values(), key=lambda s: (s.seconds + ON_THE_WAY * s.running) / s.search.share):
+
+        def order(state: State) -> tuple[bool, float]:
+            used = (state.seconds + ON_THE_WAY * state.running) / state.search.share
+            return state.search.background != (lane < options.background), used
+
+        for state in sorted(states.values(), key=order):
             if left() < state.search.least or (trial := state.next()) is None:
                 continue
             arguments = [state.search.config, *assignments(state.settings(trial)), "--run", str(folder / str(count))]
@@ -344,6 +377,9 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
         state.running, state.seconds = state.running - 1, state.seconds + seconds
         state.tell(trial, best[1], status == 0, points)
         record = {"search": state.name, "title": trial.title, "config": state.search.config, "settings": settings}
+        record["values"] = {option: state.search.options[option][place] for option, place in trial.point.items()}
+        record |= {"beside": trial.more} if trial.more else {}
+        record |= {"like": state.search.like} if state.search.like else {}
         record |= {
             "environment": where,
             "commit": version,
@@ -390,7 +426,14 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
             end(key, status)
     for key in list(live):
         end(key, "cut off")
+    # A process that is killed while it computes may harm the others under MPS.
+    for lane, worker in enumerate(workers):
+        lanes[lane].put(None)
+        if lane not in idle and worker.pid:
+            os.kill(worker.pid, signal.SIGINT)
+    ending = time.monotonic() + ENDING
     for worker in workers:
+        worker.join(max(0.0, ending - time.monotonic()))
         worker.kill()
     for log in sorted(folder.glob("worker-*.log")):
         errors = [line for line in log.read_text(errors="replace").splitlines() if "error" in line.lower()]
@@ -413,28 +456,36 @@ def test_result(run: Path) -> dict[str, Any]:
 def table(out: Path) -> None:
     """Print the best trials of each search, and the mean effect of each value by least squares over the logarithms.
 
-    Then the mean and standard deviation on the test split over the seeds of runs that were judged by it.
+    Effects are against the first settings, as the fit gives them. Where several searches try a value, its mean effect
+    over them follows, then settings meant for several data sets. At the end come the mean and standard deviation on the
+    test split over the seeds of runs that were judged by it.
     """
     records = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
     finals = [record for record in records if record["title"] == "final"]
-    records = [record for record in records if record["title"] != "final"]
+    records = [record for record in records if record["title"] != "final" and record["value"] > 0]
+    common: dict[str, list[float]] = {}
     for name in dict.fromkeys(record["search"] for record in records):
-        of_search = [record for record in records if record["search"] == name and record["value"] > 0]
-        texts = [{key: json.dumps(value) for key, value in record["settings"].items()} for record in of_search]
-        keys = sorted({key for text in texts for key in text if len({t.get(key) for t in texts}) > 1} - {"seed"})
-        print(f"\n{name}: {len(of_search)} trials")
-        for record, text in sorted(zip(of_search, texts), key=lambda pair: -pair[0]["value"])[:8]:
-            changed = {key: text.get(key) for key in [*keys, "seed"] if text.get(key) != texts[0].get(key)}
-            print(f"  {record['value']:.5f} at {record['epoch']} ({record['status']})  {changed}")
-        whole = [(record, text) for record, text in zip(of_search, texts) if record["status"] == 0]
-        columns = [(k, v) for k in keys for v in sorted({str(t.get(k)) for _, t in whole}) if v != str(texts[0].get(k))]
+        of_search = [record for record in records if record["search"] == name]
+        first, whole = named_values(of_search[0]), [record for record in of_search if record["status"] == 0]
+        print(f"\n{name}: {len(of_search)} trials, {len(whole)} of them whole")
+        for record in sorted(of_search, key=lambda record: -record["value"])[:8]:
+            changed = named_values(record) - first
+            print(f"  {record['value']:.5f} at {record['epoch']} ({record['status']})  {', '.join(sorted(changed))}")
+        columns = sorted({text for record in whole for text in named_values(record) - first})
+        design = np.array([[1.0, *(text in named_values(record) for text in columns)] for record in whole])
         if len(whole) < 3 or not columns:
             continue
-        design = np.array([[1.0, *(str(text.get(k)) == v for k, v in columns)] for _, text in whole])
-        logs = np.log([record["value"] for record, _ in whole])
-        effects = np.linalg.lstsq(design, logs)[0]
-        for (key, value), effect, tried in zip(columns, effects[1:], design[:, 1:].sum(0)):
-            print(f"    {key}={value}: {100 * np.expm1(effect):+.1f}% ({int(tried)} trials)")
+        effects = np.linalg.lstsq(design, np.log([record["value"] for record in whole]))[0]
+        if np.linalg.matrix_rank(design) < len(columns) + 1:
+            print("    too few trials to tell all effects apart")
+        for text, effect, tried in zip(columns, effects[1:], design[:, 1:].sum(0)):
+            common.setdefault(text, []).append(effect)
+            print(f"    {text}: {100 * np.expm1(effect):+.1f}% ({int(tried)} trials)")
+    print(*(
+        f"{'' if number else chr(10)}in {len(effects)} searches  {text}: {100 * np.expm1(np.mean(effects)):+.1f}%"
+        for number, (text, effects) in enumerate((t, e) for t, e in sorted(common.items()) if len(e) > 1)
+    ), sep="\n")  # fmt: skip
+    shared_settings(records)
     for name in dict.fromkeys(record["search"] for record in finals):
         judged = [record["test"] for record in finals if record["search"] == name and "test" in record]
         print(f"\n{name} on the test split, {len(judged)} seeds:")
@@ -444,7 +495,33 @@ def table(out: Path) -> None:
             print(f"  {metric} {values.mean() if len(values) else float('nan'):.5f}, sd {spread:.5f}")
 
 
+def named_values(record: dict[str, Any]) -> set[str]:
+    """Return the texts `option=value` of a trial, and its title if it has settings beside those, other than a seed."""
+    beside = {f"beside: {record['title']}"} if record.get("beside", {}).keys() - {"seed"} else set()
+    return beside | {f"{option}={json.dumps(value)}" for option, value in record.get("values", {}).items()}
+
+
+def shared_settings(records: list[dict[str, Any]]) -> None:
+    """Print the settings that searches `like` others tried, the best first: the ratio to the best trial of each of the
+    others, and the least ratio, by which they are ordered.
+    """
+    best: dict[str, float] = {}
+    for record in records:
+        if record["status"] == 0:
+            best[record["search"]] = max(best.get(record["search"], 0.0), record["value"])
+    ratios: dict[str, dict[str, float]] = {}
+    for record in records:
+        if record["status"] == 0 and record.get("like") in best:
+            settings = ratios.setdefault(", ".join(sorted(named_values(record))), {})
+            settings[record["like"]] = max(settings.get(record["like"], 0.0), record["value"] / best[record["like"]])
+    most = max((len(of_sets) for of_sets in ratios.values()), default=0)
+    for text, of_sets in sorted(ratios.items(), key=lambda item: -min(item[1].values())):
+        if len(of_sets) == most:
+            print(f"  {min(of_sets.values()):.3f}  { ({k: round(v, 3) for k, v in of_sets.items()}) }  {text}")
+
+
 def main(arguments: list[str] | None = None) -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, nargs="?")
     parser.add_argument("given", nargs="*", metavar="SEARCH:key=value")
@@ -452,6 +529,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--trials", type=int, help="stop after so many trials, even if time is left")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--background", type=int, default=0, help="how many of the workers are background workers")
     parser.add_argument("--runs", type=Path, default=Path("/dev/shm"), help="the folder of run folders during a trial")
     parser.add_argument("--table", action="store_true", help="print the trials in --out")
     options = parser.parse_intermixed_args(arguments)
@@ -464,7 +542,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{check(states)} settings are drawn or one change from the first ones", flush=True)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
-    run(plan, states, options)
+    run(plan, states, options, began)
 
 
 if __name__ == "__main__":

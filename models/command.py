@@ -234,6 +234,7 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     parser = _parser(description)
     add = parser.add_argument
     add("plan", type=Path, nargs="?", help="the plan's YAML file")
+    add("overrides", nargs="*", metavar="key=value", help="dotted overrides, for all settings of the plan")
     add("--out", type=Path, help="the folder of the runs and of the result")
     add("--seeds", type=_seeds, metavar="1,2,3", help="the seeds, instead of the plan's")
     add("--parallel", type=int, default=1, metavar="N", help="the number of runs at a time, on one machine")
@@ -243,7 +244,7 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     add(
         "--runs", nargs="+", default=[], metavar="NAME=FOLDER", help="finished runs, or folders of such, to compare too"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.out is None or (options.plan is None and not options.runs):
         parser.error("give a plan or --runs, and --out DIR")
     if options.parallel < 1:

@@ -293,19 +293,19 @@ def _excluding_loss(
     config: LossConfig, out: Tensor, items: Tensor, targets: Tensor, excluded: Tensor, dtype: torch.dtype | None
 ) -> Tensor:
     """Sum of the losses of a chunk of positions over the catalogue without the items `excluded`; both normalised."""
+    out, chosen = out / config.temperature, targets.clamp(min=0)[:, None]
     if out.is_cuda and dtype is not None:
         logits = cast(Tensor, _Product.apply(out.to(dtype), items.to(dtype)))
     else:
         logits = out @ items.T
-    logits, chosen = logits / config.temperature, targets.clamp(min=0)[:, None]
-    positive = logits.gather(1, chosen)
-    # Entries that exclude nothing name the target, whose logit is restored.
-    logits = logits.scatter(1, torch.where(excluded < 0, chosen, excluded), float("-inf")).scatter(1, chosen, positive)
-    losses = logits.logsumexp(1) - positive[:, 0]
+    # Entries that exclude nothing name the target, which stays.
+    left_out = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, torch.where(excluded < 0, chosen, excluded), True)
+    left_out.scatter_(1, chosen, False)
+    logits = logits.masked_fill_(left_out, float("-inf"))
+    losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
     if config.label_smoothing:
-        left = logits.isinf()
-        mean = logits.masked_fill(left, 0).sum(1) / (~left).sum(1)
-        losses = losses + config.label_smoothing * (positive[:, 0] - mean)
+        mean = logits.masked_fill(left_out, 0).sum(1) / (~left_out).sum(1)
+        losses = losses + config.label_smoothing * (logits.gather(1, chosen)[:, 0] - mean)
     return losses.masked_fill(targets < 0, 0).sum()
 
 

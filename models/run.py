@@ -189,13 +189,17 @@ def check_backends(config: RunConfig, device: torch.device) -> None:
     for layer in config.model.attention:
         backend = getattr(layer, "backend", "auto")
         try:
-            if backend != "cute":
+            if backend == "hopper":
+                if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+                    raise ValueError(f"{option}=hopper needs a GPU with sm_90, got {device}: use backend=triton")
+            elif backend == "cute":
+                check_available(option, device)
+            else:
                 choose_backend(backend, torch.empty(0, device=device), option)
                 continue
-            check_available(option, device)
             if config.train.autocast != "bf16":
-                raise ValueError(f"{option}=cute takes 16 bits: set train.autocast to bf16, or use backend=triton")
-            if config.parallel.context > 1 and getattr(layer, "window_size", False):
+                raise ValueError(f"{option}={backend} takes 16 bits: set train.autocast to bf16, or use backend=triton")
+            if backend == "cute" and config.parallel.context > 1 and getattr(layer, "window_size", False):
                 raise ValueError(f"{option}=cute has no window_size with parallel.context: use backend=triton")
         except ValueError as error:
             raise ConfigError(str(error)) from None

@@ -68,7 +68,7 @@ def hstu_attention(
         plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
             On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
         backend: "triton", "reference", "hopper" or "auto". "hopper": by kernels for sm_90, which take fp16 and bf16
-            heads with D = V = 64 or 128: the output, dq without a bias, dk and dv with one; the rest as "triton".
+            heads with D = V = 64 or 128: the output, dk and dv, and without a bias dq; the rest as "triton".
             "auto": reference for CPU tensors, triton for CUDA tensors.
 
     Returns:

@@ -21,7 +21,11 @@ class Features(NamedTuple):
     position: bool  # whether there is a position bias
     time: bool
     arch: int  # compute capability, 90 for 9.0
-    hopper: bool = False  # whether there is a bias that the kernels for Hopper take, with tiles of their own
+    hopper: bool = False  # whether the kernels for Hopper are taken, which have tiles of their own
+
+    @property
+    def biased(self) -> bool:
+        return self.position or self.time
 
 
 @configuration
@@ -76,29 +80,35 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 
 @configuration
 def hopper_fwd_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel in hopper_forward.py; without a bias its tiles are the forward kernel's.
+    """Return the settings of the kernel in hopper_forward.py.
 
     TURNS: the groups take turns to multiply. NEAR: see `Tiling`.
     """
-    if f.position or f.time:
+    if f.biased:
         return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=4, TURNS=False, NEAR=8, num_warps=4)
-    return LaunchConfig(
-        BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, TURNS=True, NEAR=0, num_warps=4
-    )
+    return LaunchConfig(BLOCK_M=128, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, TURNS=True, NEAR=0, num_warps=4)
 
 
 @configuration
 def hopper_dq_config(f: Features) -> LaunchConfig:
-    """Return the settings of the dq kernel in hopper_dq.py, which uses the tiles of the forward kernel's schedule."""
-    return LaunchConfig(BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
+    """Return the settings of the kernel in hopper_dq.py, which computes dq if there is no bias."""
+    return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
 
 
 @configuration
 def hopper_dkv_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel in hopper_dkv.py, which computes dk and dv if there is a bias."""
-    if f.pad_d == 128:
+    """Return the settings of the kernel in hopper_dkv.py."""
+    if f.pad_d == 128 and f.biased:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=128, STAGES=4, NEAR=16, num_warps=4)
+    if f.pad_d == 128:
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=3, NEAR=0, num_warps=4)
     return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=4, NEAR=8, num_warps=4)
+
+
+@configuration
+def hopper_computes_dkv(f: Features) -> bool:
+    """Return whether dk and dv come from hopper_dkv.py where the kernels for Hopper are taken."""
+    return True
 
 
 @configuration

@@ -3,7 +3,7 @@
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
 The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py and backward_dkv.py, on Hopper instead
-hopper_forward.py, hopper_dq.py (without a bias) and hopper_dkv.py (with one), and the small ones of hstu_sparse/bias.
+hopper_forward.py, hopper_dq.py (without a bias) and hopper_dkv.py, and the small ones of hstu_sparse/bias.
 Their settings: configs.py.
 """
 
@@ -25,10 +25,10 @@ from hstu_sparse.dense.configs import (
     bwd_dkv_config,
     bwd_dq_config,
     fwd_config,
+    hopper_computes_dkv,
     hopper_dkv_config,
     hopper_dq_config,
     hopper_fwd_config,
-    prefers_hopper,
 )
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.plan import (
@@ -108,7 +108,7 @@ class _Launch:
         self.scale, self.normalizer = scale, normalizer
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
-        self.hopper = prefers_hopper(q, v, self.biased, purpose.num_seqs) if hopper is None else hopper
+        self.hopper = self.features.hopper
         self.case = _Case(
             self.features, q.shape[1], self.d_out, self.v_out, purpose.targets, window_size > 0,
             precision(q.dtype, "tf32x3"), proven(q.device),
@@ -211,7 +211,7 @@ class _Launch:
         )  # fmt: skip
 
         sources = self.q, self.k, self.v, do
-        if self.hopper and self.biased:
+        if self.hopper and hopper_computes_dkv(self.features):
             from hstu_sparse.dense.hopper_dkv import dense_attention_bwd_dkv_hopper_kernel as kernel
 
             config = hopper_dkv_config(self.features)
@@ -229,7 +229,7 @@ class _Launch:
             from hstu_sparse.dense.hopper_dq import dense_attention_bwd_dq_hopper_kernel as kernel
 
             factors, config = (0.5 * self.scale, 0.5 * self.scale / self.normalizer), hopper_dq_config(self.features)
-            self._run_hopper(kernel, self.plan.forward, "MNNM", sources, (dq,), factors, config)
+            self._run_hopper(kernel, self.plan.dq, "MNNM", sources, (dq,), factors, config)
             return [dq, dk, dv]
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)

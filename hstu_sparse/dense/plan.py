@@ -20,7 +20,9 @@ from hstu_sparse.dense.configs import (
     bwd_dkv_config,
     bwd_dq_config,
     fwd_config,
+    hopper_computes_dkv,
     hopper_dkv_config,
+    hopper_dq_config,
     hopper_fwd_config,
     prefers_hopper,
 )
@@ -134,7 +136,7 @@ def purpose_of(
     position, time = bias.position is not None, bias.time is not None
     if hopper is None:
         hopper = prefers_hopper(q, v, position or time, num_seqs)
-    f = features(q, v, position, time, hopper and (position or time))
+    f = features(q, v, position, time, hopper)
     batch = fingerprint(seq_offsets, num_targets, *(bias[2:] if f.time else ()))
     return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, f, batch)
 
@@ -143,8 +145,13 @@ def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
     fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
     near_fwd, near_dkv = NEAR.value, NEAR.value
     if f.hopper:
-        fwd, dkv = hopper_fwd_config(f), hopper_dkv_config(f)
-        near_fwd, near_dkv = fwd.NEAR, dkv.NEAR
+        fwd = hopper_fwd_config(f)
+        near_fwd = fwd.NEAR
+        if not f.biased:
+            dq = hopper_dq_config(f)
+        if hopper_computes_dkv(f):
+            dkv = hopper_dkv_config(f)
+            near_dkv = dkv.NEAR
     sizes = (
         Tiling(fwd.BLOCK_M, fwd.BLOCK_N, True, near_fwd),
         Tiling(dq.BLOCK_M, dq.BLOCK_N, True, NEAR.value),

@@ -8,7 +8,7 @@ from torch import Tensor
 import hstu_sparse
 from data.batch import Batch
 from models.attention.shared import HSTUAttention
-from models.contract import AuxLoss
+from models.contract import AuxLoss, LayerSizes
 
 
 class DenseAttention(HSTUAttention):
@@ -19,6 +19,15 @@ class DenseAttention(HSTUAttention):
         """The attention kind."""
         window_size: int = Field(0, ge=0)
         """The number of latest tokens, itself included, that a token sees; 0 for all."""
+        backend: Literal["auto", "triton", "hopper", "reference"] = "auto"  # type: ignore[assignment]  # one more
+        """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors; `hopper`
+        takes kernels for GPUs with sm_90, heads of 64 or 128 and `train.autocast: bf16`."""
+
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
+            size, value_size = sizes.attention_dim, sizes.linear_dim
+            if self.backend == "hopper" and (size not in (64, 128) or size != value_size):
+                raise ValueError(f"backend=hopper takes heads of 64 or 128, got {size} and {value_size} for values")
 
     config: Config
 

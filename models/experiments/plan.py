@@ -3,6 +3,7 @@
     base: configs/synthetic-hstu.yaml      what train.py would be given
     baseline: dense                        by default the first setting
     seeds: [1, 2, 3, 4, 5]                 the default
+    common: {model.num_layers: 4}          changed in all settings, which may change it again
     settings:
       dense: {}
       bsa: {model.attention.kind: bsa, model.attention.block_size: 16}
@@ -39,6 +40,7 @@ class PlanFile(Strict):
     base: str | None = None
     baseline: str | None = None
     seeds: list[Seed] = Field(default_factory=lambda: list(DEFAULT_SEEDS), min_length=1)
+    common: dict[str, Any] = Field(default_factory=dict)
     settings: dict[Name, dict[str, Any] | None] = Field(default_factory=dict)
     runs: dict[Name, str | list[str]] = Field(default_factory=dict)
     quick: dict[str, Any] = Field(default_factory=dict)
@@ -68,8 +70,11 @@ def load_plan(
     runs: dict[str, list[Path]] | None = None,
     baseline: str | None = None,
     quick: bool = False,
+    overrides: Sequence[str] = (),
 ) -> Plan:
     """Load the plan of a file, or one of `runs` alone; the other arguments extend the file's values or replace them.
+
+    overrides: `key=value` with dotted keys, changed in all settings after what the file says.
 
     ConfigError names all errors of the file and of its settings' configurations, a line each.
     """
@@ -83,9 +88,9 @@ def load_plan(
     }
     existing_runs |= runs or {}
     settings, errors = {}, []
-    for name, overrides in file.settings.items():
+    for name, changed in file.settings.items():
         try:
-            settings[name] = _setting(file, name, dict(overrides or {}), quick)
+            settings[name] = _setting(file, name, dict(changed or {}), quick, overrides)
         except ConfigError as error:
             errors += [f"{where}: settings.{name}: {line}" for line in str(error).split("\n")]
     names = [*file.settings, *existing_runs]
@@ -127,15 +132,17 @@ def explain(item: dict, fields: Collection[str]) -> str:
     return f"{shown(key, 200)}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']), 200)}"
 
 
-def _setting(file: PlanFile, name: str, overrides: dict[str, Any], quick: bool) -> RunConfig:
+def _setting(
+    file: PlanFile, name: str, changed: dict[str, Any], quick: bool, overrides: Sequence[str] = ()
+) -> RunConfig:
     """Return the configuration of a setting, with the base's seed."""
-    base = overrides.pop("base", file.base)
+    base = changed.pop("base", file.base)
     if not isinstance(base, str):
         raise ConfigError("base: missing, the YAML file of a run, here or for the whole plan")
-    if "seed" in overrides:
+    changed = file.common | changed | (file.quick if quick else {})
+    if "seed" in changed or any(override.partition("=")[0] == "seed" for override in overrides):
         raise ConfigError("seed: a setting has none of its own, the plan's seeds are for all")
-    changed = overrides | (file.quick if quick else {})
-    config = load_config(base, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
+    config = load_config(base, [*(f"{key}={json.dumps(value)}" for key, value in changed.items()), *overrides])
     return config.model_copy(update={"name": name, "seed": 0})
 
 

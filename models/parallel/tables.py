@@ -41,6 +41,8 @@ class ShardedTable:
 
     def __init__(self, config: RunConfig, num_items: int, ranks: Ranks, device: torch.device):
         p, size = config.parallel, config.model.embedding_dim
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())  # torchrec compares devices with shards' places
         self.ranks, self.device, self.num_items, self.size, self.fused = ranks, device, num_items, size, p.fused
         self.kind: str = p.embedding
         if self.kind == "auto":

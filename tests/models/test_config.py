@@ -11,7 +11,7 @@ from hstu_sparse.launch import precision
 from models.attention import ATTENTION
 from models.config import ConfigError, as_yaml, load_config
 from models.hstu import SequenceModel
-from models.run import set_matmul_precision
+from models.run import check_backends, set_matmul_precision
 from tests.models.test_models import NUM_ITEMS, make_batch
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -59,6 +59,13 @@ def test_text_that_yaml_1_1_takes_for_numbers(tmp_path, override, message):
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path), [override])
     assert message in str(error.value)
+
+
+def test_hopper_needs_a_gpu_that_has_it(tmp_path):
+    overrides = ["model.attention={kind: dense, backend: hopper}", "model.attention_dim=64", "model.linear_dim=64"]
+    config = load_config(write(tmp_path), overrides)
+    with pytest.raises(ConfigError, match=r"^model\.attention\.backend=hopper needs a GPU with sm_90, got cpu: "):
+        check_backends(config, torch.device("cpu"))
 
 
 def test_numbers(tmp_path):
@@ -143,6 +150,10 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
             "model.attention.backend=cute is for inner=softmax",
         ),
         ("model.attention={kind: ring, inner: softmax, backend: cute, dropout: 0.1}", "backend=cute has no dropout"),
+        (
+            "model.attention={kind: dense, backend: hopper}",
+            "model.attention.backend=hopper takes heads of 64 or 128, got ",
+        ),
         ("model.attention={kind: dense, backend: cute}", "model.attention.backend: input should be 'auto', 'triton'"),
         ("trian.lr=1", "trian: unknown key, did you mean train"),
         ("model.attention.kind=htre", "model.attention.kind: unknown attention kind htre"),

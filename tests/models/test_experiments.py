@@ -134,6 +134,11 @@ def test_plan(tmp_path):
     assert quick.settings["dense"].train.epochs == 1 and quick.seeds == [7] and quick.names[0] == "bsa"
     other = planned(tmp_path, "dense: {}", "dense: {base: configs/synthetic-hstu.yaml, model.num_layers: 1}")
     assert other.settings["dense"].model.num_layers == 1
+    common = planned(
+        tmp_path, "seeds:", "common: {train.lr: 1e-4, train.epochs: 3}\nseeds:", overrides=["train.epochs=2"]
+    )
+    assert [setting.train.lr for setting in common.settings.values()] == [1e-4, 1e-5]
+    assert {setting.train.epochs for setting in common.settings.values()} == {2}
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,17 @@ def test_what_cannot_be_is_told_before_a_trial_begins(plan, tmp_path, setting, m
         trials.main([str(plan), setting, "--out", str(tmp_path / "out")])
 
 
+ALL_SETS = {"beauty-5core", "beauty", "ml-1m"}
+
+
 @pytest.mark.parametrize(
-    "name, searches", [("recipes", {"beauty-5core", "beauty", "ml-1m"}), ("amazon", {"beauty-5core", "beauty"})]
+    "name, searches",
+    [
+        ("recipes", ALL_SETS),
+        ("amazon", {"beauty-5core", "beauty"}),
+        ("finals", {"ml-1m-published", "beauty-5core-features", *ALL_SETS, *(f"default-{name}" for name in ALL_SETS)}),
+        ("second-round", ALL_SETS | {f"default-{name}" for name in ALL_SETS}),
+    ],
 )
 def test_shipped_plans_are_possible(name, searches):
     plan, states = trials.load_plan(trials.Path(f"configs/tune/{name}.yaml"), [])
@@ -129,6 +138,13 @@ def test_drawn_settings_have_each_value_as_often_as_the_others():
     assert state.best == drawn[3]
 
 
+def test_the_first_half_of_an_array_of_few_options_has_each_value_equally_often():
+    state = State("s", Search(config="", options={name: [0, 1] for name in "abc"}, drawn=8))
+    half = [state.next().point for _ in range(4)]
+    assert [sum(point[option] for point in half) for option in "abc"] == [2, 2, 2]
+    assert len({tuple(point.values()) for point in half}) == 4
+
+
 def test_finals_take_the_better_values_of_an_orthogonal_array_at_the_epoch_that_all_reached():
     """Effects +5%, 0 and -3%, some noise; one trial has a peak that the others had no time for.
 
@@ -143,7 +159,7 @@ def test_finals_take_the_better_values_of_an_orthogonal_array_at_the_epoch_that_
         value = 0.1 * (1 + 0.05 * trial.point["a"] - 0.03 * trial.point["c"]) * (1 + 0.001 * (-1) ** number)
         points = [[2, value / 2, 3.0, 30.0], [4, value, 2.0, 40.0]]
         late = [[6, 9.0, 1.0, 50.0]] if trial.point == {"a": 0, "b": 1, "c": 1} else []
-        state.tell(trial, points[-1][1], True, points + late)
+        state.tell(trial, points[-1][1], False, points + late)
     assert state.next() is None and state.better_values() == {"a": 1, "b": 0, "c": 0}
     state.begin_finals(100.0)
     finals = [state.next(), state.next()]
@@ -170,3 +186,49 @@ def test_finals_are_judged_on_the_test_split(plan, tmp_path, capsys):
     trials.table(out)
     printed = capsys.readouterr().out
     assert "one on the test split, 1 seeds" in printed and f"NDCG@10 {records[-1]['test']['NDCG@10']:.5f}" in printed
+
+
+def test_the_better_values_are_tried_together_when_all_drawn_settings_have_ended():
+    options = {name: [0, 1] for name in "abcde"}
+    state = State("s", Search(config="", options=options, drawn=8))
+    screened = [state.next() for _ in range(8)]
+    state.running = 1
+    assert state.next() is None
+    for trial in screened:
+        state.tell(trial, 1.0 + 0.05 * trial.point["a"] - 0.03 * trial.point["b"], True, [[2, 1.0 + trial.point["a"]]])
+    state.running = 0
+    together, again = state.next(), state.next()
+    assert together == Trial("together", {"a": 1, "b": 0, "c": 0, "d": 0, "e": 0}, {}) and again.more == {"seed": 2}
+    assert state.next().title in options  # and steps from there
+
+
+def test_settings_for_several_data_sets_are_only_drawn_and_compared_with_the_best(tmp_path, capsys):
+    lines = []
+    for name in ("x", "y"):
+        lines.append({"search": name, "title": "first", "values": {"k": 1}, "value": 0.4, "epoch": 2, "status": 0})
+        state = State("d", Search(config="", options={"a": [0, 1]}, drawn=2, like=name))
+        while (trial := state.next()) is not None:
+            value = 0.4 - 0.04 * trial.point["a"]
+            state.tell(trial, value, True)
+            lines.append({"search": f"d-{name}", "title": trial.title, "values": trial.point, "like": name})
+            lines[-1] |= {"value": value, "epoch": 2, "status": 0}
+    assert [line["values"] for line in lines] == 2 * [{"k": 1}, {"a": 0}, {"a": 1}]
+    (tmp_path / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trials.table(tmp_path)
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split()[0] for line in last] == ["1.000", "0.900"] and last[1].endswith("a=1")
+
+
+def test_runs_to_judge_are_no_trials(plan, tmp_path):
+    out = tmp_path / "out"
+    plan.write_text(PLAN.replace("    options:", "    judged: [3, 4]\n    options:"))
+    state = trials.load_plan(plan, [])[1]["one"]
+    assert [(trial.title, trial.more) for trial in (state.next(), state.next())] == [
+        ("final", {"seed": seed, "eval.test": True}) for seed in (3, 4)
+    ]
+    assert state.next() is None
+    limits = ["--seconds", "3600", "--workers", "1", "--background", "1", "--runs", str(tmp_path)]
+    plan.write_text(PLAN[: PLAN.index("    options:")] + "    judged: [3]\n")
+    trials.main([str(plan), "one:data.protocol=published", "one:eval.patience=null", "--out", str(out), *limits])
+    (record,) = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+    assert record["title"] == "final" and record["test"]["NDCG@10"] > 0 and record["status"] == 0

@@ -17,7 +17,6 @@ SPILLS_HOPPER = {
     "dense_attention_fwd_hopper_kernel": 24,
     "dense_attention_bwd_dq_hopper_kernel": 8,
     "dense_attention_bwd_dkv_hopper_kernel": 96,
-    "dense_attention_bwd_dkv_kernel": SPILLS_UNBIASED,
     "dense_attention_bwd_dq_kernel": SPILLS,
     "dense_attention_plan_kernel": 8,
 }
