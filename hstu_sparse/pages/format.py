@@ -28,7 +28,11 @@ class PageFormat:
         dtype: of uncompressed keys and values, and of sinks: fp32, bf16 or fp16 (the reference also fp64).
         bits: None to store keys and values in `dtype`; 2, 3, 4 or 8 for RotateKV codes of that many bits. Keys whose
             head size is not a power of two are then padded with zeros.
-        head_group, quant_group, sparsity, sink_tokens, clip: options of the codes, as in `rotatekv_compress`.
+        head_group: option of the codes, as in `rotatekv_compress`; so are the following.
+        quant_group: see `rotatekv_compress`.
+        sparsity: see `rotatekv_compress`.
+        sink_tokens: see `rotatekv_compress`.
+        clip: see `rotatekv_compress`.
     """
 
     heads: int

@@ -34,11 +34,13 @@ class PagePool:
 
     Attributes:
         format: the format of the pages.
-        layers, num_pages: sizes of the pool.
+        layers: the number of layers.
+        num_pages: the number of pages in each layer.
         num_sequences: the number of sequences for whose sinks there is room, if the format has `sink_tokens`.
         tensors: for each layer its tensors by name, with the shapes of `PageFormat.shapes` and `sink_shapes`.
         timestamps: [num_pages, page_size] int64, times in seconds, shared by all layers.
-        free_pages, free_sequences: the numbers of free pages and of free places for sinks.
+        free_pages: the number of free pages.
+        free_sequences: the number of free places for sinks.
     """
 
     def __init__(
