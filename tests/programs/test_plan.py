@@ -35,6 +35,7 @@ RANKS = {
     "one": LARGE,
     "replicated": FOUR,
     "sharded": [*FOUR, "parallel.embedding=auto"],
+    "column": [*FOUR, "parallel.embedding=column_wise"],
     "fused": [*FOUR, "parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad"],
     "whole": [*FOUR, "parallel.embedding=row_wise", "loss.kind=cross_entropy"],
 }
@@ -46,12 +47,12 @@ import json, sys
 from dataclasses import asdict
 import torch
 import train
-from benchmarks import scaling
+from benchmarks import scale
 from models.config import load_config
 from models.planning import plan as planning
 from models.run import open_data
 
-CONFIG, *CASES = sys.argv[1:]
+CONFIG, RECORD, *CASES = sys.argv[1:]
 for case in CASES:
     data = open_data(load_config(CONFIG, json.loads(case)), device=torch.device("cpu"))
     saved = {}
@@ -69,16 +70,21 @@ for case in CASES:
             saved[key] = x.untyped_storage().nbytes()
         return x
     own = set()
-    found = planning.plan(data.config, data, build_step)
+    found = planning.plan(data.config, data, build_step, planning.GPU_BYTES)
     print(json.dumps(asdict(found) | {"peak": found.peak, "training_peak": found.training_peak,
                                       "saved": sum(saved.values())}))
+print(json.dumps(scale.predicted(json.loads(RECORD))))
 """
+# What benchmarks/scale.py writes of two ranks, as far as the prediction reads it.
+RECORD = {"case": "whole", "overrides": ["train.cuda_graphs=true", "parallel.data=auto", "parallel.embedding=row_wise"]}
+RECORD |= {"items": 100_000, "ranks": 2, "steps": 2, "largest": [2000, 16]}
+RECORD["overrides"] += ["model.embedding_dim=128", "loss={kind: cross_entropy}", "train.batch_size=16"]
 
 
 def planned(*cases: list[str]) -> list[dict]:
-    """The plan of each case, overrides of the synthetic configuration, as a dict."""
+    """The plan of each case, overrides of the synthetic configuration, as a dict; and RECORD's predicted peaks."""
     environ = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml"]
+    command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml", json.dumps(RECORD)]
     command += [json.dumps([SMALL, *case]) for case in cases]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -92,8 +98,10 @@ def plans(tmp_path_factory) -> dict[str, dict]:
     features = f"{{items: {{format: csv, path: {path}, unknown: add, columns: {{group: category}}}}}}"
     features = f"data.features={features}"
     cases = KINDS | RANKS | {"ranking": RANKING}
-    cases |= {"features": [features], "features, sharded": [features, "parallel.embedding=row_wise"]}
-    return dict(zip(cases, planned(*cases.values())))
+    sharded = [features, "parallel.embedding=row_wise"]
+    cases |= {"features": [features], "features, sharded": sharded}
+    cases |= {"features, whole": [*sharded, "loss.kind=cross_entropy"]}
+    return dict(zip([*cases, "record"], planned(*cases.values())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +133,7 @@ def test_activations_are_what_autograd_keeps(plans, kind):
 
 
 def test_ranks_share_batch_and_table(plans):
-    one, replicated, sharded, fused, whole = (plans[name] for name in RANKS)
+    one, replicated, sharded, column, fused, whole = (plans[name] for name in RANKS)
     assert (one["ranks"], replicated["ranks"], sharded["ranks"]) == (1, 4, 4)
     assert replicated["tokens"] < one["tokens"] / 3 and replicated["step"] < one["step"]
     assert replicated["persistent"]["weights"] == one["persistent"]["weights"]
@@ -136,10 +144,20 @@ def test_ranks_share_batch_and_table(plans):
         ("optimiser", 2 * table, 2 * quarter, 1000 * 4),
     ):
         rest = one["persistent"][name] - of_table
-        assert sharded["persistent"][name] - of_shard == pytest.approx(rest, abs=16)  # the optimiser's count of steps
+        for plan in (sharded, column):
+            assert plan["persistent"][name] - of_shard == pytest.approx(rest, abs=16)  # the optimiser's count of steps
         assert fused["persistent"][name] - of_fused == pytest.approx(rest, abs=16)
     assert sharded["sharded"]["kind"] == "row_wise" and len(sharded["sharded"]["lines"]) == 5
     assert "outputs of all ranks" in whole["sharded"]["buffers"]
+    # The shard's gradient of the look-up meets the loss's.
+    assert whole["step"] > sharded["step"] + quarter
+
+
+def test_a_measured_step_of_ranks_is_predicted(plans):
+    least, most = plans["record"]
+    shard = 50_000 * 128 * 4
+    assert 5 * shard < least < 7 * shard  # a weight, its gradient from two sides, two moments; and rows, activations
+    assert most == least + 64 * 2**20
 
 
 def test_ranking_has_a_plan(plans):
@@ -148,8 +166,8 @@ def test_ranking_has_a_plan(plans):
 
 
 def test_features_have_a_plan(plans):
-    dense, one, sharded = (plans[name] for name in ("dense", "features", "features, sharded"))
-    for plan in (one, sharded):  # a table of a group's rows, and items without an event
+    dense, one, sharded, whole = (plans[name] for name in ("dense", *(key for key in plans if "features" in key)))
+    for plan in (one, sharded, whole):  # a table of a group's rows, and items without an event
         assert plan["persistent"]["weights"] > dense["persistent"]["weights"] + 7 * 64 * 4
         assert plan["activations"] and plan["evaluation"] > 0
     assert sharded["persistent"]["optimiser"] == one["persistent"]["optimiser"]
@@ -158,9 +176,10 @@ def test_features_have_a_plan(plans):
 def test_program_prints_the_plan_and_makes_no_run(tmp_path: Path):
     environ = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "train.py", "configs/synthetic-hstu.yaml", "--plan", SMALL, f"run_dir={tmp_path}"]
+    command += ["--gpu-memory", "80"]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "most at a time, evaluations included" in done.stdout
+    assert "MiB of 81,920 on a GPU" in done.stdout and "most at a time, evaluations included" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
