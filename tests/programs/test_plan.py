@@ -208,3 +208,19 @@ def test_docs_carry_the_tables_of_the_model():
         cells = [f"{step.ms:.0f} ms, {step.memory / 1e9:.0f} GB" for step in (separate, shared, fused)]
         cells.append(f"{whole.ms / 1e3:.1f} s, {whole.memory / 1e9:.0f} GB")
         assert f"| {gpus:,} | {' | '.join(cells)} |" in page
+
+
+def test_the_model_takes_a_measured_bandwidth(tmp_path):
+    path = tmp_path / "scale.jsonl"
+    record = {"case": "large", "how": "shared", "items": 10**7}
+    lines = [record | {"ranks": ranks, "queued": 29.0 + ranks, "tokens": 15_000 * ranks} for ranks in (1, 2)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    # 1.77 million rows of 50 numbers, half of them from the other rank, and their gradients: in 1 ms, and the optimiser's
+    # for 5 million rows.
+    expected = 1.7716e6 * 200 / (1e-3 + 9 * 5e6 * 200 / scaling.COPY)
+    assert scaling.measured_nvlink(path) == pytest.approx(expected, rel=1e-3)
+    slower, by_datasheets = (
+        scaling.step(scaling.SETTINGS[0], 8, 65_536, 10**8, scaling.DATASHEETS._replace(nvlink=nvlink))
+        for nvlink in (100e9, scaling.DATASHEETS.nvlink)
+    )
+    assert slower.exchange_ms == pytest.approx(2.7 * by_datasheets.exchange_ms)
