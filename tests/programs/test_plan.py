@@ -215,8 +215,8 @@ def test_the_model_takes_a_measured_bandwidth(tmp_path):
     record = {"case": "large", "how": "shared", "items": 10**7}
     lines = [record | {"ranks": ranks, "queued": 29.0 + ranks, "tokens": 15_000 * ranks} for ranks in (1, 2)]
     path.write_text("\n".join(map(json.dumps, lines)))
-    # 1.77 million rows of 50 numbers, half of them from the other rank, and their gradients: in 1 ms, and the optimiser's
-    # for 5 million rows.
+    # 1.77 million rows of 50 numbers, half of them from the other rank, and their gradients: in 1 ms and the
+    # optimiser's time for 5 million rows.
     expected = 1.7716e6 * 200 / (1e-3 + 9 * 5e6 * 200 / scaling.COPY)
     assert scaling.measured_nvlink(path) == pytest.approx(expected, rel=1e-3)
     slower, by_datasheets = (
