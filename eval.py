@@ -1,10 +1,10 @@
-"""Judge a run over the full catalogue, predict, recommend and export, from the run's folder.
+"""Evaluate a run over the full catalogue, predict, recommend and export, from the run's folder.
 
 python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 100]      the held-out events
-python eval.py RUN --data NEW                                  the same on other data, in the items that the run knows
+python eval.py RUN --data NEW                                  the same on other data, with the items of the run
 python eval.py RUN --recommend OUT.csv [--users FILE | --history FILE.csv]        what comes next after whole histories
 python eval.py RUN --export-items OUT                                                        item vectors and their ids
-python eval.py RUN --serve [2bit] [--slide 1]                  as a service would answer, told events one by one
+python eval.py RUN --serve [2bit] [--slide 1]                  as a service that gets events one by one
 """
 
 from models.command import answer_early, eval_options, serving_options

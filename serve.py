@@ -93,7 +93,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         signal.signal(number, lambda *_: None)
     Server(config).run(sockets=[listening(options.host, options.port)])
     log.close()
-    terminal.say("Stopped; everything that was accepted is answered and in the log")
+    terminal.say("Stopped; all accepted requests were answered, all accepted events are in the log")
 
 
 def main(arguments: list[str] | None = None) -> int:

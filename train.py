@@ -286,7 +286,7 @@ def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | s
     )
     terminal.say(
         f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; weights, gradients and moments take "
-        f"{copies * size / 2**20:,.1f} MiB, a step's tensors come on top (--dry-run measures them and the time)"
+        f"{copies * size / 2**20:,.1f} MiB, plus the tensors of a step (--dry-run measures these and the time)"
     )
 
 
@@ -321,10 +321,10 @@ def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
     if data.device.type == "cuda":
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of GPU memory"
     else:
-        memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory, Python's included"
+        memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory, including Python's"
     terminal.say(
         f"A step takes about {duration(typical)}, an epoch {duration(typical * len(batches))}, the run "
-        f"{duration(typical * len(batches) * config.train.epochs)} without evaluations; {memory} at the most"
+        f"{duration(typical * len(batches) * config.train.epochs)} without evaluations, and at most {memory}"
     )
 
 

@@ -201,12 +201,12 @@ def serve_steps(checkout: str, kind: str, lengths: str) -> None:
 
     parser, device = argparse.ArgumentParser(), torch.device("cuda")
     parts.add_arguments(parser)
-    options, made = parser.parse_args([]), {}
+    options, prepared = parser.parse_args([]), {}
     for length in map(int, lengths.split(",")):
-        made[step_name(kind, length)] = parts.prepare(options, parts.KINDS[kind], length, device)
+        prepared[step_name(kind, length)] = parts.prepare(options, parts.KINDS[kind], length, device)
 
     def measured(name):
-        _, _, batch, step, _ = made[name]
+        _, _, batch, step, _ = prepared[name]
         times = [parts.timed(step, batch, True) for _ in range(13)]
         return {name: {"step": statistics.median(times[3:])}}
 

@@ -7,12 +7,13 @@
 
 A line of SPEEDS.jsonl has `speed`, the name of a setting, and what `benchmarks.train.measure_step` returns;
 `compare.py` measures each setting in a process by itself. Where one process measures all of them, `before` is the
-memory that the earlier ones hold, which is subtracted.
+memory that the earlier ones hold, which is subtracted. If a setting has several lines, the median speed counts.
 """
 
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,11 +32,13 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 def merge(comparison: dict, lines: Iterable[str]) -> None:
     """Write the measurements into the settings of a comparison (the JSON of compare.py) that they name."""
     settings = {setting["name"]: setting for setting in comparison["settings"]}
+    rates: dict[str, list[float]] = {}
     for record in map(json.loads, lines):
         if record["speed"] not in settings:
             sys.exit(f"error: speed={record['speed']}: expected one of {', '.join(settings)}")
+        rates.setdefault(record["speed"], []).append(record["events_per_second"])
         settings[record["speed"]] |= {
-            "events_per_second": record["events_per_second"],
+            "events_per_second": statistics.median(rates[record["speed"]]),
             "peak_memory_bytes": record["peak_memory_bytes"] - record.get("before", 0),
             "environment": record["environment"],
         }

@@ -139,10 +139,10 @@ def errors(arguments, ring) -> list[dict]:
     options = dict(causal=True, return_attn_probs=True, backend=arguments.backend)
     out, lse, _ = zigzag_triton_ring_flash_attn_func(*(x[None] for x in leaves), **options)
     local_results = [out[0].detach(), lse[0].T, *torch.autograd.grad(out[0], leaves, tensors[3][index])]
-    ring_found = {n: gathered(x, index, exact[n].shape) for n, x in zip(NAMES, local_results)}
+    ring_results = {n: gathered(x, index, exact[n].shape) for n, x in zip(NAMES, local_results)}
     single = dict(zip(("out", "dq", "dk", "dv"), with_gradients(sdpa, *tensors)))
     records = []
-    for name, local_results in (("ours", ring_found), ("sdpa, one GPU", single)):
+    for name, local_results in (("ours", ring_results), ("sdpa, one GPU", single)):
         for tensor, x in local_results.items():
             error = x.double() - exact[tensor]
             records.append(
@@ -242,8 +242,8 @@ def say(ring, lines: list[str]) -> None:
     lines_by_rank = [None] * ring.world
     dist.all_gather_object(lines_by_rank, lines)
     if ring.rank == 0:
-        for rank, those in enumerate(lines_by_rank):
-            print(f"rank {rank}:", *those, sep="\n  ", flush=True)
+        for rank, rank_lines in enumerate(lines_by_rank):
+            print(f"rank {rank}:", *rank_lines, sep="\n  ", flush=True)
 
 
 def main() -> int:

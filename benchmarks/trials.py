@@ -12,9 +12,6 @@ plan's only look at it. A search with `judged` has no trials: its config is judg
 
 DIR/trials.jsonl gets a line for each trial with its settings, best validation metric and curve, also if the deadline
 cuts it off. `--table` prints the trials in DIR, with the mean effect of each value.
-
-Under MPS long kernels of one process can hold up the short ones of others. `--background` workers make the trials of
-searches with `background`: their kernels have a lower priority and take at most 80% of the multiprocessors together.
 """
 
 import argparse
@@ -72,8 +69,6 @@ class Search(Strict):
     like: str | None = None
     """The search on the same data whose best trial `--table` compares with, if the settings are meant for several data
     sets; only drawn ones are tried."""
-    background: bool = False
-    """Whether background workers make its trials, as long as they have others to make."""
     final: dict[str, Any] = Field(default_factory=dict)
     """What the runs with `final_seeds` have other than the trials before."""
     share: float = Field(1.0, gt=0)
@@ -326,15 +321,12 @@ def run(plan: Plan, states: dict[str, State], options, began: float) -> None:
     folder.mkdir(parents=True)
     context = multiprocessing.get_context("spawn")
     done, lanes = context.Queue(), [context.Queue() for _ in range(options.workers)]
-    workers = []
-    for number, lane in enumerate(lanes):
-        behind = number < options.background
-        share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(max(1, 80 // max(1, options.background)))}
-        os.environ |= {"CUDA_MPS_CLIENT_PRIORITY": "1"} | share if behind else {}
-        workers.append(context.Process(target=work, args=(number, folder, lane, done), daemon=True))
-        workers[-1].start()
-        for name in ("CUDA_MPS_CLIENT_PRIORITY", *share) if behind else ():
-            del os.environ[name]
+    workers = [
+        context.Process(target=work, args=(number, folder, lane, done), daemon=True)
+        for number, lane in enumerate(lanes)
+    ]
+    for worker in workers:
+        worker.start()
     live: dict[int, tuple[State, Trial, float]] = {}
     lane_of: dict[int, int] = {}
     idle: set[int] = set()
@@ -346,18 +338,11 @@ def run(plan: Plan, states: dict[str, State], options, began: float) -> None:
         return options.seconds - (time.monotonic() - began)
 
     def begin(lane: int) -> bool:
-        """Give a worker the next trial of the search that has used the least of its share; those for other workers,
-        with or without `background`, come last.
-        """
+        """Give a worker the next trial of the search that has used the least of its share."""
         nonlocal count
         if options.trials is not None and count >= options.trials:
             return False
-
-        def order(state: State) -> tuple[bool, float]:
-            used = (state.seconds + ON_THE_WAY * state.running) / state.search.share
-            return state.search.background != (lane < options.background), used
-
-        for state in sorted(states.values(), key=order):
+        for state in sorted(states.values(), key=lambda s: (s.seconds + ON_THE_WAY * s.running) / s.search.share):
             if left() < state.search.least or (trial := state.next()) is None:
                 continue
             arguments = [state.search.config, *assignments(state.settings(trial)), "--run", str(folder / str(count))]
@@ -529,7 +514,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--trials", type=int, help="stop after so many trials, even if time is left")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--background", type=int, default=0, help="how many of the workers are background workers")
     parser.add_argument("--runs", type=Path, default=Path("/dev/shm"), help="the folder of run folders during a trial")
     parser.add_argument("--table", action="store_true", help="print the trials in --out")
     options = parser.parse_intermixed_args(arguments)

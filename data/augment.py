@@ -23,7 +23,7 @@ class Augment(Options):
     drop: float = Field(0.0, ge=0, lt=1)
     """The probability with which each event is left out, the last two of a sequence excepted."""
     shuffle: float = Field(0.0, ge=0, le=10_000)
-    """How far events change places: uniform numbers up to this are added to the places of a sequence's events, and the
+    """How far events move: uniform numbers up to this are added to the places of a sequence's events, and the
     sums sorted. Neighbours change places with a probability of 0 at 1, 12% at 2 and 40% at 10. Times stay in order."""
 
 

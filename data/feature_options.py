@@ -55,11 +55,11 @@ class FeatureFile(Options):
     id: str | None = Field(None, min_length=1)
     """The column with the ids; absent, `item` or `user`."""
     separator: str | None = None
-    """The character between the fields of a csv file; absent, it is told from the header."""
+    """The character between the fields of a csv file; absent, it is detected from the header."""
     columns: Columns | None = None
     """The features by name; absent, all that a format with fixed columns has."""
     unknown: Literal["error", "drop", "add"] | None = None
-    """What becomes of a row whose id no event has; absent, `error`, but `drop` in MovieLens' own files."""
+    """What happens to a row whose id is in no event; absent, `error`, but `drop` in MovieLens' own files."""
 
     @model_validator(mode="after")
     def _own_columns(self) -> Self:
@@ -79,7 +79,7 @@ class ItemFile(FeatureFile):
     format: Literal["csv", "parquet", "attributes", "u.item", "movies.dat"]
     """The form of the file: csv, parquet, S3-Rec's JSON (`attributes`) or MovieLens' own."""
     unknown: Literal["error", "drop", "add"] | None = None
-    """What becomes of a row whose id no event has: `add` makes it an item of the catalogue; absent, `error`, but
+    """What happens to a row whose id is in no event: `add` makes it an item of the catalogue; absent, `error`, but
     `drop` in MovieLens' own files."""
 
 
@@ -89,7 +89,7 @@ class UserFile(FeatureFile):
     format: Literal["csv", "parquet", "u.user", "users.dat"]
     """The form of the file: csv, parquet or MovieLens' own."""
     unknown: Literal["error", "drop"] | None = None
-    """What becomes of a row whose id no event has; absent, `error`, but `drop` in MovieLens' own files."""
+    """What happens to a row whose id is in no event; absent, `error`, but `drop` in MovieLens' own files."""
 
 
 class EventFeatures(Options):

@@ -74,7 +74,7 @@ def numbered(
     return Feature(entity, name, kind, values, codes, offsets)
 
 
-def taken(
+def select_features(
     features: Iterable[Feature],
     items: np.ndarray | None = None,
     users: np.ndarray | None = None,

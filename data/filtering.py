@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-from .features import taken
+from .features import select_features
 from .types import DataError, Dataset
 
 
@@ -55,7 +55,7 @@ def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: i
         user_ids=dataset.user_ids[user_events > 0],
         item_ids=dataset.item_ids[item_events > 0],
         events_fingerprint=None,  # it does not depend on the filter's options
-        features=taken(dataset.features, np.flatnonzero(item_events), np.flatnonzero(user_events), index),
+        features=select_features(dataset.features, np.flatnonzero(item_events), np.flatnonzero(user_events), index),
         fingerprint=hashlib.sha256(key.encode()).hexdigest(),
     )
 

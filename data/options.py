@@ -48,7 +48,7 @@ class Columns(Options):
     action: str | None = Field(None, min_length=1)
     """The column with the action (a rating, the kind of a click); absent, events have no action."""
     timestamp_unit: Literal["s", "ms", "us", "ns"] | None = None
-    """The unit of times that are numbers; absent, it is told from their size."""
+    """The unit of times that are numbers; absent, it is detected from their size."""
     timestamp_format: str | None = Field(None, min_length=1, max_length=100)
     """The form of times that are text, as for Python's `datetime.strptime`; absent, ISO 8601."""
     action_codes: dict[str, Annotated[int, Field(ge=0, le=MOST_ACTION)]] | None = Field(None, min_length=1)

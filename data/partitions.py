@@ -237,7 +237,7 @@ class _Work:
             notes.append(duplicates_note(dropped))
         if names:
             notes.append(note_of_actions(names))
-        kept_users, kept_items, offsets = self._filter(bounds, len(items.values), options)
+        remaining_users, remaining_items, offsets = self._filter(bounds, len(items.values), options)
         files = {column: self.folder / "columns" / f"{column}.npy" for column in COLUMNS}
         columns = {name: np.load(file, mmap_mode="c") for name, file in files.items() if file.exists()}
         return Dataset(
@@ -245,8 +245,8 @@ class _Work:
             actions=columns.pop("actions", None),
             **columns,
             user_offsets=offsets,
-            user_ids=users.values[kept_users],
-            item_ids=items.values[kept_items],
+            user_ids=users.values[remaining_users],
+            item_ids=items.values[remaining_items],
             has_timestamps=self.fmt.has_timestamps,
             fingerprint=fingerprint,
             action_names=names,

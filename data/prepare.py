@@ -137,7 +137,7 @@ def _prepare(
                 shutil.rmtree(parts, ignore_errors=True)
                 raise
         elif partitions not in (None, 1):
-            raise DataError("data.partitions: needs data.cache_dir, and cannot be had with data.features")
+            raise DataError("data.partitions: needs data.cache_dir, and cannot be combined with data.features")
         if dataset is None:
             dataset = read_raw(name, fmt, sources, fingerprint, handling, cache_dir, progress)
             # Before the filter, because an item that the filter drops is not an unknown one.

@@ -202,19 +202,30 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: l
         rows = range(len(shape.ends))
         order = np.union1d(order, [row for row in rows if not _is_text(shape.row(row))]).astype(np.int64)
     remaining = np.setdiff1d(np.arange(len(shape.ends)), order)
+    failed: dict[int, list[str]] = {}
     if not shape.misquoted and len(remaining):
         frame = _parse(shape.without(order), fmt, names, None)
         if frame.height != len(remaining):
             raise DataError(f"{source.name} line {line}: cannot be read: rows are not where they seem to be")
         frame = typed(frame, fmt, readings)
-        good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
+        by_role = frame.select(good.alias(role) for role, good in checks(frame, fmt, readings).items())
+        good = by_role.select(pl.all_horizontal(pl.all())).to_series()
         good_rows = frame.filter(good)
-        order = np.union1d(order, remaining[~good.to_numpy()])
+        bad_rows = remaining[~good.to_numpy()]
+        order = np.union1d(order, bad_rows)
+        failed = {
+            row: [role for role in checked if not checked[role]]
+            for row, checked in zip(bad_rows[: bad.room].tolist(), by_role.filter(~good).iter_rows(named=True))
+        }
     descriptions: list[str] = []
     for row in order.tolist():
         if len(descriptions) == bad.room:
             break
-        message = f": {shape.problem(row)}" if row in misshapen else _problem(shape.row(row), fmt, names, readings)
+        message = (
+            f": {shape.problem(row)}"
+            if row in misshapen
+            else _problem(shape.row(row), fmt, names, readings, failed.get(row))
+        )
         descriptions.append(f"{source.name} line {line + shape.lines_before(row)}{message}")
     bad.add(len(order), descriptions)
     if shape.misquoted:
@@ -223,12 +234,16 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: l
     return good_rows
 
 
-def _problem(row: bytes, fmt: RawFormat, names: list, readings: Readings) -> str:
-    """Return `, column user: message` for the first bad value of a row."""
+def _problem(row: bytes, fmt: RawFormat, names: list, readings: Readings, failed: list[str] | None) -> str:
+    """Return `, column user: message` for the first bad value of a row; failed: the roles of bad columns, if known."""
     fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\r"), fmt)
     for role, column in source_columns(fmt).items():
         index = names.index(column)
-        if index < len(fields) and (message := problem(role, fields[index], fmt, readings)):
+        if (
+            (failed is None or role in failed)
+            and index < len(fields)
+            and (message := problem(role, fields[index], fmt, readings))
+        ):
             return f", column {column if fmt.header else role}: {message}"
     return ": not valid UTF-8" if not _is_text(row) else ": cannot be read"
 

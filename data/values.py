@@ -149,7 +149,8 @@ def _feature_problem(kind: str, value: str, got: str) -> str | None:
             finite = math.isfinite(float(value)) if re.fullmatch(r" *[^\s_]+", value) else not value.strip()
         except ValueError:
             finite = False
-        return None if finite else f"expected a number, got {got}"
+        comma = " (with a decimal point, not a comma)" if re.fullmatch(r" *[+-]?[0-9]+,[0-9]+", value) else ""
+        return None if finite else f"expected a number, got {got}{comma}"
     if kind == "list" and len(value) > MAX_LIST_LENGTH:
         return f"a list of more than {MAX_LIST_LENGTH:,} characters: {got}"
     return None if kind == "list" and "\0" not in value else _text_problem(value, got, "a value")
@@ -165,7 +166,8 @@ def _time_problem(value: str, got: str, fmt: RawFormat, reading: Reading, number
     if number is None and reading.kind == "integer":
         if wrong := _integer_problem(value, got):
             a_date = fmt.own_columns and re.search(r"[0-9]+[/.-][0-9]+[/.-][0-9]+", value)
-            return f"{wrong} (dates like this need data.columns.timestamp_format)" if a_date else wrong
+            hint = "dates like this need data.columns.timestamp_format, for example '%d.%m.%Y %H:%M'"
+            return f"{wrong} ({hint})" if a_date else wrong
         number = int(value)
     elif number is None and reading.kind == "decimal" and re.fullmatch(times.DECIMAL[1:-1], value):
         number = float(value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .feature_vocabulary import FeatureVocabulary
-from .features import taken
+from .features import select_features
 from .filtering import offsets_of
 from .types import ACTION_CODES, DataError, Dataset, shown
 
@@ -106,7 +106,9 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
         notes=notes,
         left_out=left_out,
         events_fingerprint=None,
-        features=taken((f for f in dataset.features if f.entity != "items"), None, np.flatnonzero(stay), index),
+        features=select_features(
+            (f for f in dataset.features if f.entity != "items"), None, np.flatnonzero(stay), index
+        ),
     )
 
 

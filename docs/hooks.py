@@ -11,11 +11,12 @@ from posixpath import normpath
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 INCLUDED = re.compile(r"<!-- include (\S+) -->")
+IMAGE = re.compile(r"^(!\[[^\]]*\]\(([^)\s]+\.png)\))$", re.MULTILINE)
 LINK = re.compile(r"\[([^\]\[]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """Fill in the keys of the configuration and included files, then give links to files of the project their name."""
+    """Fill in configuration keys and included files, name files in place of links to them, and link figures."""
     if "<!-- keys -->" in markdown:
         from models.keys import as_markdown
 
@@ -23,7 +24,8 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     if included := INCLUDED.search(markdown):
         text = (ROOT / included[1]).read_text().replace("](docs/", "](")
         markdown = markdown.replace(included[0], text)
-    return LINK.sub(lambda link: _link(link, Path(page.file.src_uri).parent), markdown)
+    markdown = LINK.sub(lambda link: _link(link, Path(page.file.src_uri).parent), markdown)
+    return IMAGE.sub(r"[\1](\2)", markdown)  # a figure opens in full, which phones need
 
 
 def _link(link: re.Match, folder: Path) -> str:

@@ -123,15 +123,15 @@ def _machine_code(cubin: bytes, uniform: bool) -> dict:
         file.write(cubin)
         file.flush()
 
-        def said(tool: str, *options: str) -> str:
+        def output_of(tool: str, *options: str) -> str:
             command = [os.path.join(tools, tool), *options, file.name]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-        usage = said("cuobjdump", "--dump-resource-usage")
+        usage = output_of("cuobjdump", "--dump-resource-usage")
         usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
         registers, stack, static, local = (int(x) for x in usage.groups())
         # This takes longest. A thread without local memory reloads nothing.
-        listing = said("nvdisasm", "-c", "-ndf") if uniform or stack + local else ""
+        listing = output_of("nvdisasm", "-c", "-ndf") if uniform or stack + local else ""
     return {
         "registers": registers,
         "local_bytes": stack + local,

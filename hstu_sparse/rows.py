@@ -50,8 +50,7 @@ def as_rows(*tensors: torch.Tensor | None, align: bool = True) -> list[torch.Ten
 
     Args:
         tensors: [..., size], or None, which is returned. Heads [T, H, size] are padded by one kernel, up to four with
-        the
-                same T and H.
+            the same T and H.
         align: False for kernels that read any row whose channels are adjacent.
     """
     if not align:

@@ -72,7 +72,8 @@ class Progress(BaseModel):
         """
         if wrong := sorted(cls.model_fields.keys() ^ facts.keys()):
             raise CheckpointError(
-                f"{source}: of another version of this program ({', '.join(map(shown, wrong))} in only one of them)"
+                f"{source}: written by another version of this program "
+                f"({', '.join(map(shown, wrong))} in only one of them)"
             )
         try:
             return cls.model_validate(facts)
@@ -333,7 +334,9 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> 
         if name not in expected or name not in weights or expected[name].shape != weights[name].shape
     )
     if wrong:
-        raise CheckpointError(f"{source}: of another model, {wrong[0]} and {len(wrong) - 1} other tensors do not fit")
+        raise CheckpointError(
+            f"{source}: belongs to another model, {wrong[0]} and {len(wrong) - 1} other tensors do not fit"
+        )
     for name, weight in weights.items():
         if weight.dtype != expected[name].dtype:
             raise CheckpointError(f"{source}: {name} must be {expected[name].dtype}, got {weight.dtype}")

@@ -75,8 +75,8 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         "--resume",
         type=Path,
         metavar="RUN",
-        help="go on with this run folder; key=value changes its configuration; "
-        "auto: with CONFIG and --run, go on from the newest whole checkpoint there, or begin",
+        help="continue this run; key=value changes its configuration; "
+        "auto: with CONFIG and --run, continue from the newest whole checkpoint there, or begin",
     )
     add("--override", action="store_true", help="with --resume: accept a config.yaml that was changed")
     add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
@@ -129,10 +129,15 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     add = parser.add_argument
     add("run", type=Path, nargs="?", help="the folder of a run")
     add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like device=cpu")
-    add("--split", choices=("train", "valid", "test"), default="test", help="the split to judge; by default test")
+    add("--split", choices=("train", "valid", "test"), default="test", help="the split to evaluate; by default test")
     add("--data", metavar="NEW", help="other data of the same format; items that the run does not know are left out")
     add("--predict", type=Path, metavar="OUT", help="write the top-k items of each user of the split")
-    add("--recommend", type=Path, metavar="OUT", help="write each user's next items after all events; judges nothing")
+    add(
+        "--recommend",
+        type=Path,
+        metavar="OUT",
+        help="write each user's next items after all events, without evaluation",
+    )
     add("--users", type=Path, metavar="FILE", help="with --recommend: a file of user ids, one a line; by default all")
     add("--history", type=Path, metavar="FILE", help="with --recommend: events to use instead of the data's")
     add(
@@ -142,12 +147,17 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         help="with --recommend: the request's Unix time; by default the last event's",
     )
     add("--top-k", type=int, default=10, metavar="K", help="the length of each user's list; by default 10")
-    add("--export-items", type=Path, metavar="OUT", help="write item vectors and ids into this folder; judges nothing")
+    add(
+        "--export-items",
+        type=Path,
+        metavar="OUT",
+        help="write item vectors and ids into this folder, without evaluation",
+    )
     add("--overwrite", action="store_true", help="replace an output that exists")
     add("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
     add("--seed", type=int, default=0, help="the seed that draws the items of --sampled; by default 0")
     add("--serve", nargs="?", const="auto", choices=CACHES, metavar="CACHE",
-        help=f"judge the run as a service that gets events one by one ({', '.join(CACHES)})")  # fmt: skip
+        help=f"evaluate the run as a service that gets events one by one ({', '.join(CACHES)})")  # fmt: skip
     _add_serving(add)
     options = parser.parse_intermixed_args(arguments)
     if options.run is None:

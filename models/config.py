@@ -67,7 +67,7 @@ class DataConfig(Strict):
     min_item_events: int = Field(1, ge=1)
     """Items with fewer events are left out."""
     separator: Annotated[str, AfterValidator(_possible_separator)] | None = None
-    """The character between the fields of a csv file, or `tab`; absent, it is told from the header."""
+    """The character between the fields of a csv file, or `tab`; absent, it is detected from the header."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be read stops the preparation or is left out and reported."""
     duplicates: Literal["keep", "drop"] = "keep"
@@ -272,7 +272,7 @@ class TrainConfig(Strict):
     batch_size: int = Field(128, ge=1)
     """The number of users in a step."""
     augment: Augment | None = None
-    """What training sequences draw anew in every epoch; absent, nothing."""
+    """Random changes to the training sequences, drawn in every epoch; absent, none."""
     lr: float = Field(1e-3, gt=0)
     """The learning rate."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.98)
@@ -300,7 +300,7 @@ class TrainConfig(Strict):
     checkpoint_seconds: float = Field(60.0, ge=0)
     """The seconds between checkpoints."""
     tracking: Literal["tensorboard", "mlflow", "wandb"] = "tensorboard"
-    """Where curves go, beside metrics.jsonl; mlflow and wandb need the extra of that name."""
+    """Where curves are logged, in addition to metrics.jsonl; mlflow and wandb need the extra of that name."""
 
 
 class EvalConfig(Strict):
@@ -312,15 +312,15 @@ class EvalConfig(Strict):
     batch_size: int = Field(512, ge=1)
     """The number of users in a batch."""
     filter_seen: Literal["history", "window", "none"] = "history"
-    """Which of a user's earlier items leave the ranking: the whole history, those in the model's window (as in the
-    published figures), or none."""
+    """Which of a user's earlier items are removed from the ranking: the whole history, those in the model's window
+    (as in the published figures), or none."""
     best_metric: str | None = None
     """The metric that chooses the best weights, greater being better; absent, NDCG@10 or the task's first metric."""
     patience: int | None = Field(None, ge=1)
     """The evaluations without a better best_metric after which training stops; absent, never. Evaluations during an
     attention's warm-up do not count."""
     test: bool = True
-    """Whether the finished run is judged by its test split."""
+    """Whether the finished run is evaluated on the test split."""
 
 
 def _count_or_auto(value):
@@ -335,7 +335,7 @@ class ParallelConfig(Strict):
     data: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = 1
     """The number of ranks that share each batch; `auto` is as many as torchrun starts for each part of a sequence."""
     embedding: Literal["replicated", "row_wise", "table_wise", "column_wise", "auto"] = "replicated"
-    """How the item table lies on the ranks that share a batch; `auto` asks torchrec's planner."""
+    """How the item table is divided among the ranks that share a batch; `auto` asks torchrec's planner."""
     context: int = Field(1, ge=1)
     """The number of processes that each sequence is cut over, with `model.attention.kind: ring`."""
     fused: Literal["rowwise_adagrad", "adam"] | None = None
@@ -444,7 +444,7 @@ class RunConfig(Strict):
         """Raise ValueError for options that are impossible when ranks share a batch or a table."""
         p, whole_catalogue = self.parallel, self.loss.kind == "cross_entropy" and self.task.kind == "retrieval"
         if p.engine and self.task.kind == "recall":
-            raise ValueError("parallel: of no use to task.kind=recall")
+            raise ValueError("parallel: not supported by task.kind=recall, leave it out")
         if whole_catalogue and p.embedding in ("table_wise", "column_wise"):
             raise ValueError(
                 f"parallel.embedding={p.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
@@ -459,7 +459,7 @@ class RunConfig(Strict):
         if self.model.embedding_dim % 4:
             raise ValueError(f"parallel.fused: model.embedding_dim={self.model.embedding_dim} must be a multiple of 4")
         if not p.sharded:
-            raise ValueError("parallel.fused: needs a sharded table, parallel.embedding=row_wise say")
+            raise ValueError("parallel.fused: needs a sharded table, such as parallel.embedding=row_wise")
         if whole_catalogue:
             raise ValueError(
                 "parallel.fused: does not apply the gradient that loss.kind=cross_entropy gives to every row of the "
@@ -474,7 +474,7 @@ class RunConfig(Strict):
     def _check_recall(self) -> None:
         """Raise ValueError for options that recall does not use."""
         if self.model.action_embedding or self.model.head != DotConfig() or self.parallel.context > 1:
-            raise ValueError("model.action_embedding, model.head, parallel.context: of no use to task.kind=recall")
+            raise ValueError("model.action_embedding, model.head, parallel.context: not supported by task.kind=recall")
 
     def _check_ranking(self) -> None:
         """Raise ValueError for options that ranking does not use."""
@@ -489,7 +489,7 @@ class RunConfig(Strict):
             ("parallel.context", self.parallel.context, 1),
         ):
             if value != default:
-                raise ValueError(f"{name}: of no use to task.kind=ranking, leave it out")
+                raise ValueError(f"{name}: not supported by task.kind=ranking, leave it out")
         if self.eval.patience and self.data.train_on_valid:
             raise ValueError("eval.patience: data.train_on_valid leaves no validation split to stop by")
 

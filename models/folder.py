@@ -56,7 +56,7 @@ def check_path(path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise FolderError(f"{shown(path, 200)}: the path is no text in UTF-8, choose another") from None
+        raise FolderError(f"{shown(path, 200)}: the path is not valid UTF-8, choose another") from None
 
 
 def check_run(folder: Path) -> None:

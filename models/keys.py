@@ -136,7 +136,7 @@ def as_text(prefix: str, width: int) -> str:
             lines += textwrap.wrap(key.meaning, width, initial_indent="      ", subsequent_indent="      ")
     if not lines:
         near = difflib.get_close_matches(prefix, names, 1)
-        raise ConfigError(f"--keys {prefix}: no key begins so" + (f", did you mean {near[0]}?" if near else ""))
+        raise ConfigError(f"--keys {prefix}: no key begins with this" + (f", did you mean {near[0]}?" if near else ""))
     return "\n".join(lines[1:])
 
 

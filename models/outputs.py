@@ -49,7 +49,7 @@ def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
     """Raise ConfigError unless the items' vectors may be written into the folder `path`."""
     option = "--export-items"
     if config.model.head.kind != "dot":
-        raise ConfigError(f"{option}: model.head.kind={config.model.head.kind} has no one vector for an item")
+        raise ConfigError(f"{option}: model.head.kind={config.model.head.kind} has no single vector for an item")
     with access(path, "written"):
         _check_place(path, option, config)
         if not os.path.lexists(path):

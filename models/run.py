@@ -291,10 +291,10 @@ def trained_model(
 def check_of_this_run(run: object, folder: Path, source: Path) -> None:
     """Raise CheckpointError unless the content of `source` belongs to the run whose id is `run`."""
     if not isinstance(run, str):
-        raise CheckpointError(f"{source}: of another version of this program, it does not name its run")
+        raise CheckpointError(f"{source}: written by another version of this program, it does not name its run")
     if run != (folder_run := read_manifest(folder)["run"]):
         raise CheckpointError(
-            f"{source}: of another run ({shown(run)}), run.json says that this one is {shown(folder_run)}"
+            f"{source}: belongs to another run ({shown(run)}), run.json says that this one is {shown(folder_run)}"
         )
 
 
@@ -316,7 +316,8 @@ def changes(before: object, config: RunConfig, source: Path, free: tuple[str, ..
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise CheckpointError(
-            f"{source}: of another version of this program, its configuration has another {shown(place) or 'form'}"
+            f"{source}: written by another version of this program, "
+            f"its configuration has another {shown(place) or 'form'}"
         ) from None
     return [line for line in differences(stored, config.model_dump(mode="json")) if not line.startswith(free)]
 
@@ -371,8 +372,8 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
         if name in ("embedding.tables.embeddings.item.weight", "targets"):
             new[copied_items.to(new.device)] = old[old_rows].to(new)
         elif feature is not None and feature[1] in of_features:
-            here, there = of_features[feature[1]]
-            new[here.to(new.device)] = old[there].to(new)
+            new_index, old_index = of_features[feature[1]]
+            new[new_index.to(new.device)] = old[old_index].to(new)
         elif table:
             rows = min(len(old), len(new))
             new[:rows] = old[:rows].to(new)

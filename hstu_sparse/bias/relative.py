@@ -29,12 +29,13 @@ BUCKET_WIDTH = 0.301
 class RelativeBias(NamedTuple):
     """Tables of biases, shared by the heads, and the times that the time bias depends on.
 
-    position          [N or more] floating point, by distance in tokens; gets a gradient; None for no position bias
-    time              [num_buckets + 1] floating point, by bucket of time difference; gets a gradient; None for no bias
-    timestamps        [T] int64, seconds, of the keys; needed by `time`
-    query_timestamps  [T] int64, seconds, of the queries; `timestamps` by default
+    A query's time differs from its key's if a layer predicts an event at a known time, that of the next event.
 
-    A query's time differs from its key's if a layer predicts an event at a known time (the next event's).
+    Attributes:
+        position: [N or more] floating point, by distance in tokens; differentiable; None for no position bias.
+        time: [num_buckets + 1] floating point, by bucket of time difference; differentiable; None for no time bias.
+        timestamps: [T] int64, times of the keys in seconds; required by `time`.
+        query_timestamps: [T] int64, times of the queries in seconds; `timestamps` by default.
 
     Examples:
         >>> position, time = torch.zeros(50), torch.zeros(129)  # tables: distances up to 49 tokens, 128 buckets of time

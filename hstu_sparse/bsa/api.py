@@ -81,8 +81,7 @@ def bsa_attention(
         bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients.
         backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
         plan: the result of `bsa_plan` for this batch, shared by the calls of several layers; computed if absent. On a
-        CPU,
-            and elsewhere with HSTU_SPARSE_DEBUG, the plan of another batch is refused.
+            CPU, and elsewhere with HSTU_SPARSE_DEBUG, the plan of another batch is refused.
         return_block_indices: also return the chosen blocks [T, H, S] int32: ascending, padded with -1.
 
     Returns:
@@ -200,8 +199,7 @@ def bsa_plan(
         q: [T, H, D] of one of the calls; only its shape and device are used.
         seq_offsets, max_seq_len, block_size, bias: as for `bsa_attention`; the tables' values are not read.
         once: (key, compute) -> the result of compute() in the first call with this key: `Batch.once` of the batch that
-        the
-            calls share. The key has everything that the plan depends on beside that batch.
+            the calls share. The key has everything that the plan depends on beside that batch.
         backend: as for `bsa_attention`.
 
     Returns:

@@ -294,9 +294,9 @@ def launch_backward(do, *arguments):
     unpadded = Arguments(*arguments)
     a = padded(unpadded)
     p = Problem(a)
-    given_gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
+    present_gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
     if p.T == 0 or p.H == 0:
-        inputs = *unpadded[:3], *given_gates, *(x for x in (a.position, a.time) if x is not None)
+        inputs = *unpadded[:3], *present_gates, *(x for x in (a.position, a.time) if x is not None)
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
     (do,), q, k, v = as_rows(do), a.q, a.k, a.v
     gates, strides = contiguous_gates(a), Strides.of(q, k, v, do)
@@ -305,12 +305,12 @@ def launch_backward(do, *arguments):
     chosen = Chosen(indices, None if a.time is None else entries)
     # The number of terms in a table's gradient; the compression contributes BS for each pair.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
-    sums = bias_tables.sums(do, v, given_gates, terms, p.deterministic) if p.biased else None
+    sums = bias_tables.sums(do, v, present_gates, terms, p.deterministic) if p.biased else None
     tables = TableGradients()
     if sums:
         pitches = (0 if x is None else x.shape[1] for x in (sums.position, sums.time))
         tables = TableGradients(sums.position, sums.time, sums.unit, *pitches)
-    norms = pair_norms(do, v, given_gates) if p.sums else None
+    norms = pair_norms(do, v, present_gates) if p.sums else None
 
     fp32 = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
@@ -329,7 +329,7 @@ def launch_backward(do, *arguments):
         TMA=tma, **config,
     )  # fmt: skip
 
-    cmp_rows, slc_rows, *swa_list = gates_by_head(p, *given_gates)
+    cmp_rows, slc_rows, *swa_list = gates_by_head(p, *present_gates)
     swa_rows = swa_list[0] if swa_list else slc_rows
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     config = p.config("compress_dkv")
@@ -377,7 +377,7 @@ def launch_backward(do, *arguments):
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.config("select_dq"),
             )  # fmt: skip
     gradients = [cut(d, x.shape[2], x.dtype) for d, x in zip((dq, dk, dv), unpadded[:3])]
-    gradients += [d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), given_gates)]
+    gradients += [d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), present_gates)]
     if sums:
         factor = p.inv_n
         if norms is not None:  # if a norm is not a number, the sums must be NaN too

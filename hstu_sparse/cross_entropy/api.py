@@ -52,21 +52,19 @@ def catalogue_loss(
         temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient; its value is
             checked on a CPU.
         negatives: [K] for all tokens, or [T, K], int32 or int64 below I; negative ones do not count. The [T, K] form
-                never allocates [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4),
-                computes products with all items, some thousand tokens at a time.
+            never allocates [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4), computes
+            products with all items, some thousand tokens at a time.
         log_q: [I], logarithm of the probability with which each item is drawn as a negative. It gets no gradient.
         label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
         skip_below: backward skips tiles of the softmax (128 x 128 or so) without a target in which no probability
-        reaches
-                this, which saves their products, for one more product with the whole catalogue, and loses up to I *
-                skip_below of a token's probability. 0 skips nothing. Only in Triton without negatives; elsewhere
-                without effect.
+            reaches this, which saves their products, for one more product with the whole catalogue, and loses up to I *
+            skip_below of a token's probability. 0 skips nothing. Only in Triton without negatives; elsewhere without
+            effect.
         part: if `items` are only some of the catalogue, starting with item `part.first`, while targets are numbers in
-        the
-                whole catalogue: `part.merge` turns the log-sum-exps and the targets' logits of the part into those of
-                the whole catalogue, for processes that share it. The loss is that of the whole catalogue; gradients are
-                those of this part, and out's gradient is the sum over all parts. Without negatives, label_smoothing and
-                skip_below.
+            the whole catalogue: `part.merge` turns the log-sum-exps and the targets' logits of the part into those of
+            the whole catalogue, for processes that share it. The loss is that of the whole catalogue; gradients are
+            those of this part, and out's gradient is the sum over all parts. Without negatives, label_smoothing and
+            skip_below.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -83,7 +81,7 @@ def catalogue_loss(
 
     Raises:
         TypeError, ValueError: with the expected and the actual value. Ids out of range are detected on a CPU, and
-                elsewhere with HSTU_SPARSE_DEBUG.
+            elsewhere with HSTU_SPARSE_DEBUG.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), for the whole
     catalogue; Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, for the correction by log_q.

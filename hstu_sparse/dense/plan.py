@@ -224,11 +224,13 @@ def tile_map(
 def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, query_timestamps) -> AttentionPlan:
     """Return the plan with the tile maps of the backward pass; equal tilings share a map."""
     forward, dq, dkv = plan.purpose.tilings
-    made = {dkv: plan.dkv, dq: plan.dq, forward: plan.forward}
+    tile_maps = {dkv: plan.dkv, dq: plan.dq, forward: plan.forward}
     for tiling in (dq, dkv):
-        if made[tiling] is None:
-            made[tiling], _ = tile_map(plan.purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps)
-    return plan._replace(dq=made[dq], dkv=made[dkv])
+        if tile_maps[tiling] is None:
+            tile_maps[tiling], _ = tile_map(
+                plan.purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps
+            )
+    return plan._replace(dq=tile_maps[dq], dkv=tile_maps[dkv])
 
 
 def make_plan(

@@ -47,8 +47,7 @@ def query_gates(
 
     Raises:
         TypeError, ValueError: with the expected and the actual value. The kernels take D up to 128 with F up to 64, in
-        fp32
-            D up to 64 or F up to 32, and G up to 16.
+            fp32 D up to 64 or F up to 32, and G up to 16.
     """
     backend = choose_backend(backend, q, "query_gates")
     sizes: dict[str, int] = {}

@@ -119,10 +119,9 @@ def index_scores(
 
     Args:
         indices: [G, K] int32 or int64, tokens counted from the sequence's first, in any order and with repetitions;
-        those
-            below 0 or after the query are masked, with selection_group > 1 those at or after t0. G is T, or T // R + B,
-            as in `lightning_indexer`.
-        The others as in `lightning_indexer`.
+            those below 0 or after the query are masked, with selection_group > 1 those at or after t0. G is T, or T //
+            R + B, as in `lightning_indexer`.
+        The others: as in `lightning_indexer`.
 
     Returns:
         [G, K] fp32 (fp64 for fp64), -inf where masked. Gradients flow to iq, ik, w and the tables.
@@ -172,9 +171,8 @@ def sparse_attention(
         q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
         k: [T, D], v: [T, V], dtype of q.
         indices: [G, K] int32 or int64, tokens counted from the sequence's first, as returned by `lightning_indexer`.
-        Those
-            below 0 or after the query are masked, with selection_group > 1 those at or after t0; repeated ones count
-            repeatedly. A query without tokens gets zeros. G is T, or T // R + B.
+            Those below 0 or after the query are masked, with selection_group > 1 those at or after t0; repeated ones
+            count repeatedly. A query without tokens gets zeros. G is T, or T // R + B.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
         selection_group: R in tokens.
         scale: D ** -0.5 by default.
@@ -319,8 +317,7 @@ def padded_indexer_loss(
         key: [B, S, D], dtype of query; one key head.
         index_score: [B, C, K], floating point.
         indices: [B, C, K], int32 or int64, positions among the S keys. Negative ones are masked too; repeated ones
-        count
-            repeatedly.
+            count repeatedly.
         scale: factor of the attention's scores.
         chunk_offset: position of the first row, at least 0.
         eps: positive.

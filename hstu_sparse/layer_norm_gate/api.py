@@ -35,8 +35,7 @@ def norm_gate(
 
     Args:
         x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent (a slice of a wider tensor is
-        not
-                copied); a tensor whose channels are not adjacent is copied.
+            not copied); a tensor whose channels are not adjacent is copied.
         u: [T, C], its dtype may differ from x's; strides as x.
         eps: added to the variance.
         dropout: probability of zeroing, 0 <= dropout < 1; pass 0 in evaluation.

@@ -60,8 +60,8 @@ def paged_reference(
             times, own_times = (query_times[:, :, None], cached[:, None]), (query_times, new_times)
         distance = at[:, : 1 if candidates else most, None] - position
         scores = scores + pair_bias(bias, distance, *times)[:, None]
-        here = pair_bias(bias, torch.zeros_like(at[:, :1]), *own_times)
-        own_score = own_score + here[:, None, :, None]
+        own_bias = pair_bias(bias, torch.zeros_like(at[:, :1]), *own_times)
+        own_score = own_score + own_bias[:, None, :, None]
     hidden = ~(inside[:, None] & (position < at[:, :, None]))[:, None]  # [B, 1, m, n]
     if activation == "silu":
         weights, own_weight = F.silu(scores).masked_fill(hidden, 0) / normalizer, F.silu(own_score) / normalizer

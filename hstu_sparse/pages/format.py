@@ -21,16 +21,18 @@ CODE_DTYPES = {"codes": torch.int32, "ranges": torch.float16, "bitmap": torch.in
 class PageFormat:
     """The format in which a pool stores the keys and values of a token; invalid options raise.
 
-    heads         H
-    head_size     D of queries and keys
-    value_size    V
-    dtype         of keys and values that are kept as they are, and of sinks: fp32, bf16 or fp16 (the reference: fp64)
-    bits          None: every key and value is kept in `dtype`. 2, 3, 4 or 8: RotateKV codes of as many bits, with the
-                  options that follow, as `hstu_sparse.rotatekv_compress` takes them. Keys whose head size is not a
-                  power of two are padded with zeros.
-    head_group, quant_group, sparsity, sink_tokens, clip
-
-    Raises TypeError or ValueError, in one line, for what cannot be kept.
+    Attributes:
+        heads: H, the number of heads.
+        head_size: D, the size of queries and keys.
+        value_size: V.
+        dtype: of uncompressed keys and values, and of sinks: fp32, bf16 or fp16 (the reference also fp64).
+        bits: None to store keys and values in `dtype`; 2, 3, 4 or 8 for RotateKV codes of that many bits. Keys whose
+            head size is not a power of two are then padded with zeros.
+        head_group: option of the codes, as in `rotatekv_compress`; so are the following.
+        quant_group: see `rotatekv_compress`.
+        sparsity: see `rotatekv_compress`.
+        sink_tokens: see `rotatekv_compress`.
+        clip: see `rotatekv_compress`.
     """
 
     heads: int

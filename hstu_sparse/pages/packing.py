@@ -109,12 +109,12 @@ def quantise(
     x = x.masked_fill(x.isinf(), torch.nan)
     padding = side.groups * side.group - side.channels
     x = F.pad(x, (0, padding)).unflatten(-1, (side.groups, side.group))
-    taken = torch.ones_like(x, dtype=torch.bool) if mask is None else F.pad(mask, (0, padding)).view(x.shape)
+    included = torch.ones_like(x, dtype=torch.bool) if mask is None else F.pad(mask, (0, padding)).view(x.shape)
     if padding:
-        taken[..., -1, side.group - padding :] = False
-    some = taken.any(-1)
-    least = x.masked_fill(~taken, float("inf")).amin(-1).masked_fill(~some, 0)
-    most = x.masked_fill(~taken, float("-inf")).amax(-1).masked_fill(~some, 0)
+        included[..., -1, side.group - padding :] = False
+    some = included.any(-1)
+    least = x.masked_fill(~included, float("inf")).amin(-1).masked_fill(~some, 0)
+    most = x.masked_fill(~included, float("-inf")).amax(-1).masked_fill(~some, 0)
     if inset > 0:
         margin = (most - least) * inset
         least, most = least + margin, most - margin
@@ -125,8 +125,8 @@ def quantise(
     scale = ((most - least) / levels).clamp(max=FP16_MOST).half()
     inverse = torch.where(scale > 0, 1 / scale.to(x.dtype), 0)
     codes = ((x - zero.to(x.dtype)[..., None]) * inverse[..., None]).clamp(0, levels).round().long()
-    codes = codes.masked_fill(~taken, 0).flatten(-2)
-    return Codes(codes, scale, zero, None if mask is None else taken.flatten(-2))
+    codes = codes.masked_fill(~included, 0).flatten(-2)
+    return Codes(codes, scale, zero, None if mask is None else included.flatten(-2))
 
 
 def dequantise(encoded: Codes, side: Side, dtype: torch.dtype) -> Tensor:

@@ -30,14 +30,17 @@ class PoolFull(RuntimeError):
 class PagePool:
     """Pages for the keys, values and timestamps of sequences, in `layers` layers.
 
-    format                      what a page holds
-    layers, num_pages           sizes of the pool
-    num_sequences               rows of sinks: sequences that the pool holds at most, of a format with `sink_tokens`
-    tensors                     for each layer its tensors by name, as `PageFormat.shapes` and `sink_shapes` say
-    timestamps                  [num_pages, page_size] int64, seconds, of all layers
-    free_pages, free_sequences  what `reserve` can still give
+    A pool is not safe for threads: while one thread reserves, shrinks or writes, no other may use it.
 
-    Not safe for threads: while one reserves, shrinks or writes, no other may use the pool.
+    Attributes:
+        format: the format of the pages.
+        layers: the number of layers.
+        num_pages: the number of pages in each layer.
+        num_sequences: the number of sequences for whose sinks there is room, if the format has `sink_tokens`.
+        tensors: for each layer its tensors by name, with the shapes of `PageFormat.shapes` and `sink_shapes`.
+        timestamps: [num_pages, page_size] int64, times in seconds, shared by all layers.
+        free_pages: the number of free pages.
+        free_sequences: the number of free places for sinks.
     """
 
     def __init__(
@@ -53,10 +56,10 @@ class PagePool:
         """Allocate all memory at once.
 
         Args:
-            format: what a page holds.
-            num_pages: pages of each layer.
-            num_sequences: for a format with sinks, of how many sequences there is room for them; else unused.
-            timed: whether there is room for timestamps, which a bias by time needs.
+            format: the format of the pages.
+            num_pages: the number of pages in each layer.
+            num_sequences: the number of sequences for whose sinks there is room; only for formats with sinks.
+            timed: whether to store timestamps, which a bias by time needs.
         """
         if not isinstance(format, PageFormat):
             raise TypeError(f"format must be a PageFormat, got {type(format).__name__}")
@@ -145,13 +148,13 @@ class PagePool:
             raise PoolFull(f"the pool has {free}, a sequence of {length} tokens needs {demand}")
         if first:
             row = array("i", [self._sinks.take()])
-        taken = array("i", [self._pages.take() for _ in range(needed)])
-        if taken and self.format.sparsity:  # which are written by setting bits
-            page = torch.tensor(taken, device=self.device)
+        new_pages = array("i", [self._pages.take() for _ in range(needed)])
+        if new_pages and self.format.sparsity:  # which are written by setting bits
+            page = torch.tensor(new_pages, device=self.device)
             for tensors in self.tensors:
                 for name in self.format.shapes(0):
                     tensors[name][page] = 0
-        return row + taken
+        return row + new_pages
 
     def shrink(self, row: Sequence[int], length: int) -> Row:
         """Return the row of a sequence without the pages that its first `length` tokens do not need, and free those.

@@ -176,8 +176,7 @@ def backward_round(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[
         tensors, sizes: as for `Ring.blocks`.
         add_dq: (rank whose block it is, its tensors) -> None.
         find_dkv: (rank, tensors, sums so far or None) -> list of the sums, fp32 for fp16 and bf16. May write into the
-        given
-            sums.
+            given sums.
 
     Returns:
         The sums of this rank's own block.

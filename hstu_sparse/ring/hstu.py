@@ -54,8 +54,7 @@ def ring_hstu_attention(
         q, k: [T, H, D], this rank's tokens, fp16, bf16 or fp32 (the reference also fp64).
         v: [T, H, V], dtype of q.
         positions: [T] int32 or int64, in the whole sequence, each from 0 to N - 1; neighbouring positions should be
-        adjacent
-            in memory, since pairs of tiles in which no query sees a key are skipped.
+            adjacent in memory, since pairs of tiles in which no query sees a key are skipped.
         max_seq_len: N, at least the longest whole sequence.
         seq_offsets: [B+1] integers, from 0 to T: this rank's parts of B sequences; absent, all tokens are of one.
         scale: factor of the scores, D ** -0.5 by default.

@@ -40,11 +40,9 @@ def rotary(
         seq_offsets: [B+1], int32 or int64, from 0 to T.
         max_seq_len: N, the longest period of positions.
         times: [T] int64, in seconds; by default nothing rotates by time. Pass query times for queries, and for keys the
-        times
-                of their events.
+            times of their events.
         origins: [B] int64, the time 0 of each sequence; by default the first of its `times`. Queries and keys need the
-        same,
-                so that the angles depend on the difference of their times.
+            same, so that the angles depend on the difference of their times.
         position: whether pairs rotate by position.
         positions: [T] int64, the tokens' positions, if x has parts of sequences; by default they count from 0.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.

@@ -169,10 +169,9 @@ def rotatekv_compress(
 
     Raises:
         TypeError, ValueError: with the expected and the actual value. Scales and zeros are fp16: on a CPU, and
-        elsewhere with
-            HSTU_SPARSE_DEBUG, keys (after their rotation) and values that are too large for them are refused, and those
-            whose scales would all be rounded to 0. Otherwise they are clamped. NaN stays NaN, except in a file
-            (`RotateKVCache.save`).
+            elsewhere with HSTU_SPARSE_DEBUG, keys (after their rotation) and values that are too large for them are
+            refused, and those whose scales would all be rounded to 0. Otherwise they are clamped. NaN stays NaN, except
+            in a file (`RotateKVCache.save`).
 
     Groups of small numbers among larger ones are restored with an error of up to (2^bits - 1) * 2^-25, whatever they
     are.

@@ -182,8 +182,8 @@ def rotatekv_attention_fwd_kernel(
     COLUMNS: tl.constexpr = HEADS * BQ
     LEVELS: tl.constexpr = (1 << BITS) - 1
     DTYPE: tl.constexpr = q.dtype.element_ty
-    b, first_query, asked_count, q_tile = locate(q_offsets, tl.program_id(0), B, BQ)
-    if q_tile * BQ >= asked_count:
+    b, first_query, num_queries, q_tile = locate(q_offsets, tl.program_id(0), B, BQ)
+    if q_tile * BQ >= num_queries:
         return
     group = tl.program_id(1) // (G // HEADS)
     own_head = tl.program_id(1) % (G // HEADS)
@@ -193,7 +193,7 @@ def rotatekv_attention_fwd_kernel(
         inverse_order += group * C
     column = tl.arange(0, COLUMNS)
     index = q_tile * BQ + column % BQ
-    real = index < asked_count
+    real = index < num_queries
     query = first_query + index
     head = group * G + own_head + column // BQ
     begin = tl.load(seq_offsets + b).to(tl.int64)

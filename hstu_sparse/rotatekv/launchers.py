@@ -23,11 +23,11 @@ def current(launch):
     """Decorate `launch(cache or tensor, ...)` to run with its device as the current one, as Triton requires."""
 
     @functools.wraps(launch)
-    def there(x, *arguments, **options):
+    def launch_on_device(x, *arguments, **options):
         with on_device(x.device):
             return launch(x, *arguments, **options)
 
-    return there
+    return launch_on_device
 
 
 def inverse(order: Tensor | None) -> Tensor | None:

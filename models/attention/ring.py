@@ -52,7 +52,7 @@ class RingAttention(SharedKeys, HSTUAttention):
             if self.inner == "hstu" and (self.dropout or self.num_kv_heads):
                 raise ValueError("dropout and num_kv_heads are for inner=softmax: leave them out")
             if self.inner == "hstu" and self.backend == "cute":
-                raise ValueError("backend=cute is for inner=softmax: take triton")
+                raise ValueError("backend=cute is for inner=softmax: use triton")
             check_flash_backend(self.backend, self.dropout)
 
     config: Config

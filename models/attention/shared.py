@@ -25,7 +25,7 @@ EXTRA_POSITIONS = 11
 def check_flash_backend(backend: str, dropout: float) -> None:
     """Raise ValueError for options that FlashAttention-4 lacks; models.run checks what depends on the run."""
     if backend == "cute" and dropout:
-        raise ValueError("backend=cute has no dropout: set attention's dropout to 0, or take backend=triton")
+        raise ValueError("backend=cute has no dropout: set attention's dropout to 0, or use backend=triton")
 
 
 def new_table(size: int) -> nn.Parameter:

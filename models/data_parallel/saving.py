@@ -164,18 +164,18 @@ class Saver:
             zeros = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
         try:
-            there = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+            saved = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
             state = dict(self._state())
-            missing = sorted(name for name in state.keys() - there.keys() if not name.startswith("optimizer."))
-            unknown = sorted(name for name in there.keys() - state.keys())
+            missing = sorted(name for name in state.keys() - saved.keys() if not name.startswith("optimizer."))
+            unknown = sorted(name for name in saved.keys() - state.keys())
             if self.table is not None and self.table.kernel is None:  # other ranks have it
                 unknown = [name for name in unknown if TABLE not in name]
             if wrong := missing + unknown:
-                raise CheckpointError(f"{source}: of another model or optimiser, {wrong[0]} does not fit")
+                raise CheckpointError(f"{source}: belongs to another model or optimiser, {wrong[0]} does not fit")
             for name, value in state.items():
-                if name in there and value.size() != getattr(there[name], "size", None):
-                    raise CheckpointError(f"{source}: of another model or sharding, {name} does not fit")
-            loaded = {name: value for name, value in state.items() if name in there}
+                if name in saved and value.size() != getattr(saved[name], "size", None):
+                    raise CheckpointError(f"{source}: belongs to another model or sharding, {name} does not fit")
+            loaded = {name: value for name, value in state.items() if name in saved}
             dcp.load(loaded, checkpoint_id=source, process_group=self.group)
         except CheckpointError:
             raise
@@ -183,7 +183,7 @@ class Saver:
             raise CheckpointError(f"{source}: cannot be read ({shown(str(error).strip(), 300)})") from error
         for p in list(self.optimizer.state):
             name = next((n for n, q in self.model.named_parameters() if q is p), TABLE)
-            if f"optimizer.{name}.step" not in there:
+            if f"optimizer.{name}.step" not in saved:
                 del self.optimizer.state[p]
         self.model.load_state_dict({n.removeprefix("model."): v for n, v in loaded.items() if _dense(n, "model.")})
         if self.table is not None:
@@ -243,5 +243,5 @@ def load_slices(model: SequenceModel, source: Path) -> None:
         model.load_state_dict(state)
         if table is not None:
             if list(rows.get_shape()) != [table.num_items, table.size]:
-                raise CheckpointError(f"{source}: of another model, {TABLE} does not fit")
+                raise CheckpointError(f"{source}: belongs to another model, {TABLE} does not fit")
             table.fill(lambda begin, end: rows[begin:end])

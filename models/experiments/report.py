@@ -1,6 +1,7 @@
 """Write report.html of a comparison: one file that needs no network, for any width, in light and dark mode."""
 
 import html
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -176,6 +177,15 @@ def _by_group(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]
 def _changes(settings: Sequence[Setting]) -> str:
     items = []
     for setting in settings[1:]:
-        lines = "".join(f"<dd><code>{html.escape(line)}</code></dd>" for line in setting.changes or ["nothing"])
-        items.append(f"<dt>{html.escape(setting.name)}</dt>{lines}")
+        lines = readable_changes(setting.changes) or ["nothing"]
+        texts = "".join(f"<dd><code>{html.escape(line)}</code></dd>" for line in lines)
+        items.append(f"<dt>{html.escape(setting.name)}</dt>{texts}")
     return f"<dl>{''.join(items)}</dl>"
+
+
+def readable_changes(changes: Sequence[str]) -> list[str]:
+    """Return lines of `settings_differ` without options that only the baseline's kind has; None is shown as absent."""
+    mappings = tuple(line.partition("kind: ")[0] for line in changes if ".kind: " in line)
+    lines = [line for line in changes if not (line.endswith(" -> None") and line.startswith(mappings))]
+    lines = [line.replace(": None -> ", ": " if line.startswith(mappings) else ": absent -> ", 1) for line in lines]
+    return [re.sub(" -> None$", " -> absent", line) for line in lines]

@@ -40,7 +40,7 @@ class Ranks:
         self.engine, self.context = p.engine, p.context
         self.rank = self.place = self.context_rank = 0
         self.group = self.context_group = None
-        started = _told("WORLD_SIZE", 1, 2**31) if "WORLD_SIZE" in os.environ else 1
+        started = _environment_number("WORLD_SIZE", 1, 2**31) if "WORLD_SIZE" in os.environ else 1
         self.data = max(1, started // self.context) if p.data == "auto" else p.data
         self.world = self.data * self.context
         if started != self.world:
@@ -62,9 +62,9 @@ class Ranks:
         """Make the process group."""
         options: dict[str, Any] = {}
         if "WORLD_SIZE" in os.environ:
-            _told("RANK", 0, self.world - 1)
-            _told("LOCAL_RANK", 0, self.world - 1)
-            _told("MASTER_PORT", 0, 65535)
+            _environment_number("RANK", 0, self.world - 1)
+            _environment_number("LOCAL_RANK", 0, self.world - 1)
+            _environment_number("MASTER_PORT", 0, 65535)
             if not os.environ.get("MASTER_ADDR"):
                 raise ConfigError("parallel: MASTER_ADDR is not in the environment: start it by torchrun")
             options |= _own_store(self.world)
@@ -157,7 +157,7 @@ class Ranks:
         return values
 
 
-def _told(name: str, least: int, most: int) -> int:
+def _environment_number(name: str, least: int, most: int) -> int:
     """Return a number from torchrun's environment; ConfigError if it is none."""
     text = os.environ.get(name, "")
     if not text.isdecimal() or not least <= int(text) <= most:

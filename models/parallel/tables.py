@@ -141,9 +141,9 @@ class ShardedTable:
 
         rows(begin, end): those rows of the other table, [end - begin, E]. ids, places: [n] int64 on the CPU.
         """
-        here = (ids >= self.begin[0]) & (ids < self.end[0])
-        places, order = places[here].sort()
-        ids, step = (ids[here] - self.begin[0])[order], max(1, BLOCK // self.size)
+        is_local = (ids >= self.begin[0]) & (ids < self.end[0])
+        places, order = places[is_local].sort()
+        ids, step = (ids[is_local] - self.begin[0])[order], max(1, BLOCK // self.size)
         for first in range(0, int(places.max()) + 1 if len(places) else 0, step):
             low, high = torch.searchsorted(places, torch.tensor([first, first + step])).tolist()
             if low == high:

@@ -141,11 +141,11 @@ class _Tokens:
         chosen = order[..., : c.block_counts - 1].masked_fill(~best[..., : c.block_counts - 1].isfinite(), -1).int()
         chosen = F.pad(chosen, (0, c.block_counts - 1 - chosen.shape[-1]), value=-1)
         chosen = torch.cat([current[:, None, :, None].expand(*chosen.shape[:3], 1).int(), chosen], -1)  # [B, H, Q, S]
-        here = torch.arange(q.shape[2], device=device)
-        first = here - (0 if self.candidates else 1) * (places % group)
+        query_index = torch.arange(q.shape[2], device=device)
+        first = query_index - (0 if self.candidates else 1) * (places % group)
         before = first < 0 if not self.candidates else places % group > 0
-        taken = first.clamp(min=0)[:, None, :, None].expand_as(chosen)
-        chosen = torch.where(before[:, None, :, None], choice[:, :, None], chosen.gather(2, taken))
+        source = first.clamp(min=0)[:, None, :, None].expand_as(chosen)
+        chosen = torch.where(before[:, None, :, None], choice[:, :, None], chosen.gather(2, source))
 
         selected, near = (self._from_pages if not self.keys else self._from_keys)(q, places, rows, chosen)
         mine = None if self.times is None else self.times[2][:, rows, None]

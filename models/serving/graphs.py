@@ -36,7 +36,7 @@ class Graphs:
     def __init__(self, device: torch.device, most: int = MOST):
         self.device, self.most = device, most
         self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self.met: OrderedDict[Hashable, None] = OrderedDict()
+        self.seen_once: OrderedDict[Hashable, None] = OrderedDict()
         self.captured: OrderedDict[Hashable, _Captured] = OrderedDict()
 
     def staged(self, key: Hashable, place: int) -> Tensor | None:
@@ -58,10 +58,10 @@ class Graphs:
         """
         known = self.captured.get(key)
         if known is None:
-            if key not in self.met:
-                self.met[key] = None
-                while len(self.met) > 16 * self.most:
-                    self.met.popitem(last=False)
+            if key not in self.seen_once:
+                self.seen_once[key] = None
+                while len(self.seen_once) > 16 * self.most:
+                    self.seen_once.popitem(last=False)
                 return function(*(x.to(self.device) for x in inputs))
             known = self._capture(function, inputs)
             while len(self.captured) >= self.most:

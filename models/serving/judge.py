@@ -87,13 +87,13 @@ class ServedModel:
         self._append(keys.tolist(), users[order[starts]], first, None, 0)
         out = torch.zeros(batch.num_tokens, self.model.item_weight.shape[1], device=tokens.device)
         for turn in range(int(counts.max(initial=0))):
-            here = everyone[counts > turn]
-            mine = order[starts[here] + turn]
+            active = everyone[counts > turn]
+            mine = order[starts[active] + turn]
             candidates = list(self.dataset.items[events[mine], None].astype(np.int64))
             candidate_outputs = self.recommender.candidate_outputs(
-                keys[here].tolist(), candidates, self.dataset.timestamps[events[mine]]
+                keys[active].tolist(), candidates, self.dataset.timestamps[events[mine]]
             )
             out[tokens[torch.from_numpy(mine).to(tokens.device)]] = candidate_outputs
-            self._add(keys[here].tolist(), events[mine])
+            self._add(keys[active].tolist(), events[mine])
         self._forget(keys.tolist())
         return out, {}

@@ -386,11 +386,11 @@ class Recommender:
     def export(self, folder: str | Path) -> tuple[int, int]:
         """Write item vectors and ids into `folder`, as `eval.py --export-items`; returns (items, size of a vector).
 
-        Raises ServingError for a head that has no one vector for an item.
+        Raises ServingError for a head that has no single vector for an item.
         """
         if self.model.head is not None or self.ranking:
             what = "a ranking run" if self.ranking else f"model.head.kind={self.config.model.head.kind}"
-            raise ServingError(f"{what} has no one vector for an item")
+            raise ServingError(f"{what} has no single vector for an item")
         return export_items(Path(folder), self.model, self.items.ids)
 
     # Users.

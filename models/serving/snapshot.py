@@ -72,7 +72,7 @@ def restore(folder: Path, facts: dict, histories: Histories, caches: Caches) -> 
     if meta["facts"] != facts:
         differing = [key for key in facts if meta["facts"].get(key) != facts[key]]
         raise StoreError(
-            f"{shown(folder, 200)}: saved of another run or with other options ("
+            f"{shown(folder, 200)}: saved from another run or with other options ("
             + ", ".join(f"{key} {shown(meta['facts'].get(key))}, here {shown(facts[key])}" for key in differing)
             + ")"
         )
@@ -178,7 +178,7 @@ def _read(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
         with access(path, "read"):
             meta = json.loads(read_regular(path, MOST))
         if meta["layout"] != LAYOUT or not all(isinstance(user, str) for user in meta["users"]):
-            raise StoreError(f"{shown(path, 200)}: of another version of this program")
+            raise StoreError(f"{shown(path, 200)}: written by another version of this program")
         for name, digest in meta["sha256"].items():
             path = folder / Path(name).name
             with access(path, "read"):

@@ -32,12 +32,12 @@ from models.tasks.contract import Table, Task, cells
 
 # Sentences of a report for the values of eval.filter_seen.
 FILTERED = {
-    "history": "all items of a user's history are taken out of the ranking",
-    "window": "the items of the model's window (the last max_seq_len events) are taken out of the ranking, "
+    "history": "all items of a user's history are removed from the ranking",
+    "window": "the items of the model's window (the last max_seq_len events) are removed from the ranking, "
     "as in the published figures",
-    "none": "nothing is taken out of the ranking",
+    "none": "nothing is removed from the ranking",
 }
-SHORT = {"history": "seen filtered", "window": "window filtered", "none": "unfiltered"}
+SHORT = {"history": "history removed", "window": "window removed", "none": "none removed"}
 LISTED, LIST_LENGTH = 10_000, 10  # the number of users whose recommendation lists a report describes, and their length
 SAMPLES, SAMPLE_LENGTH = 3, 5
 ON_TERMINAL = ("HR@1", "HR@10", "HR@50", "NDCG@10", "MRR")
@@ -148,8 +148,8 @@ class Retrieval(Task):
     def protocol_lines(self, result: dict) -> list[str]:
         return [
             f"Split {result['split']}, {result['users']:,} users, full ranking over the catalogue. "
-            f"Main figures: {FILTERED[self.config.eval.filter_seen]}. (seen filtered: all items of the history; "
-            "window filtered: those of the last model.max_seq_len events; unfiltered: none.)",
+            f"Main metrics: {FILTERED[self.config.eval.filter_seen]} "
+            f"(eval.filter_seen={self.config.eval.filter_seen}). The tables show the other choices, too.",
             *self._cold_lines(result),
             *result["notes"],
         ]

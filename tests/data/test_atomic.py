@@ -119,9 +119,9 @@ def test_an_older_one_aside_never_wins(tmp_path):
 def test_keep_leaves_what_another_process_has_put_there(tmp_path):
     folder = tmp_path / "folder"
     write(folder, "theirs")
-    write(folder, "ours", keep=lambda there: content(there) == "theirs")
+    write(folder, "ours", keep=lambda existing: content(existing) == "theirs")
     assert content(folder) == "theirs" and names(tmp_path) == ["folder"]
-    write(folder, "ours", keep=lambda there: False)
+    write(folder, "ours", keep=lambda existing: False)
     assert content(folder) == "ours"
 
 

@@ -37,14 +37,14 @@ def test_nothing_asked_for_changes_nothing(prepared):
 
 def test_windows_are_the_user_s_training_events_and_each_can_come(prepared):
     _, split, first = prepared
-    met = {}
+    begins = {}
     for seed in range(40):
         for place, (events, times) in enumerate(draw({"window": 1.0}, prepared, seed)):
             assert events == times == list(range(events[0], events[0] + split.end[place] - split.begin[place]))
-            met.setdefault(place, set()).add(events[0])
-    assert all(met[i] <= set(range(first[i], split.begin[i] + 1)) for i in met)
-    moved = [i for i in met if split.begin[i] - first[i] == 2]
-    assert moved and all(met[i] == {first[i], first[i] + 1, first[i] + 2} for i in moved)
+            begins.setdefault(place, set()).add(events[0])
+    assert all(begins[i] <= set(range(first[i], split.begin[i] + 1)) for i in begins)
+    moved = [i for i in begins if split.begin[i] - first[i] == 2]
+    assert moved and all(begins[i] == {first[i], first[i] + 1, first[i] + 2} for i in moved)
 
 
 def test_half_of_the_windows_are_the_latest(prepared):

@@ -34,8 +34,8 @@ def with_features(dataset):
     """The data set with made-up rows of features: two of users and of events, up to three values each."""
     rows = {"user_rows": dataset.num_users, "event_rows": dataset.num_events}
     rng = np.random.default_rng(0)
-    made = {name: rng.integers(-1, 5, (size, 2, 3), np.int32) for name, size in rows.items()}
-    return dataclasses.replace(dataset, **made)
+    drawn = {name: rng.integers(-1, 5, (size, 2, 3), np.int32) for name, size in rows.items()}
+    return dataclasses.replace(dataset, **drawn)
 
 
 def naive(dataset, split, order, with_seen):
@@ -78,15 +78,15 @@ def as_lists(batch):
 def check_epoch(batches, dataset, split, epoch=0):
     """Every sample once, and every batch equal to the naive one. Returns the sizes of the batches."""
     position = {(int(u), int(e)): i for i, (u, e) in enumerate(zip(split.users, split.end))}
-    met, sizes = [], []
+    visited, sizes = [], []
     for batch in batches.epoch(epoch):
         users = batch.users.tolist()
         order = [next(i for (u, _), i in position.items() if u == user) for user in users]
         assert as_lists(batch) == naive(dataset, split, order, batches.with_seen)
         assert batch.num_tokens == len(batch.item_ids) and batch.num_sequences == len(users)
-        met += users
+        visited += users
         sizes.append(len(users))
-    assert sorted(met) == split.users.tolist()
+    assert sorted(visited) == split.users.tolist()
     assert len(sizes) == len(batches)
     return sizes
 

@@ -93,6 +93,10 @@ BAD_ITEMS = {
     "no ids": (ITEMS.replace("item", "sku"), "no column 'item' (data.features.items.columns.item)"),
     "two rows": (ITEMS + "i1,b,,2\n", "items.csv: two rows for item 'i1', rows 2 and 6"),
     "no number": (ITEMS.replace("-3e1", "cheap"), "line 5, column price: expected a number, got 'cheap'"),
+    "decimal comma": (
+        ITEMS.replace("-3e1", '"3,5"'),
+        "column price: expected a number, got '3,5' (with a decimal point, not a comma)",
+    ),
     "infinite": (ITEMS.replace("-3e1", "inf"), "line 5, column price: expected a number, got 'inf'"),
     "not a number": (ITEMS.replace("-3e1", "nan"), "line 5, column price: expected a number, got 'nan'"),
     "no id": (ITEMS.replace("i3", ""), "line 5, column item: the value is missing"),
@@ -227,6 +231,14 @@ def test_features_of_events_are_columns_of_their_file(load):
     assert "line 4, column spent: expected a number, got 'x'" in error_of(load, "csv", bad, features={"events": events})
     dropped = load("csv", bad, features={"events": events}, on_bad_row="drop")
     assert dropped.num_events == 2 and values_of(dropped)["device"] == [[], ["phone"]]
+
+
+@pytest.mark.parametrize(("time", "format"), [("2024-01-03", None), ("03.01.2024", "%d.%m.%Y")])
+def test_a_bad_number_is_not_blamed_on_the_time_before_it(load, time, format):
+    text = f"user,item,timestamp,spent\nu1,i1,{time},1.5\nu1,i2,{time},1;5\n"
+    options = {"features": {"events": {"columns": {"spent": "number"}}}, "columns": {"timestamp_format": format}}
+    message = error_of(load, "csv", text, **options)
+    assert "line 3, column spent: expected a number, got '1;5'" in message and "timestamp:" not in message
 
 
 def test_filter_takes_features_along(load, tmp_path):

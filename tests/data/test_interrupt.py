@@ -14,7 +14,7 @@ pytest.importorskip("polars")  # raw files cannot be read without
 
 
 @pytest.fixture
-def held():
+def release():
     """An event that lets a held preparation go on; set at the end, so that its thread ends."""
     event = threading.Event()
     yield event
@@ -25,13 +25,13 @@ def held():
 
 
 @pytest.fixture
-def ctrl_c(held):
+def ctrl_c(release):
     """Build a data set. users: a list of (item, timestamp) for each user."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def send():
         os.kill(os.getpid(), signal.SIGINT)
-        held.wait()
+        release.wait()
 
     yield send
     signal.signal(signal.SIGINT, before)
@@ -47,7 +47,7 @@ def test_interrupted_while_it_reads(load, tmp_path, monkeypatch, ctrl_c):
 
 
 @pytest.mark.parametrize("call", [1, 3, 6])
-def test_interrupted_while_it_writes(load, tmp_path, monkeypatch, ctrl_c, held, call):
+def test_interrupted_while_it_writes(load, tmp_path, monkeypatch, ctrl_c, release, call):
     save, calls = np.save, []
 
     def saved(*args, **kwargs):
@@ -60,7 +60,7 @@ def test_interrupted_while_it_writes(load, tmp_path, monkeypatch, ctrl_c, held, 
     with pytest.raises(KeyboardInterrupt):
         load("ml-100k", GOOD)
     assert list((tmp_path / "cache").iterdir()) == []
-    held.set()
+    release.set()
     for thread in threading.enumerate():
         if thread.name == "preparation":
             thread.join()
@@ -71,7 +71,7 @@ def test_interrupted_while_it_writes(load, tmp_path, monkeypatch, ctrl_c, held, 
 
 
 def test_says_what_it_is_doing(load, tmp_path, monkeypatch):
-    said, heard = [], threading.Event()
+    messages, heard = [], threading.Event()
     original = prepare.read_raw
 
     def read(name, fmt, sources, fingerprint, handling, scratch, now):
@@ -80,14 +80,14 @@ def test_says_what_it_is_doing(load, tmp_path, monkeypatch):
         return original(name, fmt, sources, fingerprint, handling, scratch, now)
 
     def tell(line):
-        said.append(line)
+        messages.append(line)
         if line.startswith("reading raw.txt, "):
             heard.set()
 
     monkeypatch.setattr(prepare, "read_raw", read)
     monkeypatch.setattr(progress, "EVERY", 0)
     assert load("ml-100k", GOOD, tell=tell).num_events == 16
-    assert any(line.startswith("reading raw.txt, ") and line.endswith(" s") for line in said)
+    assert any(line.startswith("reading raw.txt, ") and line.endswith(" s") for line in messages)
 
 
 def test_error_of_a_preparation_is_the_caller_s(load, monkeypatch):

@@ -170,9 +170,9 @@ def _each_file(name: str) -> dict[str, Change]:
 def cases(place: Path) -> list[Case]:
     source, good = place / "u.data", place / "good"
     source.write_text(table("\t"))
-    made = Process(lambda: load(source, place / "cache"), seconds=60).wait()
-    digest = made.output.strip().splitlines()[-1]
-    assert digest.startswith("DIGEST"), made.output
+    first_load = Process(lambda: load(source, place / "cache"), seconds=60).wait()
+    digest = first_load.output.strip().splitlines()[-1]
+    assert digest.startswith("DIGEST"), first_load.output
     (folder,) = (path for path in (place / "cache").iterdir())
     folder.rename(good)
     name = folder.name

@@ -137,8 +137,8 @@ def unpack(folder: Path, name: str, content: bytes) -> int:
 
 def inside(folder: Path, output: str) -> str | None:
     """Return a complaint if there are files outside of the unpacked folder, other than the archive, else None."""
-    there = [path for path in folder.rglob("*") if "out" not in path.relative_to(folder).parts[:2]]
-    stray = [str(path) for path in there if path.name != "inner" and path.suffix not in (".zip", ".gz")]
+    files = [path for path in folder.rglob("*") if "out" not in path.relative_to(folder).parts[:2]]
+    stray = [str(path) for path in files if path.name != "inner" and path.suffix not in (".zip", ".gz")]
     stray += [str(path) for path in (Path("/tmp/campaign-outside"), folder.parent / "outside") if path.exists()]
     return f"stands where it should not: {stray}" if stray else None
 

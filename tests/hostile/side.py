@@ -223,10 +223,10 @@ def options(text: str, expect: str) -> list[Case]:
 
 def damaged(place: Path) -> list[Case]:
     """A finished run whose folder says something else of features than its weights and data do."""
-    made = place / "made"
-    made.mkdir()
-    overrides = prepare(made, Given(ITEMS))
-    ended = Process(lambda: start(made, *overrides), seconds=60).wait()
+    finished = place / "made"
+    finished.mkdir()
+    overrides = prepare(finished, Given(ITEMS))
+    ended = Process(lambda: start(finished, *overrides), seconds=60).wait()
     assert ended.status == 0, ended.output
 
     def state(change: Callable[[dict], object]) -> Callable[[Path], None]:
@@ -256,7 +256,7 @@ def damaged(place: Path) -> list[Case]:
 
     def judge(change: Callable[[Path], object]) -> Callable[[Path], int]:
         def go(folder: Path) -> int:
-            shutil.copytree(made / "run", folder / "run")
+            shutil.copytree(finished / "run", folder / "run")
             change(folder / "run")
             return evaluation.main([str(folder / "run")])
 

@@ -147,7 +147,7 @@ def test_another_model_is_told(tmp_path):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
     wide = nn.Linear(4, 2)
-    with pytest.raises(CheckpointError, match="of another model, weight"):
+    with pytest.raises(CheckpointError, match="belongs to another model, weight"):
         load_checkpoint(tmp_path, wide, torch.optim.AdamW(wide.parameters()))
 
 
@@ -162,7 +162,7 @@ def test_progress_of_another_version_is_told(tmp_path):
         tmp_path / "checkpoints" / "step-00000001", {"model": model.state_dict(), "state": {}}, {"step": 1, "x": 2}
     )
     with pytest.raises(
-        CheckpointError, match=r"step-00000001: of another version.*\(batch, .*, x in only one of them\)"
+        CheckpointError, match=r"step-00000001: written by another version.*\(batch, .*, x in only one of them\)"
     ):
         load_checkpoint(tmp_path, model, optimizer)
 

@@ -139,7 +139,7 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
         ("model.attention.time_bias=1", "model.attention.time_bias: expected true, false or auto, got 1"),
         (
             "model.attention={kind: softmax, backend: cute, dropout: 0.1}",
-            "model.attention.backend=cute has no dropout: set attention's dropout to 0, or take backend=triton",
+            "model.attention.backend=cute has no dropout: set attention's dropout to 0, or use backend=triton",
         ),
         (
             "model.attention={kind: softmax, backend: triton, position_bias: true}",

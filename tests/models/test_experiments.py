@@ -6,6 +6,7 @@ import pytest
 from models.config import ConfigError
 from models.experiments.plan import load_plan
 from models.experiments.plots import ticks
+from models.experiments.report import readable_changes
 from models.experiments.statistics import Error, compare, holm, log_ratio, seed_variance, user_draws
 
 SEEDS, SIMULATED = 5, 1000
@@ -40,11 +41,11 @@ def simulated(rng, users, share):
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
 @pytest.mark.parametrize("users", [200, 3000])
 def test_interval_holds_the_true_ratio(users, share):
-    rng, held = np.random.default_rng(users), 0
+    rng, num_covered = np.random.default_rng(users), 0
     for _ in range(SIMULATED // 100):
         center, error = log_ratio(*simulated(rng, users, share), draws=250)
-        held += (np.abs(center - np.log(1.1)) <= error.half_width()).sum()
-    assert 0.93 * SIMULATED <= held <= 0.97 * SIMULATED
+        num_covered += (np.abs(center - np.log(1.1)) <= error.half_width()).sum()
+    assert 0.93 * SIMULATED <= num_covered <= 0.97 * SIMULATED
 
 
 def test_setting_against_itself_is_exactly_one():
@@ -184,3 +185,19 @@ def test_ticks_are_few_round_and_inside(low, high):
     assert 2 <= len(marks) <= 6 and low - 1e-9 <= marks[0] and marks[-1] <= high * (1 + 1e-9)
     step = np.diff(marks)
     assert step == pytest.approx(step[0]) and f"{step[0]:.0e}"[0] in "125"
+
+
+def test_changes_are_shown_without_options_of_the_other_kind():
+    changes = [
+        "model.rotary: None -> {'time': True}",
+        "train.clip_norm: 1.0 -> None",
+        "model.attention.0.kind: dense -> htree",
+        "model.attention.0.scale: 1.0 -> None",
+        "model.attention.0.top_k: None -> 16",
+    ]
+    assert readable_changes(changes) == [
+        "model.rotary: absent -> {'time': True}",
+        "train.clip_norm: 1.0 -> absent",
+        "model.attention.0.kind: dense -> htree",
+        "model.attention.0.top_k: 16",
+    ]

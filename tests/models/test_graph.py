@@ -96,8 +96,8 @@ def test_graphed_steps_train_as_plain_ones(kind):
             if kind == "softmax" and name.endswith("key.bias"):
                 continue
             allowed = 0.1 if name.endswith(("position_bias", "time_bias")) else 0.02
-            way = (plain[name] - initial[name]).norm()
-            assert way > 0 and (weights[name] - plain[name]).norm() <= allowed * way, name
+            distance = (plain[name] - initial[name]).norm()
+            assert distance > 0 and (weights[name] - plain[name]).norm() <= allowed * distance, name
     phases = {phase for _, phase in step.captured}
     assert phases == ({0, 12} if kind == "toy" else {0})
 

@@ -59,7 +59,7 @@ def test_defaults_are_those_of_the_classes(tmp_path):
 def test_keys_of_a_prefix():
     assert "model.attention.block_counts: 4   (integer, at least 1)" in as_text("model.attention", 80)
     assert "train." not in as_text("eval", 80)
-    with pytest.raises(ConfigError, match=r"--keys evla: no key begins so, did you mean eval\?"):
+    with pytest.raises(ConfigError, match=r"--keys evla: no key begins with this, did you mean eval\?"):
         as_text("evla", 80)
     assert "| `train.lr` | `0.001` | The learning rate. *number, above 0* |" in as_markdown()
 
@@ -69,7 +69,7 @@ def test_the_program_prints_them(quick_python):
     done = subprocess.run([*command, "train.lr"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "The learning rate." in done.stdout, done.stderr
     done = subprocess.run([*command, "no.such"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == "error: --keys no.such: no key begins so\n"
+    assert done.returncode == 2 and done.stderr == "error: --keys no.such: no key begins with this\n"
 
 
 def test_a_reader_may_stop_early():

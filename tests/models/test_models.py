@@ -221,8 +221,8 @@ def test_targets_do_not_reach_the_output():
 def test_layers_share_the_plans_that_fit_them(kind, option, values, monkeypatch):
     """Three layers, of which the second differs in what a plan depends on, make two plans in every pass."""
     pytest.importorskip("triton")
-    made, once = [], Batch.once
-    monkeypatch.setattr(Batch, "once", lambda self, key, make: once(self, key, lambda: made.append(key) or make()))
+    keys, once = [], Batch.once
+    monkeypatch.setattr(Batch, "once", lambda self, key, make: once(self, key, lambda: keys.append(key) or make()))
     layers = [{"kind": kind, "backend": "triton", "block_size": 16} | {option: values[i]} for i in (0, 1, 0)]
     if kind == "dense":
         layers = [{name: x for name, x in layer.items() if name != "block_size"} for layer in layers]
@@ -230,9 +230,9 @@ def test_layers_share_the_plans_that_fit_them(kind, option, values, monkeypatch)
     model = SequenceModel(ModelConfig.model_validate(CONFIG | {"num_layers": 3, "attention": layers}), NUM_ITEMS)
     batch = make_batch([5, 3])
     for _ in range(2):  # nothing is kept from one pass to the next
-        made.clear()
+        keys.clear()
         actual, _ = model.raw_output(batch)
-        assert len(made) == 2
+        assert len(keys) == 2
     for layer in model.layers:
         layer.attention.config = layer.attention.config.model_copy(update={"backend": "reference"})
     torch.testing.assert_close(actual, model.raw_output(batch)[0], rtol=1e-4, atol=1e-5)
@@ -287,16 +287,20 @@ def test_batches_without_tokens_train(kind, sequences):
 )
 def test_bsa_warns_where_dense_is_faster(group, biased, length, expected, monkeypatch):
     """A line of the log; figures of a GPU stand in it only where there is one."""
-    said = []
-    monkeypatch.setattr("models.attention.bsa.log.warning", lambda text, *values: said.append(text % values))
+    warnings = []
+    monkeypatch.setattr("models.attention.bsa.log.warning", lambda text, *values: warnings.append(text % values))
     for gpu in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         warn_if_too_short.cache_clear()
         for _layer in range(2):
             warn_if_too_short(length, group, biased)
-    assert len(said) == 2 * (expected is not None)
-    if said:
-        assert re.search(expected, said[0]) and "H200" not in said[1] and "dense attention is faster" in said[1]
+    assert len(warnings) == 2 * (expected is not None)
+    if warnings:
+        assert (
+            re.search(expected, warnings[0])
+            and "H200" not in warnings[1]
+            and "dense attention is faster" in warnings[1]
+        )
 
 
 @pytest.mark.parametrize("tables", [(False, False), (True, False), (False, True)], ids=str)

@@ -101,7 +101,7 @@ def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monke
     [
         ("task={kind: retrieval}", "task and format recall belong together"),
         ("data.protocol=published", "recall takes held_out_users, and nothing else does"),
-        ("model.action_embedding=true", "of no use to task.kind=recall"),
+        ("model.action_embedding=true", "not supported by task.kind=recall"),
     ],
 )
 def test_configurations_that_make_no_sense(tmp_path, override, complaint):

@@ -208,11 +208,11 @@ def test_layers_that_share_a_plan_compute_it_once(monkeypatch):
     monkeypatch.setattr(plan, "bsa_entries_kernel", Counted())
     (q, *rest), shape, bias = biased((37, 21), 40)
     alone = bsa_attention(q, *rest, **shape, bias=bias, backend="triton")
-    made = bsa_plan(q, *rest[2:4], block_size=16, bias=bias, backend="triton")
+    shared_plan = bsa_plan(q, *rest[2:4], block_size=16, bias=bias, backend="triton")
     launches.clear()
     out = q.requires_grad_()
     for layer in range(2):
-        out = bsa_attention(out, *rest, **shape, bias=bias, backend="triton", plan=made)
+        out = bsa_attention(out, *rest, **shape, bias=bias, backend="triton", plan=shared_plan)
         assert layer or torch.equal(out, alone)
     out.sum().backward()
     assert launches == [] and q.grad.abs().sum() > 0
@@ -220,11 +220,11 @@ def test_layers_that_share_a_plan_compute_it_once(monkeypatch):
 
 def test_a_plan_that_does_not_fit_is_refused():
     (q, *rest), shape, bias = biased((37, 21), 40)
-    made = bsa_plan(q, *rest[2:4], block_size=32, bias=bias, backend="triton")
+    shared_plan = bsa_plan(q, *rest[2:4], block_size=32, bias=bias, backend="triton")
     with pytest.raises(ValueError, match=r"plan was made for .*block_size=32.* needs one for .*block_size=16"):
-        bsa_attention(q, *rest, **shape, bias=bias, backend="triton", plan=made)
+        bsa_attention(q, *rest, **shape, bias=bias, backend="triton", plan=shared_plan)
     with pytest.raises(ValueError, match="the reference takes no plan"):
-        bsa_attention(q, *rest, **shape, bias=bias, plan=made)
+        bsa_attention(q, *rest, **shape, bias=bias, plan=shared_plan)
     assert bsa_plan(q, *rest[2:4], block_size=16, bias=bias) is None
 
 

@@ -71,11 +71,11 @@ def test_parts_make_the_whole(inputs, cuts, normalize, backend, dtype):
     temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     expected = catalogue_loss(out, items, targets, temperature=temperature, normalize=normalize)
     expected_gradients = torch.autograd.grad(expected, (out, items, temperature))
-    parts_of_sums, met = [], None
+    parts_of_sums, merged = [], None
 
     def merge(lse, logit):
         parts_of_sums.append((lse, logit))
-        return (lse, logit) if met is None else met
+        return (lse, logit) if merged is None else merged
 
     for _ in range(2):
         gradients = []
@@ -85,12 +85,12 @@ def test_parts_make_the_whole(inputs, cuts, normalize, backend, dtype):
             loss = catalogue_loss(
                 x, y, targets, temperature=z, normalize=normalize, part=part, backend=backend if len(y) else "reference"
             )
-            if met is not None:
+            if merged is not None:
                 torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
                 gradients.append(torch.autograd.grad(loss, (x, y, z)))
-        if met is None:
+        if merged is None:
             sums, logits = (torch.stack(parts) for parts in zip(*parts_of_sums))
-            met = sums.logsumexp(0), logits.sum(0)
+            merged = sums.logsumexp(0), logits.sum(0)
     douts, ditems, slopes = zip(*gradients)
     part_gradients = sum(douts), torch.cat(ditems), sum(slopes)
     for a, b in zip(part_gradients, expected_gradients):

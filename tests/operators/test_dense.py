@@ -412,11 +412,11 @@ def test_layers_that_share_a_plan_launch_it_once(monkeypatch):
     x = inputs((37, 21), 40, features=("time",))
     arguments = [x[name] for name in ("seq_offsets", "max_seq_len")]
     bias = RelativeBias(time=x["time"], timestamps=x["timestamps"])
-    made = attention_plan(x["q"], x["v"], *arguments, bias=bias, backend="triton")
+    shared_plan = attention_plan(x["q"], x["v"], *arguments, bias=bias, backend="triton")
     once = len(launches)
     q = x["q"].requires_grad_()
     for _ in range(3):
-        q = hstu_attention(q, x["k"], x["v"], *arguments, bias=bias, plan=made, backend="triton")
+        q = hstu_attention(q, x["k"], x["v"], *arguments, bias=bias, plan=shared_plan, backend="triton")
     q.sum().backward()
     assert 1 <= once == len(launches)
 
@@ -426,10 +426,10 @@ def test_a_plan_that_does_not_fit_is_refused():
     x = inputs((37, 21), 40, features=("time",))
     arguments = [x[name] for name in ("seq_offsets", "max_seq_len")]
     bias = RelativeBias(time=x["time"], timestamps=x["timestamps"])
-    made = attention_plan(x["q"], x["v"], *arguments, backend="triton")
+    shared_plan = attention_plan(x["q"], x["v"], *arguments, backend="triton")
     assert attention_plan(x["q"], x["v"], *arguments, backend="reference") is None
     with pytest.raises(ValueError, match=r"plan was made for .*num_buckets=None.* needs one for .*num_buckets=128"):
-        hstu_attention(x["q"], x["k"], x["v"], *arguments, bias=bias, plan=made, backend="triton")
+        hstu_attention(x["q"], x["k"], x["v"], *arguments, bias=bias, plan=shared_plan, backend="triton")
 
 
 @interpreter

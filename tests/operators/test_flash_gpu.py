@@ -120,11 +120,11 @@ def test_memory_is_the_outputs():
 @pytest.mark.multigpu
 def test_a_device_that_is_not_the_current_one():
     inputs, call = attention_of([300, 41])
-    there = [x.detach().to("cuda:1").requires_grad_() for x in inputs]
+    on_second_gpu = [x.detach().to("cuda:1").requires_grad_() for x in inputs]
     offsets = make_offsets([300, 41], device="cuda:1")
-    out = flash_attention(*there, offsets, causal=True)
+    out = flash_attention(*on_second_gpu, offsets, causal=True)
     assert torch.equal(out.cpu(), call().cpu())
-    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), there))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), on_second_gpu))
 
 
 @pytest.mark.parametrize("parts", [2, 4])

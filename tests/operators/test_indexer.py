@@ -232,8 +232,8 @@ def test_scores_kept_and_gathered_again_give_one_loss():
     indices = cases.any_indices(lengths, 50, torch.Generator().manual_seed(0))
     bias = tables(lengths, torch.float32)
     results = []
-    for held in (0, 2, 4):
-        config = LaunchConfig(4, 2, BLOCK=32, HELD=held)
+    for num_held in (0, 2, 4):
+        config = LaunchConfig(4, 2, BLOCK=32, HELD=num_held)
         with override(loss_config, lambda *_, config=config: config):
             loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, bias=bias, backend="triton")
             padded = compute_index_loss_sparse(
@@ -346,16 +346,16 @@ def test_everything_chosen_is_dense_attention(backend):
     out = sparse_attention(x["q"], x["k"], x["v"], indices, offsets, bias=bias, backend=backend)
     begin = 0
     for length in lengths:
-        here, step = slice(begin, begin + length), torch.arange(length)
-        gaps = bias.query_timestamps[here, None] - bias.timestamps[None, here]
+        span, step = slice(begin, begin + length), torch.arange(length)
+        gaps = bias.query_timestamps[span, None] - bias.timestamps[None, span]
         distance = step[:, None] - step
         mask = bias.position[distance.clamp(min=0)] + bias.time[time_bucket(gaps, 19).long()]
-        q, k, v = x["q"][here].transpose(0, 1), x["k"][here], x["v"][here]
+        q, k, v = x["q"][span].transpose(0, 1), x["k"][span], x["v"][span]
         expected = F.scaled_dot_product_attention(
             *(y[None].float() for y in (q, k.expand(2, -1, -1), v.expand(2, -1, -1))),
             attn_mask=mask.masked_fill(distance < 0, -math.inf),
         )
-        torch.testing.assert_close(out[here], expected[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out[span], expected[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
         begin += length
 
 

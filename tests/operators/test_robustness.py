@@ -346,7 +346,7 @@ def test_a_kernels_plan_is_for_one_batch(name, what):
     def bias(timestamps):
         return hstu_sparse.RelativeBias(time=random(4), timestamps=timestamps)
 
-    def made(offsets, timestamps, **changed):
+    def make_plan(offsets, timestamps, **changed):
         where = dict(seq_offsets=offsets, max_seq_len=6, bias=bias(timestamps), backend="triton") | more
         if bsa:
             return hstu_sparse.bsa_plan(QKV["q"], **where)
@@ -355,12 +355,12 @@ def test_a_kernels_plan_is_for_one_batch(name, what):
     arguments = dict(seq_offsets=OFFSETS, max_seq_len=6, bias=bias(times), backend="triton") | QKV | more | candidates
     if bsa:
         arguments["gates"] = VALID[name]["gates"]
-    right = made(OFFSETS.clone(), times.clone(), **candidates)
+    right = make_plan(OFFSETS.clone(), times.clone(), **candidates)
     assert_same(function(name)(**arguments, plan=right), function(name)(**arguments))
     wrong = {
-        "offsets": lambda: made(OTHER, times),
-        "times": lambda: made(OFFSETS, times * 2),
-        "candidates": lambda: made(OFFSETS, times, num_targets=torch.tensor([0, 0, 2])),
+        "offsets": lambda: make_plan(OTHER, times),
+        "times": lambda: make_plan(OFFSETS, times * 2),
+        "candidates": lambda: make_plan(OFFSETS, times, num_targets=torch.tensor([0, 0, 2])),
         "of another type": lambda: hstu_sparse.ring_plan(OFFSETS),
     }[what]()
     with pytest.raises((TypeError, ValueError), match=r"plan was made for|plan must be of (Attention|Block)Plan"):

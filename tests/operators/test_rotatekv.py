@@ -215,9 +215,9 @@ def codes_at(cache, sequence, position):
 )
 def test_append_leaves_what_is_packed_and_equals_compressing_all(options):
     steps = [(37, 0, 130, 1), (0, 0, 0, 0), (1, 1, 1, 1), (90, 3, 64, 0)]
-    made = [make(lengths, seed=10 * i) for i, lengths in enumerate(steps)]
-    cache = rotatekv_compress(*made[0], **options)
-    for k, v, offsets in made[1:]:
+    portions = [make(lengths, seed=10 * i) for i, lengths in enumerate(steps)]
+    cache = rotatekv_compress(*portions[0], **options)
+    for k, v, offsets in portions[1:]:
         sequence, position = (x[cache.tokens()[1] >= cache.options.sink_tokens] for x in cache.tokens())
         before, lengths = codes_at(cache, sequence, position), cache.lengths
         rows, sinks = [list(row) for row in cache.rows], cache.tensors.get("sink_k", torch.zeros(0)).clone()
@@ -229,8 +229,10 @@ def test_append_leaves_what_is_packed_and_equals_compressing_all(options):
             if row and cache.options.sink_tokens:
                 stored_sinks = cache.tensors["sink_k"][row[0], : min(length, cache.options.sink_tokens)]
                 assert torch.equal(stored_sinks, sinks[row[0], : min(length, cache.options.sink_tokens)])
-    together = [torch.cat([part[x][part[2][b] : part[2][b + 1]] for b in range(4) for part in made]) for x in (0, 1)]
-    offsets = sum(part[2] for part in made)
+    together = [
+        torch.cat([part[x][part[2][b] : part[2][b + 1]] for b in range(4) for part in portions]) for x in (0, 1)
+    ]
+    offsets = sum(part[2] for part in portions)
     for x, y in zip(rotatekv_decompress(cache), rotatekv_decompress(rotatekv_compress(*together, offsets, **options))):
         assert torch.equal(x, y)
     assert torch.equal(cache.seq_offsets, offsets)
@@ -297,8 +299,8 @@ def test_rope_depends_on_distance_only_and_two_stages_agree():
     staged = mustafar_attention_with_rope(q, q_offsets, *restored, offsets, 40, **options)
     torch.testing.assert_close(fused, staged)
     x = torch.randn(5, 2, 8, dtype=torch.float64)
-    here, there = (reference.rope(x, torch.arange(5) + shift, 50.0) for shift in (0, 1000))
-    torch.testing.assert_close(here @ here.transpose(1, 2), there @ there.transpose(1, 2))
+    near, shifted = (reference.rope(x, torch.arange(5) + shift, 50.0) for shift in (0, 1000))
+    torch.testing.assert_close(near @ near.transpose(1, 2), shifted @ shifted.transpose(1, 2))
     scores = [reference.rope(x, torch.tensor([p] * 5), 50.0)[1:] * reference.rope(x, torch.arange(5) + p, 50.0)[:-1]
               for p in (0, 77)]  # fmt: skip
     torch.testing.assert_close(scores[0].sum(-1), scores[1].sum(-1))

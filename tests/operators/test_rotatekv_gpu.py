@@ -136,14 +136,14 @@ def test_calls_that_come_again(num_queries):
 def test_packed_bits_are_the_references(bits, options, dtype):
     """On whole numbers, whose sums are exact in whatever order, every tensor of the cache is the same."""
     generator = torch.Generator().manual_seed(bits)
-    made = []
+    parts = []
     for n in ((370, 0, 130, 1), (1, 700, 3, 0)):
         x = [torch.randint(-9, 10, (sum(n), 4, size), generator=generator).to("cuda", dtype) for size in (64, 40)]
-        made.append((*x, make_offsets(n, device="cuda")))
+        parts.append((*x, make_offsets(n, device="cuda")))
     caches = []
     for backend in ("reference", "triton"):
-        cache = rotatekv_compress(*made[0], bits=bits, **options, backend=backend)
-        caches.append(cache.append(*made[1], backend=backend).tensors)
+        cache = rotatekv_compress(*parts[0], bits=bits, **options, backend=backend)
+        caches.append(cache.append(*parts[1], backend=backend).tensors)
     for name, x in caches[0].items():
         assert torch.equal(x, caches[1][name]), name
 

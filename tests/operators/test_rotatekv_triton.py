@@ -110,13 +110,13 @@ def test_packed_bits_are_the_references(bits, options):
     lengths, more = (37, 0, 130, 1), (1, 70, 3, 0)
     generator = torch.Generator().manual_seed(bits)
     caches = []
-    made = [
+    parts = [
         (*(torch.randint(-9, 10, (sum(n), 4, size), generator=generator).float() for size in (32, 20)), make_offsets(n))
         for n in (lengths, more)
     ]
     for backend in ("reference", "triton"):
-        cache = rotatekv_compress(*made[0], bits=bits, **options, backend=backend)
-        caches.append(cache.append(*made[1], backend=backend).tensors)
+        cache = rotatekv_compress(*parts[0], bits=bits, **options, backend=backend)
+        caches.append(cache.append(*parts[1], backend=backend).tensors)
     for name, x in caches[0].items():
         assert torch.equal(x, caches[1][name]), name
 

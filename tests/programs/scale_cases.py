@@ -71,17 +71,17 @@ CASES = {
 
 def die_at(where: str, number: int):
     """A function that kills this process when it is called for the `number`-th time with `where`."""
-    met = []
+    reached = []
 
     def call(place: str) -> None:
-        met.append(place)
-        if met.count(place) == number and place == where:
+        reached.append(place)
+        if reached.count(place) == number and place == where:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return call
 
 
-def run(case: str, out: Path, met) -> None:
+def run(case: str, out: Path, reached) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
     import train
@@ -104,7 +104,7 @@ def run(case: str, out: Path, met) -> None:
         optimizer, step = build(*inputs, **options)
 
         def noted(batch):
-            met("step")
+            reached("step")
             result_of_step = step(batch)
             losses.append(float(result_of_step["loss"]))
             return result_of_step
@@ -112,9 +112,9 @@ def run(case: str, out: Path, met) -> None:
         return optimizer, noted
 
     def written(*inputs, **options):
-        met("save")
+        reached("save")
         done = write(*inputs, **options)
-        met("saved")
+        reached("saved")
         return done
 
     train.build_step, FileSystemWriter.write_data = recorded, written
@@ -142,12 +142,12 @@ def main(out: str, *cases: str) -> None:
     report._plot = lambda *given: []  # a fifth of the time of a case
     if more := os.environ.get("SCALE_CASES"):
         CASES.update(json.loads(Path(more).read_text()))
-    met = die_at("never", 0)
+    reached = die_at("never", 0)
     rank, where, number = os.environ.get("SCALE_KILL", "-1:never:0").split(":")
     if os.environ.get("RANK") == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-        met = die_at(where, int(number))
+        reached = die_at(where, int(number))
     for case in cases:
-        run(case, Path(out), met)
+        run(case, Path(out), reached)
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ def check_runs_that_are_there(place):
     assert done.returncode == 0, done.stderr
     assert place.launched[before:] == ["a, speed", "b, speed", "c, speed"]
     _, b, c = results("there")[0]["settings"]
-    there = results()[0]["settings"][1]["metrics"]["MRR"]
-    assert {**b["metrics"]["MRR"], "p_holm": None} == {**there, "p_holm": None}  # there are more p values here
+    separate = results()[0]["settings"][1]["metrics"]["MRR"]
+    assert {**b["metrics"]["MRR"], "p_holm": None} == {**separate, "p_holm": None}  # there are more p values here
     same = c["metrics"]["NDCG@10"]
     assert (same["ratio"], same["low"], same["high"], same["p"]) == (1, 1, 1, 1)
     os.remove("out/bsa/seed-1/judged.npz")

@@ -151,8 +151,10 @@ def faults_of_code(text: str) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings."""
-    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    """Return the anchors of a page's headings, those of a file that it includes too (see docs/hooks.py)."""
+    text = page.read_text()
+    included = [(ROOT / name).read_text() for name in re.findall(r"<!-- include (\S+) -->", text)]
+    titles = re.findall(r"^#+ (.+)$", "\n".join([text, *included]), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.replace("`", "").lower()).strip().replace(" ", "-") for title in titles}
 
 

@@ -34,7 +34,7 @@ GROUPS = 4
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """A folder with a finished run: users stay within a group of items, and a new item of each group waits."""
     place = tmp_path_factory.mktemp("features")
     rng = np.random.default_rng(0)
@@ -51,63 +51,75 @@ def made(tmp_path_factory):
     return place
 
 
-def test_cold_items_are_recommended_and_told_apart(made):
-    result = json.loads((made / "run" / "result.json").read_text())
+def test_cold_items_are_recommended_and_told_apart(finished_run):
+    result = json.loads((finished_run / "run" / "result.json").read_text())
     assert result["items"] == 10 * GROUPS + GROUPS and result["cold"]["items"] >= GROUPS
     assert sum(row["users"] for row in result["by_popularity"]) == result["users"] == 48
     assert result["cold"]["in_lists"] > 0
-    report = (made / "run" / "report.md").read_text()
+    report = (finished_run / "run" / "report.md").read_text()
     assert "items have no training event" in report and "By popularity of the target" in report
-    assert evaluation.main([str(made / "run"), "--recommend", str(made / "next.csv"), "--top-k", "5"]) == 0
-    frame = pl.read_csv(made / "next.csv", schema_overrides={"user": pl.Int64, "item": pl.String})
+    assert (
+        evaluation.main([str(finished_run / "run"), "--recommend", str(finished_run / "next.csv"), "--top-k", "5"]) == 0
+    )
+    frame = pl.read_csv(finished_run / "next.csv", schema_overrides={"user": pl.Int64, "item": pl.String})
     new = frame.filter(pl.col("item").str.starts_with("new"))
     # By its feature alone: a new item goes to the users of its group.
     right = new.filter(pl.col("item").str.slice(3).cast(pl.Int64) == pl.col("user") % GROUPS)
     assert right.height > 0.9 * new.height and right["user"].n_unique() > 24
 
 
-def test_vectors_are_representations(made):
-    assert evaluation.main([str(made / "run"), "--export-items", str(made / "vectors"), "--overwrite"]) == 0
-    ids, vectors = (np.load(made / "vectors" / f"{name}.npy") for name in ("item_ids", "items"))
+def test_vectors_are_representations(finished_run):
+    assert (
+        evaluation.main([str(finished_run / "run"), "--export-items", str(finished_run / "vectors"), "--overwrite"])
+        == 0
+    )
+    ids, vectors = (np.load(finished_run / "vectors" / f"{name}.npy") for name in ("item_ids", "items"))
     place = {item: row for row, item in enumerate(ids.tolist())}
     groups = [[place[str(item)] for item in range(g, 10 * GROUPS, GROUPS)] for g in range(GROUPS)]
     near = np.stack([(vectors[[place[f"new{g}"] for g in range(GROUPS)]] @ vectors[rows].T).mean(1) for rows in groups])
     assert near.argmax(0).tolist() == [*range(GROUPS)]
 
 
-def test_a_run_resumes_and_is_judged_without_its_files(made, tmp_path, monkeypatch):
-    before = json.loads((made / "run" / "result.json").read_text())["model"]
+def test_a_run_resumes_and_is_judged_without_its_files(finished_run, tmp_path, monkeypatch):
+    before = json.loads((finished_run / "run" / "result.json").read_text())["model"]
     for name in ("events.csv", "items.csv", "users.csv"):
-        (made / name).rename(tmp_path / name)
+        (finished_run / name).rename(tmp_path / name)
     try:
-        assert evaluation.main([str(made / "run")]) == 0
-        assert json.loads((made / "run" / "eval-test.json").read_text())["model"] == before
+        assert evaluation.main([str(finished_run / "run")]) == 0
+        assert json.loads((finished_run / "run" / "eval-test.json").read_text())["model"] == before
     finally:
         for name in ("events.csv", "items.csv", "users.csv"):
-            (tmp_path / name).rename(made / name)
-    assert train.main(["--resume", str(made / "run"), "train.epochs=7"]) == 0
+            (tmp_path / name).rename(finished_run / name)
+    assert train.main(["--resume", str(finished_run / "run"), "train.epochs=7"]) == 0
 
 
-def test_other_events_in_the_terms_of_the_run(made, tmp_path):
+def test_other_events_in_the_terms_of_the_run(finished_run, tmp_path):
     """Users whom the users' file does not have get no value of theirs."""
     (tmp_path / "more.csv").write_text(
         "user,item,timestamp\n" + "".join(f"9{u},{4 * n},{n}\n" for u in "ab" for n in range(5))
     )
     (tmp_path / "users.csv").write_text("user,parity\n9a,1\nzz,0\n")
     users = f"data.features.users.path={tmp_path / 'users.csv'}"
-    assert evaluation.main([str(made / "run"), "--data", str(tmp_path / "more.csv"), users]) == 0
+    assert evaluation.main([str(finished_run / "run"), "--data", str(tmp_path / "more.csv"), users]) == 0
     history = ["--history", str(tmp_path / "more.csv"), "--recommend", str(tmp_path / "next.csv"), users]
-    assert evaluation.main([str(made / "run"), *history]) == 0
+    assert evaluation.main([str(finished_run / "run"), *history]) == 0
     assert pl.read_csv(tmp_path / "next.csv")["user"].n_unique() == 2
 
 
-def test_weights_of_another_run_go_to_the_same_values(made, tmp_path):
-    text = (made / "items.csv").read_text().replace("g0", "a0").replace("g1", "g10")
+def test_weights_of_another_run_go_to_the_same_values(finished_run, tmp_path):
+    text = (finished_run / "items.csv").read_text().replace("g0", "a0").replace("g1", "g10")
     (tmp_path / "items.csv").write_text(text)
     items = [f"data.features.items.path={tmp_path / 'items.csv'}", f"run_dir={tmp_path}", "train.epochs=1"]
-    options = [str(made / "run.yaml"), "--init-from", str(made / "run"), "--run", str(tmp_path / "run"), *items]
+    options = [
+        str(finished_run / "run.yaml"),
+        "--init-from",
+        str(finished_run / "run"),
+        "--run",
+        str(tmp_path / "run"),
+        *items,
+    ]
     assert train.main([*options, "train.lr=1e-30"]) == 0
-    old, new = (weights(folder) for folder in (made / "run", tmp_path / "run"))
+    old, new = (weights(folder) for folder in (finished_run / "run", tmp_path / "run"))
     table = "embedding.items.tables.tables.embedding_bags.items_group.weight"
     assert new[table].shape == old[table].shape  # unknown, a0, g10, g2, g3; before g0, g1, g2, g3
     np.testing.assert_array_equal(new[table][[0, 3, 4]], old[table][[0, 3, 4]])
@@ -120,16 +132,16 @@ def weights(folder):
     return {name: value.numpy() for name, value in final_weights(folder)[0].items()}
 
 
-def test_features_in_a_service(made, tmp_path, capsys):
+def test_features_in_a_service(finished_run, tmp_path, capsys):
     """Features of items and the calendar are served as they were judged; a service does not know those of users."""
     run, options = tmp_path / "run", ["data.features.users=null", "train.epochs=2", f"run_dir={tmp_path}"]
-    assert train.main([str(made / "run.yaml"), "--run", str(run), *options]) == 0
+    assert train.main([str(finished_run / "run.yaml"), "--run", str(run), *options]) == 0
     assert evaluation.main([str(run), "--serve", "--slide", "1"]) == 0
     (served,) = run.glob("eval-*serve*.json")
     whole, served = (json.loads(path.read_text())["model"]["history"] for path in (run / "result.json", served))
     assert served == pytest.approx(whole, abs=0.01)  # a rounding may swap two items
     capsys.readouterr()
-    assert evaluation.main([str(made / "run"), "--serve"]) != 0
+    assert evaluation.main([str(finished_run / "run"), "--serve"]) != 0
     assert "data.features: a run with features of users or events cannot be served" in capsys.readouterr().err
 
 
@@ -159,7 +171,7 @@ def test_ranking_from_files_to_report(tmp_path):
     assert json.loads((run / "eval-test.json").read_text())["model"] == result["model"]
 
 
-def test_errors_of_the_configuration(made):
+def test_errors_of_the_configuration(finished_run):
     for option, expected in (
         ("data.features.items.colums={}", "data.features.items.colums: unknown key, did you mean columns?"),
         ("data.features.items.columns.group.knd=list", "data.features.items.columns.group"),
@@ -169,4 +181,4 @@ def test_errors_of_the_configuration(made):
         ("data.features.items.format=xml", "data.features.items.format"),
     ):
         with pytest.raises(ConfigError, match=expected.replace("?", ".").replace("[", ".").replace("{", ".")):
-            load_config(made / "run.yaml", [option])
+            load_config(finished_run / "run.yaml", [option])

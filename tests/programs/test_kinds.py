@@ -40,6 +40,12 @@ def test_measurements_are_added(tmp_path, capsys):
     assert "| 1,000,001 | 1 MiB |" in capsys.readouterr().out
 
 
+def test_the_median_of_several_measurements_counts():
+    comparison = json.loads(COMPARISON)
+    kinds.merge(comparison, lines(names=[NAMES[0]] * 3))
+    assert comparison["settings"][0]["events_per_second"] == 1e6 + 1
+
+
 def test_measurements_that_do_not_belong_are_refused():
     with pytest.raises(SystemExit, match=f"speed=odd: expected one of {', '.join(NAMES)}"):
         kinds.merge(json.loads(COMPARISON), lines(names=["odd"]))

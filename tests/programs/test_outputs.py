@@ -38,7 +38,7 @@ def events(users=range(30), first=0):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """A folder with events.csv, run.yaml and a finished run, in a folder whose name is markup."""
     place = tmp_path_factory.mktemp("made")
     (place / "events.csv").write_text("user,item,timestamp\n" + events())
@@ -50,8 +50,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def place(made, tmp_path, monkeypatch):
-    shutil.copytree(made / ODD, tmp_path / "run")
+def place(finished_run, tmp_path, monkeypatch):
+    shutil.copytree(finished_run / ODD, tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -62,11 +62,11 @@ def refused(*arguments, says):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_nothing_is_written_over_what_is_not_ours(made, place):
-    source = (made / "events.csv").read_bytes()
-    refused("--predict", made / "events.csv", says="this is data.path")
-    refused("--predict", made / "events.csv", "--overwrite", says="this is data.path")
-    os.link(made / "events.csv", place / "hard.csv")
+def test_nothing_is_written_over_what_is_not_ours(finished_run, place):
+    source = (finished_run / "events.csv").read_bytes()
+    refused("--predict", finished_run / "events.csv", says="this is data.path")
+    refused("--predict", finished_run / "events.csv", "--overwrite", says="this is data.path")
+    os.link(finished_run / "events.csv", place / "hard.csv")
     refused("--predict", "hard.csv", "--overwrite", says="this is data.path")
     (place / "mine.csv").write_text("mine")
     (place / "mine.parquet").write_text("mine")
@@ -79,11 +79,11 @@ def test_nothing_is_written_over_what_is_not_ours(made, place):
     os.mkfifo(place / "pipe.csv")
     for name in ("full.csv", "pipe.csv"):
         refused("--predict", name, "--overwrite", says="is no regular file")
-    for main in (run("train.py", made / "run.yaml", "--run", "a\udcff"), run("eval.py", "a\udcff")):
-        assert main.returncode == 2 and "a\\udcff: the path is no text in UTF-8" in main.stderr
+    for main in (run("train.py", finished_run / "run.yaml", "--run", "a\udcff"), run("eval.py", "a\udcff")):
+        assert main.returncode == 2 and "a\\udcff: the path is not valid UTF-8" in main.stderr
     refused("--predict", "x" * 300 + ".csv", says="File name too long")
     refused("--predict", "top.txt", says=".parquet or .csv")
-    assert (made / "events.csv").read_bytes() == source
+    assert (finished_run / "events.csv").read_bytes() == source
     assert stat.S_ISFIFO((place / "pipe.csv").stat().st_mode)
 
 
@@ -143,10 +143,10 @@ def test_standard_output_on_a_full_disk(place, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_output_of_a_narrow_encoding(made, monkeypatch, encoding):
+def test_output_of_a_narrow_encoding(finished_run, monkeypatch, encoding):
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", out)
-    assert evaluation.main([str(made / ODD)]) == 0
+    assert evaluation.main([str(finished_run / ODD)]) == 0
     out.flush()
     assert (
         b"Written: " in out.buffer.getvalue() and "[/]é".encode(encoding, "backslashreplace") in out.buffer.getvalue()
@@ -242,17 +242,22 @@ def test_more_epochs_by_an_override(place):
     assert done.returncode == 2 and "train.lr: 0.001 -> 0.01" in done.stderr
 
 
-def test_a_dry_run_leaves_nothing(made, tmp_path, monkeypatch):
+def test_a_dry_run_leaves_nothing(finished_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = [f"data.path={made / 'events.csv'}", f"data.cache_dir={tmp_path / 'cache'}", "--dry-run"]
-    done = run("train.py", made / "run.yaml", *arguments)
+    arguments = [f"data.path={finished_run / 'events.csv'}", f"data.cache_dir={tmp_path / 'cache'}", "--dry-run"]
+    done = run("train.py", finished_run / "run.yaml", *arguments)
     assert done.returncode == 0 and "A step takes about" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
-def test_bf16_on_a_cpu(made, tmp_path):
+def test_bf16_on_a_cpu(finished_run, tmp_path):
     """Heads and a service under autocast, which torch refused."""
-    base = [made / "run.yaml", f"data.path={made / 'events.csv'}", f"data.cache_dir={tmp_path}", "train.autocast=bf16"]
+    base = [
+        finished_run / "run.yaml",
+        f"data.path={finished_run / 'events.csv'}",
+        f"data.cache_dir={tmp_path}",
+        "train.autocast=bf16",
+    ]
     mol = "model.head={kind: mol, query_components: 2, item_components: 2, component_dim: 8, gate_hidden_dim: 8}"
     for name, more in (("mol", mol), ("learned", "model.head={kind: dot, learned_temperature: true}")):
         done = run("train.py", *base, "train.epochs=1", "model.attention.kind=rotatekv", more, "--run", tmp_path / name)
@@ -260,16 +265,16 @@ def test_bf16_on_a_cpu(made, tmp_path):
         done = run("eval.py", tmp_path / name, "--serve")
         assert done.returncode == 0, done.stderr
     done = run("eval.py", tmp_path / "mol", "--export-items", tmp_path / "items")
-    assert done.returncode == 2 and "no one vector" in done.stderr
+    assert done.returncode == 2 and "no single vector" in done.stderr
 
 
-def test_a_validation_window_without_anyone(made, tmp_path):
+def test_a_validation_window_without_anyone(finished_run, tmp_path):
     """Newcomers alone are in it: the last weights are judged, the run can be resumed, and patience is refused."""
     rows = [f"a{user},i{k % 9},{1000 * k + user}" for user in range(20) for k in range(9)]
     rows += [f"n{user},i{user % 9},{20_000 + user}" for user in range(20)]  # the validation window
     rows += [f"a{user},i{user % 9},{30_000 + user}" for user in range(20)]
     (tmp_path / "t.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
-    arguments = [made / "run.yaml", f"data.path={tmp_path / 't.csv'}", f"data.cache_dir={tmp_path}"]
+    arguments = [finished_run / "run.yaml", f"data.path={tmp_path / 't.csv'}", f"data.cache_dir={tmp_path}"]
     arguments += ["data.protocol=temporal", "data.valid_fraction=0.09", "data.test_fraction=0.09"]
     done = run("train.py", *arguments, "--run", tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -280,8 +285,8 @@ def test_a_validation_window_without_anyone(made, tmp_path):
     assert done.returncode == 2 and "eval.patience: there is no validation split" in done.stderr
 
 
-def test_what_cannot_be_done_is_said_before_it_is_begun(made, tmp_path):
-    base = [made / "run.yaml", f"data.path={made / 'events.csv'}", f"data.cache_dir={tmp_path}"]
+def test_what_cannot_be_done_is_said_before_it_is_begun(finished_run, tmp_path):
+    base = [finished_run / "run.yaml", f"data.path={finished_run / 'events.csv'}", f"data.cache_dir={tmp_path}"]
     for override, says in (
         ("threads=4096", "threads: 4096 on a machine of"),
         (

@@ -15,7 +15,24 @@ FOLDERS = ("benchmarks", "data", "examples", "hstu_sparse", "models", "tests")
 FILES = [*sorted(ROOT.glob("*.py")), *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))]
 PUBLIC = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("data", "hstu_sparse", "models")]
 # Names that say how a value was obtained instead of what it is.
-VAGUE = ("ask", "asked", "asks", "found", "given", "kept", "own", "told", "wanted")
+VAGUE = (
+    "ask",
+    "asked",
+    "asks",
+    "found",
+    "given",
+    "held",
+    "here",
+    "kept",
+    "made",
+    "met",
+    "own",
+    "said",
+    "there",
+    "those",
+    "told",
+    "wanted",
+)
 # A bound name is followed by a symbol or `in`, a word of a comment mostly by another word: such files are not parsed.
 WORD = re.compile(rf"\b(?:{'|'.join(VAGUE)})\b(?! (?!in\b)[a-z]|[.'\"`])")
 DOCSTRING = r'(?:\A|:(?: +#.*)?\n) *"""'
@@ -29,6 +46,8 @@ THIRD_PERSON = (
     "Tells|Trains|Tries|Turns|Waits|Writes|Yields"
 )
 ODD_BEGINNING = re.compile(DOCSTRING + rf"((?:[^A-Z\\]|(?:{THIRD_PERSON})\b).{{0,40}})")
+# An entry of a list of arguments, or the rest of one, which is indented further.
+ENTRY = re.compile(r"    (?:    |[\w*`]+(?:, [\w*`]+)*:|The others:)")
 
 
 def vague_names(text: str) -> Iterator[str]:
@@ -57,6 +76,19 @@ def undocumented(text: str) -> Iterator[str]:
             yield f"line {node.lineno}: {node.name}"
 
 
+def broken_entries(text: str) -> Iterator[str]:
+    """Yield the lines of docstrings that the site would show as an argument, though they do not begin with a name."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        section = ""
+        for line in (ast.get_docstring(node) or "").splitlines():
+            if not line.startswith(" "):
+                section = line
+            elif section in ("Args:", "Attributes:") and not ENTRY.match(line):
+                yield f"{node.name}: {line.strip()}"
+
+
 def check(files: list[Path], faults) -> None:
     """Assert that `faults` yields nothing for the text of any file."""
     wrong = [f"{file.relative_to(ROOT)} {fault}" for file in files for fault in faults(file.read_text())]
@@ -79,9 +111,14 @@ def test_docstrings_begin_with_a_verb_or_a_name():
     check(FILES, lambda text: (beginning[1] for beginning in ODD_BEGINNING.finditer(text)))
 
 
+def test_lists_of_arguments_can_be_read():
+    check(PUBLIC, broken_entries)
+
+
 @pytest.mark.parametrize(
     ("faults", "text"),
     [
+        (broken_entries, 'def f(x):\n    """Compute.\n\n    Args:\n        x: a number,\n        or None.\n    """'),
         (vague_names, "found = 1"),
         (vague_names, "for own in range(3): pass"),
         (vague_names, "def f(kept): pass"),

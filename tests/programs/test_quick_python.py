@@ -43,13 +43,13 @@ def test_programs_end_as_python_ends_them(quick_python, tmp_path):
     assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-@pytest.mark.parametrize(("number", "said", "status"), [(signal.SIGTERM, "told\n", 7), (signal.SIGKILL, "", -9)])
-def test_signals_reach_the_program(quick_python, number, said, status):
+@pytest.mark.parametrize(("number", "output", "status"), [(signal.SIGTERM, "told\n", 7), (signal.SIGKILL, "", -9)])
+def test_signals_reach_the_program(quick_python, number, output, status):
     command = [quick_python.executable, "-c", WAITS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.stdout.read() == said  # to its end: the program is gone too
+        assert process.stdout.read() == output  # to its end: the program is gone too
     assert process.returncode == status
 
 

@@ -163,7 +163,7 @@ def test_weights_know_their_configuration(copy, capsys):
     shutil.copytree(copy.parent / "other" / "best", copy / "best")
     for main, arguments in ((evaluation.main, [str(copy)]), (train.main, ["--resume", str(copy)])):
         assert main(arguments) == 2
-        assert "best: of another run" in capsys.readouterr().err
+        assert "best: belongs to another run" in capsys.readouterr().err
 
 
 def test_a_configuration_that_was_taken_over_is_the_best_weights_too(copy):

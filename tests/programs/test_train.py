@@ -78,10 +78,10 @@ def finished(tmp_path_factory):
 
 def test_a_run_ends_with_a_table_and_a_report(finished):
     folder, done = finished
-    assert "popularity, seen filtered" in done.stdout and "HR@10" in done.stdout
+    assert "popularity, history removed" in done.stdout and "HR@10" in done.stdout
     assert "leave" in done.stdout  # the protocol and what it lets leak
     report = (folder / "report.md").read_text()
-    for part in ("Full ranking", "By length of the history", "popularity, seen filtered", "taken out of the ranking"):
+    for part in ("Full ranking", "By length of the history", "popularity, history removed", "removed from the ranking"):
         assert part in report
     for image in re.findall(r"\((\w+\.png)\)", report):
         assert (folder / image).read_bytes().startswith(b"\x89PNG")

@@ -227,7 +227,7 @@ def test_runs_to_judge_are_no_trials(plan, tmp_path):
         ("final", {"seed": seed, "eval.test": True}) for seed in (3, 4)
     ]
     assert state.next() is None
-    limits = ["--seconds", "3600", "--workers", "1", "--background", "1", "--runs", str(tmp_path)]
+    limits = ["--seconds", "3600", "--workers", "1", "--runs", str(tmp_path)]
     plan.write_text(PLAN[: PLAN.index("    options:")] + "    judged: [3]\n")
     trials.main([str(plan), "one:data.protocol=published", "one:eval.patience=null", "--out", str(out), *limits])
     (record,) = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]

@@ -73,23 +73,23 @@ def stand_in(monkeypatch, module, names):
 
 def hold_enlarged(monkeypatch, module):
     """Hold each result against its budget a thousandth too large as well; return the list of what is said of those."""
-    said, held = [], testing.assert_within_budget
+    messages, original = [], testing.assert_within_budget
 
     def assert_within_budget(name, actual, *others, **options):
         try:
-            held(name, actual * 1.001, *others, **options)
+            original(name, actual * 1.001, *others, **options)
         except AssertionError as error:
-            said.append(str(error))
-        held(name, actual, *others, **options)
+            messages.append(str(error))
+        original(name, actual, *others, **options)
 
     for place in (testing, module):
         monkeypatch.setattr(place, "assert_within_budget", assert_within_budget, raising=False)
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_rounding_does_is_allowed_and_a_thousandth_is_not(name, monkeypatch):
-    module, numbers, said, noticed = operator(name), random.Random(name), [], 0
+    module, numbers, messages, noticed = operator(name), random.Random(name), [], 0
     stand_in(monkeypatch, module, FUNCTIONS[name])
     enlarged = hold_enlarged(monkeypatch, module)
     for _ in range(CASES):
@@ -113,7 +113,7 @@ def test_what_rounding_does_is_allowed_and_a_thousandth_is_not(name, monkeypatch
         try:
             module.check("cpu", **case)
         except AssertionError as error:
-            said.append(f"{case}: {error}")
+            messages.append(f"{case}: {error}")
         noticed += bool(enlarged)
-    assert not said, f"{len(said)} of {CASES} cases were found wrong: {said[0]}"
+    assert not messages, f"{len(messages)} of {CASES} cases were found wrong: {messages[0]}"
     assert noticed >= 0.7 * CASES, f"{noticed} of {CASES} cases a thousandth too large were found wrong"

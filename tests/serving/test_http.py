@@ -169,12 +169,12 @@ def test_a_service_that_is_full_or_stopping_says_so(recommender):
     recommender.append([1], [100], [5])
     worker = Worker(recommender, None, most_waiting=3)
     worker.put(Recommend("1", 3, 9, True)).cancel()  # a client that left
-    taken = [worker.put(Recommend("1", 3, 9, True)) for _ in range(2)]
+    accepted = [worker.put(Recommend("1", 3, 9, True)) for _ in range(2)]
     with pytest.raises(Exception, match="more requests wait"):
         worker.put(Recommend("1", 3, 9, True))
     worker.start()
     worker.stop()
-    assert all(len(future.result(0)[0]) == 3 for future in taken)
+    assert all(len(future.result(0)[0]) == 3 for future in accepted)
     with pytest.raises(Exception, match="the service is stopping"):
         worker.put(Recommend("1", 3, 9, True))
 

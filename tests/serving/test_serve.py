@@ -37,13 +37,13 @@ def serving(folder, *options, log=None, python=sys.executable):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
-        said = ""
+        output = ""
         for line in process.stdout:
-            said += line
+            output += line
             if address := re.search(r"Serving on (http://127\.0\.0\.1:\d+)", line):
                 break
         else:
-            raise AssertionError(said + process.stderr.read())
+            raise AssertionError(output + process.stderr.read())
         with httpx.Client(base_url=address[1], timeout=600) as client:
             yield process, client
     finally:

@@ -60,8 +60,7 @@ def flash_attention(
         alibi_slopes: [H] or [B, H] fp32.
         dropout: probability of zeroing a weight, 0 <= dropout < 1.
         seed: int64 tensor of one element on q's device; drawn from torch's generator by default. The dropped weights
-        depend
-            only on it, sequence, head and positions, in both backends and for any division of the work.
+            depend only on it, sequence, head and positions, in both backends and for any division of the work.
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
         backend: "triton"; "reference"; "cute": FlashAttention-4 (the extra `cute`; fp16 and bf16 on compute capability
             9.0 to 11.x, D = V a multiple of 8, no alibi_slopes, no dropout); or "auto": reference for CPU tensors, for

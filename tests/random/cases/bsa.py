@@ -81,13 +81,13 @@ def check(
     buckets: of a time table, or None for none; spread: the longest gap between timestamps, which are out of order
     where it is 1e9; gap: between all timestamps, in place of random ones.
     """
-    made = dict(dtype=getattr(torch, dtype), device=device, contiguous=contiguous)
+    tensor_options = dict(dtype=getattr(torch, dtype), device=device, contiguous=contiguous)
     inputs = {
-        name: make_jagged(lengths, (heads, size), seed=seed + i, **made)
+        name: make_jagged(lengths, (heads, size), seed=seed + i, **tensor_options)
         for i, (name, size) in enumerate((("q", head_size), ("k", head_size), ("v", value_size)))
     }
     for i, name in enumerate(GATES[: 3 if window_size else 2]):
-        inputs[name] = make_jagged(lengths, (heads,), seed=seed + 5 + i, **made).sigmoid()
+        inputs[name] = make_jagged(lengths, (heads,), seed=seed + 5 + i, **tensor_options).sigmoid()
     # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
     offsets = make_offsets(lengths, device=device, dtype=torch.int32).repeat_interleave(2)[::2]
     generator = torch.Generator().manual_seed(seed)
@@ -209,7 +209,7 @@ def launches():
             gate, offsets = torch.zeros(256, 2, dtype=dtype), torch.tensor([0, 256])
             times = torch.zeros(256, dtype=torch.int64)
             tables = RelativeBias(torch.zeros(256), torch.zeros(129), times, times) if bias else RelativeBias()
-            made = plan.make_plan(plan.purpose_of(256, offsets, 256, block_size, tables), offsets, tables)
+            tensor_options = plan.make_plan(plan.purpose_of(256, offsets, 256, block_size, tables), offsets, tables)
             options = (block_size, 16, window, group, 0.1, 256.0, deterministic)
             arguments = (
                 q,
@@ -221,7 +221,7 @@ def launches():
                 gate,
                 gate if window else None,
                 *tables[:2],
-                made.flat(),
+                tensor_options.flat(),
                 *options,
             )
             torch.use_deterministic_algorithms(deterministic)

@@ -128,11 +128,11 @@ def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torc
     score, share = terms.sum(-1).abs(), (targets >= 0) / (targets >= 0).sum().clamp(min=1)
     off = 2.0**-21 * (1 + score + terms.norm(dim=-1)) * share
     of_out = ((off + rounded * share) / length / temperature)[:, None] * target_rows.abs()
-    of_wanted = (off / height / temperature)[:, None] * out.abs()
+    target_slope = (off / height / temperature)[:, None] * out.abs()
     return {
         "output": off.sum(),
         "grad of out": of_out,
-        "grad of items": torch.zeros_like(items, dtype=torch.float64).index_add_(0, rows, of_wanted),
+        "grad of items": torch.zeros_like(items, dtype=torch.float64).index_add_(0, rows, target_slope),
         "grad of temperature": (off + rounded * share) @ score / temperature,
     }
 

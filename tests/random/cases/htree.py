@@ -69,8 +69,8 @@ def right_choice(choices, walk, top_k, bound):
                 f"layer {layer.number}: chosen nodes that are no candidates"
             )
             last = layer.nodes.amax(-1)
-            held = ((chosen == last[..., None]) & (last >= 0)[..., None]).any(-1)
-            assert torch.equal(held, last >= 0), f"layer {layer.number}: the last candidate is not chosen"
+            last_is_chosen = ((chosen == last[..., None]) & (last >= 0)[..., None]).any(-1)
+            assert torch.equal(last_is_chosen, last >= 0), f"layer {layer.number}: the last candidate is not chosen"
             wrong = misplaced(layer).max().item()
             assert wrong <= bound, f"layer {layer.number}: a node {wrong:.1e} more important than a chosen one is not"
 

@@ -273,9 +273,9 @@ def check_choice(device, inputs, tables, lengths, top_k, group, exact):
     assert (scores == -torch.inf)[~chosen].all()
     if sum(lengths) and not exact:
         places = torch.where(chosen, indices.long(), longest)
-        taken = torch.zeros_like(seen[:, :1]).repeat(1, longest + 1).scatter(1, places, True)[:, :longest]
-        least = known.masked_fill(~taken, torch.inf).amin(1)
-        missed = known.masked_fill(taken | ~seen, -torch.inf).amax(1)
+        chosen_mask = torch.zeros_like(seen[:, :1]).repeat(1, longest + 1).scatter(1, places, True)[:, :longest]
+        least = known.masked_fill(~chosen_mask, torch.inf).amin(1)
+        missed = known.masked_fill(chosen_mask | ~seen, -torch.inf).amax(1)
         slack = 1e-4 * known.masked_fill(~seen, 0).abs().amax(1)
         assert (missed <= least + slack).all(), "a token was missed"
     at = biased(index_scores, device, lengths, indices=indices, **shared)

@@ -67,7 +67,7 @@ def check(
     codes = dict(bits=bits, quant_group=quant_group, sink_tokens=sink_tokens, clip=clip) if bits else {}
     format = PageFormat(heads, head_size, value_size, stored, head_group=head_group, **codes)
     whole = [n + m for n, m in zip(lengths, query_lengths)]
-    made = dict(dtype=dtype, device=device, contiguous=contiguous)
+    tensor_options = dict(dtype=dtype, device=device, contiguous=contiguous)
     pools = [
         PagePool(format, sum(map(format.num_pages, whole)) + 1, layers=2, num_sequences=len(whole), device=device)
         for _ in range(2)
@@ -84,11 +84,12 @@ def check(
     # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
     offsets, q_offsets = (make_offsets(x, device=device).repeat_interleave(2)[::2] for x in (lengths, query_lengths))
     keys_and_queries = [
-        make_jagged(x, (heads, head_size), seed=seed + i, **made)
+        make_jagged(x, (heads, head_size), seed=seed + i, **tensor_options)
         for i, x in enumerate((lengths, query_lengths, query_lengths))
     ]
     values = [
-        make_jagged(x, (heads, value_size), seed=seed + 3 + i, **made) for i, x in enumerate((lengths, query_lengths))
+        make_jagged(x, (heads, value_size), seed=seed + 3 + i, **tensor_options)
+        for i, x in enumerate((lengths, query_lengths))
     ]
     cached_k, k, q = keys_and_queries
     cached_v, v = values

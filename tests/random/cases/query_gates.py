@@ -20,11 +20,11 @@ def inputs(
     wide = torch.randn(tokens, heads, size * (2 if strided else 1), generator=generator).to(device, dtype)
     shapes = {"w1": (hidden, size), "b1": (hidden,), "w2": (gates, hidden), "b2": (gates,)}
     scales = {"w1": size**-0.5, "b1": 1.0, "w2": hidden**-0.5, "b2": 1.0}
-    made = {
+    weights_by_name = {
         name: (scales[name] * torch.randn(*shape, generator=generator)).to(device, weights or dtype)
         for name, shape in shapes.items()
     }
-    return {"q": wide[..., -size:], **made}
+    return {"q": wide[..., -size:], **weights_by_name}
 
 
 def draw(random, small):

@@ -71,10 +71,10 @@ def check(
 ):  # fmt: skip
     """The kernels' cache is one that the options allow; decompression, round trip and attention on it are right."""
     heads, dtype = groups * head_group, getattr(torch, dtype)
-    made = dict(dtype=dtype, device=device, contiguous=contiguous)
-    k = make_jagged(lengths, (heads, head_size), seed=seed, **made)
-    v = make_jagged(lengths, (heads, value_size), seed=seed + 1, **made)
-    q = make_jagged(query_lengths, (heads, head_size), seed=seed + 2, **made)
+    tensor_options = dict(dtype=dtype, device=device, contiguous=contiguous)
+    k = make_jagged(lengths, (heads, head_size), seed=seed, **tensor_options)
+    v = make_jagged(lengths, (heads, value_size), seed=seed + 1, **tensor_options)
+    q = make_jagged(query_lengths, (heads, head_size), seed=seed + 2, **tensor_options)
     # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
     offsets, q_offsets = (make_offsets(x, device=device).repeat_interleave(2)[::2] for x in (lengths, query_lengths))
     order = None
@@ -172,10 +172,10 @@ def check_self_attention(
 ):  # fmt: skip
     """The kernels' `rotatekv_self_attention`, forward and every gradient, is right for the kernels' own codes."""
     dtype, options = getattr(torch, dtype), options | dict(head_group=head_group)
-    made = dict(dtype=dtype, device=device, contiguous=contiguous)
+    tensor_options = dict(dtype=dtype, device=device, contiguous=contiguous)
     sizes = dict(q=head_size, k=head_size, v=value_size)
     tensors = {
-        name: make_jagged(lengths, (groups * head_group, size), seed=seed + i, **made)
+        name: make_jagged(lengths, (groups * head_group, size), seed=seed + i, **tensor_options)
         for i, (name, size) in enumerate(sizes.items())
     }
     offsets = make_offsets(lengths, device=device)
