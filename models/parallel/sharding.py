@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +58,8 @@ def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes:
     kind: str = p.embedding
     if kind == "auto":
         kind, lines = planned(config, num_items, ranks, gpu_bytes)
+    else:
+        lines = tuple(shards(kind, num_items, config.model.embedding_dim, ranks))
     row, num_ids = config.model.embedding_dim * 4, ids_wanted(config, tokens)
     # Rows and their gradients as they arrive, and one of them as it is sent; ids while they are sorted and sent.
     buffers = {"rows looked up": 3 * distinct(num_items, num_ids) * row + 5 * 8 * num_ids}
@@ -64,6 +67,16 @@ def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes:
         # All ranks' outputs, their sum over ranks, and gradients of the same size, fp32.
         buffers["outputs of all ranks"] = 4 * tokens * ranks * row
     return Sharded(kind, buffers, lines)
+
+
+def shards(kind: str, num_items: int, size: int, ranks: int) -> Iterator[str]:
+    """Describe each rank's shard of a table [num_items, size], as torchrec cuts it."""
+    block = -(-num_items // ranks) if kind == "row_wise" else num_items
+    columns = size // ranks if kind == "column_wise" else size
+    for rank in range(1 if kind == "table_wise" else ranks):
+        begin = min(num_items, rank * block if kind == "row_wise" else 0)
+        end, first = min(num_items, begin + block), rank * columns if kind == "column_wise" else 0
+        yield f"  item table on rank:{rank}: rows {begin:,} .. {end - 1:,}, {columns:,} columns from {first:,} on"
 
 
 def distinct(num_items: int, num_draws: int) -> int:

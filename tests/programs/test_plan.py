@@ -148,6 +148,8 @@ def test_ranks_share_batch_and_table(plans):
             assert plan["persistent"][name] - of_shard == pytest.approx(rest, abs=16)  # the optimiser's count of steps
         assert fused["persistent"][name] - of_fused == pytest.approx(rest, abs=16)
     assert sharded["sharded"]["kind"] == "row_wise" and len(sharded["sharded"]["lines"]) == 5
+    assert fused["sharded"]["lines"][3] == "  item table on rank:3: rows 3,000 .. 3,999, 64 columns from 0 on"
+    assert column["sharded"]["lines"][3] == "  item table on rank:3: rows 0 .. 3,999, 16 columns from 48 on"
     assert "outputs of all ranks" in whole["sharded"]["buffers"]
     # The shard's gradient of the look-up meets the loss's.
     assert whole["step"] > sharded["step"] + quarter
