@@ -5,13 +5,12 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/scale.py large long whole fused
                                                              weak scaling: a batch for each rank
     python benchmarks/scale.py --config configs/ml-1m-hstu.yaml --items 1000000 parallel.embedding=row_wise
-    python benchmarks/scale.py --predict FILE                the peaks of memory in such lines, predicted without a GPU
 
 The cases (CASES) and the options of each; --config measures another configuration. train.batch_size sequences for each
 rank, their lengths about as MovieLens 1M has them, cut at model.max_seq_len, or all of that length. The program prints
 a JSON line for each case: milliseconds of a step on the slowest rank (`queued`: the mean of --steps in a row; `median`:
 of steps that the host waits for), tokens of a step, the imbalance by predicted work, peak memory, versions. A case that
-fails leaves its traceback in its line, and the exit code is 1.
+fails leaves its traceback in its line, and the exit code is 1. benchmarks/scale_tables.py makes tables of the lines.
 """
 
 import argparse
@@ -157,55 +156,11 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
         "imbalance": statistics.mean(1.0 if batch.whole is None else batch.whole.imbalance for batch in batches),
         "build_seconds": built,
         "largest": [largest.num_tokens, largest.num_sequences],
+        "before": before,
         "peaks": ranks.of_all(torch.cuda.max_memory_allocated() - before if gpu else None),
         "reserved": ranks.of_all(torch.cuda.max_memory_reserved() if gpu else None),
         **environment(device),
     }
-
-
-def predicted(record: dict) -> tuple[float, float]:
-    """Return (least, most) bytes of the first rank's peak in the step of a record, as `train.py --plan` computes them.
-
-    The most includes the workspaces of cuBLAS, which a process allocates in its first case alone.
-    """
-    from models.planning.plan import CUBLAS_BYTES, memory_of_a_gpu, plan_step
-    from models.planning.ranks import ImaginedRanks, ImaginedTable
-
-    case = CASES.get(record["case"]) or Case(record["case"], (), (), record["items"], record.get("longest", False))
-    world, device = record["ranks"], torch.device("cpu")
-    # With one rank `auto` stays, which asks for the step of several.
-    words = [
-        f"parallel.data={world}" if word == "parallel.data=auto" and world > 1 else word for word in record["overrides"]
-    ]
-    config, longest = load_config(case.config, words), record.get("longest", case.longest)
-    ranks = ImaginedRanks(world, world)
-    ranks.engine = config.parallel.engine
-    batches = [random_batch(config, 2, ranks, n, longest, device) for n in range(record.get("steps", 20))]
-
-    def make_model(config: RunConfig, ranks: Ranks | None) -> SequenceModel:
-        sharded = config.parallel.sharded and ranks is not None
-        table = ImaginedTable(config, record["items"], ranks, device) if sharded else None
-        return SequenceModel(config.model, record["items"], table=table)
-
-    largest = (batches[0], *record["largest"])
-    plan = plan_step(config, record["items"], make_model, train.build_step, largest, memory_of_a_gpu())
-    sizes = [sum(x.numel() * x.element_size() for _, x, _ in batch._tensors()) for batch in batches]
-    most = plan.training_peak + sum(sizes) - max(sizes)
-    return most - 2 * CUBLAS_BYTES, most
-
-
-def compare(path: Path) -> None:
-    """Print the measured and the predicted peak of each line's first rank, and their ratio."""
-    for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-        if not record.get("peaks") or record["peaks"][0] is None or record["how"] == "captured":
-            continue  # a replayed step allocates nothing
-        measured, least, most = (x / 2**20 for x in (record["peaks"][0], *predicted(record)))
-        print(
-            f"{record['case']:<18}{record['how']:<12}{record['ranks']} ranks, {record['largest'][0]:>7,} tokens: "
-            f"{measured:>9,.0f} MiB, predicted {least:,.0f} to {most:,.0f}, {least / measured:.3f} to "
-            f"{most / measured:.3f}",
-            flush=True,
-        )
 
 
 def main() -> int:
@@ -218,13 +173,7 @@ def main() -> int:
     parser.add_argument("--shared", action="store_true", help="on one rank: the step of several")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which a case ends the program")
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
-    parser.add_argument(
-        "--predict", type=Path, metavar="FILE", help="measure nothing: predict the memory in FILE's lines"
-    )
     options = parser.parse_intermixed_args()
-    if options.predict:
-        compare(options.predict)
-        return 0
     overrides = [word for word in options.words if "=" in word]
     cases = {name: CASES[name] for name in options.words if "=" not in name}
     if options.config:

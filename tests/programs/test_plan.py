@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from benchmarks import scaling
+from benchmarks import scale_tables, scaling
 from models.config import load_config
 from models.parallel.ranks import Ranks
 from models.planning.meter import BLOCK, Meter
@@ -47,7 +47,7 @@ import json, sys
 from dataclasses import asdict
 import torch
 import train
-from benchmarks import scale
+from benchmarks import scale_tables
 from models.config import load_config
 from models.planning import plan as planning
 from models.run import open_data
@@ -73,16 +73,16 @@ for case in CASES:
     found = planning.plan(data.config, data, build_step, planning.GPU_BYTES)
     print(json.dumps(asdict(found) | {"peak": found.peak, "training_peak": found.training_peak,
                                       "saved": sum(saved.values())}))
-print(json.dumps(scale.predicted(json.loads(RECORD))))
+print(json.dumps(scale_tables.predicted(json.loads(RECORD))))
 """
 # What benchmarks/scale.py writes of two ranks, as far as the prediction reads it.
 RECORD = {"case": "whole", "overrides": ["train.cuda_graphs=true", "parallel.data=auto", "parallel.embedding=row_wise"]}
-RECORD |= {"items": 100_000, "ranks": 2, "steps": 2, "largest": [2000, 16]}
+RECORD |= {"items": 100_000, "ranks": 2, "steps": 2, "largest": [2000, 16], "before": 0}
 RECORD["overrides"] += ["model.embedding_dim=128", "loss={kind: cross_entropy}", "train.batch_size=16"]
 
 
 def planned(*cases: list[str]) -> list[dict]:
-    """The plan of each case, overrides of the synthetic configuration, as a dict; and RECORD's predicted peaks."""
+    """The plan of each case, overrides of the synthetic configuration, as a dict; and RECORD's predicted peak."""
     environ = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml", json.dumps(RECORD)]
     command += [json.dumps([SMALL, *case]) for case in cases]
@@ -156,10 +156,9 @@ def test_ranks_share_batch_and_table(plans):
 
 
 def test_a_measured_step_of_ranks_is_predicted(plans):
-    least, most = plans["record"]
-    shard = 50_000 * 128 * 4
-    assert 5 * shard < least < 7 * shard  # a weight, its gradient from two sides, two moments; and rows, activations
-    assert most == least + 64 * 2**20
+    shard, workspaces = 50_000 * 128 * 4, 64 * 2**20
+    # A weight, its gradient from two sides, two moments; and rows, activations.
+    assert 5 * shard < plans["record"] - workspaces < 7 * shard
 
 
 def test_ranking_has_a_plan(plans):
@@ -210,6 +209,17 @@ def test_docs_carry_the_tables_of_the_model():
         cells = [f"{step.ms:.0f} ms, {step.memory / 1e9:.0f} GB" for step in (separate, shared, fused)]
         cells.append(f"{whole.ms / 1e3:.1f} s, {whole.memory / 1e9:.0f} GB")
         assert f"| {gpus:,} | {' | '.join(cells)} |" in page
+
+
+def test_weak_scaling_is_by_tokens_of_a_gpu(tmp_path):
+    record = {"case": "large", "items": 10, "imbalance": 1.0, "peaks": [None]}
+    lines = [record | {"how": "captured", "ranks": 1, "queued": 4.0, "tokens": 100.0}]
+    lines += [record | {"how": "shared", "ranks": 1, "queued": 5.0, "tokens": 100.0}, {"case": "whole", "error": "..."}]
+    lines += [record | {"how": "shared", "ranks": 2, "queued": 6.0, "tokens": 216.0}]
+    path = tmp_path / "scale.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    (row,) = scale_tables.scaling_rows(scale_tables.records(path))
+    assert row == ["large", "10", "108", "4.00", "", "5.00", "2", "6.00", "90.0%", "1.0000"]
 
 
 def test_the_model_takes_a_measured_bandwidth(tmp_path):
