@@ -4,7 +4,7 @@
 
 Weak scaling is the tokens a second of each GPU of several, over those of one GPU with the same code (`shared`: the step
 of ranks). Memory is the peak of the first rank's tensors, predicted as by `train.py --plan` for its largest batch; a
-captured step allocates nothing when it is replayed, and is left out. If a step was measured twice, its last line counts.
+captured step allocates nothing when it is replayed, and is left out. The last line of a step counts.
 """
 
 import argparse
