@@ -238,8 +238,8 @@ def main() -> None:
     parser.add_argument("--memory", type=float, help="GB of a GPU's memory")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="take --nvlink from lines of benchmarks/scale.py")
     options = parser.parse_args()
-    given = (options.nvlink, options.network, options.memory)
-    machine = Machine(*(value if size is None else 1e9 * size for value, size in zip(DATASHEETS, given)))
+    sizes = (options.nvlink, options.network, options.memory)
+    machine = Machine(*(value if size is None else 1e9 * size for value, size in zip(DATASHEETS, sizes)))
     if options.measured:
         machine = machine._replace(nvlink=measured_nvlink(options.measured))
         print(f"NVLink, as measured: {machine.nvlink / 1e9:,.1f} GB/s\n")
