@@ -50,16 +50,17 @@ class LayerSizes:
 class AuxLoss(NamedTuple):
     """An auxiliary loss: `value` is logged under its name, `weighted` is added to the training loss; both 0-d.
 
-    It is the mean over the batch's real tokens (`batch.real`), never over padding. Losses of one name are summed over
-    layers.
+    It is the mean over the batch's real tokens (`batch.real`), never over padding, or over `count` other things. Losses
+    of one name are summed over layers.
     """
 
     value: Tensor
     weighted: Tensor
+    count: Tensor | None = None
 
     @classmethod
-    def of(cls, value: Tensor, weight: float) -> AuxLoss:
-        return cls(value, weight * value)
+    def of(cls, value: Tensor, weight: float, count: Tensor | None = None) -> AuxLoss:
+        return cls(value, weight * value, count)
 
     def __add__(self, other: AuxLoss) -> AuxLoss:  # type: ignore[override]  # not a tuple's concatenation
         return AuxLoss(self.value + other.value, self.weighted + other.weighted)

@@ -7,6 +7,7 @@ kind), D query/key and V value head size.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -259,10 +260,13 @@ class SequenceModel(nn.Module):
         x, aux = self.raw_output(batch)
         return normalized(x), aux
 
-    def raw_output(self, batch: Batch, rows: Tensor | None = None) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def raw_output(
+        self, batch: Batch, rows: Tensor | None = None, share: Callable[[AuxLoss], AuxLoss] | None = None
+    ) -> tuple[Tensor, dict[str, AuxLoss]]:
         """Compute `forward` without normalisation, for losses that divide by the norms themselves.
 
-        rows [T, E]: the representations of the batch's items, if they were looked up before.
+        rows [T, E]: the representations of the batch's items, if they were looked up before. share: maps each layer's
+        loss to a rank's share of the mean over all ranks.
         """
         batch = dataclasses.replace(batch)  # results that layers share (`Batch.once`) last for this pass
         x = self.embedding(batch, rows)
@@ -270,5 +274,6 @@ class SequenceModel(nn.Module):
         for layer in self.layers:
             x, aux = layer(x, batch)
             for name, loss in aux.items():
+                loss = loss if share is None else share(loss)
                 total[name] = total[name] + loss if name in total else loss
         return x.float(), total

@@ -134,7 +134,25 @@ class IndexerAttention(BiasedAttention):
         loss = hstu_sparse.indexer_loss(
             q.detach(), k.detach(), scores, indices, offsets, bias=bias, valid=batch.real, **shared
         )
-        return out, {"indexer_loss": AuxLoss.of(loss, c.loss_weight)}
+        count = None if batch.whole is None or group == 1 else self.groups_that_count(batch, indices)
+        return out, {"indexer_loss": AuxLoss.of(loss, c.loss_weight, count)}
+
+    def groups_that_count(self, batch: Batch, indices: Tensor) -> Tensor:
+        """Return the number of groups that the index loss averages over, 0-d; indices: [G, K]."""
+        sequence, t = self.first_tokens(batch, len(indices), indices.device)
+        starts = batch.seq_offsets[sequence] + t
+        inside = starts < batch.seq_offsets[sequence + 1]
+        return (inside & batch.real[torch.where(inside, starts, 0)] & (indices[:, 0] >= 0)).sum()
+
+    def first_tokens(self, batch: Batch, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return for each group, one of `rows`, (its sequence, the place in that of its first token), both [G].
+
+        For an unused row the place is the sequence's length or more.
+        """
+        group, row = chosen(self.config.selection_group), torch.arange(rows, device=device)
+        first = batch.seq_offsets[:-1] // group + torch.arange(batch.num_sequences, device=device)
+        sequence = torch.searchsorted(first, row, right=True) - 1
+        return sequence, (row - first[sequence]) * group
 
     def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (iq [T, J, E], ik [T, E], w [T, J]), with normalised keys and weights for scores of order 1."""
@@ -157,13 +175,10 @@ class IndexerAttention(BiasedAttention):
                 f"{MOST_INDICES:,} supported indices; set warmup_steps: 0, or use a smaller batch or a larger "
                 "selection_group"
             )
-        row = torch.arange(rows, device=device)
         if group == 1:
-            last = row - begins[sequence_ids(offsets, rows)]
+            last = torch.arange(rows, device=device) - begins[sequence_ids(offsets, rows)]
         else:
-            first = begins // group + torch.arange(batch.num_sequences, device=device)  # a sequence's first row
-            sequence = torch.searchsorted(first, row, right=True) - 1
-            t = (row - first[sequence]) * group
+            sequence, t = self.first_tokens(batch, rows, device)
             last = torch.where(t < offsets.diff()[sequence], t, 0) - 1
         tokens = torch.arange(longest, dtype=torch.int32, device=device)
         return torch.where(tokens <= last[:, None], tokens, -1)

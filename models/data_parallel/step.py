@@ -37,12 +37,17 @@ class Shares(nn.Module):
         c, device = self.config, batch.item_ids.device.type
         share, inputs = prepare(self.model, c.loss if c.task.kind == "retrieval" else None, c.seed, batch, self.ranks)
         bf16 = c.train.autocast == "bf16"
-        with torch.autocast(device, torch.bfloat16, enabled=bf16):
-            out, aux = self.model.raw_output(batch, inputs)
-        # A mean over this rank's tokens becomes its share of the mean over all.
         real = batch.real.sum()
-        part = real / self.ranks.sum(real).clamp(min=1)
-        shares = {name: AuxLoss(part * one.value, part * one.weighted) for name, one in aux.items()}
+        part_of_tokens = real / self.ranks.sum(real).clamp(min=1)
+
+        def shared(loss: AuxLoss) -> AuxLoss:
+            part = part_of_tokens
+            if loss.count is not None:
+                part = loss.count / self.ranks.sum(loss.count).clamp(min=1)
+            return AuxLoss(part * loss.value, part * loss.weighted)
+
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            out, shares = self.model.raw_output(batch, inputs, shared)
         dtype = torch.bfloat16 if bf16 else None
         if inputs is not None and c.task.kind == "retrieval" and share.drawn is None:
             loss, of_task = catalogue_share(self.model, c.loss, out, batch, self.ranks, dtype)

@@ -143,7 +143,8 @@ class Summed(nn.Module):
 
     def __init__(self, module: nn.Module, **options):
         super().__init__()
-        self.module, self.buckets = module, {}
+        self.module = module
+        self.buckets: dict[Tensor, Tensor] = {}
         for p in module.parameters():
             if p.requires_grad:
                 self.buckets[p] = torch.empty_like(p, requires_grad=False)

@@ -1,11 +1,13 @@
 """The attention kind `indexer`: what learns from which loss, its warm-up, its configuration, what it learns."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from data.batch import Whole
 from hstu_sparse import lightning_indexer
 from models.attention import ATTENTION, IndexerAttention
 from models.contract import LayerSizes
@@ -49,6 +51,29 @@ def test_padding_and_weight_of_the_loss():
         _, plain = layer(*(x[:26] for x in layer_input), batch)
     torch.testing.assert_close(aux, plain)
     torch.testing.assert_close(aux["indexer_loss"].weighted, 0.25 * aux["indexer_loss"].value)
+
+
+@pytest.mark.parametrize("phase", [0, 100])
+@pytest.mark.parametrize("group", [1, 4])
+def test_parts_of_a_batch_share_its_loss(group, phase):
+    """A rank's loss counts as many times as its `count` says, or else as its tokens."""
+    layer, batch = make_layer(top_k=4, warmup_steps=100, selection_group=group), make_batch([9, 0, 1, 17, 6])
+    batch = replace(batch, phase=phase)
+    layer_input, split = layer_inputs(batch), 10
+    shared = replace(batch, whole=Whole(0, 33, 1.0))
+    parts = shared.sequences(0, 3), shared.sequences(3, 5).padded(30, 4, 9)
+    padding = [x[:7] for x in layer_input]
+    of_parts = (
+        [x[:split] for x in layer_input],
+        [torch.cat([x[split:], more]) for x, more in zip(layer_input, padding)],
+    )
+    total = number = 0.0
+    for rows, part in zip(of_parts, parts):
+        loss = layer(*rows, part)[1]["indexer_loss"]
+        count = part.real.sum() if loss.count is None else loss.count
+        total, number = total + count * loss.value, number + count
+    torch.testing.assert_close(total / number, layer(*layer_input, batch)[1]["indexer_loss"].value)
+    assert number == (33 if group == 1 else 2 + 4 + 1)  # a group's choice is among earlier tokens
 
 
 @pytest.mark.parametrize("group", [1, 4])

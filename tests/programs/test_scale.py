@@ -93,12 +93,14 @@ def test_resumed_on_other_ranks_and_shardings(tmp_path, quick_python):
 
 @pytest.mark.slow
 def test_batches_sequences_and_table_are_divided_together(tmp_path, quick_python):
-    """Two ranks share each batch, two each sequence, and all four the table."""
+    """Two ranks share each batch, two each sequence, and all four the table; an auxiliary loss that counts groups."""
     ring, row = "model.attention={kind: ring, inner: hstu}", "parallel.embedding=row_wise"
-    cases = {"ring": [ring, row], "ring-whole": [ring, row, "loss.kind=cross_entropy"]}
+    indexer = "model.attention={kind: indexer, top_k: 4, warmup_steps: 8, selection_group: 4}"
+    cases = {"ring": [ring, row], "ring-whole": [ring, row, "loss.kind=cross_entropy"], "indexer": [indexer]}
     more = tmp_path / "more.json"
     more.write_text(json.dumps(cases))
     launch(quick_python.executable, [1], tmp_path, *cases, more=more)
-    launch(quick_python.executable, [4], tmp_path, *(f"{case}:parallel.context=2" for case in cases), more=more)
+    divided = [f"{case}:parallel.context=2" if "ring" in case else case for case in cases]
+    launch(quick_python.executable, [4], tmp_path, *divided, more=more)
     for case in cases:
         check(facts_of(tmp_path, case, 4), facts_of(tmp_path, case, 1))
