@@ -26,6 +26,7 @@ CASES = {
         *("model.block=transformer", "model.attention={kind: softmax}", "model.feed_forward_dim=32"),
         "loss.kind=cross_entropy",
     ],
+    "indexer": ["model.attention={kind: indexer, warmup_steps: 4, selection_group: 4}"],
     "mol": [MOL, "train.ema_decay=0.9"],
     "ranking": ["task={kind: ranking, actions: [{name: liked, at_least: 1}]}", "data.protocol=last_tenth", "loss={}"],
 }
