@@ -328,14 +328,18 @@ def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
     )
 
 
-def tell_plan(config: RunConfig, interrupts: Interrupts) -> None:
-    """Print the predicted memory of each GPU; only the data are prepared."""
+def tell_plan(config: RunConfig, gpu_gib: float | None, interrupts: Interrupts) -> None:
+    """Print the predicted memory of each GPU; only the data are prepared.
+
+    gpu_gib: GiB of a GPU's memory; absent, that of this machine's first GPU.
+    """
     # Importing torchrec's planner takes a second.
-    from models.planning.plan import describe, plan
+    from models.planning.plan import describe, memory_of_a_gpu, plan
 
     interrupts.stage = "planning; nothing was written but prepared data"
     data = open_data(config, device=torch.device("cpu"))
-    for line in describe(plan(data.config, data, build_step), data.config):
+    gpu_bytes = memory_of_a_gpu() if gpu_gib is None else int(gpu_gib * 2**30)
+    for line in describe(plan(data.config, data, build_step, gpu_bytes), data.config, gpu_bytes):
         terminal.say(line)
 
 
@@ -473,7 +477,7 @@ def work(options, interrupts: Interrupts) -> None:
         named = tuple(override.partition("=")[0] for override in options.overrides)
         train(config, options.run, None, interrupts=interrupts, named=named)
     elif options.plan:
-        tell_plan(config, interrupts)
+        tell_plan(config, options.gpu_memory, interrupts)
     elif options.dry_run:
         rehearse(config, interrupts)
     else:

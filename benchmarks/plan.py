@@ -32,7 +32,7 @@ from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
 from models.planning.imagined import imagined_gpu
 from models.planning.meter import Meter
-from models.planning.plan import CUBLAS_BYTES, MIB, plan, tokens_of_batches
+from models.planning.plan import CUBLAS_BYTES, MIB, memory_of_a_gpu, plan, tokens_of_batches
 from models.report import environment
 from models.run import build_model, open_data
 
@@ -43,7 +43,7 @@ def predict(options) -> dict:
     """Return the plan, and its peaks of training alone and of the whole run."""
     config = load_config(options.config, options.overrides)
     data = open_data(config, device=torch.device("cpu"))
-    prediction = plan(data.config, data, train.build_step)
+    prediction = plan(data.config, data, train.build_step, memory_of_a_gpu())
     return asdict(prediction) | {"peak": prediction.peak, "training_peak": prediction.training_peak}
 
 

@@ -10,7 +10,7 @@ The cases (CASES) and the options of each; --config measures another configurati
 rank, their lengths about as MovieLens 1M has them, cut at model.max_seq_len, or all of that length. The program prints
 a JSON line for each case: milliseconds of a step on the slowest rank (`queued`: the mean of --steps in a row; `median`:
 of steps that the host waits for), tokens of a step, the imbalance by predicted work, peak memory, versions. A case that
-fails leaves its traceback in its line, and the exit code is 1.
+fails leaves its traceback in its line, and the exit code is 1. benchmarks/scale_tables.py makes tables of the lines.
 """
 
 import argparse
@@ -145,6 +145,8 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
     largest = max(batches, key=lambda batch: batch.num_tokens)
     return {
         "items": items,
+        "steps": steps,
+        "longest": longest,
         "ranks": ranks.world,
         "how": "shared" if ranks.engine else "captured" if graphed else "uncaptured",
         "queued": 1e3 * float(ranks.max(torch.tensor(min(queued)))),
@@ -154,6 +156,7 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
         "imbalance": statistics.mean(1.0 if batch.whole is None else batch.whole.imbalance for batch in batches),
         "build_seconds": built,
         "largest": [largest.num_tokens, largest.num_sequences],
+        "before": before,
         "peaks": ranks.of_all(torch.cuda.max_memory_allocated() - before if gpu else None),
         "reserved": ranks.of_all(torch.cuda.max_memory_reserved() if gpu else None),
         **environment(device),

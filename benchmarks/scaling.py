@@ -2,10 +2,12 @@
 
     python benchmarks/scaling.py                                   the tables of docs/scaling.md, in Markdown
     python benchmarks/scaling.py --items 10000000 --tokens 32768   others
+    python benchmarks/scaling.py --nvlink 200 --memory 80          with a measured bandwidth, on GPUs of 80 GB
+    python benchmarks/scaling.py --measured FILE                   with the bandwidth in lines of benchmarks/scale.py
 
 Nothing here has run on so many GPUs. The parts of a step on one H200 (results/parts.jsonl), the loss
 (results/catalogue_loss.jsonl) and the rate of a copy are measured. The bandwidth of links is from datasheets, and
-REACHED is a guess of the share of it that a step reaches. No part overlaps another.
+REACHED is a guess of the share of it that a step reaches, unless a measured one is given. No part overlaps another.
 
 Letters: G GPUs, T tokens of a GPU, I items, E embedding size, R different rows that a GPU looks up in a step.
 """
@@ -13,9 +15,12 @@ Letters: G GPUs, T tokens of a GPU, I items, E embedding size, R different rows 
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GPUS = (8, 16, 64, 256, 1024)
@@ -52,6 +57,17 @@ SETTINGS = (
     Setting("128 negatives for all tokens, fused rowwise Adagrad", "shared", True),
     Setting("the whole catalogue, AdamW", "whole", False),
 )
+
+
+class Machine(NamedTuple):
+    """Bytes a second that a GPU receives over NVLink and over the network in a step, and the bytes of its memory."""
+
+    nvlink: float = NVLINK * REACHED
+    network: float = NETWORK * REACHED
+    memory: float = GPU_BYTES
+
+
+DATASHEETS = Machine()
 
 
 class Step(NamedTuple):
@@ -110,7 +126,35 @@ def rows_looked_up(setting: Setting, tokens: int, items: int) -> float:
     return items * -math.expm1(-drawn / items)
 
 
-def step(setting: Setting, gpus: int, tokens: int, items: int) -> Step:
+def measured_nvlink(path: Path) -> float:
+    """Return the bytes a second that a rank of two receives, from the case `large` on one rank and on two.
+
+    The time of the exchange is that by which two ranks are slower than one, plus the optimiser's time for the half of
+    the table that the other rank has: torchrec's own work for the exchange and waits of the host are part of it.
+    """
+    from benchmarks.scale import CASES  # imports torch, which the tables do without
+    from models.config import load_config
+
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    shared = [
+        line for line in lines if line.get("case") == "large" and line.get("how") == "shared" and "queued" in line
+    ]
+    one, two = ([line for line in shared if line["ranks"] == ranks] for ranks in (1, 2))
+    if not one or not two:
+        raise SystemExit(f"{path}: needs the case large of benchmarks/scale.py on one rank (--shared) and on two")
+    row = 4 * load_config(CASES["large"].config).model.embedding_dim
+    draws = two[-1]["tokens"] / 2 * (2 + NEGATIVES)
+    items = two[-1]["items"]
+    # Half of the rows come from the other rank; as many gradients do.
+    received = 2 * items * -math.expm1(-draws / items) * row / 2
+    spared = 9 * items * row / 2 / COPY
+    seconds = (two[-1]["queued"] - one[-1]["queued"]) / 1e3 + spared
+    if seconds <= 0:
+        raise SystemExit(f"{path}: two ranks are not slower than one: the exchange's time is not known")
+    return received / seconds
+
+
+def step(setting: Setting, gpus: int, tokens: int, items: int, machine: Machine = DATASHEETS) -> Step:
     """Return the step of one of G GPUs with T tokens each, the table row-wise."""
     of_parts, share, row = measured_step(), tokens / MEASURED_TOKENS, 4 * SIZE
     shard, rows = items * row / gpus, rows_looked_up(setting, tokens, items)
@@ -139,20 +183,20 @@ def step(setting: Setting, gpus: int, tokens: int, items: int) -> Step:
         network=network,
         dense_ms=(parts["embedding"] + parts["projections"] + parts["attention"]) * share,
         loss_ms=loss,
-        exchange_ms=1e3 * (nvlink / NVLINK + network / NETWORK) / REACHED,
+        exchange_ms=1e3 * (nvlink / machine.nvlink + network / machine.network),
         optimizer_ms=1e3 * touched / COPY,
     )
 
 
-def table(setting: Setting, tokens: int, items: int) -> Iterator[str]:
+def table(setting: Setting, tokens: int, items: int, machine: Machine = DATASHEETS) -> Iterator[str]:
     head = (
         "GPUs, table, gradient and optimiser, rows of a step, all memory, by NVLink, by network, layers, loss, exchange"
     )
     yield f"| {head.replace(', ', ' | ')} | optimiser | step | tokens/s |"
     yield "| ---: |" + " ---: |" * 12
     for gpus in GPUS:
-        s = step(setting, gpus, tokens, items)
-        memory = f"{s.memory / 1e9:,.0f}" if s.memory <= GPU_BYTES else f"**{s.memory / 1e9:,.0f}**"
+        s = step(setting, gpus, tokens, items, machine)
+        memory = f"{s.memory / 1e9:,.0f}" if s.memory <= machine.memory else f"**{s.memory / 1e9:,.0f}**"
         sizes = (f"{x / 1e9:,.1f}" for x in (s.table, s.optimizer, s.looked_up))
         moved = (f"{x / 1e9:,.2f}" for x in (s.nvlink, s.network))
         times = (f"{x:,.1f}" for x in (s.dense_ms, s.loss_ms, s.exchange_ms, s.optimizer_ms, s.ms))
@@ -160,14 +204,14 @@ def table(setting: Setting, tokens: int, items: int) -> Iterator[str]:
         yield f"| {gpus:,} | " + " | ".join((*sizes, memory, *moved, *times, rate)) + " |"
 
 
-def users(count: int, events: int, items: int) -> Iterator[str]:
+def users(count: int, events: int, items: int, machine: Machine = DATASHEETS) -> Iterator[str]:
     """Describe what so many users need beside the step."""
     columns, order = 16 * events, 6 * 8 * count
     products = 2 * count * items * SIZE
     yield "| GPUs | evaluation of every user | epoch | checkpoint of each GPU | between two interruptions |"
     yield "| ---: | ---: | ---: | ---: | ---: |"
     for gpus in GPUS:
-        s = step(SETTINGS[3], gpus, MEASURED_TOKENS, items)
+        s = step(SETTINGS[3], gpus, MEASURED_TOKENS, items, machine)
         judged = products / gpus / 400e12
         epoch = events / (gpus * MEASURED_TOKENS) * s.ms / 1e3
         hours = GPU_HOURS_BETWEEN_FAILURES / gpus
@@ -189,11 +233,20 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=100_000_000)
     parser.add_argument("--events", type=int, default=10_000_000_000)
     parser.add_argument("--tokens", type=int, default=MEASURED_TOKENS, help="the tokens of each GPU in a step")
+    parser.add_argument("--nvlink", type=float, help="GB/s that a GPU receives over NVLink in a step")
+    parser.add_argument("--network", type=float, help="GB/s that it receives over the network")
+    parser.add_argument("--memory", type=float, help="GB of a GPU's memory")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="take --nvlink from lines of benchmarks/scale.py")
     options = parser.parse_args()
+    given = (options.nvlink, options.network, options.memory)
+    machine = Machine(*(value if size is None else 1e9 * size for value, size in zip(DATASHEETS, given)))
+    if options.measured:
+        machine = machine._replace(nvlink=measured_nvlink(options.measured))
+        print(f"NVLink, as measured: {machine.nvlink / 1e9:,.1f} GB/s\n")
     for setting in SETTINGS:
         print(f"{setting.title}:\n")
-        print("\n".join(table(setting, options.tokens, options.items)) + "\n")
-    print("\n".join(users(options.users, options.events, options.items)))
+        print("\n".join(table(setting, options.tokens, options.items, machine)) + "\n")
+    print("\n".join(users(options.users, options.events, options.items, machine)))
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         "--keys", nargs="?", const="", metavar="PREFIX", help="print the keys of a configuration that begin with PREFIX"
     )
     add("--plan", action="store_true", help="prepare the data, predict each GPU's memory; needs no GPU")
+    add("--gpu-memory", type=_gibibytes, metavar="GIB", help="with --plan: a GPU's memory, by default this machine's")
     options = parser.parse_intermixed_args(arguments)
     if options.keys is not None:
         if options.config is not None or options.resume:
@@ -106,6 +107,8 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         parser.error("--run, --init-from, --dry-run and --plan are for a new run: --resume goes on with one")
     if options.plan and (options.run or options.init_from or options.dry_run):
         parser.error("--plan runs nothing: leave out --run, --init-from and --dry-run")
+    if options.gpu_memory is not None and not options.plan:
+        parser.error("--gpu-memory belongs to --plan")
     if options.override and not options.resume:
         parser.error("--override belongs to --resume")
     if options.config is not None and not os.path.lexists(options.config) and (near := _config_like(options.config)):
@@ -279,6 +282,16 @@ def tune_options(description: str | None, arguments: list[str] | None = None) ->
     if options.hours is not None and not 0 < options.hours < 1e6:
         parser.error(f"--hours: expected a number above 0, got {options.hours}")
     return options
+
+
+def _gibibytes(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 2**20:
+        raise argparse.ArgumentTypeError(f"expected a number of GiB like 80, got {text}")
+    return size
 
 
 def _seeds(text: str) -> list[int]:

@@ -89,6 +89,8 @@ class InputEmbedding(nn.Module):
         self.items = self.context = None
         if features is not None and features.trained is not None:
             self.items = ItemFeatures(features, embedding_dim, dtype)
+            if table is not None:  # the places, among the items with a training event, of those of this rank
+                self.local_places = [int(features.trained[:row].sum()) for row in (table.begin[0], table.end[0])]
         if features is not None and (features.of("users") or features.of("events") or features.calendar):
             self.context = ContextFeatures(features, embedding_dim, dtype)
 
@@ -133,8 +135,7 @@ class InputEmbedding(nn.Module):
         rows, begin = self.sharded.local_rows(), self.sharded.begin[0]
         if self.items is None:
             return rows, begin
-        trained = self.items.trained
-        first, last = torch.searchsorted(trained, trained.new_tensor([begin, begin + len(rows)])).tolist()
+        trained, (first, last) = self.items.trained, self.local_places
         rows = without(rows.index_select(0, trained[first:last] - begin), self._left_out(last - first))
         if first < last:
             rows = rows + self.items.of(torch.arange(first, last, device=rows.device)).to(rows.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,18 +31,13 @@ COPIES = 4  # a weight, its gradient and AdamW's two moments
 
 @dataclass(frozen=True)
 class Sharded:
-    """The placement of the item table on ranks, in bytes on the rank that has most of it.
+    """The placement of the item table on ranks.
 
-    kind: the kind of sharding. looked_up: R, the rows that a rank's step has beside its shard; 0 if it has the whole
-    table. weights, gradients, optimiser: bytes of the shard. buffers: bytes in transit between ranks, by name. lines:
-    sentences about the plan.
+    kind: the kind of sharding. buffers: bytes of a rank's step in transit between ranks, by name. lines: sentences
+    about the plan.
     """
 
     kind: str
-    looked_up: int = 0
-    weights: int = 0
-    gradients: int = 0
-    optimiser: int = 0
     buffers: dict[str, int] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
 
@@ -62,18 +58,30 @@ def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes:
     kind: str = p.embedding
     if kind == "auto":
         kind, lines = planned(config, num_items, ranks, gpu_bytes)
-    size, wide = config.model.embedding_dim, getattr(torch, config.model.table_dtype).itemsize
-    weights = num_items * size * wide if kind == "table_wise" else -(-num_items // ranks) * size * wide
-    moments = {"rowwise_adagrad": weights // (size * wide) * 4}.get(str(p.fused), 2 * weights)
-    num_ids = ids_wanted(config, tokens)
-    # The expected number of distinct ids among so many uniform draws.
-    rows = math.ceil(num_items * -math.expm1(-num_ids / num_items))
+    else:
+        lines = tuple(shards(kind, num_items, config.model.embedding_dim, ranks))
+    row, num_ids = config.model.embedding_dim * 4, ids_wanted(config, tokens)
     # Rows and their gradients as they arrive, and one of them as it is sent; ids while they are sorted and sent.
-    buffers = {"rows looked up": 3 * rows * size * wide + 5 * 8 * num_ids}
+    buffers = {"rows looked up": 3 * distinct(num_items, num_ids) * row + 5 * 8 * num_ids}
     if config.loss.kind == "cross_entropy":
         # All ranks' outputs, their sum over ranks, and gradients of the same size, fp32.
-        buffers["outputs of all ranks"] = 4 * tokens * ranks * size * 4
-    return Sharded(kind, rows, weights, 0 if p.fused else weights, moments, buffers, lines)
+        buffers["outputs of all ranks"] = 4 * tokens * ranks * row
+    return Sharded(kind, buffers, lines)
+
+
+def shards(kind: str, num_items: int, size: int, ranks: int) -> Iterator[str]:
+    """Describe each rank's shard of a table [num_items, size], as torchrec cuts it."""
+    block = -(-num_items // ranks) if kind == "row_wise" else num_items
+    columns = size // ranks if kind == "column_wise" else size
+    for rank in range(1 if kind == "table_wise" else ranks):
+        begin = min(num_items, rank * block if kind == "row_wise" else 0)
+        end, first = min(num_items, begin + block), rank * columns if kind == "column_wise" else 0
+        yield f"  item table on rank:{rank}: rows {begin:,} .. {end - 1:,}, {columns:,} columns from {first:,} on"
+
+
+def distinct(num_items: int, num_draws: int) -> int:
+    """Return the expected number of distinct items among uniform draws."""
+    return math.ceil(num_items * -math.expm1(-num_draws / num_items))
 
 
 def ids_wanted(config: RunConfig, tokens: int) -> int:

@@ -1,7 +1,8 @@
 """Compute the memory of each rank that a run needs before anything is allocated.
 
 Weights and the optimiser's state are counted. For the memory of a step and of an evaluation, their own code runs on an
-imitated GPU (imagined.py) with the run's largest batch, while a `Meter` counts allocations.
+imitated GPU (imagined.py), of several ranks the first one (ranks.py), with the run's largest batch, while a `Meter`
+counts allocations.
 
 Letters: T tokens, B sequences, E embedding size, N longest sequence.
 """
@@ -9,7 +10,6 @@ Letters: T tokens, B sequences, E embedding size, N longest sequence.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 from collections import Counter
@@ -29,13 +29,17 @@ from models.config import ParallelConfig, RunConfig
 from models.data_parallel.step import token_work
 from models.graph import padded_sequences, padded_tokens
 from models.hstu import SequenceModel
+from models.parallel.ranks import Ranks
 from models.parallel.sharding import Sharded, data_ranks, shard
 from models.planning.imagined import imagined_gpu
 from models.planning.meter import Meter
+from models.planning.ranks import ImaginedRanks, ImaginedTable, imagined_ranks, part_of_a_step, sized
 from models.run import Data, build_model
+from models.tasks.build import build_task
+from models.tasks.contract import Task
 
 MIB = 2**20
-GPU_BYTES = 139 * 2**30  # for tensors on an H200
+GPU_BYTES = 139 * 2**30  # for tensors on an H200, where a machine has no GPU to ask
 # cuBLAS allocates a workspace on Hopper for each thread and stream that multiplies: the forward pass, autograd's thread
 # and, on a stream of its own, evaluation.
 CUBLAS_BYTES = 32 * MIB
@@ -67,7 +71,7 @@ class Plan:
     @property
     def training_peak(self) -> int:
         """The peak of allocated bytes while the run trains."""
-        return sum(self.persistent.values()) + 2 * CUBLAS_BYTES + self.step + sum(self.sharded.buffers.values())
+        return sum(self.persistent.values()) + 2 * CUBLAS_BYTES + self.step
 
     @property
     def peak(self) -> int:
@@ -75,12 +79,11 @@ class Plan:
         return max(self.training_peak, sum(self.persistent.values()) + 3 * CUBLAS_BYTES + self.evaluation)
 
 
-def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
+def plan(config: RunConfig, data: Data, build_step: Callable, gpu_bytes: int) -> Plan:
     """Make the plan of a run on GPUs.
 
-    data: opened, on a CPU. build_step: train.build_step.
+    data: opened, on a CPU. build_step: train.build_step. gpu_bytes: the memory of a GPU.
     """
-    phases = sorted({0}.union(*(attention.phase_ends() for attention in config.model.attention)))
     ranks, context = data_ranks(config), config.parallel.context
     world = ranks * context
     graphed = config.train.cuda_graphs and not config.train.compile and world == 1 and not config.parallel.engine
@@ -92,52 +95,86 @@ def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
         sequences = padded_sequences(config.train.batch_size, config.model.max_seq_len)
     template = next(_training(config, data).epoch(0))
     judged = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
-    evaluated = None if judged is None else most_tokens(data.eval_batches(judged))
-    sharded = shard(config, len(data.vocabulary.item_ids), world, tokens, GPU_BYTES)
-    # The step of one rank, uncaptured: capturing needs a GPU, and allocates the same.
+    result = plan_step(
+        config,
+        len(data.vocabulary.item_ids),
+        lambda config, ranks: build_model(config, data.vocabulary, torch.device("cpu"), ranks),
+        build_step,
+        (template, tokens, sequences),
+        gpu_bytes,
+        None if judged is None else data.eval_batches(judged),
+    )
+    columns = _columns(data)
+    if columns <= gpu_bytes // 4:
+        result.persistent["the data's columns"] = columns
+    if graphed:
+        sizes = {padded_tokens(int(count)) for count in np.unique(np.concatenate(counts))}
+        batch_bytes = 8 * sum(math.prod(x.shape[1:]) for _, x, layout in template._tensors() if layout.kind == "token")
+        result.persistent["batches of captured steps"] = batch_bytes * sum(sizes)
+    return result
+
+
+def plan_step(
+    config: RunConfig,
+    num_items: int,
+    make_model: Callable[[RunConfig, Ranks | None], SequenceModel],
+    build_step: Callable,
+    largest: tuple[Batch, int, int],
+    gpu_bytes: int,
+    evaluated: Batches | None = None,
+) -> Plan:
+    """Plan a model, its optimiser, a step and an evaluation; what is left out is `persistent` for the data.
+
+    largest: a batch with the fields of the run's, T and B of a rank's largest one. evaluated: batches to evaluate.
+    """
+    template, tokens, sequences = largest
+    phases = sorted({0}.union(*(attention.phase_ends() for attention in config.model.attention)))
+    world = data_ranks(config) * config.parallel.context
+    sharded = shard(config, num_items, world, tokens, gpu_bytes)
+    ranks, parallel = None, ParallelConfig()
+    if config.parallel.engine:
+        ranks, parallel = ImaginedRanks(data_ranks(config), world), config.parallel
+        parallel = parallel.model_copy(update={"embedding": sharded.kind, "context": 1})
+    # The step is uncaptured: capturing needs a GPU, and allocates the same.
     uncaptured = config.train.model_copy(update={"cuda_graphs": False})
-    config = config.model_copy(update={"train": uncaptured, "parallel": ParallelConfig()})
-    # If the table is sharded, a step works on the rows that it has looked up; with features of items, on all.
-    features = data.vocabulary.features
-    rows = None if features is not None and features.trained is not None else sharded.looked_up or None
-    imagined = replace(data.vocabulary, item_ids=data.vocabulary.item_ids[:rows])
-    with imagined_gpu(), patch.dict(os.environ), Meter() as meter:
+    config = config.model_copy(update={"train": uncaptured, "parallel": parallel})
+    judged = None if evaluated is None else most_tokens(evaluated)
+    with imagined_gpu(), imagined_ranks(num_items), patch.dict(os.environ), Meter() as meter:
         os.environ.pop("WORLD_SIZE", None)  # torchrun did not start this process
         meter.part = "weights"
-        model = build_model(config, imagined, torch.device("cpu")).train()
-        average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
-        optimizer, step = build_step(config, model, torch.device("cpu"), average)
-        persistent = {"weights": _bytes(model.parameters()) + _bytes(model.buffers())}
+        model = make_model(config, ranks).train()
+        table = cast(ImaginedTable | None, model.embedding.sharded)
+        others = [] if table is None else [table.weight]
+        average = WeightAverage(model, config.train.ema_decay, others) if config.train.ema_decay else None
+        optimizer, step = build_step(config, model, torch.device("cpu"), average, *([] if ranks is None else [ranks]))
+        weights = [*model.parameters(), *([] if table is None or table.parameter is None else [table.parameter])]
+        persistent = {"weights": _bytes(model.parameters()) + _bytes(model.buffers()) + _bytes(others)}
         _follow(meter, model, config)
         result = Plan(world, sequences, tokens, persistent, sharded)
         for phase in phases:
             meter.part = "batch"
-            batch = _shaped(template, tokens, sequences, {})
+            batch = sized(template, tokens, sequences)
+            batch = batch if ranks is None else part_of_a_step(batch, ranks)
             _measure_step(meter, step, replace(batch, phase=phase), result, phase == phases[-1])
             del batch
-        persistent["gradients"] = _bytes(p.grad for p in model.parameters())
+        persistent["gradients"] = _bytes(p.grad for p in weights)
         persistent["optimiser"] = _bytes(x for state in optimizer.state.values() for x in state.values())
+        if table is not None and table.parameter is None:
+            persistent["optimiser"] += _bytes([table.state])
         if average is not None:
             persistent["average of the weights"] = _bytes(average.averages)
         result.step -= sum(persistent.values())
-        if evaluated is not None:
-            result.evaluation = _measure_evaluation(meter, data, model, evaluated, phases[-1]) - sum(
-                persistent.values()
-            )
-        if sharded.looked_up:
-            table = _bytes([model.item_weight])
-            persistent["weights"] += sharded.weights - table
-            persistent["gradients"] += sharded.gradients - table
-            persistent["optimiser"] += sharded.optimiser - 2 * table
-    columns = _columns(data)
-    if columns <= GPU_BYTES // 4:
-        persistent["the data's columns"] = columns
-    if graphed:
-        sizes = {padded_tokens(int(count)) for count in np.unique(np.concatenate(counts))}
-        batch_bytes = 8 * sum(math.prod(x.shape[1:]) for _, x, layout in template._tensors() if layout.kind == "token")
-        persistent["batches of captured steps"] = batch_bytes * sum(sizes)
-    result.persistent |= {name: size for name, size in persistent.items() if size}
+        if evaluated is not None and judged is not None:
+            task = build_task(config, ranks)
+            peak = _measure_evaluation(meter, task, evaluated, model, judged, phases[-1])
+            result.evaluation = peak - sum(persistent.values())
+    result.persistent = {name: size for name, size in persistent.items() if size}
     return result
+
+
+def memory_of_a_gpu() -> int:
+    """Return the bytes of this machine's first GPU, or without one GPU_BYTES."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPU_BYTES
 
 
 def tokens_of_batches(config: RunConfig, data: Data) -> list[np.ndarray]:
@@ -180,16 +217,6 @@ def _bytes(tensors) -> int:
     return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
 
 
-def _shaped(batch: Batch, tokens: int, sequences: int, values: dict[str, int]) -> Batch:
-    """Return a batch like this one, without values, of other sizes."""
-    lengths = {"token": tokens, "sequence": sequences, "offsets": sequences + 1}
-    fields: dict[str, Any] = {
-        name: torch.empty(values[name] if layout.offsets else lengths[layout.kind], *x.shape[1:], dtype=x.dtype)
-        for name, x, layout in batch._tensors()
-    }
-    return dataclasses.replace(batch, **fields)
-
-
 def _follow(meter: Meter, model: SequenceModel, config: RunConfig) -> None:
     """Count by part: the embedding, each layer's attention by kind, the other parts of the layers, the head."""
     meter.follow(model.embedding, "embedding")
@@ -219,12 +246,14 @@ def _measure_step(meter: Meter, step: Callable, batch: Batch, result: Plan, last
         result.activations = {name: size for name, size in activations.most_common() if size > LIST * meter.peak}
 
 
-def _measure_evaluation(meter: Meter, data: Data, model: SequenceModel, largest: Batch, phase: int) -> int:
+def _measure_evaluation(
+    meter: Meter, task: Task, batches: Batches, model: SequenceModel, largest: Batch, phase: int
+) -> int:
     """Return the peak of bytes during one batch of an evaluation, including the model's."""
 
     class One:
         def __getattr__(self, name: str):
-            return getattr(data.eval_batches("test"), name)
+            return getattr(batches, name)
 
         def epoch(self, epoch: int) -> Iterator[Batch]:
             yield batch
@@ -232,7 +261,7 @@ def _measure_evaluation(meter: Meter, data: Data, model: SequenceModel, largest:
 
     values = {name: len(x) for name, x, layout in largest._tensors() if layout.offsets}
     meter.part = "batch"
-    batch = _shaped(largest, largest.num_tokens, largest.num_sequences, values)
+    batch = sized(largest, largest.num_tokens, largest.num_sequences, values)
     meter.part = "evaluation"
     meter.reset_peak()
 
@@ -240,7 +269,7 @@ def _measure_evaluation(meter: Meter, data: Data, model: SequenceModel, largest:
         raise _Enough
 
     with contextlib.suppress(_Enough), patch.object(torch.Tensor, "numpy", to_host):
-        data.task.evaluate(model, cast(Batches, One()), phase)
+        task.evaluate(model, cast(Batches, One()), phase)
     return meter.peak
 
 
@@ -251,20 +280,20 @@ def _columns(data: Data) -> int:
     return sum(8 * column.size for column in columns if column is not None)
 
 
-def describe(plan: Plan, config: RunConfig) -> list[str]:
-    """Format the plan as lines of text."""
+def describe(plan: Plan, config: RunConfig, gpu_bytes: int) -> list[str]:
+    """Format the plan as lines of text; gpu_bytes: the memory of a GPU."""
 
     def line(name: str, size: int) -> str:
         return f"  {name:<44}{size / MIB:>12,.1f}"
 
     return [
         f"{config.name}: a step of {plan.sequences:,} sequences and {plan.tokens:,} tokens on each of {plan.ranks:,} "
-        f"rank{'s' if plan.ranks > 1 else ''}, the largest of the run; MiB on a GPU like the H200",
+        f"rank{'s' if plan.ranks > 1 else ''}, the largest of the run; MiB of {gpu_bytes / MIB:,.0f} on a GPU",
         *(line(name, size) for name, size in plan.persistent.items()),
         *(line(f"activations: {name}", size) for name, size in plan.activations.items()),
         line("step, in addition, activations included", plan.step),
         line("evaluation, in addition", plan.evaluation),
-        *(line(f"communication: {name}", size) for name, size in plan.sharded.buffers.items()),
+        *(line(f"in the step, in transit: {name}", size) for name, size in plan.sharded.buffers.items()),
         line("most at a time in training", plan.training_peak),
         line("most at a time, evaluations included", plan.peak),
         *plan.sharded.lines,

@@ -89,3 +89,16 @@ def test_resumed_on_other_ranks_and_shardings(tmp_path, quick_python):
             quick_python.executable, [world], tmp_path, f"{case}:resume:train.epochs={epochs}:parallel.embedding={kind}"
         )
     check(facts_of(tmp_path, case, 2), facts_of(tmp_path / "alone", case, 1))
+
+
+@pytest.mark.slow
+def test_batches_sequences_and_table_are_divided_together(tmp_path, quick_python):
+    """Two ranks share each batch, two each sequence, and all four the table."""
+    ring, row = "model.attention={kind: ring, inner: hstu}", "parallel.embedding=row_wise"
+    cases = {"ring": [ring, row], "ring-whole": [ring, row, "loss.kind=cross_entropy"]}
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps(cases))
+    launch(quick_python.executable, [1], tmp_path, *cases, more=more)
+    launch(quick_python.executable, [4], tmp_path, *(f"{case}:parallel.context=2" for case in cases), more=more)
+    for case in cases:
+        check(facts_of(tmp_path, case, 4), facts_of(tmp_path, case, 1))

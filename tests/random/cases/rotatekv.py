@@ -1,6 +1,7 @@
 """RotateKV. Letters: H heads, D query/key and V value head size, G heads of a head group."""
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hstu_sparse import (
     RelativeBias,
@@ -194,10 +195,17 @@ def check_self_attention(
         arguments = factors | options | dict(bias=biased(position, time), backend="triton")
         return rotatekv_self_attention(q, k, v, offsets, max_seq_len, **arguments)
 
+    def dense(q, k, v, position, time):
+        arguments = factors | dict(bias=biased(position, time), backend="reference")
+        return hstu_attention(q, k, v, offsets, max_seq_len, **arguments)
+
     def by_reference(q, k, v, position, time):
         bias = biased(position, time)
         *inputs, self_term = reference.own_token(q, k, v, *(x.to(q) for x in coded), bias, *factors.values())
-        return hstu_attention(*inputs, offsets, max_seq_len, **factors, bias=bias, backend="reference") + self_term
+        heads = zip(*(x.split(1, dim=1) for x in inputs), strict=True)
+        # Scores of one head at a time, computed again in backward: the greatest case is of 9,000 tokens.
+        out = [checkpoint(dense, *head, position, time, use_reentrant=False) for head in heads]
+        return torch.cat(out, dim=1) + self_term
 
     # Most of a table's gradient is dense attention's: the floors are those of its own check (cases/dense.py).
     floor = dict.fromkeys(TABLES, 1e-5 if dtype == torch.float32 else 4e-3)

@@ -1,0 +1,110 @@
+"""Print lines of benchmarks/scale.py as Markdown: weak scaling, and memory beside what is predicted without a GPU.
+
+    python benchmarks/scale_tables.py benchmarks/results/scale.jsonl
+
+Weak scaling is the tokens a second of each GPU of several, over those of one GPU with the same code (`shared`: the step
+of ranks). Memory is the peak of the first rank's tensors, predicted as by `train.py --plan` for its largest batch; a
+captured step allocates nothing when it is replayed, and is left out. The last line of a step counts.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import train
+from benchmarks.scale import CASES, Case, random_batch
+from models.config import RunConfig, load_config
+from models.hstu import SequenceModel
+from models.parallel.ranks import Ranks
+from models.planning.plan import CUBLAS_BYTES, GPU_BYTES, MIB, plan_step
+from models.planning.ranks import ImaginedRanks, ImaginedTable
+from models.report import markdown_table
+
+ONE_GPU = ("captured", "uncaptured", "shared")  # steps on one GPU: the plain one, and that of ranks
+
+
+def records(path: Path) -> dict[tuple[str, str, int], dict]:
+    """Return the measured lines by (case, kind of step, ranks)."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {(line["case"], line["how"], line["ranks"]): line for line in lines if "queued" in line}
+
+
+def scaling_rows(measured: dict[tuple[str, str, int], dict]) -> Iterator[list[str]]:
+    """Yield the cells of each case that ran on several GPUs."""
+    for (case, _, ranks), several in measured.items():
+        if ranks == 1:
+            continue
+        ones = [measured.get((case, how, 1)) for how in ONE_GPU]
+        times = ["" if one is None else f"{one['queued']:.2f}" for one in ones]
+        efficiency = ""
+        if (one := ones[-1]) is not None:
+            share = several["tokens"] / several["queued"] / ranks / (one["tokens"] / one["queued"])
+            efficiency = f"{100 * share:.1f}%"
+        tokens, imbalance = f"{several['tokens'] / ranks:,.0f}", f"{several['imbalance']:.4f}"
+        yield [
+            case,
+            f"{several['items']:,}",
+            tokens,
+            *times,
+            f"{ranks}",
+            f"{several['queued']:.2f}",
+            efficiency,
+            imbalance,
+        ]
+
+
+def memory_rows(measured: dict[tuple[str, str, int], dict]) -> Iterator[list[str]]:
+    """Yield the cells of each line that has a peak."""
+    for (case, how, ranks), record in measured.items():
+        if how != "captured" and record["peaks"][0] is not None:
+            peak, expected = record["peaks"][0] / MIB, predicted(record) / MIB
+            yield [case, how, f"{ranks}", f"{peak:,.0f}", f"{expected:,.0f}", f"{expected / peak:.3f}"]
+
+
+def predicted(record: dict) -> int:
+    """Return the bytes of the first rank's peak in the step of a record, as `train.py --plan` computes them.
+
+    If the case was not the first of its process, the workspaces that cuBLAS had allocated before are not part of it.
+    """
+    case = CASES.get(record["case"]) or Case(record["case"], (), (), record["items"])
+    world, items, device = record["ranks"], record["items"], torch.device("cpu")
+    # With one rank `auto` stays, which asks for the step of several.
+    shared = "parallel.data=auto"
+    words = [f"parallel.data={world}" if word == shared and world > 1 else word for word in record["overrides"]]
+    config, longest = load_config(case.config, words), record.get("longest", case.longest)
+    ranks = ImaginedRanks(world, world)
+    ranks.engine = config.parallel.engine
+    batches = [random_batch(config, 2, ranks, n, longest, device) for n in range(record["steps"])]
+
+    def make_model(config: RunConfig, ranks: Ranks | None) -> SequenceModel:
+        table = None if ranks is None or not config.parallel.sharded else ImaginedTable(config, items, ranks, device)
+        return SequenceModel(config.model, items, table=table)
+
+    largest = (batches[0], *record["largest"])
+    plan = plan_step(config, items, make_model, train.build_step, largest, GPU_BYTES)
+    # The other batches wait on the device.
+    sizes = [sum(x.numel() * x.element_size() for _, x, _ in batch._tensors()) for batch in batches]
+    first = record["before"] < 2 * CUBLAS_BYTES
+    return plan.training_peak + sum(sizes) - max(sizes) - (0 if first else 2 * CUBLAS_BYTES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="lines of benchmarks/scale.py")
+    options = parser.parse_args()
+    measured = records(options.file)
+    ones = [f"one GPU, {how} (ms)" for how in ONE_GPU]
+    headings = ["case", "items", "tokens of a GPU", *ones, "GPUs", "step (ms)", "weak scaling", "imbalance"]
+    print("\n".join(markdown_table(headings, list(scaling_rows(measured)))) + "\n")
+    headings = ["case", "step", "GPUs", "measured (MiB)", "predicted (MiB)", "ratio"]
+    print("\n".join(markdown_table(headings, list(memory_rows(measured)))))
+
+
+if __name__ == "__main__":
+    main()
