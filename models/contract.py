@@ -50,17 +50,17 @@ class LayerSizes:
 class AuxLoss(NamedTuple):
     """An auxiliary loss: `value` is logged under its name, `weighted` is added to the training loss; both 0-d.
 
-    It is the mean over the batch's real tokens (`batch.real`), never over padding, or over `count` other things. Losses
+    It is the mean over the batch's real tokens (`batch.real`), never over padding, or over `num_terms` other things. Losses
     of one name are summed over layers.
     """
 
     value: Tensor
     weighted: Tensor
-    count: Tensor | None = None
+    num_terms: Tensor | None = None
 
     @classmethod
-    def of(cls, value: Tensor, weight: float, count: Tensor | None = None) -> AuxLoss:
-        return cls(value, weight * value, count)
+    def of(cls, value: Tensor, weight: float, num_terms: Tensor | None = None) -> AuxLoss:
+        return cls(value, weight * value, num_terms)
 
     def __add__(self, other: AuxLoss) -> AuxLoss:  # type: ignore[override]  # not a tuple's concatenation
         return AuxLoss(self.value + other.value, self.weighted + other.weighted)

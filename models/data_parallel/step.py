@@ -42,8 +42,8 @@ class Shares(nn.Module):
 
         def shared(loss: AuxLoss) -> AuxLoss:
             part = part_of_tokens
-            if loss.count is not None:
-                part = loss.count / self.ranks.sum(loss.count).clamp(min=1)
+            if loss.num_terms is not None:
+                part = loss.num_terms / self.ranks.sum(loss.num_terms).clamp(min=1)
             return AuxLoss(part * loss.value, part * loss.weighted)
 
         with torch.autocast(device, torch.bfloat16, enabled=bf16):

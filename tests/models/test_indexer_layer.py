@@ -56,7 +56,7 @@ def test_padding_and_weight_of_the_loss():
 @pytest.mark.parametrize("phase", [0, 100])
 @pytest.mark.parametrize("group", [1, 4])
 def test_parts_of_a_batch_share_its_loss(group, phase):
-    """A rank's loss counts as many times as its `count` says, or else as its tokens."""
+    """A rank's loss counts as many times as its `num_terms` says, or else as its tokens."""
     layer, batch = make_layer(top_k=4, warmup_steps=100, selection_group=group), make_batch([9, 0, 1, 17, 6])
     batch = replace(batch, phase=phase)
     layer_input, split = layer_inputs(batch), 10
@@ -70,7 +70,7 @@ def test_parts_of_a_batch_share_its_loss(group, phase):
     total = number = 0.0
     for rows, part in zip(of_parts, parts):
         loss = layer(*rows, part)[1]["indexer_loss"]
-        count = part.real.sum() if loss.count is None else loss.count
+        count = part.real.sum() if loss.num_terms is None else loss.num_terms
         total, number = total + count * loss.value, number + count
     torch.testing.assert_close(total / number, layer(*layer_input, batch)[1]["indexer_loss"].value)
     assert number == (33 if group == 1 else 2 + 4 + 1)  # a group's choice is among earlier tokens
