@@ -50,8 +50,8 @@ class LayerSizes:
 class AuxLoss(NamedTuple):
     """An auxiliary loss: `value` is logged under its name, `weighted` is added to the training loss; both 0-d.
 
-    It is the mean over the batch's real tokens (`batch.real`), never over padding, or over `num_terms` other things. Losses
-    of one name are summed over layers.
+    It is the mean over the batch's real tokens (`batch.real`), never over padding, or over `num_terms` other things.
+    Losses of one name are summed over layers.
     """
 
     value: Tensor
