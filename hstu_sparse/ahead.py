@@ -188,12 +188,12 @@ def _instructions(listing: str) -> Iterator[tuple[str, str, str]]:
 
 def _left_over(listing: str) -> list[str]:
     """Return the instructions whose register has an older value. This is visible where a descriptor's upper half is
-    computed in place, as a constant plus the lower half's carry plus a term that should be 0.
+    computed as a constant plus the lower half's carry plus a term that should be 0.
     """
     last: dict[str, str] = {}
     instructions = []
     for line, name, operands in _instructions(listing):
-        upper = re.match(r"(UR\d+), \1, -?0x[0-9a-f]{8}, URZ, UP\d, !UPT", operands)
+        upper = re.match(r"UR\d+, (UR\d+), -?0x[0-9a-f]{8}, URZ, UP\d, !UPT", operands)
         if name == "UIADD3.X" and upper:
             source = last.get(upper[1], "")
             if source.startswith("R2UR"):

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.pages.codec import halves_of, load_codes, sign
-from hstu_sparse.tiles import load_rows, locate, silu
+from hstu_sparse.tiles import in_registers, load_rows, locate, silu
 
 
 @triton.jit
@@ -41,6 +41,9 @@ def rotated_queries(
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Return a tuple of blocks [rows, BW] of the queries, transformed as the codes of a head group are."""
+    # In shared memory they would begin where the tiles of keys do. ptxas 12.8 then made a descriptor of keys in blocks
+    # of 32 channels from an address in bytes, and the kernel read outside of its memory.
+    q_rows = in_registers(q_rows, BW == 32 and q_rows.shape[0] >= 64)
     place = tl.arange(0, PAD_D)
     blocks = ()
     for b in tl.static_range(BLOCKS):

@@ -373,7 +373,10 @@ class _Free:
 
 
 def _longer(x: Tensor, more: int) -> Tensor:
-    return torch.cat((x, x.new_zeros(more, *x.shape[1:])))
+    longer = x.new_empty(len(x) + more, *x.shape[1:])  # torch.cat would need the new zeros a second time
+    longer[: len(x)] = x
+    longer[len(x) :] = 0
+    return longer
 
 
 def new_tokens(offsets: Tensor, lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:

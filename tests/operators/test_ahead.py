@@ -48,6 +48,21 @@ def test_a_descriptor_made_of_what_another_left_is_found():
     assert wrong in unset_registers(wrong)
 
 
+def test_a_descriptor_made_of_another_register_is_found():
+    """A descriptor as ptxas made it: both halves begin with the address of shared memory, the lower one in bytes."""
+    wrong = "/*6880*/                   UIADD3.X UR7, UR36, -0x7fffffe0, URZ, UP0, !UPT ;"
+    forgotten = f"""
+        /*16e0*/                   ULEA UR36, UR5, UR36, 0x18 ;
+        /*4450*/                   UMOV UR4, URZ ;
+        /*4460*/                   UIADD3.X UR19, UR4, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*6670*/                   UIADD3 UR6, UP0, UR36, 0x2, URZ ;
+        {wrong}
+    """
+    set_before = "        /*0000*/  S2UR UR5, SR_CgaCtaId ;\n        /*0010*/  UMOV UR36, 0x400 ;\n"
+    assert unset_registers(set_before + forgotten) == [wrong]
+    assert unset_registers(set_before + forgotten.replace("UR36, -0x", "UR4, -0x")) == []
+
+
 def test_a_reload_in_front_of_its_store_is_found():
     """A reload as ptxas placed it: the slot was released before, and its value is stored four instructions later."""
     wrong = "/*44d40*/                   LDL.LU.S16 R252, [R1+0x38] ;"

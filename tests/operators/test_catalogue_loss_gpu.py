@@ -166,6 +166,8 @@ def test_compiles_without_graph_breaks(form, request):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_opcheck(form, deterministic):
+    import hstu_sparse.cross_entropy.launches  # noqa: F401  registers the operators
+
     out, items, targets, negatives = problem(40, 90, 32, form, torch.float32)
     temperature = torch.tensor(0.3, device="cuda", requires_grad=True)
     torch.library.opcheck(

@@ -61,6 +61,12 @@ FIXED: list[tuple[str, dict]] = [
         "top_k": 8, "scale": 0.5, "dtype": "float16", "offsets": "int64", "contiguous": True, "deterministic": True,
         "seed": 604586,
     }),
+    ("paged", {
+        "lengths": [0, 1687, 1, 674, 1], "query_lengths": [1, 119, 1, 37, 6], "longer": 0, "groups": 1,
+        "head_size": 48, "value_size": 128, "dtype": "float16", "stored": "float16", "bits": 4, "head_group": 2,
+        "quant_group": 32, "sink_tokens": 0, "clip": 0.75, "candidates": True, "softmax": True, "position": False,
+        "timed": True, "splits": 1, "contiguous": False, "seed": 959369742,
+    }),
     ("residual", {
         "tokens": 18405, "channels": 2, "dtype": "bfloat16", "added_dtype": "bfloat16", "biased": True, "stride": 2,
         "seed": 2102805495,

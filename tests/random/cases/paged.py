@@ -206,5 +206,7 @@ def launches():
         case(call=softmax, queries=1024, users=1, **codes),
         case(call=candidates, queries=1024, users=1, **codes),
         case(call=candidates, queries=200, users=1, bits=8, size=128, value_size=96, architectures=(90,)),
+        case(call=candidates, queries=33, bits=4, quant_group=32, size=48, value_size=128, architectures=(90,)),
+        case(call=candidates, queries=33, bits=2, quant_group=32, size=128, value_size=96, architectures=(90,)),
         case(size=25, value_size=25, heads=2, dtype=torch.float32, queries=40, users=1, **codes),
     ]
