@@ -2,12 +2,13 @@
 
     python benchmarks/scaling.py                                   the tables of docs/scaling.md, in Markdown
     python benchmarks/scaling.py --items 10000000 --tokens 32768   others
-    python benchmarks/scaling.py --nvlink 200 --memory 80          with a measured bandwidth, on GPUs of 80 GB
-    python benchmarks/scaling.py --measured FILE                   with the bandwidth in lines of benchmarks/scale.py
+    python benchmarks/scaling.py --nvlink 200 --memory 80          with another bandwidth, on GPUs of 80 GB
+    python benchmarks/scaling.py --measured FILE                   with the exchange in lines of benchmarks/scale.py
 
-Nothing here has run on so many GPUs. The parts of a step on one H200 (results/parts.jsonl), the loss
-(results/catalogue_loss.jsonl) and the rate of a copy are measured. The bandwidth of links is from datasheets, and
-REACHED is a guess of the share of it that a step reaches, unless a measured one is given. No part overlaps another.
+Nothing here has run on more than two GPUs. The parts of a step on one H200 (results/parts.jsonl), the loss
+(results/catalogue_loss.jsonl), the rate of a copy and the exchange over NVLink (results/scale.jsonl, two H100s) are
+measured. The bandwidth of the network is from a datasheet, and REACHED is a guess of the share of it that a step
+reaches. No part overlaps another.
 
 Letters: G GPUs, T tokens of a GPU, I items, E embedding size, R different rows that a GPU looks up in a step.
 """
@@ -15,6 +16,7 @@ Letters: G GPUs, T tokens of a GPU, I items, E embedding size, R different rows 
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,13 +29,18 @@ GPUS = (8, 16, 64, 256, 1024)
 MEASURED_TOKENS = 65_536  # of a step in both files
 SIZE, LENGTH, ATTENTION = 256, 2048, "dense both biases"  # 4 layers, 4 heads of 64, bf16 autocast
 OF_A_MACHINE = 8  # GPUs
-# NVIDIA H200 Tensor Core GPU, datasheet: 141 GB, NVLink 900 GB/s, both directions together.
-GPU_BYTES, NVLINK = 141e9, 450e9
+# NVIDIA H200 Tensor Core GPU, datasheet.
+GPU_BYTES = 141e9
+# Seconds of an exchange besides its bytes, and the bytes a second that a GPU then receives, on two H100s:
+# measured_exchange(results/scale.jsonl).
+WAIT, NVLINK = 2.9e-3, 153e9
 # NVIDIA DGX H200, datasheet: a 400 Gb/s network adapter for each GPU.
 NETWORK = 50e9
 REACHED = 0.6
 # A copy between two places of an H200's memory, bytes read and written: docs/notes/2026-11-23-performance.md.
 COPY = 4.3e12
+# The memory's bandwidth of an H100 over that of an H200, by their datasheets: 3.35 and 4.8 TB/s.
+H100_OF_H200 = 3.35 / 4.8
 # Grattafiori et al., The Llama 3 Herd of Models (arXiv 2407.21783), section 3.3.4: 419 unexpected interruptions in 54
 # days on 16,384 GPUs.
 GPU_HOURS_BETWEEN_FAILURES = 16_384 * 54 * 24 / 419
@@ -60,14 +67,17 @@ SETTINGS = (
 
 
 class Machine(NamedTuple):
-    """Bytes a second that a GPU receives over NVLink and over the network in a step, and the bytes of its memory."""
+    """Bytes a second that a GPU receives over NVLink and over the network in a step, the bytes of its memory, and the
+    seconds of an exchange of no bytes.
+    """
 
-    nvlink: float = NVLINK * REACHED
+    nvlink: float = NVLINK
     network: float = NETWORK * REACHED
     memory: float = GPU_BYTES
+    wait: float = WAIT
 
 
-DATASHEETS = Machine()
+MACHINE = Machine()
 
 
 class Step(NamedTuple):
@@ -126,35 +136,40 @@ def rows_looked_up(setting: Setting, tokens: int, items: int) -> float:
     return items * -math.expm1(-drawn / items)
 
 
-def measured_nvlink(path: Path) -> float:
-    """Return the bytes a second that a rank of two receives, from the case `large` on one rank and on two.
+def measured_exchange(path: Path) -> tuple[float, float]:
+    """Return (seconds, bytes a second) of a rank's exchange by the cases on one rank and on two.
 
-    The time of the exchange is that by which two ranks are slower than one, plus the optimiser's time for the half of
-    the table that the other rank has: torchrec's own work for the exchange and waits of the host are part of it.
+    The exchange's time is that by which two ranks are slower than one, plus the optimiser's time for the half of the
+    table that the other rank has. It is taken as linear in the bytes that a rank receives. torchrec's own work for the
+    exchange and waits of the host are part of it.
     """
     from benchmarks.scale import CASES  # imports torch, which the tables do without
     from models.config import load_config
+    from models.parallel.sharding import distinct, ids_wanted
 
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    shared = [
-        line for line in lines if line.get("case") == "large" and line.get("how") == "shared" and "queued" in line
-    ]
-    one, two = ([line for line in shared if line["ranks"] == ranks] for ranks in (1, 2))
-    if not one or not two:
-        raise SystemExit(f"{path}: needs the case large of benchmarks/scale.py on one rank (--shared) and on two")
-    row = 4 * load_config(CASES["large"].config).model.embedding_dim
-    draws = two[-1]["tokens"] / 2 * (2 + NEGATIVES)
-    items = two[-1]["items"]
-    # Half of the rows come from the other rank; as many gradients do.
-    received = 2 * items * -math.expm1(-draws / items) * row / 2
-    spared = 9 * items * row / 2 / COPY
-    seconds = (two[-1]["queued"] - one[-1]["queued"]) / 1e3 + spared
-    if seconds <= 0:
-        raise SystemExit(f"{path}: two ranks are not slower than one: the exchange's time is not known")
-    return received / seconds
+    steps = {(line["case"], line["ranks"]): line for line in lines if line.get("how") == "shared" and "queued" in line}
+    sizes, times = [], []
+    for case in ("large", "long", "fused"):
+        if (case, 1) not in steps or (case, 2) not in steps:
+            continue
+        one, two = steps[case, 1], steps[case, 2]
+        config, items = load_config(CASES[case].config, two["overrides"]), two["items"]
+        row = 4 * config.model.embedding_dim
+        # Half of the rows come from the other rank; as many gradients do.
+        sizes.append(distinct(items, ids_wanted(config, int(two["tokens"] / 2))) * row)
+        copy = COPY * (H100_OF_H200 if "H100" in two["device"] else 1)
+        spared = 0 if config.parallel.fused else 9 * items * row / 2 / copy
+        times.append((two["queued"] - one["queued"]) / 1e3 + spared)
+    if len(sizes) < 2:
+        raise SystemExit(f"{path}: needs two of the cases large, long and fused on one rank (--shared) and on two")
+    slope, seconds = statistics.linear_regression(sizes, times)
+    if slope <= 0 or seconds < 0:
+        raise SystemExit(f"{path}: the time does not grow with the bytes: {sizes}, {times}")
+    return seconds, 1 / slope
 
 
-def step(setting: Setting, gpus: int, tokens: int, items: int, machine: Machine = DATASHEETS) -> Step:
+def step(setting: Setting, gpus: int, tokens: int, items: int, machine: Machine = MACHINE) -> Step:
     """Return the step of one of G GPUs with T tokens each, the table row-wise."""
     of_parts, share, row = measured_step(), tokens / MEASURED_TOKENS, 4 * SIZE
     shard, rows = items * row / gpus, rows_looked_up(setting, tokens, items)
@@ -183,12 +198,12 @@ def step(setting: Setting, gpus: int, tokens: int, items: int, machine: Machine 
         network=network,
         dense_ms=(parts["embedding"] + parts["projections"] + parts["attention"]) * share,
         loss_ms=loss,
-        exchange_ms=1e3 * (nvlink / machine.nvlink + network / machine.network),
+        exchange_ms=1e3 * (machine.wait + nvlink / machine.nvlink + network / machine.network),
         optimizer_ms=1e3 * touched / COPY,
     )
 
 
-def table(setting: Setting, tokens: int, items: int, machine: Machine = DATASHEETS) -> Iterator[str]:
+def table(setting: Setting, tokens: int, items: int, machine: Machine = MACHINE) -> Iterator[str]:
     head = (
         "GPUs, table, gradient and optimiser, rows of a step, all memory, by NVLink, by network, layers, loss, exchange"
     )
@@ -204,7 +219,7 @@ def table(setting: Setting, tokens: int, items: int, machine: Machine = DATASHEE
         yield f"| {gpus:,} | " + " | ".join((*sizes, memory, *moved, *times, rate)) + " |"
 
 
-def users(count: int, events: int, items: int, machine: Machine = DATASHEETS) -> Iterator[str]:
+def users(count: int, events: int, items: int, machine: Machine = MACHINE) -> Iterator[str]:
     """Describe what so many users need beside the step."""
     columns, order = 16 * events, 6 * 8 * count
     products = 2 * count * items * SIZE
@@ -236,13 +251,16 @@ def main() -> None:
     parser.add_argument("--nvlink", type=float, help="GB/s that a GPU receives over NVLink in a step")
     parser.add_argument("--network", type=float, help="GB/s that it receives over the network")
     parser.add_argument("--memory", type=float, help="GB of a GPU's memory")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="take --nvlink from lines of benchmarks/scale.py")
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE", help="take the exchange from lines of benchmarks/scale.py"
+    )
     options = parser.parse_args()
     sizes = (options.nvlink, options.network, options.memory)
-    machine = Machine(*(value if size is None else 1e9 * size for value, size in zip(DATASHEETS, sizes)))
+    machine = Machine(*(value if size is None else 1e9 * size for value, size in zip(MACHINE, sizes)))
     if options.measured:
-        machine = machine._replace(nvlink=measured_nvlink(options.measured))
-        print(f"NVLink, as measured: {machine.nvlink / 1e9:,.1f} GB/s\n")
+        wait, nvlink = measured_exchange(options.measured)
+        machine = machine._replace(wait=wait, nvlink=nvlink)
+        print(f"An exchange, as measured: {1e3 * wait:.2f} ms, then {nvlink / 1e9:,.1f} GB/s\n")
     for setting in SETTINGS:
         print(f"{setting.title}:\n")
         print("\n".join(table(setting, options.tokens, options.items, machine)) + "\n")

@@ -222,17 +222,27 @@ def test_weak_scaling_is_by_tokens_of_a_gpu(tmp_path):
     assert row == ["large", "10", "108", "4.00", "", "5.00", "2", "6.00", "90.0%", "1.0000"]
 
 
-def test_the_model_takes_a_measured_bandwidth(tmp_path):
-    path = tmp_path / "scale.jsonl"
-    record = {"case": "large", "how": "shared", "items": 10**7}
-    lines = [record | {"ranks": ranks, "queued": 29.0 + ranks, "tokens": 15_000 * ranks} for ranks in (1, 2)]
+def test_the_model_takes_a_measured_exchange(tmp_path):
+    path, gigabytes = tmp_path / "scale.jsonl", {"large": 1.7716e6 * 200 / 1e9, "fused": 1.9125e6 * 512 / 1e9}
+    lines = []
+    for case, items in (("large", 10**7), ("fused", 5 * 10**7)):
+        # Half of these rows come from the other rank, and as many gradients go: in 3 ms, and 1 ms for each 0.1 GB.
+        exchange = 3 + 10 * gigabytes[case]
+        # The other rank has half of the table, whose optimiser takes no time if it is fused.
+        spared = 1e3 * 9 * 5e6 * 200 / scaling.COPY if case == "large" else 0
+        overrides = [*scale_tables.CASES[case].overrides, *scale_tables.CASES[case].shared, "parallel.data=2"]
+        record = {"case": case, "how": "shared", "items": items, "device": "NVIDIA H200", "overrides": overrides}
+        lines.append(record | {"ranks": 1, "queued": 30.0, "tokens": 15_000.0})
+        lines.append(record | {"ranks": 2, "queued": 30.0 + exchange - spared, "tokens": 30_000.0})
     path.write_text("\n".join(map(json.dumps, lines)))
-    # 1.77 million rows of 50 numbers, half of them from the other rank, and their gradients: in 1 ms and the
-    # optimiser's time for 5 million rows.
-    expected = 1.7716e6 * 200 / (1e-3 + 9 * 5e6 * 200 / scaling.COPY)
-    assert scaling.measured_nvlink(path) == pytest.approx(expected, rel=1e-3)
-    slower, by_datasheets = (
-        scaling.step(scaling.SETTINGS[0], 8, 65_536, 10**8, scaling.DATASHEETS._replace(nvlink=nvlink))
-        for nvlink in (100e9, scaling.DATASHEETS.nvlink)
+    assert scaling.measured_exchange(path) == pytest.approx((3e-3, 100e9), rel=1e-3)
+    slower, default = (
+        scaling.step(scaling.SETTINGS[0], 8, 65_536, 10**8, scaling.MACHINE._replace(wait=3e-3, nvlink=nvlink))
+        for nvlink in (100e9, 200e9)
     )
-    assert slower.exchange_ms == pytest.approx(2.7 * by_datasheets.exchange_ms)
+    assert slower.exchange_ms - 3 == pytest.approx(2 * (default.exchange_ms - 3))
+
+
+def test_the_model_has_the_measured_exchange():
+    measured = scaling.measured_exchange(ROOT / "benchmarks/results/scale.jsonl")
+    assert measured == pytest.approx((scaling.WAIT, scaling.NVLINK), rel=0.01)
