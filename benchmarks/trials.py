@@ -178,7 +178,12 @@ class State:
         self.best, self.value = trial.point, value
 
     def repeat(self, count: int, seeds: list[int]) -> None:
-        """Queue the best few and the first settings, each once, with other seeds, before the waiting trials."""
+        """Queue the best few and the first settings, each once, with other seeds, before the waiting trials.
+
+        Runs that are judged on the test split are not repeated.
+        """
+        if self.search.judged:
+            return
         ranked = [trial for _, trial in sorted(self.results, key=lambda result: -result[0])]
         chosen: list[Trial] = []
         for trial in [*ranked[:count], *(trial for trial in ranked if trial.title == "first")]:
