@@ -55,7 +55,8 @@ def paged_attention(
             need not be the pool's dtype; any strides. D and V from 16 to 256 for the kernels.
         q_offsets: [B+1], int32 or int64, from 0 to Tq: the new tokens of each sequence, which may be none.
         pool: of PageFormat(H, D, V, ...); unpruned, and not of 3 bits.
-        pages: [B, P] int32, of `PagePool.table`.
+        pages: [B, P] int32, of `PagePool.table`. New tokens of a row of -1, which is padding, see themselves alone; the
+            results of others that come behind dropped tokens (`PagePool.write`) are arbitrary.
         lengths: [B], int32 or int64: tokens of each sequence in the pool before the new ones, which may be none.
         max_seq_len: N, at least the tokens of the longest sequence, new ones included (candidates: one of them).
         layer: whose pages of the pool.

@@ -36,6 +36,15 @@ def load_group(base, token, head, mask, b: tl.constexpr, stride_t, stride_h, fir
 
 
 @triton.jit
+def page_of(entries, inside, CANDIDATES: tl.constexpr):
+    """Load entries of the page table; page 0, of any content, in place of -1, where new tokens were dropped."""
+    page = tl.load(entries, inside, 0)
+    if not CANDIDATES:
+        page = tl.maximum(page, 0)
+    return page.to(tl.int64)
+
+
+@triton.jit
 def rotated_queries(
     q_rows, member, rotation, DTYPE: tl.constexpr, PAD_D: tl.constexpr, CODED: tl.constexpr, BW: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -117,6 +126,8 @@ def paged_attention_fwd_kernel(
     if candidate_bias is not None:
         candidate_bias += b.to(tl.int64) * (P * PAGE + 1)
     pages += b.to(tl.int64) * P
+    if not CANDIDATES:
+        last = tl.where(tl.load(pages) < 0, 0, last)  # padding of the batch: nothing was written
     # Blocks of values that this program sums: all, or those with its head's channels.
     first_v = first_member * V // V_BLOCK if OUT_V != V_BLOCKS else 0
 
@@ -170,7 +181,7 @@ def paged_attention_fwd_kernel(
                 key = load_rows(base, sink + position, H * D, inside, D, PAD_D).to(DTYPE)
                 product = tl.dot(q_rows, tl.trans(key), input_precision=PRECISION)
                 scores = tl.where((row // BQ == h)[:, None], product, scores)
-            page = tl.load(pages + 1 + position // PAGE, inside, 0).to(tl.int64)
+            page = page_of(pages + 1 + position // PAGE, inside, CANDIDATES)
             seen = inside[None, :] & (position[None, :] < at[:, None])
             scores = biased(
                 scores * score_scale, inside, at, position, page * PAGE + position % PAGE, query_time, timestamps,
@@ -204,7 +215,7 @@ def paged_attention_fwd_kernel(
         inside = position < last
         if SINKS:
             inside = inside & (position >= S)
-        page = tl.load(pages + (1 if SINKS else 0) + position // PAGE, inside, 0).to(tl.int64)
+        page = page_of(pages + (1 if SINKS else 0) + position // PAGE, inside, CANDIDATES)
         slot = position % PAGE
         page_group = page * (H // G) + group
         scores = tl.zeros([ROWS, R], tl.float32)

@@ -38,7 +38,8 @@ def paged_reference(
     at = lengths[:, None] + (0 if candidates else torch.arange(most, device=device))
     # Padding after a sequence's last new token gets its position, since the tables have no entry beyond N.
     at = torch.minimum(at, (lengths + new.clamp(min=1) - 1)[:, None]).expand(-1, most)
-    seen_from_last = torch.where(new > 0, lengths if candidates else lengths + new - 1, 0)
+    seen_from_last = lengths if candidates else (lengths + new - 1).masked_fill(pages[:, 0] < 0, 0)
+    seen_from_last = torch.where(new > 0, seen_from_last, 0)
     longest = int(seen_from_last.max())
     position = torch.arange(longest, device=device)
     inside = position < seen_from_last[:, None]  # [B, n]

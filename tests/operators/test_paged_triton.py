@@ -37,6 +37,39 @@ def test_kernels_agree_with_the_reference(name):
     operator("paged").check("cpu", **dict(groups=1, head_size=16, value_size=16) | CASES[name])
 
 
+@pytest.mark.parametrize("options", [{}, dict(bits=2, sink_tokens=4, head_group=2)])
+@pytest.mark.parametrize("new", [(3, 2, 13), (17, 40, 40)])
+def test_dropped_tokens_are_not_read(options, new):
+    """New tokens in a page of -1 are nowhere: later ones do not look for them, and all others' results are right.
+
+    Padding sees itself alone, also in a pool without pages.
+    """
+    lengths = (20, 0, 5)  # the second sequence is padding, the third has one page of 16 tokens
+    pool = PagePool(PageFormat(2, 16, 16, **options), 4, num_sequences=3)
+    rows = [pool.reserve([], lengths[0] + new[0]), [], pool.reserve([], 16)]
+    pages = torch.full((3, 4), -1, dtype=torch.int32)
+    for row, page in zip(rows, pages):
+        page[: len(row)] = torch.tensor(row)
+    n, q_offsets = torch.tensor(lengths), make_offsets(new)
+    pool.write(0, *(make_jagged(lengths, (2, 16), seed=i) for i in range(2)), make_offsets(lengths), pages, n * 0)
+    q, k, v = (make_jagged(new, (2, 16), seed=i) for i in range(2, 5))
+    times = torch.arange(sum(new))
+    pool.write(0, k, v, q_offsets, pages, n, backend="triton")
+    pool.write_timestamps(times, q_offsets, pages, n, backend="triton")
+    bias = RelativeBias(make_jagged([100], ()), make_jagged([60], ()), times, times + 40)
+    out, expected = (
+        paged_attention(q, k, v, q_offsets, pool, pages, n, 100, activation="softmax", bias=bias, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    assert out.isfinite().all()
+    right = slice(0, int(q_offsets[2]) + 12)
+    torch.testing.assert_close(out[right], expected[right])
+    assert torch.equal(out[new[0] : new[0] + new[1]], v[new[0] : new[0] + new[1]])
+    nowhere = PagePool(pool.format, 0), pages.fill_(-1), n * 0, 100
+    for backend in ("triton", "reference"):
+        assert torch.equal(paged_attention(q, k, v, q_offsets, *nowhere, activation="softmax", backend=backend), v)
+
+
 @pytest.mark.parametrize(
     "call", [dict(), dict(activation="softmax", splits=2), dict(bits=2, sink_tokens=4, head_group=2), dict(timed=False)]
 )

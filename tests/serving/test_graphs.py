@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from hstu_sparse import paged, pages
+from hstu_sparse.launch import INTERPRET
 from models.serving.graphs import MOST, Graphs
 from models.serving.work import Sizes, rounded_up
 from tests.serving.plain import DENSE, NUM_ACTIONS, NUM_ITEMS, item_ids, make_config, make_model, serve
@@ -62,6 +64,20 @@ def test_padding_changes_nothing(attention, task, changes, options):
         where = served._engine.caches.pool.table([entry.row]), torch.tensor([entry.length])
         times = [one._engine.caches.pool.read_timestamps(*where) for one in (served, padded)]
         assert torch.equal(*times)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
+@pytest.mark.parametrize(("attention", "task", "changes", "options"), [CASES[3], (SOFTMAX, "retrieval", {}, {})])
+def test_kernels_of_padded_passes_stay_in_their_memory(attention, task, changes, options, monkeypatch):
+    """In the interpreter, which holds kernels to their tensors."""
+    config = make_config(attention, task=task, max_seq_len=40, **changes)
+    model = make_model(config)
+    served, padded = (serve(config, model, cache_bytes=2**20, **options) for _ in range(2))
+    padded._engine.padded = True
+    for module in (paged.api, pages.pool):
+        monkeypatch.setattr(module, "choose_backend", lambda *_: "triton")
+    close = 5e-6 if not options.get("cache") else 3e-3
+    play(padded, served, config, 3, lambda x, y: np.testing.assert_allclose(x, y, atol=close, rtol=close))
 
 
 def test_sizes():
