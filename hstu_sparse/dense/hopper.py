@@ -57,8 +57,7 @@ class Batch(NamedTuple):
 class Kind(NamedTuple):
     """The constants that a kernel is compiled for.
 
-    OWN: rows of a tile; OTHER: of a block; BY_QUERY: tiles are of queries; NEAR: blocks of which the plan has the
-    buckets of all pairs, see hopper_bias.py.
+    OWN: rows of a tile; OTHER: of a block; BY_QUERY: tiles are of queries.
     """
 
     H: gl.constexpr
@@ -68,19 +67,12 @@ class Kind(NamedTuple):
     BY_QUERY: gl.constexpr
     HAS_TARGETS: gl.constexpr
     HAS_WINDOW: gl.constexpr
-    HAS_POSITION: gl.constexpr = False
-    HAS_TIME: gl.constexpr = False
-    NEAR: gl.constexpr = 0
 
 
 class Tile(NamedTuple):
-    """A tile and its blocks, from the row `first` to the block at `last`; those in free .. masked need no mask.
-
-    near: with a time bias the near blocks are those from here to `last` (BY_QUERY), or those before.
-    """
+    """A tile and its blocks, from the row `first` to the block at `last`; those in free .. masked need no mask."""
 
     head: gl.tensor
-    b: gl.tensor
     begin: gl.tensor  # the sequence's first token, int32
     sequence: ranges.Sequence
     first_row: gl.tensor
@@ -88,7 +80,6 @@ class Tile(NamedTuple):
     free: gl.tensor
     masked: gl.tensor
     last: gl.tensor
-    near: gl.tensor
 
 
 class Queue(NamedTuple):
@@ -157,12 +148,7 @@ def find_tile(head, b, index, batch, kind: gl.constexpr):
         )
     last = (end - 1) // kind.OTHER * kind.OTHER
     masked = gl.minimum(masked, last)  # the last block is always masked, even if it is whole
-    free = gl.minimum(free, masked)
-    if kind.BY_QUERY:
-        near = gl.maximum(last - (kind.NEAR - 1) * kind.OTHER, free)
-    else:
-        near = gl.minimum(first + kind.NEAR * kind.OTHER, masked)
-    return Tile(head, b, begin.to(gl.int32), sequence, first_row, first, free, masked, last, near)
+    return Tile(head, begin.to(gl.int32), sequence, first_row, first, gl.minimum(free, masked), masked, last)
 
 
 @gluon.jit
@@ -271,17 +257,10 @@ def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A:
 
 @gluon.jit
 def loop_bounds(tile, PART: gl.constexpr, kind: gl.constexpr):
-    """Return (start, stop) of one part of the walk back over all but the last block.
-
-    With a time bias there are two parts, of which one has the near blocks. Otherwise there are three, of which only the
-    second needs no masks.
+    """Return (start, stop) of one of three parts of the walk back over all but the last block; only the second needs
+    no masks.
     """
-    if kind.HAS_TIME:
-        if PART == 0:
-            return tile.last - kind.OTHER, tile.near
-        else:
-            return tile.near - kind.OTHER, tile.first
-    elif PART == 0:
+    if PART == 0:
         return tile.last - kind.OTHER, tile.masked
     elif PART == 1:
         return tile.masked - kind.OTHER, tile.free

@@ -32,14 +32,6 @@ from hstu_sparse.dense.hopper import (
     tanh_approx,
     visible,
 )
-from hstu_sparse.dense.hopper_bias import (
-    Bias,
-    far_time_bias,
-    narrow_entry,
-    near_time_bias,
-    owned_rows,
-    position_bias,
-)
 
 
 @gluon.jit
@@ -51,7 +43,7 @@ def weigh(half):
 
 
 @gluon.jit
-def attend_dkv(outputs, keys, values, queue, ring, batch, bias, kind: gl.constexpr, WHICH: gl.constexpr):
+def attend_dkv(outputs, keys, values, queue, ring, batch, kind: gl.constexpr, WHICH: gl.constexpr):
     """Compute dk and dv of 64 keys of each tile."""
     dk, dk_stride_t, dk_stride_h, dv, dv_stride_t, dv_stride_h, half_scale, half_inverse_n, scale = outputs
     D: gl.constexpr = ring.a.shape[2]
@@ -70,34 +62,24 @@ def attend_dkv(outputs, keys, values, queue, ring, batch, bias, kind: gl.constex
     while b >= 0:
         tile = find_tile(head, b, index, batch, kind)
         s = tile.first_row + m
-        rows = owned_rows(tile, s, bias, kind, WHICH)
         key = keys.index(n % 2).slice(WHICH * HALF, HALF, 0)
         value = values.index(n % 2).slice(WHICH * HALF, HALF, 0)
         sums_k = gl.zeros([HALF, D], gl.float32, SUMS_K)
         sums_v = gl.zeros([HALF, V], gl.float32, SUMS_V)
-        for PART in gl.static_range(2 if kind.HAS_TIME else 3):
+        for PART in gl.static_range(3):
             latest, stop = loop_bounds(tile, PART, kind)
             if PART == 0:
                 latest = tile.last
-            entry = -1  # of the last block, and of near ones
             for start in range(latest, stop - 1, -kind.OTHER):
-                biases = 0.0
-                if kind.HAS_TIME and PART == 0:
-                    biases = far_time_bias(start, entry, rows, tile, bias, kind, SCORES)
-                    entry = narrow_entry(start - kind.OTHER, rows, tile, kind)
                 mbarrier.wait(ring.a_full.index(stage), phase)
                 query = ring.a.index(stage)
                 scores = warpgroup_mma(key, query.permute((1, 0)), none, use_acc=False, is_async=True)
-                if kind.HAS_TIME and PART == 1:
-                    biases = near_time_bias(start, rows, tile, bias, kind, SCORES)
-                if kind.HAS_POSITION:
-                    biases += position_bias(start, rows, tile, bias, kind, SCORES)
                 mbarrier.wait(ring.b_full.index(stage), phase)
                 dout = ring.b.index(stage)
                 dp = warpgroup_mma(value, dout.permute((1, 0)), none, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=(scores,))
-                weights, slope = weigh(scores * half_scale + biases)
-                if PART != 1 and not kind.HAS_TIME:
+                weights, slope = weigh(scores * half_scale)
+                if PART != 1:
                     mask = visible(start + t, s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
                     weights = gl.where(mask, weights, 0.0)
                     slope = gl.where(mask, slope, -1.0)
@@ -120,23 +102,17 @@ def attend_dkv(outputs, keys, values, queue, ring, batch, bias, kind: gl.constex
         head, b, index = take(queue, n, 4)
 
 
-@gluon.jit(
-    do_not_specialize=["window_size", "slots", "row", "total"],
-    do_not_specialize_on_alignment=["seq_offsets", "num_targets"],
-)
+@gluon.jit(do_not_specialize=["window_size", "slots"], do_not_specialize_on_alignment=["seq_offsets", "num_targets"])
 def dense_attention_bwd_dkv_hopper_kernel(
     q, k, v, do, dk, dv, q_stride_h, k_stride_h, v_stride_h, do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t,
     dv_stride_h, seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale, taken, slots,
-    schedule, entries, runs, near, row, total, q_times, q_offset, k_times, k_offset, position, time, cells, steps,
-    H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_POSITION: gl.constexpr,
-    HAS_TIME: gl.constexpr, NEAR: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    schedule,
+    H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of a program's tiles of 128 keys. q, k, v, do: tensor descriptors [T, heads side by side]."""
-    kind: gl.constexpr = Kind(
-        H, BLOCK_N, BLOCK_M, STAGES, False, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NEAR
-    )  # fmt: skip
+    kind: gl.constexpr = Kind(H, BLOCK_N, BLOCK_M, STAGES, False, HAS_TARGETS, HAS_WINDOW)
     batch = Batch(schedule, slots, taken, seq_offsets, num_targets, window_size)
-    bias = Bias(position, time, cells, steps, k_times, k_offset, q_times, q_offset, entries, near, row, total)
     keys = make_tiles(k, 2)
     values = make_tiles(v, 2)
     queue = make_queue(2)
@@ -148,8 +124,8 @@ def dense_attention_bwd_dkv_hopper_kernel(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend_dkv, (outputs, keys, values, queue, ring, batch, bias, kind, FIRST)),
-            (attend_dkv, (outputs, keys, values, queue, ring, batch, bias, kind, SECOND)),
+            (attend_dkv, (outputs, keys, values, queue, ring, batch, kind, FIRST)),
+            (attend_dkv, (outputs, keys, values, queue, ring, batch, kind, SECOND)),
             (produce, (rows, (q, q_stride_h), (do, do_stride_h), queue, ring, copied, batch, kind, True, True)),
         ],
         [4, 1],
