@@ -66,7 +66,8 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 
     The choice depends only on shapes, so that both passes and a captured CUDA graph make the same one.
     """
-    return not biased and q.shape[0] >= HOPPER_FROM * num_seqs and hopper_can(q, v) and hopper_runs(q.device)
+    # The number of tokens last: torch.compile guards a graph by what is compared.
+    return not biased and hopper_can(q, v) and hopper_runs(q.device) and q.shape[0] >= HOPPER_FROM * num_seqs
 
 
 @configuration
