@@ -1,5 +1,5 @@
 """Benchmark dense HSTU attention against softmax attention of the same shape: SDPA (FlashAttention, cuDNN),
-flex_attention. On sm_90 each backend of its own: `triton`, `hopper`.
+flex_attention. On sm_90 without a bias also `triton` and `hopper`, of which `ours` is the one that `auto` chooses.
 
 The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, causal. Softmax attention is not
 the same mathematics, but the same products, and what a user would otherwise run.
@@ -11,8 +11,6 @@ import torch
 from run import Case
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
-from hstu_sparse.dense.configs import hopper_computes_dkv
-from hstu_sparse.launch import override
 from hstu_sparse.testing import assert_within_budget, gradients, make_offsets, make_timestamps
 
 LENGTHS = [1024, 4096, 16384, 65536]
@@ -90,21 +88,6 @@ def ours(shape, biased, backend="auto", planned=False):
     return parts(lambda: attention(**x, backend=backend), leaves)
 
 
-def mixed_hopper(shape):
-    """Return the parts of the kernels for Hopper but dk and dv, which are Triton's."""
-
-    def with_triton(function):
-        def call():
-            with override(hopper_computes_dkv, lambda *_: False):
-                return function()
-
-        return call
-
-    with override(hopper_computes_dkv, lambda *_: False):
-        timed = ours(shape, False, "hopper")
-    return {part: with_triton(function) for part, function in timed.items()}
-
-
 def padded(tokens, length, heads, size, dtype):
     shape = (tokens // length, heads, length, size)
     return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -140,18 +123,15 @@ def cases(arguments):
         shape = (arguments.tokens, length, heads, size, dtype)
         described = dict(tokens=arguments.tokens, length=length, heads=heads, head_size=size, dtype=arguments.dtype)
         make = functools.partial(Case, shape=described, flops=flops(arguments.tokens, length, heads, size))
-        backends = {"ours": "auto"}
+        backends = [("ours", False, "auto"), ("ours both biases", True, "auto")]
         if torch.cuda.get_device_capability() == (9, 0) and size in (64, 128) and dtype != torch.float32:
-            backends |= {"triton": "triton", "hopper": "hopper"}
-        for name, backend in backends.items():
-            for biased, suffix in ((False, ""), (True, " both biases")):
-                yield make(
-                    name + suffix + " planned" * arguments.planned,
-                    setup=functools.partial(ours, shape, biased, backend, arguments.planned),
-                    check=functools.partial(check, heads, size, dtype, biased, backend),
-                )
-        if "hopper" in backends:
-            yield make("hopper with dkv by triton", setup=functools.partial(mixed_hopper, shape))
+            backends += [("triton", False, "triton"), ("hopper", False, "hopper")]
+        for name, biased, backend in backends:
+            yield make(
+                name + " planned" * arguments.planned,
+                setup=functools.partial(ours, shape, biased, backend, arguments.planned),
+                check=functools.partial(check, heads, size, dtype, biased, backend),
+            )
         yield make("sdpa-flash", setup=lambda s=shape: sdpa(s, SDPBackend.FLASH_ATTENTION))
         yield make("sdpa-cudnn", setup=lambda s=shape: sdpa(s, SDPBackend.CUDNN_ATTENTION))
         yield make("flex", setup=lambda s=shape: flex(s))

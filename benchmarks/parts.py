@@ -39,8 +39,6 @@ BSA = {"kind": "bsa", "block_size": 64, "block_counts": 16}
 KINDS = {
     "dense": {"kind": "dense", **NO_BIAS},
     "dense both biases": {"kind": "dense"},
-    "dense hopper": {"kind": "dense", "backend": "hopper", **NO_BIAS},
-    "dense both biases hopper": {"kind": "dense", "backend": "hopper"},
     "bsa 64": {**BSA, "selection_group": 64, **NO_BIAS},
     "bsa 64 both biases": {**BSA, "selection_group": 64},
     "bsa 2": {**BSA, "selection_group": 2, **NO_BIAS},

@@ -68,8 +68,8 @@ def hstu_attention(
         plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
             On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
         backend: "triton", "reference", "hopper" or "auto". "hopper": by kernels for sm_90, which take fp16 and bf16
-            heads with D = V = 64 or 128: the output, dk and dv, and without a bias dq; the rest as "triton".
-            "auto": reference for CPU tensors, triton for CUDA tensors.
+            heads with D = V = 64 or 128, and no bias. "auto": reference for CPU tensors, hopper for what it takes if
+            sequences have at least 1,024 tokens on average, triton for other CUDA tensors.
 
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
@@ -102,7 +102,7 @@ def hstu_attention(
         return hstu_attention_reference(q, k, v, seq_offsets, **options)
     check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
     if hopper:
-        _check_hopper(q, v)
+        _check_hopper(q, v, bias)
     from hstu_sparse.dense import plan as planning
     from hstu_sparse.dense.launch import hstu_attention_triton
 
@@ -161,7 +161,7 @@ def attention_plan(
         return None
     check_kernel("attention_plan", q, {"D": sizes["D"], "V": sizes["V"]})
     if hopper:
-        _check_hopper(q, v)
+        _check_hopper(q, v, bias)
     from hstu_sparse.dense.plan import make_plan, purpose_of
 
     purpose = purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
@@ -175,10 +175,12 @@ def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool | None
     return hopper, choose_backend("triton" if hopper else backend, q, op, ("hopper",))
 
 
-def _check_hopper(q: torch.Tensor, v: torch.Tensor) -> None:
+def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias) -> None:
     from hstu_sparse.assembly import PROVEN_TRITON
     from hstu_sparse.dense.configs import hopper_can, hopper_runs
 
+    if bias.position is not None or bias.time is not None:
+        raise ValueError("backend='hopper' takes no bias: use backend='triton'")
     if not hopper_can(q, v):
         got = f"{q.dtype}, D = {q.shape[2]}, V = {v.shape[2]}"
         raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64 or 128, got {got}")

@@ -23,10 +23,6 @@ class Features(NamedTuple):
     arch: int  # compute capability, 90 for 9.0
     hopper: bool = False  # whether the kernels for Hopper are taken, which have tiles of their own
 
-    @property
-    def biased(self) -> bool:
-        return self.position or self.time
-
 
 @configuration
 def fwd_config(f: Features) -> LaunchConfig:
@@ -50,12 +46,9 @@ def fwd_config(f: Features) -> LaunchConfig:
     return LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1 if wide else 2)
 
 
-# Head size -> the average number of tokens of a sequence from which `backend="auto"` chooses the kernels for Hopper,
-# where they were measured faster. {}: never, until test_hopper_keeps_sequences_apart has been run often on sm_90: it
-# once failed, probably by another test's fault (docs/notes/2026-11-23-hopper.md).
-HOPPER_FROM: dict[int, int] = {}
-# The same for calls with a bias, whose kernels have never run on a GPU.
-HOPPER_FROM_BIASED: dict[int, int] = {}
+# The average number of tokens of a sequence from which `backend="auto"` chooses the kernels for Hopper: the shortest
+# sequences with which they were measured, and were faster (docs/dense.md).
+HOPPER_FROM = 1024
 
 
 def hopper_can(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -73,42 +66,26 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 
     The choice depends only on shapes, so that both passes and a captured CUDA graph make the same one.
     """
-    least = (HOPPER_FROM_BIASED if biased else HOPPER_FROM).get(q.shape[2])
-    fast = least is not None and q.shape[0] >= least * num_seqs
-    return fast and hopper_can(q, v) and hopper_runs(q.device)
+    # The number of tokens last: torch.compile guards a graph by what is compared.
+    return not biased and hopper_can(q, v) and hopper_runs(q.device) and q.shape[0] >= HOPPER_FROM * num_seqs
 
 
 @configuration
 def hopper_fwd_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel in hopper_forward.py.
-
-    TURNS: the groups take turns to multiply. NEAR: see `Tiling`.
-    """
-    if f.biased:
-        return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=4, TURNS=False, NEAR=8, num_warps=4)
-    return LaunchConfig(BLOCK_M=128, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, TURNS=True, NEAR=0, num_warps=4)
+    """Return the settings of the kernel in hopper_forward.py."""
+    return LaunchConfig(BLOCK_M=128, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, num_warps=4)
 
 
 @configuration
 def hopper_dq_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel in hopper_dq.py, which computes dq if there is no bias."""
+    """Return the settings of the kernel in hopper_dq.py."""
     return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
 
 
 @configuration
 def hopper_dkv_config(f: Features) -> LaunchConfig:
     """Return the settings of the kernel in hopper_dkv.py."""
-    if f.pad_d == 128 and f.biased:
-        return LaunchConfig(BLOCK_M=32, BLOCK_N=128, STAGES=4, NEAR=16, num_warps=4)
-    if f.pad_d == 128:
-        return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=3, NEAR=0, num_warps=4)
-    return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=4, NEAR=8, num_warps=4)
-
-
-@configuration
-def hopper_computes_dkv(f: Features) -> bool:
-    """Return whether dk and dv come from hopper_dkv.py where the kernels for Hopper are taken."""
-    return True
+    return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
 
 
 @configuration

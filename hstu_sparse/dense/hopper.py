@@ -6,8 +6,8 @@ counter in memory, and copies the tile's rows, and block by block the keys and v
 into a ring in shared memory, by tensor descriptor. Barriers in shared memory say which stages of the ring are full and
 which are empty. While one group computes SiLU the tensor cores multiply for the other.
 
-Blocks are walked from the last one back: of a tile of queries the first one is then the one with masks. docs/dense.md
-has a picture.
+Blocks are walked from the last one back: of a tile of queries the first one is then the one with masks. The kernels
+take no bias. docs/dense.md has a picture.
 
 Letters: T tokens of the batch, H heads, D size of a head. t and s: the positions of queries and keys in their sequence.
 """
@@ -57,8 +57,7 @@ class Batch(NamedTuple):
 class Kind(NamedTuple):
     """The constants that a kernel is compiled for.
 
-    OWN: rows of a tile; OTHER: of a block; BY_QUERY: tiles are of queries; NEAR: blocks of which the plan has the
-    buckets of all pairs, see hopper_bias.py.
+    OWN: rows of a tile; OTHER: of a block; BY_QUERY: tiles are of queries.
     """
 
     H: gl.constexpr
@@ -68,19 +67,12 @@ class Kind(NamedTuple):
     BY_QUERY: gl.constexpr
     HAS_TARGETS: gl.constexpr
     HAS_WINDOW: gl.constexpr
-    HAS_POSITION: gl.constexpr = False
-    HAS_TIME: gl.constexpr = False
-    NEAR: gl.constexpr = 0
 
 
 class Tile(NamedTuple):
-    """A tile and its blocks, from the row `first` to the block at `last`; those in free .. masked need no mask.
-
-    near: with a time bias the near blocks are those from here to `last` (BY_QUERY), or those before.
-    """
+    """A tile and its blocks, from the row `first` to the block at `last`; those in free .. masked need no mask."""
 
     head: gl.tensor
-    b: gl.tensor
     begin: gl.tensor  # the sequence's first token, int32
     sequence: ranges.Sequence
     first_row: gl.tensor
@@ -88,7 +80,6 @@ class Tile(NamedTuple):
     free: gl.tensor
     masked: gl.tensor
     last: gl.tensor
-    near: gl.tensor
 
 
 class Queue(NamedTuple):
@@ -157,20 +148,15 @@ def find_tile(head, b, index, batch, kind: gl.constexpr):
         )
     last = (end - 1) // kind.OTHER * kind.OTHER
     masked = gl.minimum(masked, last)  # the last block is always masked, even if it is whole
-    free = gl.minimum(free, masked)
-    if kind.BY_QUERY:
-        near = gl.maximum(last - (kind.NEAR - 1) * kind.OTHER, free)
-    else:
-        near = gl.minimum(first + kind.NEAR * kind.OTHER, masked)
-    return Tile(head, b, begin.to(gl.int32), sequence, first_row, first, free, masked, last, near)
+    return Tile(head, begin.to(gl.int32), sequence, first_row, first, gl.minimum(free, masked), masked, last)
 
 
 @gluon.jit
-def take(queue, n, WARPS: gl.constexpr):
+def take(queue, n):
     """Return (head, sequence, tile) of a program's n-th tile; the sequence is -1 after the last one."""
     slot = n % 2
     mbarrier.wait(queue.full.index(slot), n // 2 % 2)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     head = gl.max(queue.numbers.index(slot * 3).load(LAYOUT), 0)
     b = gl.max(queue.numbers.index(slot * 3 + 1).load(LAYOUT), 0)
     return head, b, gl.max(queue.numbers.index(slot * 3 + 2).load(LAYOUT), 0)
@@ -270,18 +256,60 @@ def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A:
 
 
 @gluon.jit
-def loop_bounds(tile, PART: gl.constexpr, kind: gl.constexpr):
-    """Return (start, stop) of one part of the walk back over all but the last block.
+def multiply(COMPUTE: gl.constexpr, output, rows, queue, ring, batch, kind: gl.constexpr, WHICH: gl.constexpr):
+    """Compute half the rows of each tile of a program, in one of two groups of warps.
 
-    With a time bias there are two parts, of which one has the near blocks. Otherwise there are three, of which only the
-    second needs no masks.
+    COMPUTE(tile, block, output, rows, slot, ring, stage, phase, turn, kind, WHICH) stores a tile's results, and
+    returns (stage, phase, turn) for the next one. block: rows [64, 1] of the tile and columns [1, OTHER] of a block, in
+    the layout of their scores, and zeros [64, OTHER]; slot: the tile's place in the shared memory of `rows`; stage,
+    phase: the next block's place in the ring and the phase of its barriers; turn: the phase of the barriers by which
+    the groups of the forward pass multiply in turn.
     """
-    if kind.HAS_TIME:
-        if PART == 0:
-            return tile.last - kind.OTHER, tile.near
-        else:
-            return tile.near - kind.OTHER, tile.first
-    elif PART == 0:
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.OTHER, 16])
+    row = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))[:, None]
+    column = gl.arange(0, kind.OTHER, gl.SliceLayout(0, SCORES))[None, :]
+    block = row, column, gl.zeros([HALF, kind.OTHER], gl.float32, SCORES)
+    n = 0
+    stage = 0
+    phase = 0
+    turn = 1 - WHICH
+    head, b, index = take(queue, 0)
+    while b >= 0:
+        tile = find_tile(head, b, index, batch, kind)
+        stage, phase, turn = COMPUTE(tile, block, output, rows, n % 2, ring, stage, phase, turn, kind, WHICH)
+        fence_async_shared()  # the next copy overwrites the results in shared memory
+        mbarrier.arrive(queue.empty.index(n % 2), count=1)
+        n += 1
+        head, b, index = take(queue, n)
+
+
+@gluon.jit
+def specialize(
+    COMPUTE: gl.constexpr, output, rows, a, b, batch, kind: gl.constexpr, CLEAR_A: gl.constexpr, CLEAR_B: gl.constexpr
+):
+    """Give the warps of a program their roles: `multiply` for two groups, `produce` for one warp."""
+    queue = make_queue(len(rows))
+    ring = make_ring(a[0], b[0], kind.STAGES)
+    copied = make_barriers(2, 1)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (multiply, (COMPUTE, output, rows, queue, ring, batch, kind, FIRST)),
+            (multiply, (COMPUTE, output, rows, queue, ring, batch, kind, SECOND)),
+            (produce, (rows, a, b, queue, ring, copied, batch, kind, CLEAR_A, CLEAR_B)),
+        ],
+        [4, 1],
+        [240, 24],  # registers of a thread of the second group and of the warp that copies
+    )
+
+
+@gluon.jit
+def loop_bounds(tile, PART: gl.constexpr, kind: gl.constexpr):
+    """Return (start, stop) of one of three parts of the walk back over all but the last block; only the second needs
+    no masks.
+    """
+    if PART == 0:
         return tile.last - kind.OTHER, tile.masked
     elif PART == 1:
         return tile.masked - kind.OTHER, tile.free

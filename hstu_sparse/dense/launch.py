@@ -2,9 +2,9 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
-The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py and backward_dkv.py, on Hopper instead
-hopper_forward.py, hopper_dq.py (without a bias) and hopper_dkv.py, and the small ones of hstu_sparse/bias.
-Their settings: configs.py.
+The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py and backward_dkv.py, on Hopper without a
+bias instead hopper_forward.py, hopper_dq.py and hopper_dkv.py, and the small ones of hstu_sparse/bias. Their settings:
+configs.py.
 """
 
 import functools
@@ -25,7 +25,6 @@ from hstu_sparse.dense.configs import (
     bwd_dkv_config,
     bwd_dq_config,
     fwd_config,
-    hopper_computes_dkv,
     hopper_dkv_config,
     hopper_dq_config,
     hopper_fwd_config,
@@ -160,8 +159,7 @@ class _Launch:
             from hstu_sparse.dense.hopper_forward import dense_attention_fwd_hopper_kernel as kernel
 
             factors, config = (0.5 * self.scale, 1.0 / self.normalizer), hopper_fwd_config(self.features)
-            sources = self.q, self.k, self.v
-            self._run_hopper(kernel, self.plan.forward, "MNN", sources, (out,), factors, config, tables)
+            self._run_hopper(kernel, "MNN", (self.q, self.k, self.v), (out,), factors, config)
             return out, tables
         purpose, tiles = self.plan.purpose, self.plan.forward
         arguments = (
@@ -172,28 +170,23 @@ class _Launch:
         return out, tables
 
     def _run_hopper(
-        self, kernel, tiles: TileMap, blocks: str, sources: tuple, outputs: tuple, factors: tuple,
-        config: LaunchConfig, tables: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Launch a kernel for Hopper.
+        self, kernel, blocks: str, sources: tuple, outputs: tuple, factors: tuple, config: LaunchConfig
+    ) -> None:
+        """Launch a kernel for Hopper; all of them have the same tiles.
 
-        blocks: for each of `sources` M or N, the rows of its tensor descriptor: BLOCK_M or BLOCK_N. tables:
-        `halved_tables`, for a kernel that takes biases.
+        blocks: for each of `sources` M or N, the rows of its tensor descriptor: BLOCK_M or BLOCK_N.
         """
         from hstu_sparse.dense.hopper import descriptor
 
-        heads, slots = self.case.heads, tiles.schedule.shape[0]
+        schedule = self.plan.forward.schedule
+        heads, slots = self.case.heads, schedule.shape[0]
         descriptors = [descriptor(x, config[f"BLOCK_{block}"]) for x, block in zip(sources, blocks)]
         strides = *(x.base.stride(1) for x in descriptors), *(n for x in outputs for n in x.stride()[:2])
         taken = torch.zeros(1, dtype=torch.int32, device=self.q.device)
-        planned, constants = (tiles.schedule,), {}
-        if tables is not None:
-            planned = self.planned(tiles, tables)
-            constants = dict(HAS_POSITION=self.features.position, HAS_TIME=self.features.time)
         run(
             kernel, min(multiprocessors(self.q.device), slots * heads), *descriptors, *outputs, *strides,
-            *self.metadata[:2], self.plan.purpose.window_size, *factors, taken, slots, *planned, H=heads,
-            HAS_TARGETS=self.case.targets, HAS_WINDOW=self.case.window, **constants, **config,
+            *self.metadata[:2], self.plan.purpose.window_size, *factors, taken, slots, schedule, H=heads,
+            HAS_TARGETS=self.case.targets, HAS_WINDOW=self.case.window, **config,
         )  # fmt: skip
 
     def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
@@ -203,34 +196,29 @@ class _Launch:
         table_grads = [x for x in grads if x is not None]
         if self.empty:
             return [dq, dk, dv, *(x.zero_() for x in table_grads)]
-        self.plan = with_backward(self.plan, *self.metadata)
         (do,) = as_rows(do)
-        purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
-        numbers = (
-            *self.metadata[:2], purpose.window_size, 0.5 * self.scale, 0.5 / self.normalizer, self.scale,
-        )  # fmt: skip
+        sources, half_scale = (self.q, self.k, self.v, do), 0.5 * self.scale
+        if self.hopper:
+            from hstu_sparse.dense.hopper_dkv import dense_attention_bwd_dkv_hopper_kernel
+            from hstu_sparse.dense.hopper_dq import dense_attention_bwd_dq_hopper_kernel
 
-        sources = self.q, self.k, self.v, do
-        if self.hopper and hopper_computes_dkv(self.features):
-            from hstu_sparse.dense.hopper_dkv import dense_attention_bwd_dkv_hopper_kernel as kernel
-
-            config = hopper_dkv_config(self.features)
-            self._run_hopper(kernel, self.plan.dkv, "MNNM", sources, (dk, dv), numbers[3:], config, tables)
-        else:
-            if bwd_dkv_config(self.features).TMA:
-                allow_descriptors()
-            arguments = (
-                *sources, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
-                *self.planned(self.plan.dkv, tables),
-            )  # fmt: skip
-            self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
-
-        if self.hopper and not self.biased:
-            from hstu_sparse.dense.hopper_dq import dense_attention_bwd_dq_hopper_kernel as kernel
-
-            factors, config = (0.5 * self.scale, 0.5 * self.scale / self.normalizer), hopper_dq_config(self.features)
-            self._run_hopper(kernel, self.plan.dq, "MNNM", sources, (dq,), factors, config)
+            factors, config = (half_scale, 0.5 / self.normalizer, self.scale), hopper_dkv_config(self.features)
+            self._run_hopper(dense_attention_bwd_dkv_hopper_kernel, "MNNM", sources, (dk, dv), factors, config)
+            factors, config = (half_scale, half_scale / self.normalizer), hopper_dq_config(self.features)
+            self._run_hopper(dense_attention_bwd_dq_hopper_kernel, "MNNM", sources, (dq,), factors, config)
             return [dq, dk, dv]
+        self.plan = with_backward(self.plan, *self.metadata)
+        purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
+        numbers = *self.metadata[:2], purpose.window_size, half_scale, 0.5 / self.normalizer, self.scale
+
+        if bwd_dkv_config(self.features).TMA:
+            allow_descriptors()
+        arguments = (
+            *sources, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
+            *self.planned(self.plan.dkv, tables),
+        )  # fmt: skip
+        self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
+
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)
         # The greatest number of terms, of 21 bits before the shift, that one cell of the time bias's histogram gets.
@@ -238,7 +226,7 @@ class _Launch:
         time_shift = max(0, terms.bit_length() - 10)
         table = 0 if self.bias.time is None else hidden_bucket(purpose.num_buckets)
         arguments = (
-            self.q, self.k, self.v, do, dq, *strides, *dq.stride()[:2], position_sums, time_sums, norms, time_shift,
+            *sources, dq, *strides, *dq.stride()[:2], position_sums, time_sums, norms, time_shift,
             *numbers, *self.planned(self.plan.dq, tables),
         )  # fmt: skip
         self.run(dense_attention_bwd_dq_kernel, self.plan.dq, arguments, bwd_dq_config, TABLE=table, COPIES=_COPIES)

@@ -20,7 +20,6 @@ from hstu_sparse.dense.configs import (
     bwd_dkv_config,
     bwd_dq_config,
     fwd_config,
-    hopper_computes_dkv,
     hopper_dkv_config,
     hopper_dq_config,
     hopper_fwd_config,
@@ -34,15 +33,14 @@ from hstu_sparse.registration import register_preparation
 
 class Tiling(NamedTuple):
     """The sizes of a kernel's tiles: `owned` tokens of a program (queries if by_query), `other` of the blocks it walks
-    over, `near` blocks of which the plan has the buckets of all pairs.
+    over.
 
-    Without a time bias nothing depends on what follows `owned`.
+    Without a time bias nothing depends on `other` and `by_query`.
     """
 
     owned: int
     other: int
     by_query: bool
-    near: int
 
 
 class TileMap(NamedTuple):
@@ -56,7 +54,7 @@ class TileMap(NamedTuple):
               MOST_EDGES edges, and the block is less than 2^24 seconds long
     runs      [slots] int32: where the run of narrow blocks ends (for tiles of queries: the first row after it) or, for
               tiles of keys, begins
-    near      [slots, min(near, row), owned * other] uint8: buckets of the pairs with the nearest blocks, which are not
+    near      [slots, min(NEAR, row), owned * other] uint8: buckets of the pairs with the nearest blocks, which are not
               in the run; `hidden_bucket` where the query does not see the key
 
     Without a time bias only the schedule is there.
@@ -142,33 +140,27 @@ def purpose_of(
 
 
 def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
-    fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
-    near_fwd, near_dkv = NEAR.value, NEAR.value
     if f.hopper:
-        fwd = hopper_fwd_config(f)
-        near_fwd = fwd.NEAR
-        if not f.biased:
-            dq = hopper_dq_config(f)
-        if hopper_computes_dkv(f):
-            dkv = hopper_dkv_config(f)
-            near_dkv = dkv.NEAR
+        fwd, dq, dkv = hopper_fwd_config(f), hopper_dq_config(f), hopper_dkv_config(f)
+    else:
+        fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
     sizes = (
-        Tiling(fwd.BLOCK_M, fwd.BLOCK_N, True, near_fwd),
-        Tiling(dq.BLOCK_M, dq.BLOCK_N, True, NEAR.value),
-        Tiling(dkv.BLOCK_N, dkv.BLOCK_M, False, near_dkv),
+        Tiling(fwd.BLOCK_M, fwd.BLOCK_N, True),
+        Tiling(dq.BLOCK_M, dq.BLOCK_N, True),
+        Tiling(dkv.BLOCK_N, dkv.BLOCK_M, False),
     )
-    return sizes if f.time else tuple(Tiling(tiling.owned, 1, True, 0) for tiling in sizes)
+    return sizes if f.time else tuple(Tiling(tiling.owned, 1, True) for tiling in sizes)
 
 
 def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max_seq_len, window_size, num_buckets,
-              owned, other, by_query, near, roles, least=torch.sym_min):  # fmt: skip
+              owned, other, by_query, roles, least=torch.sym_min):  # fmt: skip
     slots = total // owned + seq_offsets.shape[0] - 1
     new = functools.partial(torch.empty, device=seq_offsets.device)
     tensors = [new(slots, 2, dtype=torch.int32)]
     if timestamps is not None:
         row = cdiv(least(max_seq_len, total), other) + 2
         tensors += [new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32)]
-        tensors.append(new(slots, least(near, row), owned * other, dtype=torch.uint8))
+        tensors.append(new(slots, least(NEAR.value, row), owned * other, dtype=torch.uint8))
     for _ in range(roles):
         tensors += [new(2, total, dtype=torch.float32), new(total, dtype=torch.int32)]
     return tensors
@@ -177,7 +169,7 @@ def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max
 def _map(*arguments):
     (
         seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, owned, other,
-        by_query, near, _,
+        by_query, _,
     ) = arguments  # fmt: skip
     tensors = _fake_map(*arguments, least=min)
     num_seqs, timed = seq_offsets.shape[0] - 1, timestamps is not None
@@ -192,7 +184,7 @@ def _map(*arguments):
     )  # fmt: skip
     constants = dict(
         HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=owned, OTHER=other, BY_QUERY=by_query,
-        NEAR=near, HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
+        HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
     )  # fmt: skip
     grid = num_seqs + (slots if timed else 0)
     run(dense_attention_plan_kernel, grid, *kernel_arguments, **constants, num_warps=8 if timed else 4)
@@ -202,8 +194,7 @@ def _map(*arguments):
 _map_operator = register_preparation(
     "dense_tile_map",
     "Tensor seq_offsets, Tensor? num_targets, Tensor? timestamps, Tensor? query_timestamps, SymInt total, "
-    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query, int near, "
-    "int roles",
+    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query, int roles",
     launch=_map,
     fake=_fake_map,
 )

@@ -15,6 +15,7 @@ from hstu_sparse.bias.buckets import (
     store_split_times,
     tile_entry,
 )
+from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.dense.ranges import find_sequence, key_ranges, query_ranges, visible
 from hstu_sparse.tiles import locate
 
@@ -49,7 +50,7 @@ def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, BLOCK: tl.con
 def _map_tile(
     first_row, slot, begin, sequence, own_times, times, k_times, cells, entries, runs, near, row,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
-    BY_QUERY: tl.constexpr, NEAR: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
+    BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of a `TileMap` for the tile from `first_row` on."""
     length = sequence.length
@@ -113,7 +114,7 @@ def dense_attention_plan_kernel(
     seq_offsets, num_targets, q_times, k_times, cells, schedule, entries, runs, near, k_split, k_offset, q_split,
     q_offset, row, num_seqs, num_slots, total, window_size,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
-    BY_QUERY: tl.constexpr, NEAR: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
+    BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Fill a `TileMap`: one program for each sequence writes the schedule.
 
@@ -131,7 +132,7 @@ def dense_attention_plan_kernel(
             own_times, times = (q_times, k_times) if BY_QUERY else (k_times, q_times)
             _map_tile(
                 index * OWN, slot.to(tl.int64), begin, sequence, own_times, times, k_times, cells, entries, runs, near,
-                row, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, BY_QUERY, NEAR, HIDDEN, CHUNK, ASM,
+                row, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, BY_QUERY, HIDDEN, CHUNK, ASM,
             )  # fmt: skip
             place = index * OWN + tl.arange(0, OWN)
             inside = place < sequence.length

@@ -61,9 +61,12 @@ def test_text_that_yaml_1_1_takes_for_numbers(tmp_path, override, message):
     assert message in str(error.value)
 
 
-def test_hopper_needs_a_gpu_that_has_it(tmp_path):
+def test_hopper_needs_a_gpu_that_has_it_and_takes_no_bias(tmp_path):
     overrides = ["model.attention={kind: dense, backend: hopper}", "model.attention_dim=64", "model.linear_dim=64"]
-    config = load_config(write(tmp_path), overrides)
+    overrides.append("model.attention.position_bias=false")
+    with pytest.raises(ConfigError, match=r": model\.attention\.backend=hopper takes no bias: set position_bias and "):
+        load_config(write(tmp_path), overrides)
+    config = load_config(write(tmp_path), [*overrides, "model.attention.time_bias=false"])
     with pytest.raises(ConfigError, match=r"^model\.attention\.backend=hopper needs a GPU with sm_90, got cpu: "):
         check_backends(config, torch.device("cpu"))
 

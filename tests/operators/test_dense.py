@@ -154,9 +154,9 @@ def few_near_blocks(monkeypatch):
     """The map holds the buckets of two blocks for each tile, so that the loops of all others are reached."""
     import triton.language as tl
 
-    from hstu_sparse.dense import backward_dkv, plan, ranges
+    from hstu_sparse.dense import backward_dkv, plan, plan_kernels, ranges
 
-    for module in (backward_dkv, plan, ranges):
+    for module in (backward_dkv, plan, plan_kernels, ranges):
         monkeypatch.setattr(module, "NEAR", tl.constexpr(2))
 
 
@@ -227,6 +227,7 @@ def test_int32_offsets_and_alpha():
         ({"d": 64, "v": 64}, r"takes fp16 or bf16 heads, .* got torch.float32, D = 64, V = 64"),
         ({"d": 50, "v": 50, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 50, V = 50"),
         ({"d": 64, "v": 128, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 64, V = 128"),
+        ({"d": 64, "v": 64, "features": ("position",)}, "^backend='hopper' takes no bias: use backend='triton'$"),
         ({"d": 64, "v": 64, "dtype": torch.float16}, r"needs sm_90 and Triton 3.6 or 3.7, got cpu"),
     ],
 )
@@ -249,17 +250,13 @@ def heads_of(tokens, d, v, dtype):
         (3 * 1024, 64, 64, torch.float32, False, False),
         (3 * 1024, 64, 128, torch.bfloat16, False, False),
         (3 * 1024, 96, 96, torch.bfloat16, False, False),
-        (3 * 512, 64, 64, torch.bfloat16, True, True),
-        (3 * 512 - 1, 64, 64, torch.bfloat16, True, False),
-        (3 * 1024, 128, 128, torch.bfloat16, True, False),
+        (3 * 1024, 64, 64, torch.bfloat16, True, False),
     ],
 )
 def test_which_calls_auto_gives_to_hopper(tokens, d, v, dtype, biased, expected, monkeypatch):
     """Three sequences, on a GPU with sm_90 or, then, on another one or with another version of Triton."""
     from hstu_sparse.dense import configs
 
-    monkeypatch.setattr(configs, "HOPPER_FROM", {64: 1024, 128: 1024})
-    monkeypatch.setattr(configs, "HOPPER_FROM_BIASED", {64: 512})
     monkeypatch.setattr(configs, "proven", lambda device: True)
     monkeypatch.setattr(configs, "architecture", lambda device: 90)
     assert configs.prefers_hopper(*heads_of(tokens, d, v, dtype), biased, 3) == expected
@@ -314,7 +311,6 @@ def test_opcheck_of_what_a_plan_is_made_by():
         32,
         16,
         True,
-        16,
         2,
     )
     # What the kernels do not read of a map is not written, so two runs differ there.
