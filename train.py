@@ -148,15 +148,16 @@ def train_claimed(
             override = override or all(line.startswith(named) for line in changed)
         if not override:
             check_same_run(progress, config, len(batches), folder)
-    elif ranks.first:
+    progress.config = config.model_dump(mode="json")
+    ranks.of_first(None)  # all have read before the first one writes
+    # The configuration comes first: a run that is killed behind it can be resumed.
+    if ranks.first and (not resume or override or not (folder / "config.yaml").exists()):
+        write_file(folder / "config.yaml", as_yaml(config))
+    if ranks.first and not saved:
         manifest = new_manifest()
         write_file(folder / MANIFEST, json.dumps(manifest, indent=1))
         save_vocabulary(folder, data.dataset, data.vocabulary)
         progress.run = manifest["run"]
-    progress.config = config.model_dump(mode="json")
-    ranks.of_first(None)  # all have read before the first one writes
-    if ranks.first and (not resume or override or not (folder / "config.yaml").exists()):
-        write_file(folder / "config.yaml", as_yaml(config))
     log: MetricsLog | NoLog = NoLog(progress.records)
     if ranks.first:
         tracker = open_tracker(config, folder, progress.run, progress.step)

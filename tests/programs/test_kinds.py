@@ -42,7 +42,7 @@ def test_measurements_are_added(tmp_path, capsys):
 
 def test_the_median_of_several_measurements_counts():
     comparison = json.loads(COMPARISON)
-    kinds.merge(comparison, lines(names=[NAMES[0]] * 3))
+    kinds.merge(comparison, lines(names=[name for name in NAMES for _ in range(3)]))
     assert comparison["settings"][0]["events_per_second"] == 1e6 + 1
 
 

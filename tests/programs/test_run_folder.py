@@ -121,6 +121,26 @@ def test_killed_before_its_first_checkpoint_it_starts_from_the_beginning(finishe
     assert metrics(run) == metrics(finished)
 
 
+@pytest.mark.parametrize("name", ["write_file", "save_vocabulary"])
+def test_killed_as_its_folder_is_filled_it_can_be_resumed(finished, tmp_path, monkeypatch, name):
+    """The first file of a run's folder is the one that a resumed run needs."""
+    run, write = tmp_path / "run", getattr(train, name)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*arguments):
+        write(*arguments)
+        raise Killed
+
+    monkeypatch.setattr(train, name, killed)
+    with pytest.raises(Killed):
+        train.main([str(finished.parent / "config.yaml"), "--run", str(run)])
+    monkeypatch.undo()
+    assert train.main(["--resume", str(run)]) == 0
+    assert metrics(run) == metrics(finished)
+
+
 def test_checkpoints_that_are_gone_are_missed(copy, capsys):
     shutil.rmtree(copy / "checkpoints")
     assert train.main(["--resume", str(copy)]) == 2
