@@ -3,7 +3,10 @@
 On a GPU an address beside them is often somebody else's memory, so that nothing is seen until it is nobody's.
 """
 
+import bisect
 import contextlib
+import ctypes
+import math
 from unittest import mock
 
 import numpy as np
@@ -15,7 +18,7 @@ class _Memory:
 
     def __init__(self, inner):
         self.inner = inner
-        self.starts = self.ends = np.zeros(0, np.int64)
+        self.open(())
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -23,19 +26,47 @@ class _Memory:
     def open(self, arguments):
         """Allow addresses in these: tensors, or descriptors of them, in tuples or not."""
         ranges = sorted({part for x in arguments for part in _parts(x)})
-        self.starts, self.ends = np.array(ranges or [(0, 0)], np.int64).T
+        self.starts, self.ends = np.array(ranges or [(0, 0)], np.uint64).T
+        self.ranges = ranges
+        self.views: dict[tuple, np.ndarray] = {}
 
-    def hold(self, pointers, mask, size):
+    def hold(self, pointers, mask, size) -> tuple[np.ndarray, int | None]:
+        """Check each address; return those that the mask lets through, and the range that all of them lie in."""
         mask = np.broadcast_to(mask, np.shape(pointers)).astype(bool)  # it may come as integers
-        addresses = np.asarray(pointers).astype(np.int64)[mask]
-        place = np.searchsorted(self.starts, addresses, "right") - 1
-        wrong = (place < 0) | (addresses + size > self.ends[place])
+        addresses = pointers if mask.all() else pointers[mask]
+        if not addresses.size:
+            return addresses, None
+        low, high = int(addresses.min()), int(addresses.max())
+        place = bisect.bisect_right(self.ranges, (low, math.inf)) - 1
+        if place >= 0 and high + size <= self.ranges[place][1]:
+            return addresses, place
+        places = np.searchsorted(self.starts, addresses, "right") - 1
+        wrong = (places < 0) | (addresses + np.uint64(size) > self.ends[places])
         if wrong.any():
             raise AssertionError(f"{int(wrong.sum())} of {wrong.size} addresses lie in no tensor of the kernel's")
+        return addresses, None
 
     def load(self, pointers, mask, other, dtype):
-        self.hold(pointers, mask, np.dtype(dtype).itemsize)
-        return self.inner.load(pointers, mask, other, dtype)
+        dtype = np.dtype(dtype)
+        addresses, place = self.hold(pointers, mask, dtype.itemsize)
+        if place is None:
+            return self.inner.load(pointers, mask, other, dtype)
+        start, end = self.ranges[place]
+        offsets = addresses - np.uint64(start)
+        if int(np.bitwise_or.reduce(offsets, None)) % dtype.itemsize:
+            return self.inner.load(pointers, mask, other, dtype)
+        # NumPy gathers a tile's elements in a tenth of the time that the interpreter needs one by one.
+        view = self.views.get((place, dtype))
+        if view is None:
+            memory = (ctypes.c_char * (end - start)).from_address(start)
+            view = self.views[place, dtype] = np.frombuffer(memory, dtype, (end - start) // dtype.itemsize)
+        values = view[offsets // np.uint64(dtype.itemsize)]
+        if addresses is pointers:
+            return values
+        result = np.empty(pointers.shape, dtype)
+        result[...] = other
+        result[np.broadcast_to(mask, pointers.shape).astype(bool)] = values
+        return result
 
     def store(self, pointers, values, mask):
         self.hold(pointers, mask, values.itemsize)

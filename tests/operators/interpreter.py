@@ -17,6 +17,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from tests.operators.recipes import quick
+
 
 class _Patches:
     """Replace `interpreter._patch_lang`: do nothing to a module that has been patched since the kernel was launched."""
@@ -96,6 +98,9 @@ _BUILTINS = _Builtins()
 def _patch_attribute(place, name, member, scope):
     """Replace `interpreter._patch_attr`, without the intermediate call that asks whether a semantic is given."""
     function = getattr(member, "__wrapped__", member)
+    if quickly := quick(place, name, function):
+        scope.set_attr(place, name, quickly)
+        return
 
     def interpreted(*values, **named):
         named["_semantic"] = interpreter.interpreter_semantic

@@ -111,6 +111,53 @@ def test_operands_of_any_types_and_shapes():
             torch.testing.assert_close(out[step, turn], expected, rtol=1e-6, atol=1e-6)
 
 
+@triton.jit
+def addresses_kernel(x_ptr, y_ptr, out_ptr, first, last, N: tl.constexpr):
+    row = tl.arange(0, N)
+    both = tl.where(row % 2 == 0, x_ptr + row, y_ptr + row)
+    inside = (row >= first) & (row < last)
+    tl.store(out_ptr + row, tl.load(both, inside, 7.0) + tl.load(x_ptr + row, mask=inside, other=row.to(tl.float32)))
+
+
+def test_an_address_beside_all_tensors_is_refused():
+    """Tensors of 6 elements, and tiles of 8, that are loaded from two tensors at once and from one."""
+    x, y, out = torch.arange(6.0), 10 + torch.arange(6.0), torch.zeros(8)
+    for first, last in ((0, 6), (2, 5), (3, 3)):
+        addresses_kernel[(1,)](x, y, out, first, last, 8)
+        row = torch.arange(8.0)
+        loaded = torch.where(row % 2 == 0, row, row + 10) + row
+        assert torch.equal(out, torch.where((row >= first) & (row < last), loaded, 7 + row))
+    for first, last in ((0, 7), (-1, 8), (6, 7)):
+        with pytest.raises(triton.runtime.errors.InterpreterError, match="in no tensor of the kernel's"):
+            addresses_kernel[(1,)](x, y, out, first, last, 8)
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="in no tensor of the kernel's"):
+        addresses_kernel[(1,)](x, y, torch.zeros(7), 0, 6, 8)
+
+
+@triton.jit
+def signs_kernel(x_ptr, i_ptr, out_ptr, whole_ptr, N: tl.constexpr):
+    row = tl.arange(0, N)
+    x, i = tl.load(x_ptr + row), tl.load(i_ptr + row)
+    for turn in range(2):  # in the second round from memory
+        tl.store(out_ptr + (3 * turn) * N + row, 1 / (x * 0.0))
+        tl.store(out_ptr + (3 * turn + 1) * N + row, 1 / (x * -0.0))
+        tl.store(out_ptr + (3 * turn + 2) * N + row, 1 / (x * tl.full((N,), -0.0, tl.float32)))
+        tl.store(whole_ptr + (4 * turn) * N + row, i // 3)
+        tl.store(whole_ptr + (4 * turn + 1) * N + row, 3 - i % 3)
+        tl.store(whole_ptr + (4 * turn + 2) * N + row, (i >> 1) * (i > True))
+        tl.store(whole_ptr + (4 * turn + 3) * N + row, tl.maximum(i, 1) << row.to(tl.int64))
+
+
+def test_signs_of_zeros_and_of_divided_numbers():
+    x, i = torch.tensor([1.0, -1.0]), torch.tensor([-5, 5])
+    out, whole = torch.zeros(2, 3, 2), torch.zeros(2, 4, 2, dtype=torch.int64)
+    with np.errstate(divide="ignore"):
+        signs_kernel[(1,)](x, i, out, whole, 2)
+    infinity = float("inf")  # Triton takes a number -0.0 for 0
+    assert out.tolist() == 2 * [3 * [[infinity, -infinity]]]
+    assert whole.tolist() == 2 * [[[-1, 1], [5, 1], [0, 2], [1, 10]]]
+
+
 def test_device_functions_do_not_patch_the_language_again(monkeypatch):
     calls, patch = [], interpreter._patch_lang
     original = patch.patch  # Triton's own
