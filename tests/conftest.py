@@ -83,13 +83,27 @@ def quick_python(tmp_path_factory):
     """A `python` that starts at once, for tests of what programs do and not of how they start."""
     from tests.quick_python import QuickPython
 
+    with QuickPython(folder_of_all(tmp_path_factory, "quick-python")) as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def compiling_python(tmp_path_factory):
+    """A `python` as `quick_python` is, for programs that compile kernels: Triton's interpreter is off in them."""
+    from tests.quick_python import QuickPython
+
+    with QuickPython(folder_of_all(tmp_path_factory, "compiling-python"), "0") as python:
+        yield python
+
+
+def folder_of_all(tmp_path_factory, name):
+    """Return a folder that all processes of these tests have in common."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all processes
-    folder = folder / "quick-python"
+        folder = folder.parent
+    folder = folder / name
     folder.mkdir(exist_ok=True)
-    with QuickPython(folder) as python:
-        yield python
+    return folder
 
 
 @pytest.fixture

@@ -54,15 +54,16 @@ os._exit(status)
 class QuickPython:
     """A context: `executable` stands for `sys.executable`; `path` is a PATH on which it is `python`.
 
-    folder: the same one in several processes is one server.
+    folder: the same one in several processes is one server. setting: what TRITON_INTERPRET is for its programs.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, setting: str | None = os.environ.get(SETTING)):
+        self.setting = setting
         self.executable = str(folder / "python")
         self.path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.lock, self.address, self.door = (str(folder / name) for name in ("lock", "socket", "door"))
         facts = {"python": sys.executable, "address": self.address, "setting": SETTING}
-        facts |= {"value": os.environ.get(SETTING), "forwarded": [int(number) for number in FORWARDED]}
+        facts |= {"value": setting, "forwarded": [int(number) for number in FORWARDED]}
         self.client = CLIENT.format(**facts)
 
     def __enter__(self) -> "QuickPython":
@@ -93,6 +94,7 @@ class QuickPython:
         Path(self.executable).write_text(self.client)
         Path(self.executable).chmod(0o755)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment |= {} if self.setting is None else {SETTING: self.setting}
         command = [sys.executable, "-m", "tests.quick_python", self.executable, self.address, self.door]
         # Its end is not waited for: another process may be the last that holds it.
         self.server = subprocess.Popen(

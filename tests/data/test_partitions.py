@@ -110,7 +110,7 @@ def test_ranges_make_the_same_cache(tmp_path, source):
 def test_real_ml_100k(tmp_path):
     source = {"format": "ml-100k", "path": REAL / "ml-100k"}
     expected = prepare(tmp_path / "1", source, 1)
-    assert all(prepare(tmp_path / str(count), source, count) == expected for count in (3, 16))
+    assert prepare(tmp_path / "7", source, 7) == expected
 
 
 class Killed(BaseException):

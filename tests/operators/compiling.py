@@ -26,12 +26,12 @@ def launches_of(name: str) -> list[Launches]:
     return operator(name).launches()
 
 
-def compiled(names: Iterable[str], architectures: Iterable[int], once: bool = False) -> list[dict]:
-    """Yield the results of `compile_operator` for these operators and architectures, from one process."""
+def compiled(python: str, names: Iterable[str], architectures: Iterable[int], once: bool = False) -> list[dict]:
+    """Return the results of `compile_operator` for these operators and architectures, from one process of `python`."""
     listed = (",".join(names), ",".join(map(str, architectures)), *(["once"] if once else []))
     environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.operators.compiling", *listed],
+        [python, "-m", "tests.operators.compiling", *listed],
         env=environment,
         cwd=ROOT,
         capture_output=True,

@@ -13,6 +13,10 @@ import torch.distributed as dist
 
 from tests.operators.interpreted import interpreted
 
+# What the tests' functions import, too.
+PRELOADED = ["pytest", "tests.operators.distributed", "tests.operators.interpreter", "tests.operators.ring_cases"]
+PRELOADED += ["hstu_sparse.ring.flash.launch", "hstu_sparse.ring.hstu_launch"]
+
 
 def run_ranks(
     function: Callable, world: int, *arguments, hanging: int | None = None, seconds: float = 600.0, timeout: float = 300
@@ -24,7 +28,7 @@ def run_ranks(
     """
     # A server that has imported torch once, and no threads of the tests, starts the processes.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.operators.distributed", "hstu_sparse.ring"])
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_start, args=(function, rank, world, folder, timeout, arguments), daemon=True)
