@@ -32,8 +32,7 @@ class _Memory:
 
     def hold(self, pointers, mask, size) -> tuple[np.ndarray, int | None]:
         """Check each address; return those that the mask lets through, and the range that all of them lie in."""
-        mask = np.broadcast_to(mask, np.shape(pointers)).astype(bool)  # it may come as integers
-        addresses = pointers if mask.all() else pointers[mask]
+        addresses = pointers if np.all(mask) else pointers[_spread(mask, pointers.shape)]
         if not addresses.size:
             return addresses, None
         low, high = int(addresses.min()), int(addresses.max())
@@ -50,11 +49,11 @@ class _Memory:
         dtype = np.dtype(dtype)
         addresses, place = self.hold(pointers, mask, dtype.itemsize)
         if place is None:
-            return self.inner.load(pointers, mask, other, dtype)
+            return self._loaded(pointers, mask, other, dtype)
         start, end = self.ranges[place]
         offsets = addresses - np.uint64(start)
         if int(np.bitwise_or.reduce(offsets, None)) % dtype.itemsize:
-            return self.inner.load(pointers, mask, other, dtype)
+            return self._loaded(pointers, mask, other, dtype)
         # NumPy gathers a tile's elements in a tenth of the time that the interpreter needs one by one.
         view = self.views.get((place, dtype))
         if view is None:
@@ -65,8 +64,12 @@ class _Memory:
             return values
         result = np.empty(pointers.shape, dtype)
         result[...] = other
-        result[np.broadcast_to(mask, pointers.shape).astype(bool)] = values
+        result[_spread(mask, pointers.shape)] = values
         return result
+
+    def _loaded(self, pointers, mask, other, dtype):
+        """Return what the interpreter itself loads; mask and other are spread to the pointers' shape."""
+        return self.inner.load(pointers, _spread(mask, pointers.shape), np.broadcast_to(other, pointers.shape), dtype)
 
     def store(self, pointers, values, mask):
         self.hold(pointers, mask, values.itemsize)
@@ -79,6 +82,13 @@ class _Memory:
     def atomic_cas(self, pointers, expected, values, order):
         self.hold(pointers, True, values.itemsize)
         return self.inner.atomic_cas(pointers, expected, values, order)
+
+
+def _spread(mask, shape):
+    """Return the mask, which may come as integers, as booleans of this shape."""
+    mask = np.asarray(mask)
+    mask = mask if mask.dtype == bool else mask.astype(bool)
+    return mask if mask.shape == shape else np.broadcast_to(mask, shape)
 
 
 def _parts(argument):

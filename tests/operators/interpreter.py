@@ -1,9 +1,9 @@
 """Spare Triton's interpreter work that it repeats for nothing; what it computes stays the same, bit for bit.
 
-On profiles of bsa's and htree's tests most of the time went there: `triton.language` patched anew for each call of a
-device function, a table of dtypes built for each value, `tl.sort`'s exclusive or taken element by element, the shape of
-each value checked and wrapped anew, a check of each sum for overflow whose result is thrown away, and types and shapes
-compared anew for each operation.
+On profiles of bsa's and htree's tests most of the time went there: `triton.language` patched anew for each launch and
+call of a device function, a table of dtypes built for each value, `tl.sort`'s exclusive or taken element by element,
+the shape of each value checked and wrapped anew, a check of each sum for overflow whose result is thrown away, and
+types and shapes compared anew for each operation (`recipes.py`).
 """
 
 import contextlib
@@ -21,21 +21,29 @@ from tests.operators.recipes import quick
 
 
 class _Patches:
-    """Replace `interpreter._patch_lang`: do nothing to a module that has been patched since the kernel was launched."""
+    """Replace `interpreter._patch_lang`: patch each module once, until `restore`, and not for each launch."""
 
     def __init__(self, patch):
         self.patch = patch
         self.patched: set[str] = set()
-        self.modules_of: dict[Callable, set[str]] = {}
+        self.seen: set[Callable] = set()
+        self.scopes: list[interpreter._LangPatchScope] = []
 
     def __call__(self, function):
-        if function not in self.modules_of:
-            self.modules_of[function] = {x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core}
-        modules = self.modules_of[function]
-        if modules and modules <= self.patched:
-            return None  # only a launch's own call, which is the first, needs something to undo the patches with
-        self.patched |= modules
-        return self.patch(function)
+        if function not in self.seen:
+            self.seen.add(function)
+            modules = {x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core}
+            if not modules or not modules <= self.patched:
+                self.patched |= modules
+                self.scopes.append(self.patch(function))
+        return _NOTHING
+
+    def restore(self):
+        for scope in reversed(self.scopes):
+            scope.restore()
+
+
+_NOTHING = interpreter._LangPatchScope()  # what a launch undoes
 
 
 def _unwrap(value):
@@ -178,7 +186,7 @@ def _spread(semantic, x, type):
 @contextlib.contextmanager
 def quick_interpreter():
     """Within, kernels are interpreted without the repeated work."""
-    patches, start = _Patches(interpreter._patch_lang), interpreter.GridExecutor.__call__
+    patches = _Patches(getattr(interpreter._patch_lang, "patch", interpreter._patch_lang))  # Triton's own
     reduce, check_overflow = interpreter.ReduceOps.generic_reduce, TritonSemantic.binary_op_sanitize_overflow_impl
     block_types = _BlockTypes(tl.block_type.__init__)
     operands = _Operands(TritonSemantic.binary_op_type_checking_impl)
@@ -188,9 +196,10 @@ def quick_interpreter():
         if semantic.builder.options.debug:  # `device_assert`, to which the result goes, does nothing without
             check_overflow(semantic, *operation)
 
-    def launched(executor, *arguments, **keywords):
-        patches.patched.clear()
-        return start(executor, *arguments, **keywords)
+    to_tensor = TritonSemantic.to_tensor
+
+    def as_tensor(semantic, x, check_type=True):
+        return x if type(x) is tl.tensor else to_tensor(semantic, x, check_type)
 
     def reduced(reduction, inputs):
         several = reduction.axis is not None and inputs[0].handle.data.ndim > 1
@@ -201,7 +210,7 @@ def quick_interpreter():
         mock.patch.object(interpreter, "_patch_builtin", _BUILTINS),
         mock.patch.object(tl.core, "_unwrap_if_constexpr", _unwrap),
         mock.patch.object(interpreter, "_get_np_dtype", _Dtypes(interpreter._get_np_dtype)),
-        mock.patch.object(interpreter.GridExecutor, "__call__", launched),
+        mock.patch.object(TritonSemantic, "to_tensor", as_tensor),
         mock.patch.object(interpreter.ReduceOps, "generic_reduce", reduced),
         mock.patch.object(
             tl.block_type, "__init__", lambda type, *values, **named: block_types(type, *values, **named)
@@ -211,4 +220,7 @@ def quick_interpreter():
         mock.patch.object(TritonSemantic, "broadcast_impl_value", lambda *values: broadcast(*values)),
         mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", checked),
     ):
-        yield
+        try:
+            yield
+        finally:
+            patches.restore()

@@ -18,7 +18,7 @@ _TENSOR, _HANDLE = tl.tensor, interpreter.TensorHandle
 # Types whose values are what NumPy takes them for; a bfloat16 is an integer to it.
 _PLAIN = {f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")} | {"int1", "fp32", "fp64"}
 _METHODS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
-_METHODS = {f"__{name}__" for name in (*_METHODS, "gt", "ge", "lt", "le", "eq", "ne")}
+_METHODS = {f"__{name}__" for name in (*_METHODS, "gt", "ge", "lt", "le", "eq", "ne", "neg")}
 _REFLECTED = {f"__r{name[2:]}" for name in _METHODS}
 _UNKNOWN = object()
 
@@ -51,16 +51,15 @@ def _number(x) -> tuple | None:
     return None
 
 
-def _facts(x) -> tuple[dict, object]:
-    """Return the attributes that all tensors of a type have in common, and the type of their handles."""
-    return {key: value for key, value in vars(x).items() if key != "handle"}, x.handle.dtype
+def _facts(x) -> tuple:
+    """Return what `_tensor` gives to every tensor like this one."""
+    return x.shape, x.numel, x.type, x.dtype, x.handle.dtype
 
 
-def _tensor(data: np.ndarray, facts: dict, dtype) -> tl.tensor:
-    handle = _HANDLE.__new__(_HANDLE)
-    vars(handle).update(data=data, dtype=dtype, attr={})
-    x = _TENSOR.__new__(_TENSOR)
-    vars(x).update(facts, handle=handle)
+def _tensor(data: np.ndarray, facts: tuple) -> tl.tensor:
+    x, handle = _TENSOR.__new__(_TENSOR), _HANDLE.__new__(_HANDLE)
+    x.shape, x.numel, x.type, x.dtype, handle.dtype = facts
+    handle.data, handle.attr, x.handle = data, {}, handle
     return x
 
 
@@ -72,28 +71,30 @@ def _of_operands(name: str, function: Callable) -> Callable:
     def original(operands, named):
         return function(*operands, **named, _semantic=interpreter.interpreter_semantic)
 
-    def operation(left, *others, **named):
-        if named or type(left) is not _TENSOR:
-            return original((left, *others), named)
-        key = [left.type.name]
-        for other in others:
-            if type(other) is tl.constexpr:
-                other = other.value
-            if type(other) is _TENSOR:
-                key.append(other.type.name)
-            elif number := _number(other):
+    def operation(*operands, **named):
+        key = []
+        for operand in operands:
+            kind = type(operand)
+            if kind is tl.constexpr:
+                operand = operand.value
+                kind = type(operand)
+            if kind is _TENSOR:
+                key.append(operand.type.name)
+            elif number := _number(operand):
                 key.append(number)
             else:
-                return original((left, *others), named)
+                return original(operands, named)
+        if named or type(operands[0]) is not _TENSOR:
+            return original(operands, named)
         key = tuple(key)
         recipe = recipes.get(key, _UNKNOWN)
         if recipe is _UNKNOWN:
-            result, recipes[key] = _learn(original, (left, *others), reflected)
+            result, recipes[key] = _learn(original, operands, reflected)
             return result
         if recipe is None:
-            return original((left, *others), named)
-        compute, facts, dtype = recipe
-        return _tensor(compute(left, *others), facts, dtype)
+            return original(operands, named)
+        compute, facts = recipe
+        return _tensor(compute(*operands), facts)
 
     return operation
 
@@ -133,6 +134,7 @@ def _learn(original: Callable, operands: tuple, reflected: bool) -> tuple:
         return result, None
     name, function, arrays = asked[0]
     order = [*range(len(operands))][:: -1 if reflected else 1]
+    order = [None] * (len(arrays) - len(order)) + order  # -x is 0 - x
     if name == "create_addptr" and not operands[order[0]].type.scalar.is_ptr():
         order.reverse()
     compute, right = _composed(function, arrays, operands, order), result.handle.data
@@ -143,7 +145,7 @@ def _learn(original: Callable, operands: tuple, reflected: bool) -> tuple:
         actual = compute(*operands)
     if actual.shape != right.shape or actual.tobytes() != right.tobytes():
         return result, None
-    return result, (compute, *_facts(result))
+    return result, (compute, _facts(result))
 
 
 def _plain(x: tl.tensor) -> bool:
@@ -154,11 +156,11 @@ def _divided(left, right):
     return (left - np.fmod(left, right)) // right
 
 
-def _composed(function: Callable, arrays: list, operands: tuple, order: list[int]) -> Callable:
+def _composed(function: Callable, arrays: list, operands: tuple, order: list) -> Callable:
     """Return `function` of the operands in this order, converted as the arrays are that it was once called with."""
     parts = []
     for array, place in zip(arrays, order):
-        if type(operands[place]) is not _TENSOR:
+        if place is None or type(operands[place]) is not _TENSOR:
             parts.append((None, array.ravel()[:1]))  # the same number everywhere
         else:
             parts.append((place, None if operands[place].handle.data.dtype == array.dtype else array.dtype))
@@ -193,8 +195,7 @@ def _indexed(name: str, function: Callable) -> Callable:
             if _UNKNOWN not in key:
                 recipes[key] = _facts(result)
             return result
-        facts, dtype = recipes[key]
-        return _tensor(x.handle.data[slices], facts, dtype)
+        return _tensor(x.handle.data[slices], recipes[key])
 
     return operation
 
@@ -214,10 +215,10 @@ def _converted(name: str, function: Callable) -> Callable:
                 data = result.handle.data
                 known = _plain(x) and _plain(result) and dtype.name in _PLAIN - {"int1"}
                 same = known and x.handle.data.astype(data.dtype).tobytes() == data.tobytes()
-                recipes[key] = (result is x, data.dtype, *_facts(result)) if same else None
+                recipes[key] = (result is x, data.dtype, _facts(result)) if same else None
             return result
-        unchanged, kind, facts, handle_dtype = recipe
-        return x if unchanged else _tensor(x.handle.data.astype(kind), facts, handle_dtype)
+        unchanged, kind, facts = recipe
+        return x if unchanged else _tensor(x.handle.data.astype(kind), facts)
 
     return operation
 
@@ -227,6 +228,9 @@ def _constant(name: str, function: Callable) -> Callable:
     constants: dict[tuple, tl.tensor] = {}
 
     def operation(*values, **named):
+        plain = not named and {*map(type, values)} == {int}  # as those of `arange` are
+        if plain and values in constants:
+            return constants[values]
         key = tuple(_part(x) for x in (*values, *named.items()))
         x = None if None in key else constants.get(key)
         if x is None:
@@ -234,6 +238,8 @@ def _constant(name: str, function: Callable) -> Callable:
             if None not in key and _plain(x) and not x.type.scalar.is_int_unsigned():
                 x.handle.data.flags.writeable = False
                 constants[key] = x
+                if plain:
+                    constants[values] = x
         return x
 
     return operation
@@ -257,12 +263,14 @@ def _load(name: str, function: Callable) -> Callable:
             if recipe is _UNKNOWN:
                 recipes[key] = _learn_load(pointer, mask, other, number, result)
             return result
-        padding, dtype, facts, handle_dtype = recipe
+        padding, dtype, facts = recipe
         data = pointer.handle.data
         kept = _TRUE if mask is None else mask.handle.data
         padding = other.handle.data if padding is None else padding
-        kept, padding = (x if x.shape == data.shape else np.broadcast_to(x, data.shape) for x in (kept, padding))
-        return _tensor(interpreter._interpreter.load(data, kept, padding, dtype), facts, handle_dtype)
+        memory = interpreter._interpreter
+        if not hasattr(memory, "hold"):  # as `addresses` has it, which takes all shapes
+            kept, padding = np.broadcast_to(kept, data.shape), np.broadcast_to(padding, data.shape)
+        return _tensor(memory.load(data, kept, padding, dtype), facts)
 
     return operation
 
@@ -277,10 +285,42 @@ def _learn_load(pointer, mask, other, number, result) -> tuple | None:
         padding = None
     else:
         return None
-    return padding, data.dtype, *_facts(result)
+    return padding, data.dtype, _facts(result)
 
 
 _TRUE = np.ones(1, bool)
+
+
+def _dot(name: str, function: Callable) -> Callable:
+    """Replace `dot`."""
+    recipes: dict[tuple, tuple | None] = {}
+
+    def operation(a, b, acc=None, **named):
+        options = [(key, "none" if value is None else _part(value)) for key, value in named.items()]
+        if not (acc is None or type(acc) is _TENSOR) or any(value is None for _, value in options):
+            return function(a, b, acc, **named, _semantic=interpreter.interpreter_semantic)
+        key = a.type.name, b.type.name, acc if acc is None else acc.type.name, *options
+        recipe = recipes.get(key, _UNKNOWN)
+        if recipe is _UNKNOWN or recipe is None:
+            result = function(a, b, acc, **named, _semantic=interpreter.interpreter_semantic)
+            if recipe is _UNKNOWN:
+                recipes[key] = _learn_dot(a, b, acc, result)
+            return result
+        start, dtype, facts = recipe
+        start = acc.handle.data if start is None else start
+        return _tensor(np.matmul(a.handle.data, b.handle.data, dtype=dtype) + start, facts)
+
+    return operation
+
+
+def _learn_dot(a, b, acc, result) -> tuple | None:
+    right = result.handle.data
+    if not all(_plain(x) for x in (a, b, result)) or (acc is not None and acc.handle.data.dtype != right.dtype):
+        return None
+    start = np.zeros(right.shape, right.dtype) if acc is None else None
+    actual = np.matmul(a.handle.data, b.handle.data, dtype=right.dtype) + (start if acc is None else acc.handle.data)
+    same = actual.shape == right.shape and actual.tobytes() == right.tobytes()
+    return (start, right.dtype, _facts(result)) if same else None
 
 
 def _part(x) -> tuple | None:
@@ -301,4 +341,4 @@ _OF_LANGUAGE = {name: _of_operands for name in ("where", "minimum", "maximum")} 
     "arange": _constant,
     "full": _constant,
 }
-_OF_LANGUAGE["load"] = _load
+_OF_LANGUAGE |= {"load": _load, "dot": _dot}
