@@ -96,6 +96,17 @@ def compiling_python(tmp_path_factory):
         yield python
 
 
+@pytest.fixture
+def quick_processes(monkeypatch):
+    """Have programs that start processes by multiprocessing get forks that have imported everything."""
+    import multiprocessing
+
+    from tests.operators.distributed import forking_context
+
+    context = forking_context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+
+
 def folder_of_all(tmp_path_factory, name):
     """Return a folder that all processes of these tests have in common."""
     folder = tmp_path_factory.getbasetemp()

@@ -13,9 +13,19 @@ import torch.distributed as dist
 
 from tests.operators.interpreted import interpreted
 
-# What the tests' functions import, too.
+# What the tests' functions import, too. One server starts the processes of all tests that need some.
 PRELOADED = ["pytest", "tests.operators.distributed", "tests.operators.interpreter", "tests.operators.ring_cases"]
-PRELOADED += ["hstu_sparse.ring.flash.launch", "hstu_sparse.ring.hstu_launch"]
+PRELOADED += ["hstu_sparse.ring.flash.launch", "hstu_sparse.ring.hstu_launch", "train"]
+
+
+def forking_context():
+    """Return a context of multiprocessing whose processes are forks of one that has imported all that tests run.
+
+    It has no threads of the tests, and its environment is that of its start.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def run_ranks(
@@ -26,9 +36,7 @@ def run_ranks(
     function: importable. hanging: a rank that does not return, and is killed once the others have; None is its result.
     seconds: after which processes that still run are killed too. timeout: of the process group.
     """
-    # A server that has imported torch once, and no threads of the tests, starts the processes.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forking_context()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_start, args=(function, rank, world, folder, timeout, arguments), daemon=True)

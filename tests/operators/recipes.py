@@ -2,7 +2,7 @@
 
 Triton's interpreter finds out for each addition which types meet, converts and spreads both operands and checks what it
 makes: for tiles as small as those of tests that takes ten times as long as NumPy's addition. Here the first operation
-on two types is done by Triton, and what it asked NumPy for is recorded: the function, the conversions and the type of
+on two types is done by Triton, and what it asks of NumPy is recorded: the function, the conversions and the type of
 the result. Later ones do just that. A recipe is used only if it gave Triton's result, bit for bit, the first time.
 """
 
@@ -101,10 +101,10 @@ def _of_operands(name: str, function: Callable) -> Callable:
 
 def _learn(original: Callable, operands: tuple, reflected: bool) -> tuple:
     """Return an operation's result and the recipe for others like it, or None."""
-    asked: list[tuple] = []
+    recorded: list[tuple] = []
 
     def record(name, function, *handles):
-        asked.append((name, function, [handle.data for handle in handles]))
+        recorded.append((name, function, [handle.data for handle in handles]))
         return getattr(interpreter.InterpreterBuilder, name)
 
     def binary_op(left, right, function):
@@ -130,9 +130,9 @@ def _learn(original: Callable, operands: tuple, reflected: bool) -> tuple:
         for name in replaced:
             delattr(_BUILDER, name)
     tensors = [x for x in (*operands, result) if type(x) is _TENSOR]
-    if len(asked) != 1 or type(result) is not _TENSOR or not all(_plain(x) for x in tensors):
+    if len(recorded) != 1 or type(result) is not _TENSOR or not all(_plain(x) for x in tensors):
         return result, None
-    name, function, arrays = asked[0]
+    name, function, arrays = recorded[0]
     order = [*range(len(operands))][:: -1 if reflected else 1]
     order = [None] * (len(arrays) - len(order)) + order  # -x is 0 - x
     if name == "create_addptr" and not operands[order[0]].type.scalar.is_ptr():
@@ -265,12 +265,12 @@ def _load(name: str, function: Callable) -> Callable:
             return result
         padding, dtype, facts = recipe
         data = pointer.handle.data
-        kept = _TRUE if mask is None else mask.handle.data
+        mask_data = _TRUE if mask is None else mask.handle.data
         padding = other.handle.data if padding is None else padding
         memory = interpreter._interpreter
         if not hasattr(memory, "hold"):  # as `addresses` has it, which takes all shapes
-            kept, padding = np.broadcast_to(kept, data.shape), np.broadcast_to(padding, data.shape)
-        return _tensor(memory.load(data, kept, padding, dtype), facts)
+            mask_data, padding = np.broadcast_to(mask_data, data.shape), np.broadcast_to(padding, data.shape)
+        return _tensor(memory.load(data, mask_data, padding, dtype), facts)
 
     return operation
 

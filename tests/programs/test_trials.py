@@ -77,7 +77,7 @@ def test_little_better_cut_off_or_beside_leads_nowhere():
     assert again == [beside._replace(more={"k": 1, "seed": 7}), first._replace(more={"seed": 7})]
 
 
-def test_trials_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys):
+def test_trials_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys, quick_processes):
     out = tmp_path / "out"
     limits = ["--seconds", "3600", "--trials", "3", "--workers", "1", "--runs", str(tmp_path)]
     trials.main([str(plan), "one:train.batch_size=16", "--out", str(out), *limits])
@@ -168,7 +168,7 @@ def test_finals_take_the_better_values_of_an_orthogonal_array_at_the_epoch_that_
         assert trial.more["eval.test"] and trial.more["k"] == 2 and trial.more["train.epochs"] == 18
 
 
-def test_finals_are_judged_on_the_test_split(plan, tmp_path, capsys):
+def test_finals_are_judged_on_the_test_split(plan, tmp_path, capsys, quick_processes):
     plan.write_text(
         PLAN.replace("searches:", "final_seeds: [3]\nsearches:").replace("    options:", "    drawn: 2\n    options:")
     )
@@ -218,7 +218,7 @@ def test_settings_for_several_data_sets_are_only_drawn_and_compared_with_the_bes
     assert [line.split()[0] for line in last] == ["1.000", "0.900"] and last[1].endswith("a=1")
 
 
-def test_runs_to_judge_are_no_trials(plan, tmp_path):
+def test_runs_to_judge_are_no_trials(plan, tmp_path, quick_processes):
     out = tmp_path / "out"
     plan.write_text(PLAN.replace("    options:", "    judged: [3, 4]\n    options:"))
     state = trials.load_plan(plan, [])[1]["one"]
