@@ -15,12 +15,12 @@ SETTINGS = [
     "model.max_seq_len=60",
     "model.embedding_dim=16",
     "model.dropout=0",
-    "train.epochs=50",
-    "train.lr=5e-3",
+    "train.epochs=20",
+    "train.lr=1e-2",
     "train.batch_size=40",
     "train.checkpoint_seconds=1000",
     "eval.patience=null",
-    "eval.every=50",
+    "eval.every=20",
     "threads=1",
     "device=cpu",
 ]
@@ -70,7 +70,7 @@ def test_two_processes_train_as_one(tmp_path, quick_python):
         one = run("train.py", *call, "--run", tmp_path / f"{kind}-one")
         assert one.returncode == 0, one.stderr[-3000:]
         alone, shared = losses(tmp_path / f"{kind}-one"), losses(tmp_path / f"{kind}-two")
-        assert len(alone) == 50 and alone[-1] < 0.95 * alone[0], kind
+        assert len(alone) == 20 and alone[-1] < 0.95 * alone[0], kind
         # An epoch has one step.
         assert max(abs(a - b) for a, b in zip(alone, shared, strict=True)) < 1e-5, kind
         names = {path.name for path in (tmp_path / f"{kind}-two").iterdir()}
