@@ -86,7 +86,7 @@ def hold_enlarged(monkeypatch, module):
     return messages
 
 
-@pytest.mark.parametrize("cases", [80, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [80, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_rounding_does_is_allowed_and_a_thousandth_is_not(name, cases, monkeypatch):
     module, numbers, messages, noticed = operator(name), random.Random(name), [], 0
