@@ -3,16 +3,21 @@
 import os
 import sys
 
-import pytest
-import torch
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
+# NumPy's products, of which interpreted kernels are full: read when it is first imported. Threads that wait for a core
+# cost more than they compute.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", str(THREADS))
 
-from tests.operators.interpreted import interpreted
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.operators.interpreted import interpreted  # noqa: E402
 
 # Triton reads it once, when it is first imported, so it has to be set before any test module is.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # The share of the GPU's memory for all processes together: the rest is their contexts and kernels.
 SHARED_MEMORY = 0.9
 MOST_CACHED = 2**30  # bytes that a test may leave in torch's cache
@@ -24,7 +29,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
+    torch.set_num_threads(THREADS)
 
 
 def pytest_collection_modifyitems(items):
