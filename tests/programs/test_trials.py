@@ -117,7 +117,7 @@ ALL_SETS = {"beauty-5core", "beauty", "ml-1m"}
     [
         ("recipes", ALL_SETS, 30),
         ("finals", {"beauty", "ml-1m"}, 10),
-        ("third-round", ALL_SETS | {"default-ml-1m", "default-beauty-5core"}, 30),
+        ("third-round", ALL_SETS | {"default-ml-1m", "default-beauty-5core", "default-beauty"}, 60),
     ],
 )
 def test_shipped_plans_are_possible(name, searches, settings):
