@@ -117,7 +117,7 @@ ALL_SETS = {"beauty-5core", "beauty", "ml-1m"}
     [
         ("recipes", ALL_SETS, 30),
         ("finals", {"beauty-5core", "ml-1m"}, 10),
-        ("fourth-round", {"beauty", "default-ml-1m", "default-beauty-5core"}, 30),
+        ("fifth-round", {"default-beauty", "default-ml-1m", "default-beauty-5core"}, 30),
     ],
 )
 def test_shipped_plans_are_possible(name, searches, settings):
