@@ -116,7 +116,7 @@ ALL_SETS = {"beauty-5core", "beauty", "ml-1m"}
     "name, searches, settings",
     [
         ("recipes", ALL_SETS, 30),
-        ("finals", {"beauty-5core", "ml-1m"}, 10),
+        ("finals", ALL_SETS, 15),
         ("fifth-round", {"default-beauty", "default-ml-1m", "default-beauty-5core"}, 30),
     ],
 )
