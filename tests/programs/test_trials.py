@@ -117,7 +117,7 @@ ALL_SETS = {"beauty-5core", "beauty", "ml-1m"}
     [
         ("recipes", ALL_SETS, 30),
         ("finals", ALL_SETS, 15),
-        ("fifth-round", {"default-beauty", "default-ml-1m", "default-beauty-5core"}, 30),
+        ("default", {"default-beauty", "default-ml-1m", "default-beauty-5core"}, 9),
     ],
 )
 def test_shipped_plans_are_possible(name, searches, settings):
