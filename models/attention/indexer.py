@@ -1,7 +1,6 @@
 """The kind `indexer`.
 
-Letters: T tokens, H heads, Hkv key heads, D query/key and V value head size, J heads of the indexer, E their size, R
-tokens that share a choice, G rows of a choice.
+Letters: T tokens, J heads of the indexer, E their size, R tokens that share a choice, G rows of a choice.
 """
 
 from typing import Any, Literal, Self
@@ -14,11 +13,10 @@ from torch.nn import functional as F
 import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.indexer import MOST_CHOSEN, MOST_SHARING
+from hstu_sparse.indexer import MOST_CHOSEN, MOST_KEY_CHANNELS, MOST_SHARING
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.launch import next_power_of_2
 from models.attention.shared import (
-    MOST_KEY_CHANNELS,
     AutoCount,
     BiasedAttention,
     FewKeys,
@@ -53,25 +51,6 @@ class BiasTables(nn.Module):
 
     def forward(self, batch: Batch) -> RelativeBias | None:
         return relative_bias(self.position, self.time, batch)
-
-
-def wide_queries(q: Tensor, key_heads: int) -> Tensor:
-    """Return [T, H, Hkv * D]: each query at the channels of its key head, 0 at those of the others.
-
-    With these the key heads are one wide head, which is what the operators take, and scores are the same.
-    """
-    if key_heads == 1:
-        return q
-    by_key_head = q.unflatten(1, (key_heads, -1)).permute(0, 2, 3, 1)
-    return torch.diag_embed(by_key_head, dim1=1, dim2=3).flatten(3).flatten(1, 2)
-
-
-def narrow_outputs(out: Tensor, key_heads: int) -> Tensor:
-    """Return each head's output at the channels of its value head: [T, H, Hkv * V] -> [T, H, V]."""
-    if key_heads == 1:
-        return out
-    by_key_head = out.unflatten(1, (key_heads, -1)).unflatten(3, (key_heads, -1))
-    return by_key_head.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(1, 2)
 
 
 class IndexerAttention(FewKeys, BiasedAttention):
@@ -115,11 +94,11 @@ class IndexerAttention(FewKeys, BiasedAttention):
             if group > MOST_SHARING and self.backend != "reference":
                 raise ValueError(f"selection_group={group}: the kernels take up to {MOST_SHARING} tokens in a group")
             key_heads = IndexerAttention.kv_heads(self, sizes.num_heads)
-            channels = key_heads * max(sizes.attention_dim, sizes.linear_dim)
+            channels = key_heads * next_power_of_2(max(16, sizes.attention_dim, sizes.linear_dim))
             if key_heads > 1 and channels > MOST_KEY_CHANNELS and self.backend != "reference":
                 raise ValueError(
                     f"num_kv_heads={self.num_kv_heads}: the kernels take up to {MOST_KEY_CHANNELS} channels in all key "
-                    f"heads, got {channels}"
+                    f"heads, padded to powers of two, got {channels}"
                 )
             if MOST_CHOSEN < top_k < sizes.max_seq_len and self.backend != "reference":
                 raise ValueError(
@@ -148,8 +127,9 @@ class IndexerAttention(FewKeys, BiasedAttention):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, offsets = self.config, batch.seq_offsets
-        key_heads, bias = k.shape[1], self.bias(batch)
-        q, k, v = wide_queries(q, key_heads), k.flatten(1), v.flatten(1)
+        bias = self.bias(batch)
+        if k.shape[1] == 1:
+            k, v = k.squeeze(1), v.squeeze(1)
         iq, ik, w = self.index(x.detach())
         top_k, group = chosen(c.top_k), chosen(c.selection_group)
         shared: dict[str, Any] = {"selection_group": group, "backend": c.backend}
@@ -161,9 +141,7 @@ class IndexerAttention(FewKeys, BiasedAttention):
                 scores = hstu_sparse.index_scores(iq, ik, w, indices, offsets, **options)
         else:
             scores, indices = hstu_sparse.lightning_indexer(iq, ik, w, offsets, top_k, **options)
-        shared["scale"] = self.sizes.attention_dim**-0.5
         out = hstu_sparse.sparse_attention(q, k, v, indices, offsets, bias=bias, **shared)
-        out = narrow_outputs(out, key_heads)
         if not self.training:
             return out, {}
         loss = hstu_sparse.indexer_loss(

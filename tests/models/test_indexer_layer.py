@@ -184,10 +184,10 @@ def test_the_configuration_knows_the_kernels_limit(change, message):
 
 
 def test_key_heads_wider_than_the_kernels_are_refused():
-    sizes = LayerSizes(4, 80, 64, 320, 100)
+    sizes = LayerSizes(4, 130, 64, 320, 100)
     config = IndexerAttention.Config(kind="indexer", num_kv_heads=4).for_model(sizes)
     with pytest.raises(
-        ValueError, match=r"num_kv_heads=4: the kernels take up to 256 channels in all key heads, got 3"
+        ValueError, match=r"num_kv_heads=4: the kernels take up to 512 channels in all key heads, .* got 1024"
     ):
         config.check_model(sizes)
     config.model_copy(update={"backend": "reference"}).check_model(sizes)
