@@ -57,11 +57,13 @@ def group_config(
     """Return the configuration for groups of `group` tokens, of which kernels process TOKENS at a time, with BLOCK
     chosen keys and NEAR keys of the group a step. `heads` is a power of two; width is that of one key head.
     """
-    most = 64 if dtype.itemsize == 2 and width <= 256 else 32 if width <= 256 else 16
+    most = 64 if dtype.itemsize == 2 and width <= 256 else 32 if width <= 256 and key_heads == 1 else 16
     tokens = max(16 // heads, min(next_power_of_2(group), most // heads), 1)
     block = max(16, min(key_block(dtype, width * key_heads), next_power_of_2(top_k)))
     if kernel == "bwd" or tokens * heads > 32:
         block = min(block, 32)
+    if dtype.itemsize == 4 and key_heads > 1:  # products in fp32 take many registers
+        block = 16
     near = max(16, min(block, next_power_of_2(group)))
     # A third stage makes forward 40% slower; up to 32 rows two warps are as fast as four.
     is_small = tokens * heads <= 32 and width <= 128 and dtype.itemsize == 2
