@@ -191,7 +191,7 @@ def export_items(path: Path, model, item_ids: np.ndarray, ranks: Ranks | None = 
             header = {"descr": "<f4", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
             for vectors in blocks:
-                file.write(vectors)
+                file.write(vectors.data)
         vectors = np.load(folder / "items.npy", mmap_mode="r", allow_pickle=False)
         _write_vectors(folder / "items.parquet", ids, vectors)
         if importlib.util.find_spec("faiss") is not None:
