@@ -154,8 +154,8 @@ def test_a_shard_begins_as_its_part_of_the_table(drawn_whole, monkeypatch):
 
 def test_ranks_look_up_the_items_that_one_process_looks_up():
     # Fused adam moves every row that is looked up, so an idle rank must not ask for any other.
-    table, asked = Shard((0, 0), (101, 8)), []
-    table.look_up = lambda ids: asked.append(set(ids.tolist())) or table.weight[ids]
+    table, id_sets = Shard((0, 0), (101, 8)), []
+    table.look_up = lambda ids: id_sets.append(set(ids.tolist())) or table.weight[ids]
     model = embedding.InputEmbedding(101, 0, 8, 5, 0.0, table=table)
     items, targets = torch.tensor([3, 7, 9, 4, 8]), torch.tensor([7, 9, 11, 8, -1])
     times, offsets, users = torch.zeros(5, dtype=torch.long), torch.tensor([0, 3, 5]), torch.tensor([0, 1])
@@ -164,17 +164,14 @@ def test_ranks_look_up_the_items_that_one_process_looks_up():
     for part, negatives in zip(parts, ([20, 21, 22, 23, 24], [20, 21, 22], [23, 24], [20, 21, 22])):
         drawn = Negatives(torch.tensor(negatives)[:, None])
         looked_up(model, part, Share(None, part.target_ids, drawn, torch.tensor(4)))
-    assert asked[0] == {3, 4, 7, 8, 9, 11, *range(20, 25)} == asked[1] | asked[2] and asked[3] < asked[0]
+    assert id_sets[0] == {3, 4, 7, 8, 9, 11, *range(20, 25)} == id_sets[1] | id_sets[2] and id_sets[3] < id_sets[0]
 
 
 def test_look_ups_of_evaluation_are_no_steps_of_a_fused_optimiser():
     shard, ids = Shard((0, 0), (101, 8)), torch.tensor([3, 5])
-    shard.fused, shard.kernel = (
-        "adam",
-        SplitTableBatchedEmbeddingBagsCodegen(
-            [(101, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD
-        ),
-    )
+    table = (101, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    shard.kernel = SplitTableBatchedEmbeddingBagsCodegen([table], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    shard.fused = "adam"
     for step in (0, 1, 7):
         for _ in range(3):
             shard.kernel(ids, torch.tensor([0, 1, 2]))
