@@ -186,9 +186,6 @@ class Saver:
             if f"optimizer.{name}.step" not in saved:
                 del self.optimizer.state[p]
         self.model.load_state_dict({n.removeprefix("model."): v for n, v in loaded.items() if _dense(n, "model.")})
-        if self.table is not None:
-            moments = {n.rpartition(".")[2]: v for n, v in loaded.items() if n.startswith(f"optimizer.{TABLE}.")}
-            self.table.take_moments(moments)
         return progress
 
     def whole_weights(self) -> dict[str, Tensor]:

@@ -179,21 +179,18 @@ class ShardedTable:
             self.fill(rows)
 
     def moments(self) -> dict[str, Tensor]:
-        """Return the state of a fused optimiser by name: [rows, columns] or [rows] of the shard, or 0-d."""
+        """Return the state of a fused optimiser by name: [rows, columns] or [rows] of the shard."""
         if not self.fused or self.kernel is None:
             return {}
-        states = {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
-        return states | ({"iter": self.kernel.iter.reshape(())} if self.fused == "adam" else {})
+        return {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
 
-    def take_moments(self, moments: dict[str, Tensor]) -> None:
-        """Take over loaded state that `moments` returned as copies; its other tensors were loaded in place."""
-        if self.kernel is not None and "iter" in moments:
-            self.kernel.iter.fill_(int(moments["iter"]))
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of a fused optimiser's next steps."""
+    def begin_step(self, lr: float, step: int) -> None:
+        """Set the learning rate of a fused optimiser and the number of steps before this one."""
         if self.fused and self.kernel is not None:
             self.kernel.set_learning_rate(lr)
+            # fbgemm counts look-ups, those of evaluation too, and adam's bias correction takes their number.
+            self.kernel.iter.fill_(step)
+            self.kernel.iter_cpu.fill_(step)
 
 
 def rows_in_a_block(size: int) -> int:
