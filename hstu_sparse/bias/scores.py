@@ -30,7 +30,8 @@ from hstu_sparse.bias.buckets import (
     pair_bucket,
     reached,
 )
-from hstu_sparse.tiles import opaque
+from hstu_sparse.bias.sums import times_look_up
+from hstu_sparse.tiles import opaque, plus
 
 NEAR = tl.constexpr(16)
 # Zeros on both sides of the halved position table: the compiler may move look-ups before the loops' bounds checks, and
@@ -44,6 +45,7 @@ class Bias(NamedTuple):
     """The biases' inputs for a program's resident side; members of an absent bias are not read.
 
     position, time        pointers to the tables' halves (see `halved_tables_kernel`)
+    copied                shared-memory address of the time table's copy (with ASM)
     cells, steps          pointers to `bucket_cells` and `bucket_steps`
     high, low, offset     [OWN, 1], timestamps of the resident side, see `TokenTimes`
     other_split           pointer to the streamed side's, from the sequence's first token on
@@ -55,6 +57,7 @@ class Bias(NamedTuple):
 
     position: tl.tensor
     time: tl.tensor
+    copied: tl.tensor
     cells: tl.tensor
     steps: tl.tensor
     high: tl.tensor
@@ -145,16 +148,17 @@ def narrow_bias(first, edges, time, steps, resident, streamed, origin, BY_QUERY:
 
 @triton.jit
 def half_bias(
-    start, place, sequence, ahead, bias, kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr, BY_QUERY: tl.constexpr,
-    OWN: tl.constexpr, OTHER: tl.constexpr,
+    start, first_row, place, sequence, ahead, bias, kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
+    BY_QUERY: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Return half the biases, [OWN, OTHER], of the resident side with the streamed side's block from `start` on.
 
-    place: `bias_position` of the resident side, [OWN, 1]. ahead: `read_ahead` of this tile, if it is narrow. MASKED:
-    the tile may be wide. IS_NEAR: its buckets are in the plan. BY_QUERY: queries are the resident side.
+    first_row: the resident side's first token; place: its `bias_position`, [OWN, 1]. ahead: `read_ahead` of this tile,
+    if it is narrow. MASKED: the tile may be wide. IS_NEAR: its buckets are in the plan. BY_QUERY: queries are the
+    resident side.
 
     Returns the biases (IS_NEAR with time: HIDDEN_BIAS if a query does not see a key), the pairs' buckets if MASKED
-    with time, and `read_ahead` of the next tile.
+    with time (IS_NEAR and ASM: bytes), and `read_ahead` of the next tile.
     """
     token = start + tl.arange(0, OTHER)
     buckets = 0
@@ -164,8 +168,14 @@ def half_bias(
             column = bias_position(token, sequence.history, kind.HAS_TARGETS)[None, :]
             biases = look_up(bias.position, place - column if BY_QUERY else column - place, kind.ASM)
         else:
-            # The same sum, written so that the compiler sees which neighbours read the same address.
-            row = bias.position + (place - start if BY_QUERY else start - place)
+            # The same sum, written so that the compiler sees which neighbours read the same address: a pointer for
+            # each row, which is new in each block, plus constants.
+            if kind.HAS_TARGETS:
+                row = bias.position + (place - start)
+            else:
+                own = tl.arange(0, OWN).to(tl.int64)[:, None]
+                row = bias.position + (first_row - start if BY_QUERY else start - first_row)
+                row = row + (own if BY_QUERY else -own)
             column = tl.arange(0, OTHER).to(tl.int64)[None, :]
             # The condition is always true: it makes Triton move the load and what depends on it to the loop's top.
             if BY_QUERY or kind.HAS_TIME or start < sequence.length:
@@ -173,8 +183,12 @@ def half_bias(
     if kind.HAS_TIME and IS_NEAR:
         block = bias.nearest - start // OTHER if BY_QUERY else start // OTHER - bias.nearest
         stored = tl.load(bias.near + block * (OWN * OTHER) + tl.arange(0, OWN * OTHER))
-        buckets = near_order(stored, OWN, OTHER, False).to(tl.int32)
-        biases += look_up(bias.time, buckets, kind.ASM)
+        buckets = near_order(stored, OWN, OTHER, False)
+        if kind.ASM:
+            biases += times_look_up(bias.copied, buckets)
+        else:
+            buckets = buckets.to(tl.int32)
+            biases += tl.load(bias.time + buckets)
     elif kind.HAS_TIME and MASKED:
         inside = token < sequence.length
         other_high = tl.load(bias.other_split + token, inside, 0.0)[None, :]
@@ -191,9 +205,8 @@ def half_bias(
         edges = entry & ENTRY_EDGES
         time = bias.time + (entry >> ENTRY_SHIFT)
         steps = bias.steps + (entry >> ENTRY_SHIFT)
-        # Both branches end alike, so that the sum, which waits for the position bias, is delayed.
         if edges == 0:
-            biases += first
+            biases = plus(biases, first)
         else:
             origin = tl.load(bias.other_offset + start).to(tl.int64)
             offsets = look_up(bias.other_offset, token.to(tl.int64)[None, :], kind.ASM)

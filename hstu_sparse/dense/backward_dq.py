@@ -19,6 +19,7 @@ from hstu_sparse.bias.sums import (
     histogram_open,
     ring_flush,
     ring_open,
+    times_open,
 )
 from hstu_sparse.dense.ranges import (
     CALLER_POINTERS,
@@ -51,7 +52,7 @@ def _attend_dq(
         scores = tl.dot(q, tl.trans(key), input_precision=kind.PRECISION)
         entry = ahead[0]
         biases, buckets, ahead = half_bias(
-            start, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, True, kind.BLOCK_M, kind.BLOCK_N
+            start, first_row, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, True, kind.BLOCK_M, kind.BLOCK_N
         )
         # After the bias's branches, so that this product overlaps tanh.
         dp = tl.dot(do, tl.trans(value), input_precision=kind.PRECISION)
@@ -104,7 +105,10 @@ def dense_attention_bwd_dq_kernel(
         b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
         HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    bias = Bias(position_bias, time_bias, cells, steps, *bias_fields, total)
+    copied = 0
+    if HAS_TIME and ASM:
+        copied = times_open(time_bias, sequence.length)  # a barrier follows
+    bias = Bias(position_bias, time_bias, copied, cells, steps, *bias_fields, total)
     ring, histogram, lane = 0, 0, 0
     sum_scale, time_scale = half_inverse_n, 1.0
     if EXACT:
