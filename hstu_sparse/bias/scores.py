@@ -173,9 +173,9 @@ def half_bias(
             if kind.HAS_TARGETS:
                 row = bias.position + (place - start)
             else:
-                own = tl.arange(0, OWN).to(tl.int64)[:, None]
+                resident = tl.arange(0, OWN).to(tl.int64)[:, None]
                 row = bias.position + (first_row - start if BY_QUERY else start - first_row)
-                row = row + (own if BY_QUERY else -own)
+                row = row + (resident if BY_QUERY else -resident)
             column = tl.arange(0, OTHER).to(tl.int64)[None, :]
             # The condition is always true: it makes Triton move the load and what depends on it to the loop's top.
             if BY_QUERY or kind.HAS_TIME or start < sequence.length:
