@@ -18,6 +18,9 @@ from models.contract import AttentionKind, LayerSizes
 # Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
 FlashBackend = Literal["auto", "triton", "reference", "cute"]
 
+# Channels of all key heads of a layer together: what `num_kv_heads: auto` reaches for, and at most takes.
+KEY_CHANNELS, MOST_KEY_CHANNELS = 64, 256
+
 # Entries that the published HSTU adds to max_seq_len in its normaliser and bias tables.
 EXTRA_POSITIONS = 11
 
@@ -140,3 +143,27 @@ class SharedKeys(AttentionKind):
     @classmethod
     def kv_heads(cls, config: Any, num_heads: int) -> int:
         return config.num_kv_heads or num_heads
+
+
+class FewKeys(SharedKeys):
+    """Kinds that gather keys and values, and are the faster the fewer heads of these there are."""
+
+    class Config(SharedKeys.Config):
+        num_kv_heads: AutoCount | None = "auto"  # type: ignore[assignment]  # a number or auto
+        """The number of heads of keys and values; `auto`: the fewest that have 64 channels together; null: as many as
+        there are heads of queries."""
+
+        def for_model(self, sizes: LayerSizes) -> Self:
+            heads = default_kv_heads(sizes) if self.num_kv_heads == "auto" else self.num_kv_heads
+            return super().for_model(sizes).model_copy(update={"num_kv_heads": heads})
+
+    @classmethod
+    def kv_heads(cls, config: Any, num_heads: int) -> int:
+        return num_heads if config.num_kv_heads is None else chosen(config.num_kv_heads)
+
+
+def default_kv_heads(sizes: LayerSizes) -> int:
+    """Return the fewest key heads with KEY_CHANNELS channels together, else the most with up to MOST_KEY_CHANNELS."""
+    most, least = max(sizes.attention_dim, sizes.linear_dim), min(sizes.attention_dim, sizes.linear_dim)
+    heads = [n for n in range(1, sizes.num_heads + 1) if sizes.num_heads % n == 0 and n * most <= MOST_KEY_CHANNELS]
+    return next((n for n in heads if n * least >= KEY_CHANNELS), heads[-1] if heads else 1)

@@ -116,8 +116,8 @@ ALL_SETS = {"beauty-5core", "beauty", "ml-1m"}
     "name, searches, settings",
     [
         ("recipes", ALL_SETS, 30),
-        ("finals", {"beauty", "ml-1m"}, 10),
-        ("third-round", ALL_SETS | {"default-ml-1m", "default-beauty-5core"}, 30),
+        ("finals", ALL_SETS, 15),
+        ("default", {"default-beauty", "default-ml-1m", "default-beauty-5core"}, 9),
     ],
 )
 def test_shipped_plans_are_possible(name, searches, settings):
