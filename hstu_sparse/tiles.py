@@ -221,18 +221,6 @@ def opaque(x):
 
 
 @triton.jit
-def plus(x, y):
-    """Compute x + y, fp32, by an instruction that the compiler leaves in its branch.
-
-    It would otherwise move what ends both branches behind them, and copy one number into a register for each value.
-    """
-    if COMPILED:
-        return tl.inline_asm_elementwise("add.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
-    else:
-        return x + y
-
-
-@triton.jit
 def row_norms(x):
     """Compute the norms of the rows of x, fp32, each divided by its largest element first, so that no square
     overflows.

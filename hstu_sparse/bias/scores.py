@@ -30,8 +30,7 @@ from hstu_sparse.bias.buckets import (
     pair_bucket,
     reached,
 )
-from hstu_sparse.bias.sums import times_look_up
-from hstu_sparse.tiles import opaque, plus
+from hstu_sparse.tiles import opaque
 
 NEAR = tl.constexpr(16)
 # Zeros on both sides of the halved position table: the compiler may move look-ups before the loops' bounds checks, and
@@ -45,7 +44,6 @@ class Bias(NamedTuple):
     """The biases' inputs for a program's resident side; members of an absent bias are not read.
 
     position, time        pointers to the tables' halves (see `halved_tables_kernel`)
-    copied                shared-memory address of the time table's copy (with ASM)
     cells, steps          pointers to `bucket_cells` and `bucket_steps`
     high, low, offset     [OWN, 1], timestamps of the resident side, see `TokenTimes`
     other_split           pointer to the streamed side's, from the sequence's first token on
@@ -57,7 +55,6 @@ class Bias(NamedTuple):
 
     position: tl.tensor
     time: tl.tensor
-    copied: tl.tensor
     cells: tl.tensor
     steps: tl.tensor
     high: tl.tensor
@@ -158,7 +155,7 @@ def half_bias(
     resident side.
 
     Returns the biases (IS_NEAR with time: HIDDEN_BIAS if a query does not see a key), the pairs' buckets if MASKED
-    with time (IS_NEAR and ASM: bytes), and `read_ahead` of the next tile.
+    with time, and `read_ahead` of the next tile.
     """
     token = start + tl.arange(0, OTHER)
     buckets = 0
@@ -183,12 +180,8 @@ def half_bias(
     if kind.HAS_TIME and IS_NEAR:
         block = bias.nearest - start // OTHER if BY_QUERY else start // OTHER - bias.nearest
         stored = tl.load(bias.near + block * (OWN * OTHER) + tl.arange(0, OWN * OTHER))
-        buckets = near_order(stored, OWN, OTHER, False)
-        if kind.ASM:
-            biases += times_look_up(bias.copied, buckets)
-        else:
-            buckets = buckets.to(tl.int32)
-            biases += tl.load(bias.time + buckets)
+        buckets = near_order(stored, OWN, OTHER, False).to(tl.int32)
+        biases += look_up(bias.time, buckets, kind.ASM)
     elif kind.HAS_TIME and MASKED:
         inside = token < sequence.length
         other_high = tl.load(bias.other_split + token, inside, 0.0)[None, :]
@@ -205,8 +198,9 @@ def half_bias(
         edges = entry & ENTRY_EDGES
         time = bias.time + (entry >> ENTRY_SHIFT)
         steps = bias.steps + (entry >> ENTRY_SHIFT)
+        # Both branches end alike, so that the sum, which waits for the position bias, is delayed.
         if edges == 0:
-            biases = plus(biases, first)
+            biases += first
         else:
             origin = tl.load(bias.other_offset + start).to(tl.int64)
             offsets = look_up(bias.other_offset, token.to(tl.int64)[None, :], kind.ASM)

@@ -118,69 +118,19 @@ _ADD_FOUR = tl.constexpr("""{
     DONE:
     mov.u32 $0, 0;
 }""")
-# As _ADD_EXACT, for four values whose buckets are the bytes of one register: a sum of products of bytes picks a byte.
-_ADD_BYTES = tl.constexpr(
-    "{ .reg .u32 a; .reg .f32 f; .reg .b32 n; "
-    + " ".join(
-        f"dp4a.u32.u32 a, $1, 0x{_ROW.value << 8 * i:X}, $2; fma.rn.f32 f, ${6 + i}, $10, 0f{_ROUNDING}; "
-        f"mov.b32 n, f; sub.u32 n, n, 0x{_ROUNDING}; red.shared.add.u32 [a], n;"
-        for i in range(4)
-    )
-    + " mov.u32 $0, 0; }"
-)
-assert _ROW.value < 256
 
 
 @triton.jit
 def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
     """Add a tile to histogram[bucket]; EXACT: value * scale, rounded, in integers. lane: `histogram_lane`.
 
-    Otherwise four neighbours with the same bucket, as most have, are added first: an addition in fp32 is slow. Buckets
-    may be bytes.
+    Otherwise four neighbours with the same bucket, as most have, are added first: an addition in fp32 is slow.
     """
-    cell = lane + _ROW * bucket.to(tl.int32)
-    if EXACT and bucket.dtype == tl.uint8:
-        tl.inline_asm_elementwise(
-            _ADD_BYTES, "=r,r,r,r,r,r,f,f,f,f,f,f,f,f", [bucket, lane, value, scale], tl.int8, is_pure=False, pack=4
-        )
-    elif EXACT:
+    cell = lane + _ROW * bucket
+    if EXACT:
         tl.inline_asm_elementwise(_ADD_EXACT, "=r,r,f,f", [cell, value, scale], tl.int32, is_pure=False, pack=1)
     else:
         tl.inline_asm_elementwise(_ADD_FOUR, "=r,r,r,r,r,f,f,f,f", [cell, value], tl.int8, is_pure=False, pack=4)
-
-
-# A copy of the time table, for look-ups by buckets of a byte: what lies behind the table is copied too, and not read.
-TIMES_COPIED = 256
-_TIMES = tl.constexpr(TIMES_COPIED)
-_OPEN_TIMES = tl.constexpr(f"{{ .shared .align 128 .b8 hstu_times[{TIMES_COPIED * _WORD}]; mov.u32 $0, hstu_times; }}")
-_LOOK_UP_BYTES = tl.constexpr(
-    "{ .reg .u32 a; "
-    + " ".join(f"dp4a.u32.u32 a, $4, 0x{_WORD << 8 * i:X}, $5; ld.shared.f32 ${i}, [a];" for i in range(4))
-    + " }"
-)
-
-
-@triton.jit
-def times_open(time, token):
-    """Copy TIMES_COPIED entries of the time table and return the copy's shared-memory address; a barrier has to follow.
-
-    Called once per program; `token` is any int32 scalar.
-    """
-    base = tl.inline_asm_elementwise(_OPEN_TIMES, "=r,r", [token], tl.int32, is_pure=False, pack=1)
-    entry = tl.arange(0, _TIMES)
-    tl.inline_asm_elementwise(
-        "st.shared.f32 [$1], $2; mov.u32 $0, 0;", "=r,r,f", [base + 4 * entry, tl.load(time + entry)], tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-    return base
-
-
-@triton.jit
-def times_look_up(base, bucket):
-    """Return the time table's entries, fp32, for a tile of buckets of one byte each."""
-    return tl.inline_asm_elementwise(
-        _LOOK_UP_BYTES, "=&f,=&f,=&f,=&f,r,r,r,r,r", [bucket, base], tl.float32, is_pure=True, pack=4
-    )
 
 
 def _sum_assembly(pack: int, past_edge: bool, exact: bool, row_bytes: int) -> str:

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.scores import NEAR, Bias, bias_position, half_bias, read_ahead
-from hstu_sparse.bias.sums import times_open
 from hstu_sparse.dense.ranges import (
     CALLER_POINTERS,
     MOST_TILES,
@@ -97,12 +96,8 @@ def dense_attention_bwd_dkv_kernel(
         entries += slot * row
         near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
         full = tl.load(runs + slot)
-    copied = 0
-    if HAS_TIME and ASM:
-        copied = times_open(time_bias, length)
-        tl.debug_barrier()
     bias = Bias(
-        position_bias, time_bias, copied, cells, steps, high, low, offset, q_times, q_offset, entries, near,
+        position_bias, time_bias, cells, steps, high, low, offset, q_times, q_offset, entries, near,
         begin_row // BLOCK_M, total,
     )  # fmt: skip
     # The loops are over: near blocks, or, without times, all up to `full`; with times, other blocks that need masks;

@@ -19,7 +19,6 @@ from hstu_sparse.bias.sums import (
     histogram_open,
     ring_flush,
     ring_open,
-    times_open,
 )
 from hstu_sparse.dense.ranges import (
     CALLER_POINTERS,
@@ -105,10 +104,7 @@ def dense_attention_bwd_dq_kernel(
         b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
         HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    copied = 0
-    if HAS_TIME and ASM:
-        copied = times_open(time_bias, sequence.length)  # a barrier follows
-    bias = Bias(position_bias, time_bias, copied, cells, steps, *bias_fields, total)
+    bias = Bias(position_bias, time_bias, cells, steps, *bias_fields, total)
     ring, histogram, lane = 0, 0, 0
     sum_scale, time_scale = half_inverse_n, 1.0
     if EXACT:

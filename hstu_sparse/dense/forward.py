@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.scores import Bias, bias_position, half_bias, read_ahead
-from hstu_sparse.bias.sums import times_open
 from hstu_sparse.dense.ranges import (
     CALLER_POINTERS,
     PER_BATCH,
@@ -80,11 +79,7 @@ def dense_attention_fwd_kernel(
         b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
         HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    copied = 0
-    if HAS_TIME and ASM:
-        copied = times_open(time_bias, sequence.length)
-        tl.debug_barrier()
-    bias = Bias(position_bias, time_bias, copied, cells, steps, *bias_fields, total)
+    bias = Bias(position_bias, time_bias, cells, steps, *bias_fields, total)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     for part in tl.static_range(4):
         if (part > 0 or HAS_WINDOW) and (part != 2 or HAS_TIME):  # noqa: SIM102  known to the compiler

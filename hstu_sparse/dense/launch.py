@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.bias.buckets import bucket_steps, device_cells, hidden_bucket
+from hstu_sparse.bias.buckets import bucket_steps, device_cells, hidden_bucket, num_time_buckets
 from hstu_sparse.bias.gradients import greatest_norms_kernel, table_gradients_kernel
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import POSITION_MARGIN, halved_tables_kernel
-from hstu_sparse.bias.sums import TIMES_COPIED
 from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
 from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
 from hstu_sparse.dense.configs import (
@@ -57,9 +56,9 @@ _ALIGNMENT = 16
 
 
 def _tables_kept(bias: RelativeBias) -> tuple[int, int]:
-    """Return the sizes of the halved tables: (position with its margins, time with what `times_open` copies)."""
+    """Return the sizes of the halved tables: (position with its margins, time with the hidden bucket)."""
     position = 0 if bias.position is None else bias.position.shape[0] + 2 * POSITION_MARGIN
-    time = 0 if bias.time is None else TIMES_COPIED
+    time = 0 if bias.time is None else hidden_bucket(num_time_buckets(bias.time)) + 1
     return cdiv(position, _ALIGNMENT) * _ALIGNMENT, time
 
 
