@@ -150,7 +150,7 @@ def test_key_heads(group):
     ],
 )
 def test_default_key_heads(heads, size, value_size, expected):
-    """Of the indexer, of a short and of a long tree."""
+    """Check the indexer, a short and a long tree."""
     for kind, length, wanted in zip(("indexer", "htree", "htree"), (200, 200, 4096), expected):
         sizes = LayerSizes(heads, size, value_size, 16, length)
         config = ATTENTION[kind].Config(kind=kind).for_model(sizes)
