@@ -151,11 +151,11 @@ def test_key_heads(group):
 )
 def test_default_key_heads(heads, size, value_size, expected):
     """Check the indexer, a short and a long tree."""
-    for kind, length, wanted in zip(("indexer", "htree", "htree"), (200, 200, 4096), expected):
+    for kind, length, key_heads in zip(("indexer", "htree", "htree"), (200, 200, 4096), expected):
         sizes = LayerSizes(heads, size, value_size, 16, length)
         config = ATTENTION[kind].Config(kind=kind).for_model(sizes)
-        assert config.num_kv_heads == wanted and config.for_model(LayerSizes(1, 7, 7, 7, length)) == config
-        assert ATTENTION[kind].kv_heads(config, heads) == wanted
+        assert config.num_kv_heads == key_heads and config.for_model(LayerSizes(1, 7, 7, 7, length)) == config
+        assert ATTENTION[kind].kv_heads(config, heads) == key_heads
         if kind == "indexer":  # with a choice for each token as a long tree
             config.check_model(sizes)
             single = ATTENTION[kind].Config(kind=kind, selection_group=1).for_model(sizes)
