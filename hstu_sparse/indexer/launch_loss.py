@@ -40,7 +40,9 @@ def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: in
     if INTERPRET:
         return LaunchConfig(4, 2, BLOCK=32, HELD=next_power_of_2(cdiv(top_k, 32)) if top_k <= 64 else 0)
     if key_heads > 1:
-        block = max(16, min(64, 16384 // (dtype.itemsize * width * key_heads))) if dtype.itemsize == 2 else 16
+        block = 16
+        if dtype.itemsize == 2:  # keys of all heads in 16 KB
+            block = max(16, min(64, 8192 // (width * next_power_of_2(key_heads))))
         few = dtype.itemsize == 2 and top_k <= 4 * block
         return LaunchConfig(4, 2, BLOCK=block, HELD=cdiv(top_k, block) if few else 0)
     if dtype.itemsize == 4 or width > 128:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.shared import AutoCount, AutoRate, FewKeys, chosen
+from models.attention.shared import AutoCount, AutoRate, FewKeys, chosen, few_kv_heads
 from models.contract import AuxLoss, LayerSizes
 
-# max_seq_len from which nodes have 16 children instead of 8, and the greatest number of expanded nodes.
+# max_seq_len from which `auto` means few key heads, and the greatest number of expanded nodes.
 LONG, MOST_EXPANDED = 1024, 32
 
 
@@ -26,7 +26,7 @@ class HierarchicalTreeAttention(FewKeys):
         kind: Literal["htree"]
         """The attention kind."""
         compression_rate: AutoRate = "auto"
-        """The number of children of a node; `auto` is 8, from max_seq_len 1,024 on 16."""
+        """The number of children of a node; `auto` is 16, up to max_seq_len 16 it is 8."""
         top_k: AutoCount = "auto"
         """The number of nodes that are expanded in each layer of the tree; `auto` follows from max_seq_len."""
         selection_group: AutoCount = "auto"
@@ -36,14 +36,16 @@ class HierarchicalTreeAttention(FewKeys):
         backend: Literal["auto", "triton", "reference"] = "auto"
         """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
+        def default_kv_heads(self, sizes: LayerSizes) -> int:
+            return sizes.num_heads if sizes.max_seq_len < LONG else few_kv_heads(sizes)
+
         def for_model(self, sizes: LayerSizes) -> Self:
-            """Choose a tree with 8 children a node, or 16 from LONG tokens on, of which a query sees
-            at most three quarters of the longest sequence as tokens; as many neighbours share a choice as a node has
-            children.
+            """Choose a tree with 16 children a node, of which a query sees at most three quarters of the longest
+            sequence as tokens; as many neighbours share a choice as a node has children.
             """
             rate, top_k, group = self.compression_rate, self.top_k, self.selection_group
             if rate == "auto":
-                rate = 8 if sizes.max_seq_len < LONG else 16
+                rate = 16 if sizes.max_seq_len > 16 else 8
                 if group != "auto" and rate % group:
                     rate = group
             if top_k == "auto":

@@ -22,7 +22,10 @@ from models.attention.shared import (
     FewKeys,
     TimeBias,
     chosen,
+    few_kv_heads,
+    many_kv_heads,
     new_table,
+    padded_channels,
     relative_bias,
 )
 from models.contract import AuxLoss, LayerSizes
@@ -37,8 +40,8 @@ def default_top_k(max_seq_len: int) -> int:
 
 
 def default_selection_group(max_seq_len: int) -> int:
-    """Return 4 tokens up to a length of 512, 8 up to 2,048 and 16 beyond (docs/indexer.md)."""
-    return 4 if max_seq_len <= 512 else 8 if max_seq_len <= 2048 else 16
+    """Return 8 tokens up to a length of 2,048 and 16 beyond (docs/indexer.md)."""
+    return 8 if max_seq_len <= 2048 else 16
 
 
 class BiasTables(nn.Module):
@@ -67,7 +70,7 @@ class IndexerAttention(FewKeys, BiasedAttention):
         top_k: AutoCount = "auto"
         """The number of tokens that are chosen; `auto` is an eighth of max_seq_len, from 8 to 128."""
         selection_group: AutoCount = "auto"
-        """The number of neighbouring tokens that share a choice; `auto` is 4, 8 or 16, by max_seq_len."""
+        """The number of neighbouring tokens that share a choice; `auto` is 8, for max_seq_len over 2,048 it is 16."""
         num_index_heads: int = Field(4, ge=1)
         """The number of heads of the indexer."""
         index_dim: int = Field(32, ge=1)
@@ -83,6 +86,10 @@ class IndexerAttention(FewKeys, BiasedAttention):
         backend: Literal["auto", "triton", "reference"] = "auto"
         """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
+        def default_kv_heads(self, sizes: LayerSizes) -> int:
+            # The kernels for single tokens run once for each key head.
+            return few_kv_heads(sizes) if self.selection_group == 1 else many_kv_heads(sizes)
+
         def for_model(self, sizes: LayerSizes) -> Self:
             defaults = {"top_k": default_top_k, "selection_group": default_selection_group}
             update = {name: make(sizes.max_seq_len) for name, make in defaults.items() if getattr(self, name) == "auto"}
@@ -94,7 +101,7 @@ class IndexerAttention(FewKeys, BiasedAttention):
             if group > MOST_SHARING and self.backend != "reference":
                 raise ValueError(f"selection_group={group}: the kernels take up to {MOST_SHARING} tokens in a group")
             key_heads = IndexerAttention.kv_heads(self, sizes.num_heads)
-            channels = key_heads * next_power_of_2(max(16, sizes.attention_dim, sizes.linear_dim))
+            channels = key_heads * padded_channels(sizes)
             if key_heads > 1 and channels > MOST_KEY_CHANNELS and self.backend != "reference":
                 raise ValueError(
                     f"num_kv_heads={self.num_kv_heads}: the kernels take up to {MOST_KEY_CHANNELS} channels in all key "

@@ -136,19 +136,35 @@ def test_key_heads(group):
 
 @pytest.mark.parametrize(
     ("heads", "size", "value_size", "expected"),
-    [(4, 16, 16, 4), (4, 64, 64, 1), (4, 32, 40, 2), (6, 25, 30, 3), (1, 50, 50, 1), (2, 8, 8, 2), (3, 100, 60, 1)],
+    [
+        (4, 16, 16, (4, 4, 4)),
+        (4, 64, 64, (4, 4, 1)),
+        (4, 32, 40, (4, 4, 2)),
+        (6, 25, 30, (6, 6, 3)),
+        (1, 50, 50, (1, 1, 1)),
+        (2, 8, 8, (2, 2, 2)),
+        (3, 100, 60, (1, 3, 1)),
+        (16, 64, 64, (4, 16, 1)),
+        (8, 256, 256, (1, 8, 1)),
+        (32, 8, 8, (16, 32, 8)),
+    ],
 )
-@pytest.mark.parametrize("kind", ["indexer", "htree"])
-def test_default_key_heads_have_64_channels(kind, heads, size, value_size, expected):
-    sizes = LayerSizes(heads, size, value_size, 16, 200)
-    config = ATTENTION[kind].Config(kind=kind).for_model(sizes)
-    assert config.num_kv_heads == expected and config.for_model(LayerSizes(1, 7, 7, 7, 200)) == config
-    assert ATTENTION[kind].kv_heads(config, heads) == expected
-    one_each = ATTENTION[kind].Config(kind=kind, num_kv_heads=None).for_model(sizes)
-    assert ATTENTION[kind].kv_heads(one_each, heads) == heads
+def test_default_key_heads(heads, size, value_size, expected):
+    """Check the indexer, a short and a long tree."""
+    for kind, length, key_heads in zip(("indexer", "htree", "htree"), (200, 200, 4096), expected):
+        sizes = LayerSizes(heads, size, value_size, 16, length)
+        config = ATTENTION[kind].Config(kind=kind).for_model(sizes)
+        assert config.num_kv_heads == key_heads and config.for_model(LayerSizes(1, 7, 7, 7, length)) == config
+        assert ATTENTION[kind].kv_heads(config, heads) == key_heads
+        if kind == "indexer":  # with a choice for each token as a long tree
+            config.check_model(sizes)
+            single = ATTENTION[kind].Config(kind=kind, selection_group=1).for_model(sizes)
+            assert single.num_kv_heads == expected[2]
+        one_each = ATTENTION[kind].Config(kind=kind, num_kv_heads=None).for_model(sizes)
+        assert ATTENTION[kind].kv_heads(one_each, heads) == heads
 
 
-@pytest.mark.parametrize(("length", "top_k", "group"), [(12, 8, 4), (200, 32, 4), (2048, 128, 8), (32_768, 128, 16)])
+@pytest.mark.parametrize(("length", "top_k", "group"), [(12, 8, 8), (200, 32, 8), (2048, 128, 8), (32_768, 128, 16)])
 def test_defaults_follow_the_length(length, top_k, group):
     sizes = LayerSizes(2, 6, 5, 16, length)
     config = IndexerAttention.Config(kind="indexer").for_model(sizes)

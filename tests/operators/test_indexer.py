@@ -5,6 +5,7 @@ Letters: T tokens, H heads, D query/key and V value head size, J index heads, E 
 
 import contextlib
 import functools
+import itertools
 import math
 
 import pytest
@@ -219,6 +220,21 @@ def test_the_loss_gradient_of_a_retained_graph(backend):
         (again,) = torch.autograd.grad(loss, scores, retain_graph=True)
         torch.testing.assert_close(3 * again, first)
         again.zero_()  # what was given away is no longer the graph's
+
+
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_blocks_of_key_heads_are_powers_of_two(width, monkeypatch):
+    """Also where their number is none; the interpreter has blocks of its own."""
+    from hstu_sparse.indexer import launch, launch_attention, launch_loss
+
+    monkeypatch.setattr(launch, "INTERPRET", False)
+    monkeypatch.setattr(launch_loss, "INTERPRET", False)
+    for key_heads, dtype, top_k in itertools.product((2, 3, 5, 12, 31), (torch.bfloat16, torch.float32), (9, 40, 300)):
+        loss = launch_loss.loss_config.__wrapped__(dtype, width, 32, top_k, 90, key_heads)
+        assert loss.BLOCK in (16, 32, 64) and (not loss.HELD or top_k <= loss.HELD * loss.BLOCK)
+        for kernel in ("fwd", "bwd"):
+            config = launch_attention.group_config.__wrapped__(kernel, dtype, 2 * width, 32, 7, top_k, key_heads)
+            assert {config.BLOCK, config.NEAR} <= {16, 32, 64}
 
 
 @interpreter

@@ -372,6 +372,9 @@ def launches():
         Launches("loss, 2,048 kept", loss_with_saved_scores, architectures=(80, 90, 100)),
         case("bf16 groups bias", torch.bfloat16, 4, 64, 4, 128, bias=True, deterministic=False, group=16),
         case("bf16 key heads", torch.bfloat16, 4, 64, 4, 32, bias=True, deterministic=False, group=4, key_heads=4),
+        case(
+            "bf16 three key heads", torch.bfloat16, 6, 64, 4, 32, bias=False, deterministic=False, group=8, key_heads=3
+        ),
         case("fp32 key heads", torch.float32, 8, 16, 4, 32, bias=True, deterministic=True, group=8, key_heads=8),
         case(
             "fp16 wide key heads", torch.float16, 4, 256, 4, 64, bias=False, deterministic=False, group=8, key_heads=2
