@@ -88,8 +88,8 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
                 check_table(out, name, config, options.overwrite)
     if options.export_items:
         interrupts.stage = "exporting the items; nothing was written"
-        model = trained_model(config, known, weights, source)
-        count, size = export_items(options.export_items, model, known.vocabulary.item_ids)
+        model = trained_model(config, known, weights, source, ranks)
+        count, size = export_items(options.export_items, model, known.vocabulary.item_ids, ranks)
         terminal.say(f"Written: {options.export_items} ({count:,} vectors of {size})")
     elif options.recommend:
         recommend(options, config, known, trained_model(config, known, weights, source, ranks), interrupts, ranks)
@@ -107,8 +107,8 @@ def of_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig,
     """Return the configuration for the processes that torchrun started, whose number is free, and the ranks or None."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return config, None
-    if options.serve or options.export_items:
-        raise ConfigError("--serve and --export-items run in one process, without torchrun")
+    if options.serve:
+        raise ConfigError("--serve runs in one process, without torchrun")
     parallel = ParallelConfig(data="auto", embedding="row_wise" if config.parallel.sharded else "replicated")
     config = config.model_copy(update={"parallel": parallel})
     ranks = Ranks(config)

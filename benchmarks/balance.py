@@ -1,30 +1,116 @@
-"""Measure the imbalance of a config's batches by predicted work, balanced and dealt in turn, over sharing ranks.
+"""Measure the imbalance of a config's batches, balanced and dealt in turn, over sharing ranks.
 
     python benchmarks/balance.py configs/ml-1m-hstu.yaml [key=value ...]
+    torchrun --standalone --nproc-per-node 2 benchmarks/balance.py configs/ml-1m-hstu.yaml --time
 
-The data are generated in MovieLens 1M's shape, or with --own the config's. The program prints a JSON line for each
-number of ranks and each batch size: the slowest rank's work over the ranks' mean, as mean and maximum over the batches
-of three epochs.
+The lengths are those of data generated in MovieLens 1M's shape, with --own of the config's data, or --lengths FILE.npy.
+The program prints a JSON line for each number of ranks and each batch size: the slowest rank's work over the ranks'
+mean, as mean and maximum over batches.
+
+By predicted work, it takes the batches of three epochs. With --time each rank measures --steps batches: how long its
+GPU computes the step of its part, the shorter of two times, without exchanges, in which the ranks would wait for each
+other. The host queues a step while the GPU is kept busy, so that its own pace does not count. The item table has 3,706
+rows.
 """
 
 import argparse
 import json
+import os
 import sys
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import train
+from benchmarks.scale import part_of_batch
 from data.balance import Deal
-from models.config import load_config
+from models.config import RunConfig, load_config
 from models.data_parallel.step import token_work
-from models.run import open_data
+from models.hstu import SequenceModel
+from models.parallel.ranks import Ranks
+from models.report import environment
+from models.run import open_data, open_device
 
+ITEMS = 3_706
 ML_1M = (
-    "data={format: synthetic, protocol: published, synthetic: {num_users: 6040, num_items: 3706, mean_length: 165.6, "
-    "min_length: 20, max_length: 2300}}"
+    f"data={{format: synthetic, protocol: published, synthetic: {{num_users: 6040, num_items: {ITEMS}, "
+    "mean_length: 165.6, min_length: 20, max_length: 2300}}"
 )
+BUSY = 100_000_000  # clock cycles for which a GPU waits while the host queues a step: 50 ms of an H100
+WARM_UP = 3  # batches
+
+
+def lengths_of(config: RunConfig, file: Path | None) -> np.ndarray:
+    """Return the lengths of the training sequences, of the data or in the file."""
+    if file is not None:
+        return np.minimum(np.load(file), config.model.max_seq_len)
+    split = open_data(config).splits.train
+    return split.end - split.begin - 1
+
+
+def drawn(lengths: np.ndarray, size: int, seed: int, epochs: int):
+    """Yield the lengths of the sequences of each whole batch."""
+    rng = np.random.default_rng(seed)
+    for _ in range(epochs):
+        order = rng.permutation(len(lengths))
+        for begin in range(0, len(order) - size + 1, size):
+            yield lengths[order[begin : begin + size]]
+
+
+def described(imbalances: list) -> dict:
+    """Return the mean and the maximum, [batches, 2], of balanced batches and of those dealt in turn."""
+    columns = zip(("balanced", "in turn"), np.array(imbalances).T)
+    return {name: {"mean": round(values.mean(), 4), "most": round(values.max(), 4)} for name, values in columns}
+
+
+def measured(config: RunConfig, lengths: np.ndarray, size: int, steps: int, ranks: Ranks, device: torch.device) -> dict:
+    """Time each rank's part of some batches."""
+    cost, gpu, rng = token_work(config.model), device.type == "cuda", np.random.default_rng(0)
+    torch.manual_seed(config.seed)
+    model = SequenceModel(config.model, ITEMS).to(device).train()
+    with patch.dict(os.environ):
+        os.environ.pop("WORLD_SIZE", None)  # the step of one process, uncaptured
+        _, step = train.build_step(config, model, device)
+
+    def seconds(batch) -> float:
+        if not gpu:
+            began = time.perf_counter()
+            step(batch)
+            return time.perf_counter() - began
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY)
+        begin.record()
+        step(batch)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    times, predicted = [], []
+    for number, part in enumerate(drawn(lengths, size, config.seed, 3)):
+        if number == WARM_UP + steps:
+            break
+        parts, work = [], []
+        for even in (True, False):
+            mine, imbalance = Deal(ranks.rank, ranks.world, cost, even).mine(part)
+            ranks.any(0)
+            batch = part_of_batch(part, mine, ITEMS, rng).to(device)
+            parts.append(min(seconds(batch) for _ in range(2)))
+            work.append(imbalance)
+        if number >= WARM_UP:
+            times.append(parts)
+            predicted.append(work)
+    of_ranks = np.array(ranks.of_all(times))  # [ranks, batches, 2]
+    slowest, mean = of_ranks.max(0), of_ranks.mean(0)
+    record = {"by": "time", "steps": len(times), **described(slowest / mean), "predicted": described(predicted)}
+    for name, place in (("balanced", 0), ("in turn", 1)):
+        record[name] |= {"slowest_ms": round(1e3 * slowest[:, place].mean(), 3)}
+        record[name] |= {"ranks_ms": [round(1e3 * rank[:, place].mean(), 3) for rank in of_ranks]}
+    return record | environment(device)
 
 
 def main() -> None:
@@ -32,22 +118,30 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--own", action="store_true", help="measure on the data of the config")
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help="the lengths of the sequences, a npy file")
+    parser.add_argument("--time", action="store_true", help="measure times, under torchrun")
+    parser.add_argument("--steps", type=int, default=20, help="with --time: the number of batches")
     options = parser.parse_intermixed_args()
-    config = load_config(options.config, [*([] if options.own else [ML_1M]), *options.overrides])
-    split, size, cost = open_data(config).splits.train, config.train.batch_size, token_work(config.model)
-    lengths = split.end - split.begin - 1
-    for ranks in (2, 4, 8):
-        for batch in (size, size * ranks):
-            rng, imbalances = np.random.default_rng(config.seed), []
-            for _ in range(3):
-                order = rng.permutation(len(lengths))
-                for begin in range(0, len(order) - batch + 1, batch):
-                    part = lengths[order[begin : begin + batch]]
-                    imbalances.append([Deal(0, ranks, cost, even).owners(part)[1] for even in (True, False)])
-            record = {"config": options.config, "ranks": ranks, "batch_size": batch}
-            for name, values in zip(("balanced", "in turn"), np.array(imbalances).T):
-                record[name] = {"mean": round(values.mean(), 4), "most": round(values.max(), 4)}
-            print(json.dumps(record), flush=True)
+    overrides = [*([] if options.own else [ML_1M]), *options.overrides, "train.cuda_graphs=false"]
+    config = load_config(options.config, overrides)
+    lengths, size = lengths_of(config, options.lengths), config.train.batch_size
+    if options.time:
+        device, ranks = open_device(config), Ranks(load_config(options.config, [*overrides, "parallel.data=auto"]))
+        for batch in (size, size * ranks.world):
+            record = {"config": options.config, "overrides": options.overrides, "ranks": ranks.world}
+            record |= {"batch_size": batch, **measured(config, lengths, batch, options.steps, ranks, device)}
+            if ranks.first:
+                print(json.dumps(record), flush=True)
+        return
+    cost = token_work(config.model)
+    for world in (2, 4, 8):
+        for batch in (size, size * world):
+            imbalances = [
+                [Deal(0, world, cost, even).owners(part)[1] for even in (True, False)]
+                for part in drawn(lengths, batch, config.seed, 3)
+            ]
+            record = {"config": options.config, "ranks": world, "batch_size": batch}
+            print(json.dumps(record | described(imbalances)), flush=True)
 
 
 if __name__ == "__main__":

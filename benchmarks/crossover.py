@@ -48,8 +48,15 @@ KINDS = {
         "selection_group": 16,
         "num_kv_heads": 1,
     },
-    "indexer": {"kind": "indexer", "top_k": 128, "selection_group": 1, **INDEX, **NO_BIAS},
-    "indexer, groups of 16": {"kind": "indexer", "top_k": 128, "selection_group": 16, **INDEX, **NO_BIAS},
+    "indexer": {"kind": "indexer", "top_k": 128, "selection_group": 1, "num_kv_heads": 1, **INDEX, **NO_BIAS},
+    "indexer, groups of 16": {
+        "kind": "indexer",
+        "top_k": 128,
+        "selection_group": 16,
+        "num_kv_heads": 1,
+        **INDEX,
+        **NO_BIAS,
+    },
 }
 
 

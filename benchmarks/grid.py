@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--out", type=Path, required=True)
     add("--seconds", type=float, default=300.0)
     add("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    add("--seeds", type=seeds, help="the seeds, instead of the plans'")
+    add("--seeds", type=seeds, help="the seeds, instead of the plans'; '' for none")
     add("--valid", type=seeds, default=[], help="the seeds of runs judged by the validation split of leave_one_out")
     add("--settings", type=lambda text: text.split(","), default=[], help="the settings to train; by default all")
     add("--table", action="store_true", help="print the metrics on the validation split")
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def seeds(text: str) -> list[int]:
-    return [int(seed) for seed in text.split(",")]
+    return [int(seed) for seed in text.split(",") if seed]
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", type=json.loads, default={}, help="overrides of train, as JSON")
     parser.add_argument("--model", type=json.loads, default={}, help="overrides of model, as JSON")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--kernels", type=int, default=0, help="record this many kernels that take most of a step")
     parser.add_argument(
         "--out", type=Path, help="the JSON lines are added to this file, by default results/parts.jsonl"
     )
@@ -114,8 +115,8 @@ def marked(function, part: str):
     return run
 
 
-def part_times(step, batch: Batch, device: torch.device) -> dict[str, float]:
-    """Measure the milliseconds of kernels of each part in one step; on a CPU those of torch's operators."""
+def kernel_times(step, batch: Batch, device: torch.device) -> list[tuple[str, str, float]]:
+    """Return (part, kernel, milliseconds) of each kernel launched in one step; on a CPU those of torch's operators."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     with profile(activities=activities) as profiler:
@@ -135,15 +136,26 @@ def part_times(step, batch: Batch, device: torch.device) -> dict[str, float]:
         mark = ancestor(event, "part:")
         if mark and event.sequence_nr >= 0 and not ancestor(event, backward):
             by_number.setdefault(event.sequence_nr, mark.name)
-    times = dict.fromkeys(PARTS, 0.0)
+    times = []
     for event in events:
-        spent = sum(kernel.duration for kernel in event.kernels) if cuda else event.self_cpu_time_total
+        spent = [(kernel.name, kernel.duration) for kernel in event.kernels] if cuda else []
+        if not cuda and event.self_cpu_time_total:
+            spent = [(event.name, event.self_cpu_time_total)]
         if not spent:
             continue
         mark, node = ancestor(event, "part:"), ancestor(event, backward)
         name = mark.name if mark else by_number.get(node.sequence_nr, "part:other") if node else "part:other"
-        times[name.removeprefix("part:")] += spent / 1e3
+        times += [(name.removeprefix("part:"), kernel, duration / 1e3) for kernel, duration in spent]
     return times
+
+
+def longest(times: list[tuple[str, str, float]], count: int) -> list[dict]:
+    """Return the `count` kernels that take most of a step, each with its part, launches and milliseconds."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for part, kernel, ms in times:
+        sums.setdefault((part, kernel[:80]), []).append(ms)
+    order = sorted(sums.items(), key=lambda entry: -sum(entry[1]))[:count]
+    return [{"part": part, "kernel": name, "launches": len(ms), "ms": sum(ms)} for (part, name), ms in order]
 
 
 def bound(config: RunConfig, tokens: int, items: int) -> float | None:
@@ -216,9 +228,12 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
         optimizer, step = train.build_step(eager, model, device)
         optimizer.step = marked(optimizer.step, "optimizer")
         step(batch)
-        parts = part_times(step, batch, device)
+        times_of_kernels = kernel_times(step, batch, device)
     finally:
         retrieval.head_loss = head_loss
+    parts = dict.fromkeys(PARTS, 0.0)
+    for part, _, spent in times_of_kernels:
+        parts[part] += spent
     ms = statistics.median(times)
     least = bound(config, batch.num_tokens, options.items)
     return {
@@ -227,6 +242,7 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
         "peak_memory_bytes": peak,
         "predicted_memory_bytes": predicted_memory(config, batch.num_tokens, options.items),
         "parts_ms": parts,
+        **({"kernels": longest(times_of_kernels, options.kernels)} if options.kernels else {}),
         "bound_ms": least,
         "fraction_of_bound": least and least / ms,
     }

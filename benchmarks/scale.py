@@ -82,22 +82,31 @@ def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest
     lengths = np.full(config.train.batch_size * ranks.data, most)
     if not longest:
         lengths = np.minimum(most, np.maximum(19, rng.lognormal(4.6, 0.9, len(lengths)).astype(int)))
-    deal, starts = deal_of(config, ranks), np.cumsum(lengths) - lengths
+    deal = deal_of(config, ranks)
     mine, imbalance = (np.arange(len(lengths)), 1.0) if deal is None else deal.mine(lengths)
+    batch = part_of_batch(lengths, mine, items, rng)
+    if deal is None:
+        batch.rows = None
+    else:
+        batch.whole = Whole(step, int(lengths.sum()), imbalance)
+    return batch.to(device)
+
+
+def part_of_batch(lengths: np.ndarray, mine: np.ndarray, items: int, rng: np.random.Generator) -> Batch:
+    """Return the sequences `mine` of a batch of random items, whose sequences have these lengths."""
+    starts = np.cumsum(lengths) - lengths
     rows = np.concatenate([np.arange(starts[sequence], starts[sequence] + lengths[sequence]) for sequence in mine])
     ids = torch.from_numpy(rng.integers(0, items, (2, lengths.sum()))[:, rows])
     times = torch.from_numpy(rows * 3600)
-    batch = Batch(
+    return Batch(
         item_ids=ids[0],
         timestamps=times,
         target_ids=ids[1],
         query_timestamps=times + 3600,
         seq_offsets=torch.from_numpy(np.append(0, np.cumsum(lengths[mine]))),
         users=torch.from_numpy(mine),
-        rows=torch.from_numpy(rows) if ranks.engine else None,
-    ).to(device)
-    batch.whole = Whole(step, int(lengths.sum()), imbalance) if ranks.engine else None
-    return batch
+        rows=torch.from_numpy(rows),
+    )
 
 
 def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:

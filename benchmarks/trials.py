@@ -6,9 +6,8 @@ For minutes on a large GPU: each process imports torch once and makes one trial 
 process for each. A plan (`Plan` below) has a search for each data set. It begins with the first value of each option
 that `start` names and, where `drawn` says so, with settings that change all options at once. Then it changes one option
 by one step at a time, and goes on from what was better by half a percent. The best few and the first settings are then
-tried with other seeds. Behind drawn settings, the values with the better mean effect are tried together first. With
-`final_seeds` there are no steps: the better values together are judged on the test split with these seeds, which is the
-plan's only look at it. A search with `judged` has no trials: its config is judged on the test split with those seeds.
+tried with other seeds. Behind drawn settings, the values with the better mean effect are tried together first. A search
+with `judged` has no trials: its config is judged on the test split with those seeds.
 
 DIR/trials.jsonl gets a line for each trial with its settings, best validation metric and curve, also if the deadline
 cuts it off. `--table` prints the trials in DIR, with the mean effect of each value.
@@ -69,8 +68,6 @@ class Search(Strict):
     like: str | None = None
     """The search on the same data whose best trial `--table` compares with, if the settings are meant for several data
     sets; only drawn ones are tried."""
-    final: dict[str, Any] = Field(default_factory=dict)
-    """What the runs with `final_seeds` have other than the trials before."""
     share: float = Field(1.0, gt=0)
     """The share of the time, relative to the other searches."""
     least: float = Field(20.0, ge=0)
@@ -85,10 +82,6 @@ class Plan(Strict):
     """The share of the time after which the best are tried with other seeds."""
     repeat_best: int = Field(3, ge=0)
     repeat_seeds: list[int] = Field(default_factory=lambda: [2, 3])
-    final_seeds: list[int] = Field(default_factory=list)
-    """The seeds of the runs that are judged on the test split; absent, none."""
-    final_after: float = Field(0.5, gt=0, le=1)
-    """The share of the time after which they begin at the latest; trials under way are then cut off."""
 
 
 class Trial(NamedTuple):
@@ -121,9 +114,9 @@ def drawn_points(search: Search) -> list[dict[str, int]]:
 class State:
     """The state of a search: its trials so far and the point from which it continues."""
 
-    def __init__(self, name: str, search: Search, final_seeds: Sequence[int] = ()):
-        self.name, self.search, self.final_seeds, self.screening = name, search, final_seeds, bool(final_seeds)
-        self.stopping, self.combined = False, not search.drawn or search.like is not None
+    def __init__(self, name: str, search: Search):
+        self.name, self.search = name, search
+        self.combined = not search.drawn or search.like is not None
         self.curves: list[tuple[Trial, list[list[float]], bool]] = []
         self.first = {option: search.start.get(option, 0) for option in search.options}
         self.best, self.value = dict(self.first), 0.0
@@ -142,13 +135,13 @@ class State:
 
         When the drawn settings have ended, the next ones are their better values together, with two seeds.
         """
-        if not self.waiting and not self.combined and not self.final_seeds and not self.running:
+        if not self.waiting and not self.combined and not self.running:
             self.combined, self.value, self.best = True, 0.0, self.better_values()
             self.tried.append(self.best)
             self.waiting = [Trial("together", self.best, more) for more in ({}, {"seed": 2})]
         if self.waiting:
             return self.waiting.pop(0)
-        if self.final_seeds or self.search.judged or self.search.like or not self.combined:
+        if self.search.judged or self.search.like or not self.combined:
             return None
         steps = [
             (self.moves.get((option, place), 0), number, option, place)
@@ -219,22 +212,6 @@ class State:
                 best[option] = place
         return best
 
-    def begin_finals(self, left: float) -> None:
-        """Leave only the runs that are judged on the test split, with as many epochs as fit into `left` seconds."""
-        self.screening = False
-        more = dict(self.search.final)
-        paces = [
-            (points[-1][3] - points[0][3]) / (points[-1][0] - points[0][0])
-            for _, points, _ in self.curves
-            if len(points) > 1 and len(points[0]) > 3
-        ]
-        if paces and "train.epochs" in more:
-            every = self.search.fixed.get("eval.every", 1)
-            fitting = int(0.9 * left / max(1e-3, float(np.median(paces)))) // every * every
-            more["train.epochs"] = max(every, min(more["train.epochs"], fitting))
-        point = self.better_values()
-        self.waiting = [Trial("final", point, more | {"seed": seed, "eval.test": True}) for seed in self.final_seeds]
-
     def settings(self, trial: Trial) -> dict[str, Any]:
         """Return all changes of a trial to the configuration, by dotted key, in the order in which they apply."""
         values = {"seed": 1, "eval.test": False} | self.search.fixed
@@ -260,7 +237,7 @@ def load_plan(path: Path, fixed_texts: list[str]) -> tuple[Plan, dict[str, State
         if name not in plan.searches or not (colon and equals):
             raise ConfigError(f"{text}: expected SEARCH:key=value with one of {', '.join(plan.searches)}")
         plan.searches[name].fixed[key] = parse_yaml(value, text)
-    return plan, {name: State(name, search, plan.final_seeds) for name, search in plan.searches.items()}
+    return plan, {name: State(name, search) for name, search in plan.searches.items()}
 
 
 def check(states: dict[str, State]) -> int:
@@ -393,17 +370,7 @@ def run(plan: Plan, states: dict[str, State], options, began: float) -> None:
         if not repeated and left() < options.seconds * (1 - plan.repeat_after):
             repeated = True
             for state in states.values():
-                if not plan.final_seeds:
-                    state.repeat(plan.repeat_best, plan.repeat_seeds)
-        for state in states.values():
-            if not state.screening:
-                continue
-            if not state.stopping and left() < options.seconds * (1 - plan.final_after):
-                state.stopping, state.waiting = True, []
-                for key in [key for key, (owner, *_) in live.items() if owner is state]:
-                    os.kill(workers[lane_of[key]].pid or 0, signal.SIGINT)
-            if not state.waiting and not state.running:
-                state.begin_finals(left())
+                state.repeat(plan.repeat_best, plan.repeat_seeds)
         idle -= {lane for lane in sorted(idle) if begin(lane)}
         if not live and len(idle) >= sum(worker.is_alive() for worker in workers):
             break

@@ -152,13 +152,21 @@ def _added_twice(ttgir: str) -> list[str]:
         if "elementwise_inline_asm" in line and "red.shared" in line:
             for shape, name in re.findall(r"tensor<((?:\d+x)+)\w+, (#\w+)>", line):
                 sizes = [int(size) for size in shape.split("x") if size]
-                if any(have > size for have, size in zip(_covered(layouts[name]), sizes)):
+                if _repeated(layouts[name], sizes):
                     tiles.append(f"{shape[:-1]} in {layouts[name]}")
     return sorted(set(tiles))
 
 
+def _repeated(layout: str, sizes: list[int]) -> bool:
+    """Return whether this layout puts a value of a tile of these sizes into more than one thread."""
+    if "linear" in layout:  # the bases of its bits: where a bit moves nothing, two threads have the same
+        lanes, warps = (re.search(rf"\b{part} = \[(.*?)\](?:, \w+ =|\}})", layout)[1] for part in ("lane", "warp"))
+        return any(set(re.findall(r"\d+", basis)) == {"0"} for basis in re.findall(r"\[[\d, ]+\]", lanes + warps))
+    return any(have > size for have, size in zip(_covered(layout), sizes))
+
+
 def _covered(layout: str) -> list[int]:
-    """Return the tile that a program's threads cover once in this layout."""
+    """Return the tile that a program's threads cover once in this layout, which is not a linear one."""
 
     def numbers(name: str) -> list[int]:
         return [int(n) for n in re.search(name + r" = \[([\d, ]+)\]", layout)[1].split(",")]

@@ -121,10 +121,13 @@ class InputEmbedding(nn.Module):
         """Return the representations of the items begin .. end - 1, for evaluation."""
         if self.sharded is None:
             return self.item_rows()[begin:end]
-        rows = self.sharded.between(begin, end)
+        return self.with_features(self.sharded.between(begin, end), begin)
+
+    def with_features(self, rows: Tensor, begin: int) -> Tensor:
+        """Add the features of items begin, begin + 1, ... to their rows [R, E], for evaluation."""
         if self.items is None:
             return rows
-        return rows + self.items.of(torch.arange(begin, end, device=rows.device)).to(rows.dtype)
+        return rows + self.items.of(torch.arange(begin, begin + len(rows), device=rows.device)).to(rows.dtype)
 
     def local_items(self) -> tuple[Tensor, int]:
         """Return (representations [R, E] of the loss's items whose rows this rank has, the number of the first one).

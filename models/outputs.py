@@ -22,6 +22,7 @@ from data.types import Dataset, shown
 from models.config import ConfigError, RunConfig
 from models.folder import access, write_file
 from models.parallel.ranks import Ranks
+from models.parallel.tables import rows_in_a_block
 from models.retrieval import best_items, model_scorer, normalized_items, seen_by
 
 COLUMNS = ["user", "rank", "item", "score"]
@@ -169,26 +170,64 @@ def _ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 @torch.no_grad()
-def export_items(path: Path, model, item_ids: np.ndarray) -> tuple[int, int]:
+def export_items(path: Path, model, item_ids: np.ndarray, ranks: Ranks | None = None) -> tuple[int, int]:
     """Write items.npy [I, E] fp32, item_ids.npy [I] and items.parquet (item, vector) into the folder; return (I, E).
 
     Rows have length one: a score is the product of a row with the model's output. With faiss installed (the extra
     `serve`), items.faiss is an exact index of inner products; its results are rows of items.npy.
-    """
-    import polars as pl
 
-    vectors = normalized_items(model.item_table).cpu().numpy()
-    frame = pl.DataFrame({"item": np.asarray(item_ids), "vector": vectors})
+    ranks: those that hold the table, which the first one writes a block at a time, with the bytes that one process
+    writes. The index alone is in memory as a whole.
+    """
+    ids, shape = np.asarray(item_ids), (len(item_ids), model.embedding.position.shape[1])
+    blocks = (normalized_items(rows).cpu().numpy() for rows in item_blocks(model, ranks))
+    if ranks is not None and (ranks.any(0) or not ranks.first):  # all have checked the path
+        for _ in blocks:
+            pass
+        return shape
     with access(path, "written"), replace_folder(path) as folder:
-        np.save(folder / "items.npy", vectors, allow_pickle=False)
-        np.save(folder / "item_ids.npy", np.asarray(item_ids), allow_pickle=False)
-        content = io.BytesIO()
-        frame.write_parquet(content)
-        (folder / "items.parquet").write_bytes(content.getvalue())
+        np.save(folder / "item_ids.npy", ids, allow_pickle=False)
+        with (folder / "items.npy").open("wb") as file:
+            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for vectors in blocks:
+                file.write(vectors.data)
+        vectors = np.load(folder / "items.npy", mmap_mode="r", allow_pickle=False)
+        _write_vectors(folder / "items.parquet", ids, vectors)
         if importlib.util.find_spec("faiss") is not None:
             import faiss
 
             index = faiss.IndexFlatIP(vectors.shape[1])
             index.add(vectors)
             faiss.write_index(index, str(folder / INDEX))
-    return vectors.shape
+    return shape
+
+
+def item_blocks(model, ranks: Ranks | None) -> Iterator[torch.Tensor]:
+    """Yield the representations of all items [R, E], block by block; ranks but the first get blocks without rows."""
+    embedding = model.embedding
+    if embedding.sharded is not None and model.targets is None:
+        for begin, rows in embedding.sharded.blocks():
+            yield embedding.with_features(rows, begin)
+    elif ranks is None or ranks.first:
+        table = model.item_table
+        yield from table.split(rows_in_a_block(table.shape[1]))
+
+
+def _write_vectors(path: Path, ids: np.ndarray, vectors: np.ndarray) -> None:
+    """Write a Parquet file (item, vector), a block of rows in memory at a time."""
+    import polars as pl
+    from polars.io.plugins import register_io_source
+
+    step = rows_in_a_block(vectors.shape[1])
+
+    def frames(*_) -> Iterator[pl.DataFrame]:
+        for begin in range(0, len(ids), step):
+            rows = slice(begin, begin + step)
+            yield pl.DataFrame({"item": ids[rows], "vector": np.asarray(vectors[rows])})
+
+    schema = pl.DataFrame({"item": ids[:1], "vector": np.asarray(vectors[:1])}).schema
+    try:
+        register_io_source(frames, schema=schema).sink_parquet(path)
+    except pl.exceptions.ComputeError as error:  # errors of the file system, too
+        raise OSError(str(error)) from error

@@ -157,6 +157,51 @@ def add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.constex
 
 
 @triton.jit
+def _halves(x):
+    """Return x[:, :, ::2] and x[:, :, 1::2] of a tile of four dimensions."""
+    pairs = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3]])
+    return tl.split(tl.permute(pairs, [0, 1, 2, 4, 3]))
+
+
+@triton.jit
+def _add_blocks(cell, ds, to_exact, STEP: tl.constexpr):
+    """Add ds [rows / 16, 8, blocks, 8] to the ring: rows 16 apart, blocks of columns STEP apart.
+
+    cell: the address of the first value's cell.
+    """
+    # As pointers, one offset after the other, so that the compiler sees which cells are neighbours.
+    cells = cell.to(tl.int64).to(tl.pointer_type(tl.int32))
+    rows = 16 * tl.arange(0, ds.shape[0]).to(tl.int64)[:, None] + tl.arange(0, 8).to(tl.int64)[None, :]
+    cells = cells + rows[:, :, None, None]
+    cells = cells + -tl.arange(0, 8).to(tl.int64)[None, None, None, :]
+    cells = cells + -STEP * tl.arange(0, ds.shape[2]).to(tl.int64)[None, None, :, None]
+    ring_add(cells.to(tl.int64).to(tl.int32), ds, to_exact)
+
+
+@triton.jit
+def _add_to_ring(cell, ds, to_exact):
+    """Add ds [BLOCK_M, BLOCK_N] along its diagonals to the ring; cell: the address of the cell of ds[0, 0].
+
+    The values at (m, n) and (m + 8, n + 8) have one cell, and in the layouts of wgmma and mma they are in one thread:
+    they are added first, which leaves 10 of 16 additions in shared memory. It is correct for any layout.
+    """
+    BLOCKS: tl.constexpr = ds.shape[1] // 8
+    TURNS: tl.constexpr = 2 if BLOCKS == 4 else 3
+    tl.static_assert(BLOCKS == 2**TURNS)
+    parts = tl.reshape(ds, [ds.shape[0] // 16, 2, 8, BLOCKS, 8])
+    upper, lower = tl.split(tl.permute(parts, [0, 2, 3, 4, 1]))
+    # Block i of the upper rows' columns lies on the diagonals of block i + 1 of the lower rows'. The even upper blocks
+    # meet the odd lower ones, and so again for what is left, whose blocks are twice as far apart.
+    for turn in tl.static_range(TURNS):
+        upper, upper_left = _halves(upper)
+        lower_left, lower = _halves(lower)
+        _add_blocks(cell + 4 * (8 - 8 * 2**turn), upper + lower, to_exact, 16 * 2**turn)
+        upper, lower = upper_left, lower_left
+    _add_blocks(cell + 4 * 8, lower, to_exact, 0)
+    _add_blocks(cell + 4 * (8 - 8 * BLOCKS), upper, to_exact, 0)
+
+
+@triton.jit
 def add_position(
     gradients, ring_low, ds, t, first_row, start, sequence, kind, EXACT: tl.constexpr
 ):  # fmt: skip
@@ -172,7 +217,6 @@ def add_position(
         along = tl.where(candidate, 0.0, ds)
     if EXACT and kind.ASM:
         length = sequence.length
-        distance = tl.arange(0, kind.BLOCK_M)[:, None] - tl.arange(0, kind.BLOCK_N)[None, :]
         if first_row - start - (kind.BLOCK_N - 1) < ring_low:  # at the start, and when the ring is full
             barrier(length)
             last = tl.minimum(ring_low + RING, length)
@@ -180,7 +224,7 @@ def add_position(
             barrier(length)
             ring_low = first_row - start + kind.BLOCK_M - RING
         cell = ring_lane(gradients.ring) + 4 * (first_row - start - ring_low)
-        ring_add(cell + 4 * distance, along, gradients.scale)
+        _add_to_ring(cell, along, gradients.scale)
     else:
         add_diagonals(
             gradients.position, along, first_row, start, sequence.length, gradients.scale, kind.BLOCK_M, kind.BLOCK_N

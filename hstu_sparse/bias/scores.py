@@ -145,13 +145,14 @@ def narrow_bias(first, edges, time, steps, resident, streamed, origin, BY_QUERY:
 
 @triton.jit
 def half_bias(
-    start, place, sequence, ahead, bias, kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr, BY_QUERY: tl.constexpr,
-    OWN: tl.constexpr, OTHER: tl.constexpr,
+    start, first_row, place, sequence, ahead, bias, kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
+    BY_QUERY: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Return half the biases, [OWN, OTHER], of the resident side with the streamed side's block from `start` on.
 
-    place: `bias_position` of the resident side, [OWN, 1]. ahead: `read_ahead` of this tile, if it is narrow. MASKED:
-    the tile may be wide. IS_NEAR: its buckets are in the plan. BY_QUERY: queries are the resident side.
+    first_row: the resident side's first token; place: its `bias_position`, [OWN, 1]. ahead: `read_ahead` of this tile,
+    if it is narrow. MASKED: the tile may be wide. IS_NEAR: its buckets are in the plan. BY_QUERY: queries are the
+    resident side.
 
     Returns the biases (IS_NEAR with time: HIDDEN_BIAS if a query does not see a key), the pairs' buckets if MASKED
     with time, and `read_ahead` of the next tile.
@@ -164,8 +165,14 @@ def half_bias(
             column = bias_position(token, sequence.history, kind.HAS_TARGETS)[None, :]
             biases = look_up(bias.position, place - column if BY_QUERY else column - place, kind.ASM)
         else:
-            # The same sum, written so that the compiler sees which neighbours read the same address.
-            row = bias.position + (place - start if BY_QUERY else start - place)
+            # The same sum, written so that the compiler sees which neighbours read the same address: a pointer for
+            # each row, which is new in each block, plus constants.
+            if kind.HAS_TARGETS:
+                row = bias.position + (place - start)
+            else:
+                resident = tl.arange(0, OWN).to(tl.int64)[:, None]
+                row = bias.position + (first_row - start if BY_QUERY else start - first_row)
+                row = row + (resident if BY_QUERY else -resident)
             column = tl.arange(0, OTHER).to(tl.int64)[None, :]
             # The condition is always true: it makes Triton move the load and what depends on it to the loop's top.
             if BY_QUERY or kind.HAS_TIME or start < sequence.length:

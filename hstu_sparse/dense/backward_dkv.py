@@ -27,8 +27,8 @@ from hstu_sparse.tiles import block_source, load_block
 
 @triton.jit
 def _attend_dkv(
-    dk, dv, k, v, first, last, s, sequence, q, do, q_stride, do_stride, half_scale, bias, kind, MASKED: tl.constexpr,
-    IS_NEAR: tl.constexpr, TMA: tl.constexpr,
+    dk, dv, k, v, first, last, s, first_row, sequence, q, do, q_stride, do_stride, half_scale, bias, kind,
+    MASKED: tl.constexpr, IS_NEAR: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Return dk [BLOCK_N, D] and dv [BLOCK_N, V] plus the terms of the queries first .. last."""
     m = tl.arange(0, kind.BLOCK_M)
@@ -41,7 +41,7 @@ def _attend_dkv(
         dout = load_block(do, start, m, do_stride, sequence.length, kind.V, kind.PAD_V, MASKED, TMA)
         scores = tl.dot(k, tl.trans(query), input_precision=kind.PRECISION)
         biases, _, ahead = half_bias(
-            start, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, False, kind.BLOCK_N, kind.BLOCK_M
+            start, first_row, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, False, kind.BLOCK_N, kind.BLOCK_M
         )
         half = scores * half_scale
         if kind.HAS_POSITION or kind.HAS_TIME:
@@ -115,8 +115,8 @@ def dense_attention_bwd_dkv_kernel(
             # The condition saves registers with TMA and costs some without.
             if not TMA or ranges[part][0] < ranges[part][1]:
                 acc_k, acc_v = _attend_dkv(
-                    acc_k, acc_v, key, value, *ranges[part], s, sequence, q, do, q_stride_t, do_stride_t, half_scale,
-                    bias,
+                    acc_k, acc_v, key, value, *ranges[part], s, first_row, sequence, q, do, q_stride_t, do_stride_t,
+                    half_scale, bias,
                     Kind(
                         D, V, PAD_D, PAD_V, BLOCK_M, BLOCK_N, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
                         PRECISION, ASM,

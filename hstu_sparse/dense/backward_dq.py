@@ -51,7 +51,7 @@ def _attend_dq(
         scores = tl.dot(q, tl.trans(key), input_precision=kind.PRECISION)
         entry = ahead[0]
         biases, buckets, ahead = half_bias(
-            start, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, True, kind.BLOCK_M, kind.BLOCK_N
+            start, first_row, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, True, kind.BLOCK_M, kind.BLOCK_N
         )
         # After the bias's branches, so that this product overlaps tanh.
         dp = tl.dot(do, tl.trans(value), input_precision=kind.PRECISION)

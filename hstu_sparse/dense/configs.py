@@ -37,7 +37,8 @@ def fwd_config(f: Features) -> LaunchConfig:
         # Few registers and little shared memory, so that two or three programs share a multiprocessor: while one waits
         # for its products, another computes SiLU and bias.
         if f.time:
-            return LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3, maxnreg=168)
+            registers = 128 if max(f.pad_d, f.pad_v) <= 64 else 168
+            return LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3, maxnreg=registers)
         return LaunchConfig(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3, maxnreg=128)
     if f.arch == 80:
         if wide:
@@ -101,7 +102,8 @@ def bwd_dq_config(f: Features) -> LaunchConfig:
     if f.arch == 90:
         if wide or both <= 64:
             return LaunchConfig(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=2)
-        return LaunchConfig(BLOCK_M=64, BLOCK_N=32, HOLD=True, num_warps=4, num_stages=3)
+        registers = 168 if f.time and max(f.pad_d, f.pad_v) <= 64 else None  # three programs on a multiprocessor
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=32, HOLD=True, num_warps=4, num_stages=3, maxnreg=registers)
     if f.arch == 80:
         if wide or both <= 64 or f.time:
             return LaunchConfig(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1 if wide else 2)
@@ -122,7 +124,8 @@ def bwd_dkv_config(f: Features) -> LaunchConfig:
         if wide:
             return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=2)
         if f.time:
-            return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=True, num_warps=4, num_stages=3)
+            registers = 168 if max(f.pad_d, f.pad_v) <= 64 else None
+            return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=True, num_warps=4, num_stages=3, maxnreg=registers)
         return LaunchConfig(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
     if f.arch == 80:
         if wide:

@@ -27,7 +27,7 @@ from hstu_sparse.tiles import load_block
 
 @triton.jit
 def _attend(
-    acc, q, first, last, t, sequence, k, v, k_stride, v_stride, half_scale, bias, kind, MASKED: tl.constexpr,
+    acc, q, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, bias, kind, MASKED: tl.constexpr,
     IS_NEAR: tl.constexpr,
 ):  # fmt: skip
     """Return acc [BLOCK_M, V] plus the keys first .. last (multiples of BLOCK_N; MASKED: `last` may pass the end)."""
@@ -40,7 +40,7 @@ def _attend(
         key = load_block(k, start, n, k_stride, sequence.length, kind.D, kind.PAD_D, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=kind.PRECISION)
         biases, _, ahead = half_bias(
-            start, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, True, kind.BLOCK_M, kind.BLOCK_N
+            start, first_row, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, True, kind.BLOCK_M, kind.BLOCK_N
         )
         half = scores * half_scale
         if kind.HAS_POSITION or kind.HAS_TIME:
@@ -85,8 +85,8 @@ def dense_attention_fwd_kernel(
         if (part > 0 or HAS_WINDOW) and (part != 2 or HAS_TIME):  # noqa: SIM102  known to the compiler
             if bounds[part] < bounds[part + 1]:
                 acc = _attend(
-                    acc, query, bounds[part], bounds[part + 1], t, sequence, k, v, k_stride_t, v_stride_t, half_scale,
-                    bias,
+                    acc, query, bounds[part], bounds[part + 1], t, first_row, sequence, k, v, k_stride_t, v_stride_t,
+                    half_scale, bias,
                     Kind(
                         D, V, PAD_D, PAD_V, BLOCK_M, BLOCK_N, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
                         PRECISION, ASM,

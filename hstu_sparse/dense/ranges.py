@@ -170,8 +170,7 @@ def silu_and_slope(h, FAST: tl.constexpr):
         u = tanh_approx(h)
     else:
         u = 2.0 / (1.0 + tl.exp(-2.0 * h)) - 1.0
-    z = h * u
-    return h + z, (h - z * u) + u
+    return h * u + h, h * (1.0 - u * u) + u
 
 
 @triton.jit

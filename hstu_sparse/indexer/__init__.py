@@ -2,6 +2,7 @@
 
 from hstu_sparse.indexer.api import (
     MOST_CHOSEN,
+    MOST_KEY_CHANNELS,
     MOST_SHARING,
     index_scores,
     indexer_loss,
@@ -12,6 +13,7 @@ from hstu_sparse.indexer.api import (
 
 __all__ = [
     "MOST_CHOSEN",
+    "MOST_KEY_CHANNELS",
     "MOST_SHARING",
     "index_scores",
     "indexer_loss",

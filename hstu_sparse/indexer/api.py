@@ -1,8 +1,8 @@
 """The lightning indexer, sparse attention and the index loss: public functions, validation, choice of implementation.
 
-Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, J index heads,
-E index head size, K chosen tokens per query, R tokens that share a choice (selection_group); in padded chunks C queries
-and S keys per sequence.
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, Hkv key heads, D query/key and V value head size, J
+index heads, E index head size, K chosen tokens per query, R tokens that share a choice (selection_group); in padded
+chunks C queries and S keys per sequence.
 
 With R > 1 the tokens t of a sequence with the same t // R form a group, which chooses once. A choice then has
 G = T // R + B rows: group g of sequence b has row seq_offsets[b] // R + b + g, and rows without a group are -1 (their
@@ -15,6 +15,7 @@ from torch import Tensor
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.indexer import reference
 from hstu_sparse.jagged import check_jagged, readable
+from hstu_sparse.launch import next_power_of_2
 from hstu_sparse.precision import without_autocast
 from hstu_sparse.validation import (
     FLOATING,
@@ -30,6 +31,7 @@ from hstu_sparse.validation import (
 # Limits of the kernels of `lightning_indexer`, and, for the heads of one query, of all kernels.
 MOST_CHOSEN = 2048
 MOST_HEADS = 128
+MOST_KEY_CHANNELS = 512
 MOST_SLOTS = 1 << 20  # top_k in the reference, whose result has as many slots for each query
 LARGEST_GROUP = 1 << 20  # selection_group in the reference; the kernels support up to MOST_SHARING
 MOST_SHARING = 128
@@ -160,7 +162,7 @@ def sparse_attention(
     bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute softmax attention of each query over the tokens chosen for it; all heads share one key and value head.
+    """Compute softmax attention of each query over the tokens chosen for it, which are the same for all heads.
 
         o[t] = sum over chosen s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]
 
@@ -169,7 +171,8 @@ def sparse_attention(
 
     Args:
         q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
-        k: [T, D], v: [T, V], dtype of q.
+        k: [T, D], v: [T, V], dtype of q, shared by all heads; or [T, Hkv, D] and [T, Hkv, V], each of which H / Hkv
+            successive heads share.
         indices: [G, K] int32 or int64, tokens counted from the sequence's first, as returned by `lightning_indexer`.
             Those below 0 or after the query are masked, with selection_group > 1 those at or after t0; repeated ones
             count repeatedly. A query without tokens gets zeros. G is T, or T // R + B.
@@ -199,8 +202,8 @@ def sparse_attention(
     """
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
-    check_tensor("v", v, "T V", sizes, dtype=q.dtype, device=q.device)
     _check_choice(q, k, indices, seq_offsets, selection_group, sizes)
+    check_tensor("v", v, "T Hkv V" if "Hkv" in sizes else "T V", sizes, dtype=q.dtype, device=q.device)
     bias = check_bias(bias, 0, q.shape[0], q.device)
     _check_positions(bias, seq_offsets)
     scale = check_scale(scale, q.shape[2], "scale")
@@ -208,10 +211,15 @@ def sparse_attention(
         return reference.sparse_attention_reference(
             q, k, v, indices, seq_offsets, scale=scale, bias=bias, selection_group=selection_group
         )
-    _check_attention_kernel("sparse_attention", q, {"D": sizes["D"], "V": sizes["V"]}, selection_group)
+    _check_attention_kernel("sparse_attention", q, sizes, selection_group)
     from hstu_sparse.indexer.launch_attention import sparse_attention_operator
 
-    return sparse_attention_operator(q, k, v, indices, seq_offsets, *bias, scale, selection_group)
+    if k.dim() == 2 or (selection_group > 1 and k.shape[1] > 1):
+        return sparse_attention_operator(q, k, v, indices, seq_offsets, *bias, scale, selection_group)
+    # The kernels for single tokens take one key head.
+    by_key_head = zip(q.unflatten(1, (k.shape[1], -1)).unbind(1), k.unbind(1), v.unbind(1))
+    shared = (indices, seq_offsets, *bias, scale, selection_group)
+    return torch.cat([sparse_attention_operator(*heads, *shared) for heads in by_key_head], 1)
 
 
 @without_autocast
@@ -242,7 +250,8 @@ def indexer_loss(
     choice alone, and a group counts if t0 is valid and it has a choice; T is then the number of groups that count.
 
     Args:
-        q: [T, H, D], k: [T, D], indices: [G, K], seq_offsets, selection_group, scale, bias: as in `sparse_attention`.
+        q: [T, H, D], k: [T, D] or [T, Hkv, D], indices: [G, K], seq_offsets, selection_group, scale, bias: as in
+            `sparse_attention`.
         scores: [G, K], floating point, the indexer's at `indices`; scores at masked indices are not read.
         valid: [T] bool, the tokens that count, whose number replaces T in mean and gradient. All by default.
         eps: positive.
@@ -284,7 +293,7 @@ def indexer_loss(
             eps=eps,
             selection_group=selection_group,
         )
-    _check_attention_kernel("indexer_loss", q, {"D": sizes["D"]}, selection_group)
+    _check_attention_kernel("indexer_loss", q, sizes, selection_group)
     if q.shape[0] == 0:
         return scores[:0].sum(dtype=torch.float32)
     from hstu_sparse.indexer.launch_loss import indexer_loss_operator
@@ -344,7 +353,7 @@ def padded_indexer_loss(
         raise ValueError("key must be [B, S, D] with S > 0, got S=0")
     if choose_backend(backend, query, "padded_indexer_loss") == "reference":
         return reference.padded_indexer_loss_reference(query, key, index_score, indices, scale, chunk_offset, eps)
-    _check_attention_kernel("padded_indexer_loss", query, {"D": sizes["D"]})
+    _check_attention_kernel("padded_indexer_loss", query, sizes)
     if index_score.numel() == 0:
         return index_score.sum(dtype=torch.float32)
     from hstu_sparse.indexer.launch_loss import padded_loss_operator
@@ -366,8 +375,11 @@ def _check_indexer(iq, ik, w, seq_offsets, bias) -> RelativeBias:
 
 
 def _check_choice(q, k, indices, seq_offsets, selection_group, sizes) -> None:
-    check_tensor("k", k, "T D", sizes, dtype=q.dtype, device=q.device)
+    several = isinstance(k, Tensor) and k.dim() == 3
+    check_tensor("k", k, "T Hkv D" if several else "T D", sizes, dtype=q.dtype, device=q.device)
     _check_some_heads("q", sizes["H"])
+    if several and (sizes["Hkv"] == 0 or sizes["H"] % sizes["Hkv"]):
+        raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes['Hkv']}")
     check_jagged(seq_offsets, max(q.shape[0], 1), q=q, k=k)
     _check_indices(indices, q, seq_offsets, selection_group, sizes)
 
@@ -404,7 +416,14 @@ def _check_index_kernel(op: str, iq: Tensor, selection_group: int) -> None:
     check_kernel(op, iq, {"J": iq.shape[1]}, most=MOST_HEADS)
 
 
-def _check_attention_kernel(op: str, q: Tensor, heads: dict[str, int], selection_group: int = 1) -> None:
-    check_kernel(op, q, heads)
+def _check_attention_kernel(op: str, q: Tensor, sizes: dict[str, int], selection_group: int = 1) -> None:
+    check_kernel(op, q, {letter: sizes[letter] for letter in ("D", "V") if letter in sizes})
+    if sizes.get("Hkv", 1) > 1:
+        channels = sizes["Hkv"] * next_power_of_2(max(16, sizes["D"], sizes.get("V", 0)))
+        if channels > MOST_KEY_CHANNELS:
+            raise ValueError(
+                f"{op}: the kernels take up to {MOST_KEY_CHANNELS} channels in all key heads, padded to powers of two, "
+                f"got {channels}; use backend='reference'"
+            )
     check_kernel(op, q, {"selection_group": selection_group}, most=MOST_SHARING)
     check_kernel(op, q, {"H": q.shape[1]}, most=MOST_HEADS)

@@ -78,3 +78,8 @@ def key_block(dtype: torch.dtype, width: int) -> int:
         return 32
     bytes_of_row = dtype.itemsize * width
     return 64 if bytes_of_row <= 512 else 32 if bytes_of_row <= 1024 else 16
+
+
+def key_layout(x: Tensor) -> tuple[int, tuple[int, int]]:
+    """Return (the number of key heads, the strides of a token and of a key head) of x [T, size] or [T, Hkv, size]."""
+    return (1, (x.stride(0), 0)) if x.dim() == 2 else (x.shape[1], x.stride()[:2])

@@ -1,7 +1,7 @@
 """Launch the kernels of sparse attention; register them as torch.ops.hstu_sparse.sparse_attention_fwd and _bwd.
 
-Letters: T tokens of the batch, H heads, D query/key and V value head size, K chosen tokens per query, G rows of a
-choice and R tokens that share one (see choices.py).
+Letters: T tokens of the batch, H query heads, D query/key and V value head size, K chosen tokens per query, G rows of a
+choice and R tokens that share one (see choices.py). Only choices that are shared take several key heads.
 """
 
 import torch
@@ -24,6 +24,7 @@ from hstu_sparse.indexer.launch import (
     by_lists,
     kernel_bias,
     key_block,
+    key_layout,
     pairs_by_key,
     table_sums,
 )
@@ -50,15 +51,19 @@ def attention_config(kernel: str, dtype: torch.dtype, width: int) -> LaunchConfi
 
 
 @configuration
-def group_config(kernel: str, dtype: torch.dtype, width: int, heads: int, group: int, top_k: int) -> LaunchConfig:
+def group_config(
+    kernel: str, dtype: torch.dtype, width: int, heads: int, group: int, top_k: int, key_heads: int = 1
+) -> LaunchConfig:
     """Return the configuration for groups of `group` tokens, of which kernels process TOKENS at a time, with BLOCK
-    chosen keys and NEAR keys of the group a step. `heads` is a power of two.
+    chosen keys and NEAR keys of the group a step. `heads` is a power of two; width is that of one key head.
     """
-    most = 64 if dtype.itemsize == 2 and width <= 256 else 32 if width <= 256 else 16
+    most = 64 if dtype.itemsize == 2 and width <= 256 else 32 if width <= 256 and key_heads == 1 else 16
     tokens = max(16 // heads, min(next_power_of_2(group), most // heads), 1)
-    block = max(16, min(key_block(dtype, width), next_power_of_2(top_k)))
+    block = max(16, min(key_block(dtype, width * key_heads), next_power_of_2(top_k)))
     if kernel == "bwd" or tokens * heads > 32:
         block = min(block, 32)
+    if dtype.itemsize == 4 and key_heads > 1:  # products in fp32 take many registers
+        block = 16
     near = max(16, min(block, next_power_of_2(group)))
     # A third stage makes forward 40% slower; up to 32 rows two warps are as fast as four.
     is_small = tokens * heads <= 32 and width <= 128 and dtype.itemsize == 2
@@ -67,7 +72,7 @@ def group_config(kernel: str, dtype: torch.dtype, width: int, heads: int, group:
 
 
 def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale, group):
-    (T, H, _), V = q.shape, v.shape[1]
+    (T, H, _), V = q.shape, v.shape[-1]
     out = torch.empty(T, H, V, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
     rows = choice_rows(seq_offsets, T, group)
@@ -76,9 +81,9 @@ def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_ti
     q, k, v = as_rows(q, k, v)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
     arguments = (
-        q, k, v, indices, rows, out, lse, *bias, *q.stride()[:2], k.stride(0), v.stride(0), scale, indices.shape[1],
+        q, k, v, indices, rows, out, lse, *bias, *q.stride()[:2], *_key_strides(k, v, group), scale, indices.shape[1],
     )  # fmt: skip
-    constants = dict(H=H, D=q.shape[2], V=v.shape[1], OUT_V=V, PRECISION=precision(q.dtype))
+    constants = dict(H=H, D=q.shape[2], V=v.shape[-1], OUT_V=V, PRECISION=precision(q.dtype))
     _run("fwd", q, v, arguments, constants, rows, group, indices.shape[1])
     return out, lse, rows
 
@@ -86,7 +91,7 @@ def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_ti
 def _backward(
     do, q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale, group, out, lse, rows
 ):  # fmt: skip
-    (T, H, D), V, K = q.shape, v.shape[1], indices.shape[1]
+    (T, H, D), V, K = q.shape, v.shape[-1], indices.shape[1]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lists = by_lists(torch.are_deterministic_algorithms_enabled())
     make = torch.empty if lists else torch.zeros
@@ -103,8 +108,8 @@ def _backward(
         return [dq, dk.to(k.dtype), dv.to(v.dtype), *(torch.zeros_like(x) for x in (position, time) if x is not None)]
     tables = table_sums(position, time, T, torch.are_deterministic_algorithms_enabled(), most)
     delta = torch.empty_like(lse)
-    strides = (*do.stride()[:2], *q.stride()[:2], k.stride(0), v.stride(0))
-    sizes = dict(H=H, D=q.shape[2], V=v.shape[1], OUT_D=D, OUT_V=V)
+    strides = (*do.stride()[:2], *q.stride()[:2], *_key_strides(k, v, group))
+    sizes = dict(H=H, D=q.shape[2], V=v.shape[-1], OUT_D=D, OUT_V=V)
     arguments = (
         do, q, k, v, out, lse, indices, rows, dq, dk, dv, delta, tables.position, tables.time, tables.unit, *bias,
         0 if bias.time is None else bias.time.shape[0], *strides, scale, K,
@@ -114,7 +119,7 @@ def _backward(
     _run("bwd", q, v, arguments, constants, rows, group, K)
     if lists:
         heads = next_power_of_2(H)
-        width = padded_head(max(q.shape[2], v.shape[1]))
+        width = padded_head(max(q.shape[2], v.shape[-1]))
         pairs, starts, slots = pairs_by_key(indices, rows, T, group, local=group > 1)
         queries_a_step = max(1, 4096 // (heads * width))
         tiles = _tiles(q, v) | dict(BH=heads)
@@ -134,13 +139,19 @@ def _backward(
             arguments = (
                 do, q, k, v, lse, delta, rows, pairs, starts, dk, dv, *bias, *strides, scale, slots, rows.shape[1],
             )  # fmt: skip
-            tiles["TOKENS"] = min(queries_a_step, next_power_of_2(group))
-            run(group_attention_bwd_dkv_kernel, T, *arguments, **sizes, **tiles, num_warps=4, num_stages=1)
+            tiles |= dict(TOKENS=min(queries_a_step, next_power_of_2(group)), KEY_HEADS=key_layout(k)[0])
+            grid = (T, tiles["KEY_HEADS"])
+            run(group_attention_bwd_dkv_kernel, grid, *arguments, **sizes, **tiles, num_warps=4, num_stages=1)
     return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables.gradients()]
 
 
 def _tiles(q: Tensor, v: Tensor) -> dict[str, int]:
-    return dict(BH=padded_head(q.shape[1]), BD=padded_head(q.shape[2]), BV=padded_head(v.shape[1]))
+    return dict(BH=padded_head(q.shape[1]), BD=padded_head(q.shape[2]), BV=padded_head(v.shape[-1]))
+
+
+def _key_strides(k: Tensor, v: Tensor, group: int) -> tuple[int, ...]:
+    """Return the strides of keys and values that the kernels take: for groups, also those of key heads."""
+    return (k.stride(0), v.stride(0)) if group == 1 else (*key_layout(k)[1], *key_layout(v)[1])
 
 
 def _run(kernel: str, q: Tensor, v: Tensor, arguments: tuple, constants: dict, rows: Tensor, group: int, top_k: int):
@@ -152,16 +163,16 @@ def _run(kernel: str, q: Tensor, v: Tensor, arguments: tuple, constants: dict, r
         run(kernels[kernel], q.shape[0], *arguments, **constants, **tiles, **attention_config(kernel, q.dtype, width))
         return
     kernels = {"fwd": group_attention_fwd_kernel, "bwd": group_attention_bwd_kernel}
-    heads, G = next_power_of_2(q.shape[1]), rows.shape[1]
-    config = group_config(kernel, q.dtype, width, heads, group, top_k)
-    tiles["BH"] = heads
+    heads, key_heads, G = next_power_of_2(q.shape[1]), key_layout(v)[0], rows.shape[1]
+    config = group_config(kernel, q.dtype, width, heads, group, top_k, key_heads)
+    tiles |= dict(BH=heads, KEY_HEADS=key_heads)
     run(kernels[kernel], (G, cdiv(group, config.TOKENS)), *arguments, G, **constants, **tiles, **config)
 
 
 def _fake(q, k, v, indices, seq_offsets, *bias_and_options):
     T, H, _ = q.shape
     rows = q.new_empty(rows_shape(T, seq_offsets, bias_and_options[-1]), dtype=torch.int64)
-    return q.new_empty(T, H, v.shape[1]), q.new_empty(T, H, dtype=torch.float32), rows
+    return q.new_empty(T, H, v.shape[-1]), q.new_empty(T, H, dtype=torch.float32), rows
 
 
 sparse_attention_jagged = Operator(

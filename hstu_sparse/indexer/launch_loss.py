@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.indexer.choices import choice_rows
-from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias
+from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, key_layout
 from hstu_sparse.indexer.loss import index_loss_kernel
 from hstu_sparse.launch import (
     INTERPRET,
@@ -33,12 +33,18 @@ MOST_HELD = 16 * 2048
 
 
 @configuration
-def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -> LaunchConfig:
+def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int, key_heads: int = 1) -> LaunchConfig:
     """Return the configuration of `index_loss_kernel` for a head padded to `width` and padded `heads`. It is fixed
     rather than tuned at run time.
     """
     if INTERPRET:
         return LaunchConfig(4, 2, BLOCK=32, HELD=next_power_of_2(cdiv(top_k, 32)) if top_k <= 64 else 0)
+    if key_heads > 1:
+        block = 16
+        if dtype.itemsize == 2:  # keys of all heads in 16 KB
+            block = max(16, min(64, 8192 // (width * next_power_of_2(key_heads))))
+        few = dtype.itemsize == 2 and top_k <= 4 * block
+        return LaunchConfig(4, 2, BLOCK=block, HELD=cdiv(top_k, block) if few else 0)
     if dtype.itemsize == 4 or width > 128:
         return LaunchConfig(4, 3, BLOCK=64 if dtype.itemsize == 2 else 32, HELD=0)
     num_scores = heads * next_power_of_2(max(top_k, 64))
@@ -52,7 +58,9 @@ def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: in
     return LaunchConfig(8, 5, BLOCK=block, HELD=cdiv(top_k, block))
 
 
-def _launch(scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps, number, H, group, with_grad):
+def _launch(
+    scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps, number, H, key_heads, group, with_grad
+):  # fmt: skip
     """Return (the loss of each of `number` rows; which rows count, if groups choose; pi - p like `scores`, or
     empty).
     """
@@ -65,8 +73,8 @@ def _launch(scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps
             scores.contiguous(), q, k, indices, rows, valid, loss, counted if group > 1 else None,
             difference if with_grad else None, *bias, *strides, *chunk, scale, eps, K, number,
         )  # fmt: skip
-        config = loss_config(q.dtype, width, heads, K, architecture(q.device))
-        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, R=group, PADDED=rows is None)
+        config = loss_config(q.dtype, width, heads, K, architecture(q.device), key_heads)
+        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, KEY_HEADS=key_heads, R=group, PADDED=rows is None)
         run(index_loss_kernel, number, *arguments, **sizes, **config, PRECISION=precision(q.dtype))
     return loss, counted, difference
 
@@ -85,10 +93,11 @@ def _forward(
     q, k = as_rows(q, k)
     rows = choice_rows(seq_offsets, T, group)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
-    strides, chunk = (0, *q.stride()[:2], 0, k.stride(0)), (0, 1, 1)
+    key_heads, key_strides = key_layout(k)
+    strides, chunk = (0, *q.stride()[:2], 0, *key_strides), (0, 1, 1)
     number = rows.shape[-1]
     return _launch(
-        scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps, number, H, group, with_grad
+        scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps, number, H, key_heads, group, with_grad
     )  # fmt: skip
 
 
@@ -119,13 +128,13 @@ indexer_loss_jagged = Operator(
 def _padded(query, key, chunk_offset):
     query, key = as_rows(query, key)
     batch, head, row, _ = query.stride()
-    return query, key, (batch, row, head, *key.stride()[:2]), (chunk_offset, query.shape[2], key.shape[1])
+    return query, key, (batch, row, head, *key.stride()[:2], 0), (chunk_offset, query.shape[2], key.shape[1])
 
 
 def _padded_forward(scores, query, key, indices, scale, chunk_offset, eps, with_grad):
     B, H, C, _ = query.shape
     query, key, strides, chunk = _padded(query, key, chunk_offset)
-    arguments = (None, None, NO_BIAS, strides, chunk, scale, eps, B * C, H, 1, with_grad)
+    arguments = (None, None, NO_BIAS, strides, chunk, scale, eps, B * C, H, 1, 1, with_grad)
     return _launch(scores, query, key, indices, *arguments)
 
 

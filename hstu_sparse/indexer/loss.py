@@ -1,7 +1,8 @@
 """Define the kernel of the index loss, with one program for each query.
 
-Letters: T tokens of the batch, B sequences, H heads, D query/key head size, K chosen tokens per query; in padded chunks
-C queries and S keys per sequence. A row is a query of either; where R tokens share a choice, a group (choices.py).
+Letters: T tokens of the batch, B sequences, H query heads, D query/key head size, K chosen tokens per query; in padded
+chunks C queries and S keys per sequence. A row is a query of either; where R tokens share a choice, a group
+(choices.py).
 
 Heads are summed after each has been divided by its own normaliser, which is known once all chosen keys have been seen.
 Scores of up to HELD blocks stay in registers, and the keys are gathered once; with more blocks, they are gathered
@@ -19,13 +20,21 @@ from hstu_sparse.tiles import load_rows
 
 @triton.jit
 def _attention(
-    query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells, timestamps,
-    query_timestamps, positions, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, k_stride_h, scale, position, time, cells,
+    timestamps, query_timestamps, positions, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+    KEY_HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return unmasked scores of the attention [BLOCK, heads] of the slots from `start` on."""
+    """Return unmasked scores of the attention [BLOCK, heads] of the slots from `start` on.
+
+    query: for each key head a tile [channels, heads], with zeros for heads that another one serves.
+    """
     s = clamped_tokens(indices, row, start, last, K, BLOCK)
     chosen = gather_rows(keys, begin + s, k_stride_t, D, BD)
-    scores = tl.dot(chosen, query, input_precision=PRECISION) * (scale * LOG2E)
+    scores = tl.dot(chosen, query[0], input_precision=PRECISION)
+    for number in tl.static_range(1, KEY_HEADS):
+        chosen = gather_rows(keys + number * k_stride_h, begin + s, k_stride_t, D, BD)
+        scores = tl.dot(chosen, query[number], scores, input_precision=PRECISION)
+    scores = scores * (scale * LOG2E)
     if (position is not None) or (time is not None):
         bias, _ = chosen_bias(
             s, s >= 0, token, begin, t, position, time, cells, timestamps, query_timestamps, positions
@@ -85,9 +94,9 @@ def _divergence(p, pi, eps):
 def index_loss_kernel(
     scores, q, k, indices, rows, valid, loss, counted, difference,
     position, time, cells, timestamps, query_timestamps, positions,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, offset, C, S, scale, eps, K, G,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, offset, C, S, scale, eps, K, G,
     H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-    R: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_HEADS: tl.constexpr, R: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the loss of one row and, if requested, the gradient pi - p of its index scores, 0 where masked.
 
@@ -115,7 +124,11 @@ def index_loss_kernel(
         counts = counts & (tl.load(valid + token) != 0)
     head = tl.arange(0, BH)
     inside = head < H
-    query = tl.trans(load_rows(queries, head, q_stride_h, inside, D, BD))
+    served = inside & (head < H // KEY_HEADS)
+    query = (tl.trans(load_rows(queries, head, q_stride_h, served, D, BD)),)
+    for number in tl.static_range(1, KEY_HEADS):
+        served = inside & (head // (H // KEY_HEADS) == number)
+        query += (tl.trans(load_rows(queries, head, q_stride_h, served, D, BD)),)
     if HELD > 0:
         # Each column has a block of all slots. It is loaded here and first read after the loop.
         column = tl.arange(0, BH)
@@ -129,8 +142,8 @@ def index_loss_kernel(
             blocks += (tl.zeros([BLOCK, BH], tl.float32),)
         for start in range(0, K, BLOCK):
             attention = _attention(
-                query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells,
-                timestamps, query_timestamps, positions, D, BD, BLOCK, PRECISION,
+                query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, k_stride_h, scale, position,
+                time, cells, timestamps, query_timestamps, positions, D, BD, BLOCK, KEY_HEADS, PRECISION,
             )  # fmt: skip
             # Each block has its own registers; with shifts the loop would not be pipelined.
             updated = ()
@@ -175,8 +188,8 @@ def index_loss_kernel(
         seen = tl.zeros([BLOCK], tl.int32)
         for start in range(0, K, BLOCK):
             attention = _attention(
-                query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells,
-                timestamps, query_timestamps, positions, D, BD, BLOCK, PRECISION,
+                query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, k_stride_h, scale, position,
+                time, cells, timestamps, query_timestamps, positions, D, BD, BLOCK, KEY_HEADS, PRECISION,
             )  # fmt: skip
             visible = _visible(indices, row, start, last, counts, K, BLOCK)
             seen |= visible.to(tl.int32)
@@ -190,8 +203,8 @@ def index_loss_kernel(
         index_logarithm = _logarithm(index_most, index_total)
         for start in range(0, K, BLOCK):
             attention = _attention(
-                query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells,
-                timestamps, query_timestamps, positions, D, BD, BLOCK, PRECISION,
+                query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, k_stride_h, scale, position,
+                time, cells, timestamps, query_timestamps, positions, D, BD, BLOCK, KEY_HEADS, PRECISION,
             )  # fmt: skip
             visible = _visible(indices, row, start, last, counts, K, BLOCK)
             p = tl.sum(exp2(_masked(attention, visible) - logarithm[None, :]), 1) / H

@@ -77,7 +77,7 @@ def sparse_attention_reference(
     if q.shape[0] == 0:
         # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
         tables = sum(x.sum() for x in (bias.position, bias.time) if x is not None)
-        return (q.sum() + k.sum() + tables + v.new_zeros(*q.shape[:2], v.shape[1]) * v.sum()).to(dtype)
+        return (q.sum() + k.sum() + tables + v.new_zeros(*q.shape[:2], v.shape[-1]) * v.sum()).to(dtype)
     padding = _Padding(seq_offsets, selection_group)
     logits = _attention_logits(q, k, scale, padding, bias)  # [B, H, n, n]
     slots, visible = padding.slots(indices)
@@ -91,7 +91,7 @@ def sparse_attention_reference(
         times = times[:, :, number]
         times = times + ((number == number[:, None]) & (padding.step <= padding.step[:, None]))
     weights = masked_softmax(logits + times.clamp(min=1).log(), times > 0)
-    out = masked_product(weights.to(v.dtype), padding.pad(v)[:, None], times == 0)
+    out = masked_product(weights.to(v.dtype), _by_head(padding.pad(v), q.shape[1]), times == 0)
     return padding.unpad(out.transpose(1, 2)).to(dtype)
 
 
@@ -276,6 +276,11 @@ def _attention_logits(
     q: Tensor, k: Tensor, scale: float, padding: _Padding, bias: RelativeBias, stride: int = 1
 ) -> Tensor:
     """Return scale * q.k + b of all pairs of every `stride`-th query: [B, H, n / stride, n]."""
-    logits = padding.pad(q * scale)[:, ::stride].transpose(1, 2) @ padding.pad(k)[:, None].mT
+    logits = padding.pad(q * scale)[:, ::stride].transpose(1, 2) @ _by_head(padding.pad(k), q.shape[1]).mT
     biases = _bias(bias, padding, stride)
     return logits + (biases[..., None, :, :] if isinstance(biases, Tensor) else biases)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values [B, n, size] or [B, n, Hkv, size] for each head of queries: [B, 1 or H, n, size]."""
+    return x[:, None] if x.dim() == 3 else x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2)

@@ -1,51 +1,51 @@
 """The kind `htree`."""
 
 import math
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field
 from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.shared import AutoCount, AutoRate, SharedKeys, chosen
+from models.attention.shared import AutoCount, AutoRate, FewKeys, chosen, few_kv_heads
 from models.contract import AuxLoss, LayerSizes
 
-# max_seq_len from which nodes have 16 children instead of 8, and the greatest number of expanded nodes.
+# max_seq_len from which `auto` means few key heads, and the greatest number of expanded nodes.
 LONG, MOST_EXPANDED = 1024, 32
 
 
-class HierarchicalTreeAttention(SharedKeys):
+class HierarchicalTreeAttention(FewKeys):
     """Softmax attention over a tree of means that expands the nodes with the highest scores; RoPE by position among
     them.
 
     For RoPE by time set `model.rotary: {position: false, time: true}`, which rotates queries and keys before the means.
     """
 
-    class Config(SharedKeys.Config):
+    class Config(FewKeys.Config):
         kind: Literal["htree"]
         """The attention kind."""
         compression_rate: AutoRate = "auto"
-        """The number of children of a node; `auto` is 8, from max_seq_len 1,024 on 16."""
+        """The number of children of a node; `auto` is 16, up to max_seq_len 16 it is 8."""
         top_k: AutoCount = "auto"
         """The number of nodes that are expanded in each layer of the tree; `auto` follows from max_seq_len."""
         selection_group: AutoCount = "auto"
         """The number of neighbouring tokens that share a choice; it divides compression_rate."""
-        num_kv_heads: AutoCount | None = "auto"  # type: ignore[assignment]  # a number or auto
-        """The number of heads of keys and values, each with a choice of its own; `auto` is 1."""
         rope_base: float = Field(10000.0, gt=0)
         """The base of the rotary embedding's wavelengths."""
         backend: Literal["auto", "triton", "reference"] = "auto"
         """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
+        def default_kv_heads(self, sizes: LayerSizes) -> int:
+            return sizes.num_heads if sizes.max_seq_len < LONG else few_kv_heads(sizes)
+
         def for_model(self, sizes: LayerSizes) -> Self:
-            """Choose one key head, and a tree with 8 children a node, or 16 from LONG tokens on, of which a query sees
-            at most three quarters of the longest sequence as tokens; as many neighbours share a choice as a node has
-            children.
+            """Choose a tree with 16 children a node, of which a query sees at most three quarters of the longest
+            sequence as tokens; as many neighbours share a choice as a node has children.
             """
             rate, top_k, group = self.compression_rate, self.top_k, self.selection_group
             if rate == "auto":
-                rate = 8 if sizes.max_seq_len < LONG else 16
+                rate = 16 if sizes.max_seq_len > 16 else 8
                 if group != "auto" and rate % group:
                     rate = group
             if top_k == "auto":
@@ -53,9 +53,8 @@ class HierarchicalTreeAttention(SharedKeys):
                 top_k = min(MOST_EXPANDED, 1 << max(0, most.bit_length() - 1))
             if group == "auto":
                 group = math.gcd(rate, 16)
-            kv_heads = 1 if self.num_kv_heads == "auto" else self.num_kv_heads
-            update = dict(compression_rate=rate, top_k=top_k, selection_group=group, num_kv_heads=kv_heads)
-            return self.model_copy(update=update)
+            update = dict(compression_rate=rate, top_k=top_k, selection_group=group)
+            return super().for_model(sizes).model_copy(update=update)
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
@@ -71,10 +70,6 @@ class HierarchicalTreeAttention(SharedKeys):
 
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config.for_model(sizes), sizes)
-
-    @classmethod
-    def kv_heads(cls, config: Any, num_heads: int) -> int:
-        return 1 if config.num_kv_heads == "auto" else super().kv_heads(config, num_heads)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c = self.config

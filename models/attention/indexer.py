@@ -13,10 +13,21 @@ from torch.nn import functional as F
 import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.indexer import MOST_CHOSEN, MOST_SHARING
+from hstu_sparse.indexer import MOST_CHOSEN, MOST_KEY_CHANNELS, MOST_SHARING
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.launch import next_power_of_2
-from models.attention.shared import AutoCount, BiasedAttention, TimeBias, chosen, new_table, relative_bias
+from models.attention.shared import (
+    AutoCount,
+    BiasedAttention,
+    FewKeys,
+    TimeBias,
+    chosen,
+    few_kv_heads,
+    many_kv_heads,
+    new_table,
+    padded_channels,
+    relative_bias,
+)
 from models.contract import AuxLoss, LayerSizes
 
 # Greatest number of indices in a dense step of warm-up: 4 GiB of int32, and twice as much of scores and gradients.
@@ -29,8 +40,8 @@ def default_top_k(max_seq_len: int) -> int:
 
 
 def default_selection_group(max_seq_len: int) -> int:
-    """Return 4 tokens up to a length of 512, 8 up to 2,048 and 16 beyond (docs/indexer.md)."""
-    return 4 if max_seq_len <= 512 else 8 if max_seq_len <= 2048 else 16
+    """Return 8 tokens up to a length of 2,048 and 16 beyond (docs/indexer.md)."""
+    return 8 if max_seq_len <= 2048 else 16
 
 
 class BiasTables(nn.Module):
@@ -45,21 +56,21 @@ class BiasTables(nn.Module):
         return relative_bias(self.position, self.time, batch)
 
 
-class IndexerAttention(BiasedAttention):
-    """Softmax attention over the tokens that a lightning indexer chooses (DeepSeek-V3.2-Exp); one key and value head.
+class IndexerAttention(FewKeys, BiasedAttention):
+    """Softmax attention over the tokens that a lightning indexer chooses (DeepSeek-V3.2-Exp), the same for all heads.
 
     The indexer sees the layer's input detached and learns from a loss of its own, KL(attention, indexer) over the
     chosen tokens; the other parameters get no gradient from that loss. During the first `warmup_steps` the attention is
     dense, and the indexer learns from all tokens that a query may choose.
     """
 
-    class Config(BiasedAttention.Config):
+    class Config(FewKeys.Config, BiasedAttention.Config):
         kind: Literal["indexer"]
         """The attention kind."""
         top_k: AutoCount = "auto"
         """The number of tokens that are chosen; `auto` is an eighth of max_seq_len, from 8 to 128."""
         selection_group: AutoCount = "auto"
-        """The number of neighbouring tokens that share a choice; `auto` is 4, 8 or 16, by max_seq_len."""
+        """The number of neighbouring tokens that share a choice; `auto` is 8, for max_seq_len over 2,048 it is 16."""
         num_index_heads: int = Field(4, ge=1)
         """The number of heads of the indexer."""
         index_dim: int = Field(32, ge=1)
@@ -75,6 +86,10 @@ class IndexerAttention(BiasedAttention):
         backend: Literal["auto", "triton", "reference"] = "auto"
         """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
+        def default_kv_heads(self, sizes: LayerSizes) -> int:
+            # The kernels for single tokens run once for each key head.
+            return few_kv_heads(sizes) if self.selection_group == 1 else many_kv_heads(sizes)
+
         def for_model(self, sizes: LayerSizes) -> Self:
             defaults = {"top_k": default_top_k, "selection_group": default_selection_group}
             update = {name: make(sizes.max_seq_len) for name, make in defaults.items() if getattr(self, name) == "auto"}
@@ -85,6 +100,13 @@ class IndexerAttention(BiasedAttention):
             top_k, group = chosen(self.top_k), chosen(self.selection_group)
             if group > MOST_SHARING and self.backend != "reference":
                 raise ValueError(f"selection_group={group}: the kernels take up to {MOST_SHARING} tokens in a group")
+            key_heads = IndexerAttention.kv_heads(self, sizes.num_heads)
+            channels = key_heads * padded_channels(sizes)
+            if key_heads > 1 and channels > MOST_KEY_CHANNELS and self.backend != "reference":
+                raise ValueError(
+                    f"num_kv_heads={self.num_kv_heads}: the kernels take up to {MOST_KEY_CHANNELS} channels in all key "
+                    f"heads, padded to powers of two, got {channels}"
+                )
             if MOST_CHOSEN < top_k < sizes.max_seq_len and self.backend != "reference":
                 raise ValueError(
                     f"top_k={top_k}: the kernels choose up to {MOST_CHOSEN:,} of "
@@ -110,13 +132,11 @@ class IndexerAttention(BiasedAttention):
             config.num_time_buckets if config.index_time_bias else None,
         )
 
-    @classmethod
-    def kv_heads(cls, config: Any, num_heads: int) -> int:
-        return 1
-
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, offsets = self.config, batch.seq_offsets
-        k, v, bias = k.squeeze(1), v.squeeze(1), self.bias(batch)
+        bias = self.bias(batch)
+        if k.shape[1] == 1:
+            k, v = k.squeeze(1), v.squeeze(1)
         iq, ik, w = self.index(x.detach())
         top_k, group = chosen(c.top_k), chosen(c.selection_group)
         shared: dict[str, Any] = {"selection_group": group, "backend": c.backend}

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.types import Dataset
 from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.launch import next_power_of_2
 from models.contract import AttentionKind, LayerSizes
 
 # Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
 FlashBackend = Literal["auto", "triton", "reference", "cute"]
+
+# Channels of all key heads of a layer together: of few heads at least, if possible; of many, padded, at most.
+FEW_CHANNELS, MANY_CHANNELS = 64, 256
 
 # Entries that the published HSTU adds to max_seq_len in its normaliser and bias tables.
 EXTRA_POSITIONS = 11
@@ -140,3 +144,42 @@ class SharedKeys(AttentionKind):
     @classmethod
     def kv_heads(cls, config: Any, num_heads: int) -> int:
         return config.num_kv_heads or num_heads
+
+
+class FewKeys(SharedKeys):
+    """Kinds that gather keys and values, and are the faster the fewer heads of these there are."""
+
+    class Config(SharedKeys.Config):
+        num_kv_heads: AutoCount | None = "auto"  # type: ignore[assignment]  # a number or auto
+        """The number of heads of keys and values; null: as many as there are heads of queries; `auto`: the same where
+        the kind is fast enough with them, else fewer."""
+
+        def default_kv_heads(self, sizes: LayerSizes) -> int:
+            """Return what `auto` means."""
+            raise NotImplementedError
+
+        def for_model(self, sizes: LayerSizes) -> Self:
+            heads = self.default_kv_heads(sizes) if self.num_kv_heads == "auto" else self.num_kv_heads
+            return super().for_model(sizes).model_copy(update={"num_kv_heads": heads})
+
+    @classmethod
+    def kv_heads(cls, config: Any, num_heads: int) -> int:
+        return num_heads if config.num_kv_heads is None else chosen(config.num_kv_heads)
+
+
+def padded_channels(sizes: LayerSizes) -> int:
+    """Return the channels of a key head in a kernel's tile."""
+    return next_power_of_2(max(16, sizes.attention_dim, sizes.linear_dim))
+
+
+def many_kv_heads(sizes: LayerSizes) -> int:
+    """Return the most key heads with up to MANY_CHANNELS padded channels together, at least one."""
+    heads = [n for n in range(1, sizes.num_heads + 1) if sizes.num_heads % n == 0]
+    return max((n for n in heads if n * padded_channels(sizes) <= MANY_CHANNELS), default=1)
+
+
+def few_kv_heads(sizes: LayerSizes) -> int:
+    """Return the fewest key heads with FEW_CHANNELS channels together, else as `many_kv_heads`."""
+    most, size = many_kv_heads(sizes), min(sizes.attention_dim, sizes.linear_dim)
+    heads = (n for n in range(1, most + 1) if sizes.num_heads % n == 0)
+    return next((n for n in heads if n * size >= FEW_CHANNELS), most)

@@ -55,8 +55,10 @@ def looked_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared
     targets, drawn = share.targets, share.drawn
     ids_to_look_up = [batch.item_ids]
     if drawn is not None:
-        places = torch.cat([targets.clamp(min=0), drawn.ids.flatten()])
-        ids_to_look_up.append(places if embedding.items is None else embedding.items.trained[places])
+        trained = None if embedding.items is None else embedding.items.trained
+        items_drawn = drawn.ids.flatten() if trained is None else trained[drawn.ids.flatten()]
+        # A token without a target looks up its input again: fused adam steps every row that is looked up.
+        ids_to_look_up += [torch.where(batch.target_ids < 0, batch.item_ids, batch.target_ids), items_drawn]
     ids, rows = torch.unique(torch.cat(ids_to_look_up), return_inverse=True)
     inputs, items = embedding.of_looked_up(ids, rows[: batch.num_tokens])
     if drawn is None:

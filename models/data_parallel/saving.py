@@ -35,7 +35,7 @@ from models.checkpoint import (
 )
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
-from models.parallel.tables import BLOCK, ShardedTable
+from models.parallel.tables import ShardedTable
 
 TABLE = "embedding.tables.embeddings.item.weight"  # the item table's name, as one process saves it
 
@@ -186,9 +186,6 @@ class Saver:
             if f"optimizer.{name}.step" not in saved:
                 del self.optimizer.state[p]
         self.model.load_state_dict({n.removeprefix("model."): v for n, v in loaded.items() if _dense(n, "model.")})
-        if self.table is not None:
-            moments = {n.rpartition(".")[2]: v for n, v in loaded.items() if n.startswith(f"optimizer.{TABLE}.")}
-            self.table.take_moments(moments)
         return progress
 
     def whole_weights(self) -> dict[str, Tensor]:
@@ -211,15 +208,9 @@ def _dense(name: str, prefix: str) -> bool:
 
 def whole_table(table: ShardedTable) -> Tensor:
     """Return the table [I, E] on the first rank's host, copied in blocks of rows; other ranks get one without rows."""
-    first = table.ranks.first
-    whole = torch.empty(table.num_items if first else 0, table.size)
-    step = max(1, BLOCK // table.size)
-    for begin in range(0, table.num_items, step):
-        end = min(table.num_items, begin + step)
-        # The others ask for nothing, and answer.
-        rows = table.look_up(torch.arange(begin, end if first else begin, device=table.device)).detach()
-        if first:
-            whole[begin:end] = rows.cpu()
+    whole = torch.empty(table.num_items if table.ranks.first else 0, table.size)
+    for begin, rows in table.blocks():
+        whole[begin : begin + len(rows)] = rows.cpu()
     return whole
 
 

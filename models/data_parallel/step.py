@@ -93,7 +93,7 @@ def build_shared_step(
         if device.type == "cuda":  # on a CPU torch.manual_seed keeps a note for CUDA, with a trace, in every step
             torch.cuda.manual_seed(seed)
         if table is not None:
-            table.set_lr(optimizer.param_groups[0]["lr"])
+            table.begin_step(optimizer.param_groups[0]["lr"], batch.whole.step)
         loss, aux = shares(ranks.cut(batch))
         optimizer.zero_grad(set_to_none=True)
         (loss + sum(one.weighted for one in aux.values())).backward()

@@ -5,7 +5,7 @@ Letters: I items, E embedding size, n ids that are looked up; rows and columns a
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -125,10 +125,20 @@ class ShardedTable:
             return self.weight
         return self.look_up(torch.arange(begin, end, device=self.device))
 
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first item, rows [R, E]) of all items, block by block; ranks but the first get blocks without rows.
+
+        All ranks must walk through all blocks.
+        """
+        step = rows_in_a_block(self.size)
+        for begin in range(0, self.num_items, step):
+            end = min(self.num_items, begin + step) if self.ranks.first else begin
+            yield begin, self.look_up(torch.arange(begin, end, device=self.device)).detach()
+
     @torch.no_grad()
     def fill(self, rows: Callable[[int, int], Tensor]) -> None:
         """Fill the shard, a block at a time; rows(begin, end): those rows of the whole table, [end - begin, E]."""
-        step = max(1, BLOCK // self.size)
+        step = rows_in_a_block(self.size)
         for first in range(self.begin[0] // step * step, self.end[0], step):
             last = min(self.num_items, first + step)
             begin, end = max(first, self.begin[0]), min(last, self.end[0])
@@ -143,7 +153,7 @@ class ShardedTable:
         """
         is_local = (ids >= self.begin[0]) & (ids < self.end[0])
         places, order = places[is_local].sort()
-        ids, step = (ids[is_local] - self.begin[0])[order], max(1, BLOCK // self.size)
+        ids, step = (ids[is_local] - self.begin[0])[order], rows_in_a_block(self.size)
         for first in range(0, int(places.max()) + 1 if len(places) else 0, step):
             low, high = torch.searchsorted(places, torch.tensor([first, first + step])).tolist()
             if low == high:
@@ -169,21 +179,23 @@ class ShardedTable:
             self.fill(rows)
 
     def moments(self) -> dict[str, Tensor]:
-        """Return the state of a fused optimiser by name: [rows, columns] or [rows] of the shard, or 0-d."""
+        """Return the state of a fused optimiser by name: [rows, columns] or [rows] of the shard."""
         if not self.fused or self.kernel is None:
             return {}
-        states = {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
-        return states | ({"iter": self.kernel.iter.reshape(())} if self.fused == "adam" else {})
+        return {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
 
-    def take_moments(self, moments: dict[str, Tensor]) -> None:
-        """Take over loaded state that `moments` returned as copies; its other tensors were loaded in place."""
-        if self.kernel is not None and "iter" in moments:
-            self.kernel.iter.fill_(int(moments["iter"]))
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of a fused optimiser's next steps."""
+    def begin_step(self, lr: float, step: int) -> None:
+        """Set the learning rate of a fused optimiser and the number of steps before this one."""
         if self.fused and self.kernel is not None:
             self.kernel.set_learning_rate(lr)
+            # fbgemm counts look-ups, those of evaluation too, and adam's bias correction takes their number.
+            self.kernel.iter.fill_(step)
+            self.kernel.iter_cpu.fill_(step)
+
+
+def rows_in_a_block(size: int) -> int:
+    """Return the number of rows of `size` numbers that are moved at a time."""
+    return max(1, BLOCK // size)
 
 
 def fused_options(config: RunConfig, device: torch.device) -> dict[str, Any]:

@@ -17,16 +17,17 @@ def chosen(max_seq_len, **options):
 @pytest.mark.parametrize(
     "max_seq_len, options, expected",
     [
-        (1, {}, (8, 1, 8, 1)),
-        (50, {}, (8, 4, 8, 1)),
-        (200, {}, (8, 16, 8, 1)),
-        (1023, {}, (8, 32, 8, 1)),
+        (1, {}, (8, 1, 8, 4)),
+        (50, {}, (16, 2, 16, 4)),
+        (200, {}, (16, 8, 16, 4)),
+        (1023, {}, (16, 32, 16, 4)),
+        (1024, {}, (16, 32, 16, 1)),
         (8192, {}, (16, 32, 16, 1)),
         (131072, {}, (16, 32, 16, 1)),
-        (200, {"compression_rate": 4}, (4, 32, 4, 1)),
-        (200, {"compression_rate": 24}, (24, 4, 8, 1)),
-        (200, {"selection_group": 1}, (8, 16, 1, 1)),
-        (200, {"selection_group": 16}, (16, 8, 16, 1)),
+        (200, {"compression_rate": 4}, (4, 32, 4, 4)),
+        (200, {"compression_rate": 24}, (24, 4, 8, 4)),
+        (200, {"selection_group": 1}, (16, 8, 1, 4)),
+        (200, {"selection_group": 24}, (24, 4, 24, 4)),
         (8192, {"top_k": 64, "num_kv_heads": None}, (16, 64, 16, None)),
     ],
 )
@@ -34,7 +35,7 @@ def test_auto(max_seq_len, options, expected):
     assert chosen(max_seq_len, **options) == expected
 
 
-@pytest.mark.parametrize("max_seq_len", [12, 50, 100, 200, 400, 1000, 3000, 50000])
+@pytest.mark.parametrize("max_seq_len", [12, 17, 50, 100, 200, 400, 1000, 3000, 50000])
 def test_auto_never_covers_the_whole_history(max_seq_len):
     rate, top_k, *_ = chosen(max_seq_len)
     assert rate * top_k < max_seq_len

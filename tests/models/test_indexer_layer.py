@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from data.batch import Whole
-from hstu_sparse import lightning_indexer
+from hstu_sparse import indexer_loss, lightning_indexer, sparse_attention
 from models.attention import ATTENTION, IndexerAttention
 from models.contract import LayerSizes
 from tests.models.test_models import CONFIG, make_batch
@@ -103,12 +103,73 @@ def test_a_warm_up_too_large_is_refused(monkeypatch):
         layer(*layer_inputs(batch), batch)
 
 
-@pytest.mark.parametrize(("length", "top_k", "group"), [(12, 8, 4), (200, 32, 4), (2048, 128, 8), (32_768, 128, 16)])
+@pytest.mark.parametrize("group", [1, 4])
+def test_key_heads(group):
+    """Each key head with its query heads is attention by itself over the same choice; the loss is one for all."""
+    torch.manual_seed(0)
+    config = IndexerAttention.Config(kind="indexer", top_k=4, selection_group=group, num_kv_heads=2, index_dim=8)
+    layer, batch = IndexerAttention(config, LayerSizes(6, 8, 5, 16, 40)).train().double(), make_batch([9, 0, 17])
+    shapes = (16,), (6, 8), (2, 8), (2, 5)
+    x, q, k, v = (torch.randn(26, *shape, dtype=torch.float64).requires_grad_() for shape in shapes)
+    out, aux = layer(x, q, k, v, batch)
+    shared = {"selection_group": group}
+    scores, indices = lightning_indexer(
+        *layer.index(x.detach()), batch.seq_offsets, 4, bias=layer.index_tables(batch), **shared
+    )
+    shared |= {"bias": layer.bias(batch)}
+    apart = [
+        sparse_attention(q[:, 3 * n : 3 * n + 3], k[:, n], v[:, n], indices, batch.seq_offsets, **shared)
+        for n in range(2)
+    ]
+    torch.testing.assert_close(out, torch.cat(apart, 1))
+    weights = torch.randn_like(out)
+    of_layer, of_apart = (torch.autograd.grad((y * weights).sum(), (q, k, v)) for y in (out, torch.cat(apart, 1)))
+    torch.testing.assert_close(of_layer, of_apart)
+    # The gradient pi - p of the loss is linear in p, the mean over heads, so it is the mean over key heads.
+    losses = [
+        indexer_loss(q[:, 3 * n : 3 * n + 3], k[:, n], scores, indices, batch.seq_offsets, **shared) for n in range(2)
+    ]
+    parameters = [p for name, p in layer.named_parameters() if name.startswith("index_")]
+    (of_layer, of_apart) = (torch.autograd.grad(y, parameters) for y in (aux["indexer_loss"].value, sum(losses) / 2))
+    torch.testing.assert_close(of_layer, of_apart)
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "value_size", "expected"),
+    [
+        (4, 16, 16, (4, 4, 4)),
+        (4, 64, 64, (4, 4, 1)),
+        (4, 32, 40, (4, 4, 2)),
+        (6, 25, 30, (6, 6, 3)),
+        (1, 50, 50, (1, 1, 1)),
+        (2, 8, 8, (2, 2, 2)),
+        (3, 100, 60, (1, 3, 1)),
+        (16, 64, 64, (4, 16, 1)),
+        (8, 256, 256, (1, 8, 1)),
+        (32, 8, 8, (16, 32, 8)),
+    ],
+)
+def test_default_key_heads(heads, size, value_size, expected):
+    """Check the indexer, a short and a long tree."""
+    for kind, length, key_heads in zip(("indexer", "htree", "htree"), (200, 200, 4096), expected):
+        sizes = LayerSizes(heads, size, value_size, 16, length)
+        config = ATTENTION[kind].Config(kind=kind).for_model(sizes)
+        assert config.num_kv_heads == key_heads and config.for_model(LayerSizes(1, 7, 7, 7, length)) == config
+        assert ATTENTION[kind].kv_heads(config, heads) == key_heads
+        if kind == "indexer":  # with a choice for each token as a long tree
+            config.check_model(sizes)
+            single = ATTENTION[kind].Config(kind=kind, selection_group=1).for_model(sizes)
+            assert single.num_kv_heads == expected[2]
+        one_each = ATTENTION[kind].Config(kind=kind, num_kv_heads=None).for_model(sizes)
+        assert ATTENTION[kind].kv_heads(one_each, heads) == heads
+
+
+@pytest.mark.parametrize(("length", "top_k", "group"), [(12, 8, 8), (200, 32, 8), (2048, 128, 8), (32_768, 128, 16)])
 def test_defaults_follow_the_length(length, top_k, group):
     sizes = LayerSizes(2, 6, 5, 16, length)
     config = IndexerAttention.Config(kind="indexer").for_model(sizes)
     assert (config.top_k, config.selection_group) == (top_k, group)
-    explicit = IndexerAttention.Config(kind="indexer", top_k=5, selection_group=3)
+    explicit = IndexerAttention.Config(kind="indexer", top_k=5, selection_group=3, num_kv_heads=1)
     assert explicit.for_model(sizes) == explicit
 
 
@@ -119,6 +180,8 @@ def test_defaults_follow_the_length(length, top_k, group):
         ({"top_k": 8000}, None),
         ({"selection_group": 200}, "selection_group=200: the kernels take up to 128 tokens in a group"),
         ({"selection_group": 200, "backend": "reference"}, None),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide model.num_heads=2"),
+        ({"num_kv_heads": 2}, None),
         ({"top_k": 0}, "top_k\n.*expected auto or an integer of at least 1, got 0"),
         ({}, None),
         ({"top_k": 3000, "backend": "reference"}, None),
@@ -134,6 +197,16 @@ def test_the_configuration_knows_the_kernels_limit(change, message):
     else:
         with pytest.raises(ValueError, match=message):
             ModelConfig.model_validate(config)
+
+
+def test_key_heads_wider_than_the_kernels_are_refused():
+    sizes = LayerSizes(4, 130, 64, 320, 100)
+    config = IndexerAttention.Config(kind="indexer", num_kv_heads=4).for_model(sizes)
+    with pytest.raises(
+        ValueError, match=r"num_kv_heads=4: the kernels take up to 512 channels in all key heads, .* got 1024"
+    ):
+        config.check_model(sizes)
+    config.model_copy(update={"backend": "reference"}).check_model(sizes)
 
 
 @pytest.fixture

@@ -5,13 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from data.balance import Deal
+from data.batch import Batch
 from data.batches import Batches
 from data.splits import make_splits
 from data.synthetic import generate
 from models import embedding
 from models.config import ConfigError, load_config
+from models.data_parallel.losses import looked_up
+from models.losses import Negatives, Share
 from models.parallel import tables
 from models.parallel.draws import Draws, mixed, seed_of
 
@@ -144,6 +150,34 @@ def test_a_shard_begins_as_its_part_of_the_table(drawn_whole, monkeypatch):
         torch.manual_seed(3)
         plain = embedding.InputEmbedding(101, 0, 8, 5, 0.0)
         assert torch.equal(plain.item_weight, whole) and torch.equal(plain.position, positions[0])
+
+
+def test_ranks_look_up_the_items_that_one_process_looks_up():
+    # Fused adam moves every row that is looked up, so an idle rank must not ask for any other.
+    table, id_sets = Shard((0, 0), (101, 8)), []
+    table.look_up = lambda ids: id_sets.append(set(ids.tolist())) or table.weight[ids]
+    model = embedding.InputEmbedding(101, 0, 8, 5, 0.0, table=table)
+    items, targets = torch.tensor([3, 7, 9, 4, 8]), torch.tensor([7, 9, 11, 8, -1])
+    times, offsets, users = torch.zeros(5, dtype=torch.long), torch.tensor([0, 3, 5]), torch.tensor([0, 1])
+    batch = Batch(items, times, targets, times, offsets, users)
+    parts = [batch, batch.sequences(0, 1), batch.sequences(1, 2), batch.sequences(0, 1).as_padding()]
+    for part, negatives in zip(parts, ([20, 21, 22, 23, 24], [20, 21, 22], [23, 24], [20, 21, 22])):
+        drawn = Negatives(torch.tensor(negatives)[:, None])
+        looked_up(model, part, Share(None, part.target_ids, drawn, torch.tensor(4)))
+    assert id_sets[0] == {3, 4, 7, 8, 9, 11, *range(20, 25)} == id_sets[1] | id_sets[2] and id_sets[3] < id_sets[0]
+
+
+def test_look_ups_of_evaluation_are_no_steps_of_a_fused_optimiser():
+    shard, ids = Shard((0, 0), (101, 8)), torch.tensor([3, 5])
+    table = (101, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    shard.kernel = SplitTableBatchedEmbeddingBagsCodegen([table], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    shard.fused = "adam"
+    for step in (0, 1, 7):
+        for _ in range(3):
+            shard.kernel(ids, torch.tensor([0, 1, 2]))
+        shard.begin_step(0.1, step)
+        shard.kernel(ids, torch.tensor([0, 1, 2]))
+        assert int(shard.kernel.iter_cpu) == int(shard.kernel.iter) == step + 1
 
 
 def test_a_shard_takes_rows_of_another_table(monkeypatch):

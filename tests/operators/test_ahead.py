@@ -93,3 +93,10 @@ def test_a_pair_may_be_reloaded_for_its_upper_register():
     assert early_reloads("\n".join([*lines[:3], *lines[4:]])) == [lines[2].strip()]
     upper = [lines[0].replace("c8", "cc"), lines[1].replace("cc", "c8"), *lines[2:]]
     assert early_reloads("\n".join(upper)) == [lines[2].strip()]
+
+
+@pytest.mark.parametrize(("warps", "repeated"), [("[0, 1]", False), ("[0, 0]", True)])
+def test_a_value_in_two_threads_is_found(warps, repeated):
+    layout = f"#ttg.linear<{{register = [[0, 0]], lane = [[1, 0], [2, 0]], warp = [{warps}], block = []}}>"
+    line = 'tt.elementwise_inline_asm "red.shared.add.u32 [$1], n;" %0 : tensor<4x2xi32, #linear>'
+    assert ahead._added_twice(f"#linear = {layout}\n  {line}") == [f"4x2 in {layout}"] * repeated

@@ -5,6 +5,7 @@ Letters: T tokens, H heads, D query/key and V value head size, J index heads, E 
 
 import contextlib
 import functools
+import itertools
 import math
 
 import pytest
@@ -221,6 +222,21 @@ def test_the_loss_gradient_of_a_retained_graph(backend):
         again.zero_()  # what was given away is no longer the graph's
 
 
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_blocks_of_key_heads_are_powers_of_two(width, monkeypatch):
+    """Also where their number is none; the interpreter has blocks of its own."""
+    from hstu_sparse.indexer import launch, launch_attention, launch_loss
+
+    monkeypatch.setattr(launch, "INTERPRET", False)
+    monkeypatch.setattr(launch_loss, "INTERPRET", False)
+    for key_heads, dtype, top_k in itertools.product((2, 3, 5, 12, 31), (torch.bfloat16, torch.float32), (9, 40, 300)):
+        loss = launch_loss.loss_config.__wrapped__(dtype, width, 32, top_k, 90, key_heads)
+        assert loss.BLOCK in (16, 32, 64) and (not loss.HELD or top_k <= loss.HELD * loss.BLOCK)
+        for kernel in ("fwd", "bwd"):
+            config = launch_attention.group_config.__wrapped__(kernel, dtype, 2 * width, 32, 7, top_k, key_heads)
+            assert {config.BLOCK, config.NEAR} <= {16, 32, 64}
+
+
 @interpreter
 def test_scores_kept_and_gathered_again_give_one_loss():
     from hstu_sparse.indexer.launch_loss import loss_config
@@ -428,7 +444,14 @@ def test_chunks_add_up(backend):
         (lightning_indexer, {"ik": torch.zeros(5, 3)}, ValueError, r"ik must be \[T=5, E=4\], got shape \[5, 3\]"),
         (lightning_indexer, {"w": torch.zeros(5, 2)}, ValueError, r"w must be \[T=5, J=3\], got shape \[5, 2\]"),
         (lightning_indexer, {"backend": "cuda"}, ValueError, "lightning_indexer: backend must be one of auto"),
-        (sparse_attention, {"k": torch.zeros(5, 1, 6)}, ValueError, r"k must be \[T=5, D=6\], got shape \[5, 1, 6\]"),
+        (sparse_attention, {"k": torch.zeros(5, 7)}, ValueError, r"k must be \[T=5, D=6\], got shape \[5, 7\]"),
+        (
+            sparse_attention,
+            {"k": torch.zeros(5, 1, 7)},
+            ValueError,
+            r"k must be \[T=5, Hkv, D=6\], got shape \[5, 1, 7\]",
+        ),
+        (sparse_attention, {"k": torch.zeros(5, 1, 6)}, ValueError, r"v must be \[T=5, Hkv=1, V\], got shape \[5, "),
         (sparse_attention, {"indices": torch.zeros(5, 2)}, TypeError, "indices must be int32 or int64, got torch.flo"),
         (sparse_attention, {"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
         (sparse_attention, {"bias": 3}, TypeError, "bias must be a RelativeBias, got int"),
@@ -466,6 +489,13 @@ def test_kernels_refuse_what_they_cannot_do():
         sparse_attention(*(x[n].double() for n in "qkv"), indices, offsets, backend="triton")
     with pytest.raises(ValueError, match=r"take V from 1 to 256, got V=300"):
         sparse_attention(x["q"], x["k"], torch.zeros(5, 300), indices, offsets, backend="triton")
+    wide = torch.zeros(5, 4, 140)
+    with pytest.raises(ValueError, match=r"take up to 512 channels in all key heads, padded .*, got 1024; use backend"):
+        sparse_attention(wide, wide, wide, indices, offsets, backend="triton")
+    with pytest.raises(ValueError, match=r"k's heads must divide q's 4, got 3"):
+        sparse_attention(wide, wide[:, :3], wide[:, :3], indices, offsets)
+    with pytest.raises(ValueError, match=r"v must be \[T=5, Hkv=2, V\], got shape \[5, 140\]"):
+        sparse_attention(wide, wide[:, :2], wide[:, 0], indices, offsets)
     with pytest.raises(ValueError, match=r"take H from 1 to 128, got H=200"):
         indexer_loss(torch.zeros(5, 200, 6), x["k"], torch.zeros(5, 2), indices, offsets, backend="triton")
 
@@ -488,6 +518,41 @@ def test_kernels(operator, edge, group):
         value_size=24, top_k=5, dtype="float32", position=long, time=long, exact=False, strided=long,
         wide_indices=False, deterministic=not long, seed=1, group=group,
     )  # fmt: skip
+
+
+@interpreter
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("operator", ["sparse_attention", "indexer_loss"])
+def test_kernels_with_key_heads(operator, group, deterministic):
+    cases.check(
+        "cpu", operator=operator, lengths=[11, 0, 5], heads=6, key_heads=3, size=20, value_size=12, top_k=5,
+        dtype="float32", position=True, time=True, exact=False, strided=deterministic, wide_indices=False,
+        deterministic=deterministic, seed=1, group=group,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_key_heads_are_attention_by_themselves(group):
+    """Each key head with its query heads; the loss's p is the mean over all heads."""
+    lengths, options = (7, 4), {"selection_group": group}
+    q, k, v = (torch.randn(11, *shape, dtype=torch.float64).requires_grad_() for shape in ((4, 6), (2, 6), (2, 5)))
+    offsets = make_offsets(lengths)
+    indices = cases.group_indices(lengths, 3, group, torch.Generator().manual_seed(0))
+    scores = torch.randn(indices.shape, dtype=torch.float64, requires_grad=True)
+    apart = [(q[:, 2 * n : 2 * n + 2], k[:, n], v[:, n]) for n in range(2)]
+    out = sparse_attention(q, k, v, indices, offsets, **options)
+    expected = torch.cat([sparse_attention(*heads, indices, offsets, **options) for heads in apart], 1)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    gradients = [torch.autograd.grad((y * weights).sum(), (q, k, v)) for y in (out, expected)]
+    torch.testing.assert_close(*gradients)
+    # The gradient pi - p is linear in p, and so the mean over key heads of theirs.
+    loss = indexer_loss(q, k, scores, indices, offsets, **options)
+    losses = [indexer_loss(*heads[:2], scores, indices, offsets, **options) for heads in apart]
+    (gradient,), (expected,) = (torch.autograd.grad(x, scores) for x in (loss, sum(losses) / 2))
+    torch.testing.assert_close(gradient, expected)
+    assert loss < sum(losses) / 2  # by the convexity of KL
 
 
 @interpreter

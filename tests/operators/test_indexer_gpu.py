@@ -40,6 +40,18 @@ def test_groups_agree_with_reference(operator, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operator", ["sparse_attention", "indexer_loss"])
+def test_key_heads_agree_with_reference(operator, dtype):
+    agree(operator, (300, 0, 77, 1), dtype, key_heads=4, group=4, top_k=32, position=True, time=True)
+    agree(operator, (200, 90), dtype, heads=8, key_heads=8, size=16, value_size=16, group=8, time=True)
+    agree(operator, (200, 90), dtype, heads=6, key_heads=3, size=100, value_size=64, group=7, deterministic=True)
+    agree(operator, (90, 130), dtype, heads=4, key_heads=2, size=200, value_size=256, top_k=130, group=50, strided=True)
+    agree(operator, (90, 130), dtype, heads=5, key_heads=5, size=50, value_size=50, top_k=200, group=16, time=True)
+    agree(operator, (150, 40), dtype, key_heads=2, size=32, value_size=32, top_k=9, position=True)
+    agree(operator, (150, 40), dtype, heads=6, key_heads=3, time=True, deterministic=True)
+
+
 @pytest.mark.parametrize("group", [2, 8])
 def test_groups_choose_among_many(group):
     """More tokens than a query has room for: every kernel of the choice, up to the largest group that kernels take."""

@@ -4,6 +4,7 @@
 
 Writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the metrics of the end) for W processes. A name
 `NAME:KEY=VALUE:...` has further overrides; with `NAME:resume:...` the run OUT/NAME is gone on with, or begun.
+`judge:NAME` and `export:NAME` run eval.py on OUT/NAME-1: OUT/lists.csv and OUT/items-NAME-W/.
 
 SCALE_KILL=RANK:WHERE:NUMBER kills a rank of the first start with SIGKILL: WHERE is `step`, before the NUMBER-th step,
 `save`, as it begins to write the NUMBER-th checkpoint, or `saved`, when it has written its part of that, which is not
@@ -90,10 +91,14 @@ def run(case: str, out: Path, reached) -> None:
 
     world, losses = int(os.environ.get("WORLD_SIZE", 1)), []
     name, *overrides = case.split(":")
-    if name == "judge":
+    if name in ("judge", "export"):
         import eval
+        from models.parallel import tables
 
-        if code := eval.main([str(out / f"{overrides[0]}-1"), "--predict", str(out / "lists.csv"), "--quiet"]):
+        tables.BLOCK = 320  # numbers: 20 of the 61 items
+        outputs = {"judge": ["--predict", str(out / "lists.csv")]}
+        outputs["export"] = ["--export-items", str(out / f"items-{overrides[0]}-{world}")]
+        if code := eval.main([str(out / f"{overrides[0]}-1"), *outputs[name], "--quiet"]):
             sys.exit(code)
         return
     resumed = "resume" in overrides

@@ -52,7 +52,9 @@ def check(shared, alone):
     ("worlds", "cases"), [((2,), SHORT), pytest.param((2, 4), CASES, marks=pytest.mark.slow)], ids=["short", "all"]
 )
 def test_ranks_train_and_judge_as_one(tmp_path, quick_python, worlds, cases):
-    launch(quick_python.executable, [1, *worlds], tmp_path, *cases, "judge:hstu-row-fused")
+    exported = ("hstu", "bsa-column-mixed", "sasrec-row-whole")  # replicated, by columns, by rows and with features
+    after = ["judge:hstu-row-fused", *(f"export:{case}" for case in exported)]
+    launch(quick_python.executable, [1, *worlds], tmp_path, *cases, *after)
     for case in cases:
         one = facts_of(tmp_path, case, 1)
         assert len(one["losses"]) >= 30 and one["losses"][-1] < 0.9 * one["losses"][0], case
@@ -63,7 +65,15 @@ def test_ranks_train_and_judge_as_one(tmp_path, quick_python, worlds, cases):
     assert judged["users"] == 37
     for how, metrics in trained["model"].items():
         assert judged["model"][how] == pytest.approx(metrics, rel=1e-4)
+    assert judged["popularity"] == trained["popularity"]
     assert len((tmp_path / "lists.csv").read_text().splitlines()) > 300
+    for case in exported:
+        one, *several = (
+            {path.name: path.read_bytes() for path in (tmp_path / f"items-{case}-{world}").iterdir()}
+            for world in (1, *worlds)
+        )
+        assert {"items.npy", "item_ids.npy", "items.parquet"} <= one.keys()
+        assert all(files == one for files in several), case
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The lightning indexer, sparse attention and the index loss.
 
-Letters: T tokens, H heads, D query/key and V value head size, J index heads, E index head size, K chosen tokens, R
-tokens that share a choice (group), G rows of a choice; C queries and S keys of a padded chunk.
+Letters: T tokens, H heads, Hkv key heads, D query/key and V value head size, J index heads, E index head size, K chosen
+tokens, R tokens that share a choice (group), G rows of a choice; C queries and S keys of a padded chunk.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from hstu_sparse import (
 from hstu_sparse.compat import compute_index_loss_sparse
 from hstu_sparse.indexer import reference as indexer_reference
 from hstu_sparse.indexer.reference import index_divergence
+from hstu_sparse.launch import next_power_of_2
 from hstu_sparse.testing import compare_with_reference, gradients, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS, sizes_under_softmax
@@ -33,12 +34,19 @@ OPERATORS = ("lightning_indexer", "index_scores", "sparse_attention", "indexer_l
 
 def draw(random, small):
     most = 24 if small else random.choice([40, 300, 1200])
+    heads = random.choice([1, 3, 4] if small else [1, 2, 4, 5, 16, 20, 33])
+    size = random.choice([5, 16] if small else [5, 16, 40, 64, 100, 128, 256])
+    value_size = random.choice([8, 20] if small else [8, 32, 50, 128, 200])
+    divisors = [
+        n for n in range(1, heads + 1) if heads % n == 0 and n * next_power_of_2(max(size, value_size, 16)) <= 512
+    ]
     return dict(
         operator=random.choice(OPERATORS),
         lengths=[random.choice([0, 1, random.randint(2, most)]) for _ in range(random.randint(0, 3))],
-        heads=random.choice([1, 3, 4] if small else [1, 2, 4, 5, 16, 20, 33]),
-        size=random.choice([5, 16] if small else [5, 16, 40, 64, 100, 128, 256]),
-        value_size=random.choice([8, 20] if small else [8, 32, 50, 128, 200]),
+        heads=heads,
+        key_heads=random.choice([1, random.choice(divisors)]),
+        size=size,
+        value_size=value_size,
         top_k=random.choice([1, 3, 9] if small else [1, 7, 64, 100, 300]),
         group=random.choice([1, 1, 2, 3, 8] if small else [1, 1, 2, 3, 4, 8, 16, 50]),
         dtype=random.choice(["float32"] if small else ["float32", "float16", "bfloat16"]),
@@ -115,7 +123,7 @@ def biased(function, device, lengths, **options):
 
 def check(
     device, *, operator, lengths, heads, size, value_size, top_k, dtype, position, time, exact, strided, wide_indices,
-    deterministic, seed, group=1,
+    deterministic, seed, group=1, key_heads=1,
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     dtype, tokens = getattr(torch, dtype), sum(lengths)
@@ -138,7 +146,8 @@ def check(
     indexer = {"iq": make(tokens, heads, size), "ik": make(tokens, size), "w": make(tokens, heads)}
     if not exact and operator in ("lightning_indexer", "index_scores"):
         indexer["w"] = indexer["w"].masked_fill(near_kink(indexer["iq"], indexer["ik"], lengths), 0)
-    attention = {"q": normal(tokens, heads, size), "k": normal(tokens, size)}
+    key_shape = (tokens,) if key_heads == 1 else (tokens, key_heads)
+    attention = {"q": normal(tokens, heads, size), "k": normal(*key_shape, size)}
     with deterministic_algorithms(deterministic):
         if operator == "lightning_indexer":
             tables = {name: x.round() if exact else x for name, x in tables.items()}
@@ -153,7 +162,7 @@ def check(
             several = (first < last).any()
             if group > 1:
                 several = visible.any() or any(size > 1 for _, _, size in group_rows(lengths, group).values())
-            inputs = {"v": normal(tokens, value_size)} | attention | tables
+            inputs = {"v": normal(*key_shape, value_size)} | attention | tables
             if several:
                 compare(function, inputs)
             else:
@@ -228,7 +237,7 @@ def compare(function, inputs, repeated=False):
             return gradients(reference, inputs, grad.abs()) | scores_terms(reference, inputs, grad)
         if "q" not in inputs:
             return {}
-        q, k, v = inputs["q"], inputs["k"][:, None], inputs["v"][:, None]
+        q, k, v = (x[:, None] if x.dim() == 2 else x for x in (inputs[name] for name in "qkv"))
         sizes = sizes_under_softmax(q, k, v, grad, q.shape[2] ** -0.5)
         if not ("position" in inputs or "time" in inputs):
             return sizes
@@ -297,7 +306,7 @@ def launches():
     from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
     from hstu_sparse.indexer.choices import choice_rows
 
-    def case(label, dtype, heads, size, index_heads, top_k, *, bias, deterministic, group=1):
+    def case(label, dtype, heads, size, index_heads, top_k, *, bias, deterministic, group=1, key_heads=1):
         def call():
             tokens = max(3 * top_k + 600, 1100)  # more than a query has room for, so that every kernel is launched
             x = torch.zeros(tokens, heads, size, dtype=dtype)
@@ -308,7 +317,7 @@ def launches():
             indices = torch.zeros(G, top_k, dtype=torch.int32)
             times = torch.zeros(tokens, dtype=torch.int64)
             tables = (fp32(tokens), fp32(129), times, times) if bias else (None,) * 4
-            k, grad = x[:, 0], fp32(G, top_k)
+            k, grad = x[:, 0] if key_heads == 1 else x[:, :key_heads], fp32(G, top_k)
             indexer = (iq, ik, iq[:, :, 0], offsets, *tables, top_k, group)
             attention = (x, k, k, indices, offsets, *tables, size**-0.5, group)
             valid = torch.ones(tokens, dtype=torch.bool) if bias else None
@@ -362,6 +371,14 @@ def launches():
     return [
         Launches("loss, 2,048 kept", loss_with_saved_scores, architectures=(80, 90, 100)),
         case("bf16 groups bias", torch.bfloat16, 4, 64, 4, 128, bias=True, deterministic=False, group=16),
+        case("bf16 key heads", torch.bfloat16, 4, 64, 4, 32, bias=True, deterministic=False, group=4, key_heads=4),
+        case(
+            "bf16 three key heads", torch.bfloat16, 6, 64, 4, 32, bias=False, deterministic=False, group=8, key_heads=3
+        ),
+        case("fp32 key heads", torch.float32, 8, 16, 4, 32, bias=True, deterministic=True, group=8, key_heads=8),
+        case(
+            "fp16 wide key heads", torch.float16, 4, 256, 4, 64, bias=False, deterministic=False, group=8, key_heads=2
+        ),
         case("bf16", torch.bfloat16, 16, 128, 4, 1024, bias=False, deterministic=False),
         case("fp32 bias lists", torch.float32, 4, 64, 2, 64, bias=True, deterministic=True),
         case("fp16 wide", torch.float16, 20, 256, 9, 2048, bias=False, deterministic=False),
