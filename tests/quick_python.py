@@ -93,7 +93,7 @@ class QuickPython:
     def start(self) -> None:
         Path(self.executable).write_text(self.client)
         Path(self.executable).chmod(0o755)
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment |= {} if self.setting is None else {SETTING: self.setting}
         command = [sys.executable, "-m", "tests.quick_python", self.executable, self.address, self.door]
         # Its end is not waited for: another process may be the last that holds it.
