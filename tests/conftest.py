@@ -6,8 +6,8 @@ import sys
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
 # NumPy's products, of which interpreted kernels are full: read when it is first imported. Threads that wait for a core
-# cost more than they compute.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", str(THREADS))
+# cost more than they compute. Workers inherit what the process that starts them has set for itself.
+os.environ["OPENBLAS_NUM_THREADS"] = str(THREADS)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

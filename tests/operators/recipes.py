@@ -73,12 +73,10 @@ def _of_operands(name: str, function: Callable) -> Callable:
 
     def operation(*operands, **named):
         key = []
+        if tl.constexpr in map(type, operands):
+            operands = tuple(x.value if type(x) is tl.constexpr else x for x in operands)
         for operand in operands:
-            kind = type(operand)
-            if kind is tl.constexpr:
-                operand = operand.value
-                kind = type(operand)
-            if kind is _TENSOR:
+            if type(operand) is _TENSOR:
                 key.append(operand.type.name)
             elif number := _number(operand):
                 key.append(number)

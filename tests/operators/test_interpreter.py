@@ -135,6 +135,23 @@ def test_an_address_beside_all_tensors_is_refused():
 
 
 @triton.jit
+def constant_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    row = tl.arange(0, N)
+    x = tl.load(x_ptr + row)
+    tl.store(out_ptr + row, x + x)
+    tl.store(out_ptr + N + row, x + tl.constexpr(x))
+    tl.store(out_ptr + 2 * N + row, tl.where(x > 1, tl.constexpr(x), x))
+
+
+def test_a_constant_may_hold_a_tensor():
+    """As the fields of a tuple do that a kernel hands on."""
+    x, out = torch.arange(4.0), torch.zeros(3, 4)
+    for _ in range(2):
+        constant_kernel[(1,)](x, out, 4)
+        assert torch.equal(out, torch.stack([2 * x, 2 * x, x]))
+
+
+@triton.jit
 def signs_kernel(x_ptr, i_ptr, out_ptr, whole_ptr, N: tl.constexpr):
     row = tl.arange(0, N)
     x, i = tl.load(x_ptr + row), tl.load(i_ptr + row)
