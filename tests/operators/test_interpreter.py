@@ -144,7 +144,7 @@ def constant_kernel(x_ptr, out_ptr, N: tl.constexpr):
 
 
 def test_a_constant_may_hold_a_tensor():
-    """As the fields of a tuple do that a kernel hands on."""
+    """Fields of a tuple, which a kernel hands on, come as such constants."""
     x, out = torch.arange(4.0), torch.zeros(3, 4)
     for _ in range(2):
         constant_kernel[(1,)](x, out, 4)
