@@ -34,29 +34,17 @@ from models.config import RunConfig
 LENGTHS = [8192, 32768, 2048, 131072, 512, 16384, 65536, 4096, 1024, 256]
 OVERTAKEN = ("dense", "softmax")
 PARTS = ("forward", "both passes", "step")
-INDEX = {"index_position_bias": False, "index_time_bias": False}
+HTREE = {"kind": "htree", "compression_rate": 16, "top_k": 32, "num_kv_heads": 1}
+INDEXER = {"kind": "indexer", "top_k": 128, "num_kv_heads": 1, "index_position_bias": False, "index_time_bias": False}
 KINDS = {
     "dense": {"kind": "dense", **NO_BIAS},
     "softmax": {"kind": "softmax"},
     "bsa": {"kind": "bsa", "block_size": 64, "block_counts": 16, **NO_BIAS},
     "bsa, groups of 64": {"kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 64, **NO_BIAS},
-    "htree": {"kind": "htree", "compression_rate": 16, "top_k": 32, "selection_group": 1, "num_kv_heads": 1},
-    "htree, groups of 16": {
-        "kind": "htree",
-        "compression_rate": 16,
-        "top_k": 32,
-        "selection_group": 16,
-        "num_kv_heads": 1,
-    },
-    "indexer": {"kind": "indexer", "top_k": 128, "selection_group": 1, "num_kv_heads": 1, **INDEX, **NO_BIAS},
-    "indexer, groups of 16": {
-        "kind": "indexer",
-        "top_k": 128,
-        "selection_group": 16,
-        "num_kv_heads": 1,
-        **INDEX,
-        **NO_BIAS,
-    },
+    "htree": {**HTREE, "selection_group": 1},
+    "htree, groups of 16": {**HTREE, "selection_group": 16},
+    "indexer": {**INDEXER, "selection_group": 1, **NO_BIAS},
+    "indexer, groups of 16": {**INDEXER, "selection_group": 16, **NO_BIAS},
 }
 
 

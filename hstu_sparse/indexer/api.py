@@ -15,7 +15,7 @@ from torch import Tensor
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.indexer import reference
 from hstu_sparse.jagged import check_jagged, readable
-from hstu_sparse.launch import next_power_of_2
+from hstu_sparse.launch import padded_head
 from hstu_sparse.precision import without_autocast
 from hstu_sparse.validation import (
     FLOATING,
@@ -419,7 +419,7 @@ def _check_index_kernel(op: str, iq: Tensor, selection_group: int) -> None:
 def _check_attention_kernel(op: str, q: Tensor, sizes: dict[str, int], selection_group: int = 1) -> None:
     check_kernel(op, q, {letter: sizes[letter] for letter in ("D", "V") if letter in sizes})
     if sizes.get("Hkv", 1) > 1:
-        channels = sizes["Hkv"] * next_power_of_2(max(16, sizes["D"], sizes.get("V", 0)))
+        channels = sizes["Hkv"] * padded_head(max(sizes["D"], sizes.get("V", 0)))
         if channels > MOST_KEY_CHANNELS:
             raise ValueError(
                 f"{op}: the kernels take up to {MOST_KEY_CHANNELS} channels in all key heads, padded to powers of two, "

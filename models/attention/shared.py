@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.types import Dataset
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.launch import next_power_of_2
+from hstu_sparse.launch import padded_head
 from models.contract import AttentionKind, LayerSizes
 
 # Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
@@ -169,7 +169,7 @@ class FewKeys(SharedKeys):
 
 def padded_channels(sizes: LayerSizes) -> int:
     """Return the channels of a key head in a kernel's tile."""
-    return next_power_of_2(max(16, sizes.attention_dim, sizes.linear_dim))
+    return padded_head(max(sizes.attention_dim, sizes.linear_dim))
 
 
 def many_kv_heads(sizes: LayerSizes) -> int:

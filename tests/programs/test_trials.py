@@ -116,7 +116,7 @@ ALL_SETS = {"beauty-5core", "beauty", "ml-1m"}
     "name, searches, settings",
     [
         ("recipes", ALL_SETS, 30),
-        ("finals", ALL_SETS, 15),
+        ("finals", ALL_SETS | {"ml-1m-large"}, 20),
         ("default", {"default-beauty", "default-ml-1m", "default-beauty-5core"}, 9),
     ],
 )
