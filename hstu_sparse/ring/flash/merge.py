@@ -27,6 +27,7 @@ def flash_attention_merge_kernel(
     lse += head.to(tl.int64) * total + token
     first = tl.load(lse, inside, float("-inf"))
     second = tl.load(second_lse + head.to(tl.int64) * total + token, inside, float("-inf"))
+    tl.debug_barrier()  # several threads may read the same rows of lse: all of them before one writes
     peak = tl.maximum(first, second)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     first, second = tl.exp(first - peak), tl.exp(second - peak)
