@@ -133,7 +133,7 @@ def _equal_stretches(name, q, k, v, group, return_lse, zigzag, options):
     ring.agree(name, {letter: list(x.shape) for letter, x in (("q", q), ("k", k), ("v", v))})
     plan = fixed_plan(num_seqs, tokens, ring.rank, ring.world, zigzag, q.device)
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    offsets = plan.offsets[plan.rank][:: plan.pieces]
+    offsets = plan.sequences[plan.rank]
     out, lse = ring_flash_attention(*flat, offsets, zigzag=zigzag, group=group, plan=plan, return_lse=True, **options)
     out = out.unflatten(0, (num_seqs, tokens))
     return (out, lse.view(-1, num_seqs, tokens).transpose(0, 1), None) if return_lse else out

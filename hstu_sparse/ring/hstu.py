@@ -200,5 +200,5 @@ def _payload(k, v, positions, timestamps) -> list[torch.Tensor]:
 def _where(plan: RingPlan, source: int, q_positions, k_positions):
     """Return the offsets of queries and of keys, and their positions."""
     return (
-        plan.offsets[plan.rank][:: plan.pieces], plan.offsets[source][:: plan.pieces], q_positions, k_positions,
+        plan.sequences[plan.rank], plan.sequences[source], q_positions, k_positions,
     )  # fmt: skip

@@ -22,13 +22,22 @@ LONGEST = 2**31 - 1  # tokens of a sequence
 
 
 class RingPlan(NamedTuple):
-    """The pieces of all ranks. offsets [W, B*P+1] and starts [W, B*P]: int32, of every rank; tokens: T of every rank.
+    """The pieces of all ranks; tensors are int32.
 
-    stretches: (start, length) of every rank's pieces, if equal for all sequences; None otherwise.
+    offsets        [W, B*P+1], of the pieces of every rank
+    starts         [W, B*P], the pieces' positions in their sequences
+    sequences      [W, B+1], offsets of the sequences
+    begins         [W, P, B+1], the first rows of each sequence's p-th piece, and the rank's number of rows
+    lengths        [W, P, B], the numbers of rows of these pieces
+    tokens         T of every rank
+    stretches      (start, length) of every rank's pieces, if equal for all sequences; None otherwise
     """
 
     offsets: torch.Tensor
     starts: torch.Tensor
+    sequences: torch.Tensor
+    begins: torch.Tensor
+    lengths: torch.Tensor
     tokens: tuple[int, ...]
     pieces: int
     rank: int
@@ -57,7 +66,7 @@ def check_plan_fits(plan: RingPlan, seq_offsets: torch.Tensor, ring: Ring, piece
         )
     if pieces is not None and plan.pieces != pieces:
         raise ValueError(f"plan is for {plan.pieces} pieces of each sequence, this call for {pieces}")
-    planned = plan.offsets[plan.rank][:: plan.pieces]
+    planned = plan.sequences[plan.rank]
     if planned.shape != seq_offsets.shape:
         raise ValueError(f"plan is for B={len(planned) - 1} sequences, got B={len(seq_offsets) - 1}")
     if planned.device != seq_offsets.device:
@@ -121,17 +130,16 @@ def _chunks(lengths: torch.Tensor, world: int, zigzag: bool) -> tuple[torch.Tens
 
 def _plan(starts: torch.Tensor, lengths: torch.Tensor, rank: int, device: torch.device) -> RingPlan:
     offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0))
+    pieces = lengths.shape[2]
+    ends = offsets[:, -1:, None].expand(-1, pieces, 1)
+    begins = torch.cat([offsets[:, :-1].unflatten(1, (-1, pieces)).transpose(1, 2), ends], 2)
+    tensors = offsets, starts.flatten(1), offsets[:, ::pieces], begins, lengths.transpose(1, 2)
     stretches, ranges = None, torch.stack([starts, lengths], -1)
     if (ranges == ranges[:, :1]).all():
         stretches = tuple(tuple(map(tuple, rank)) for rank in ranges[:, :1].flatten(1, 2).tolist())
-    return RingPlan(
-        offsets.int().to(device),
-        starts.flatten(1).int().to(device),
-        tuple(offsets[:, -1].tolist()),
-        starts.shape[2],
-        rank,
-        stretches,
-    )
+    # A view's last stride is 1 even in a dimension of size 1, as FlashAttention-4 requires.
+    on_device = [x.int().flatten().view(x.shape).to(device) for x in tensors]
+    return RingPlan(*on_device, tuple(offsets[:, -1].tolist()), pieces, rank, stretches)
 
 
 @functools.lru_cache(maxsize=32)

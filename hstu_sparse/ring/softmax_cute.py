@@ -33,25 +33,24 @@ def _has_window(options: Options) -> bool:
     return options.left >= 0 or options.right > 0
 
 
-def _rows(offsets: torch.Tensor, pieces: int, piece: int | None = None) -> Rows:
-    """Return all rows of each sequence, or those of one piece; offsets: [B*P+1]."""
-    if piece is None or pieces == 1:
-        return Rows(offsets[::pieces].contiguous())
-    begins, ends = offsets[piece:-1:pieces], offsets[piece + 1 :: pieces]
-    return Rows(torch.cat([begins, offsets[-1:]]), ends - begins)
+def _rows(plan: RingPlan, rank: int, piece: int | None = None) -> Rows:
+    """Return all rows that a rank has of each sequence, or those of one piece."""
+    if piece is None or plan.pieces == 1:
+        return Rows(plan.sequences[rank])
+    return Rows(plan.begins[rank, piece], plan.lengths[rank, piece])
 
 
 def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
     """Return the calls that compute the attention of this rank's queries to the keys of rank `source`."""
-    queries, keys, pieces = plan.offsets[plan.rank], plan.offsets[source], plan.pieces
+    rank = plan.rank
     if not _has_window(options):
-        if source == plan.rank or options.right < 0:
-            return [Part(_rows(queries, pieces), _rows(keys, pieces), right=bound(options.right))]
-        if source < plan.rank:
-            return [Part(_rows(queries, pieces), _rows(keys, pieces, 0))]
-        return [Part(_rows(queries, pieces, 1), _rows(keys, pieces))] if pieces == 2 else []
+        if source == rank or options.right < 0:
+            return [Part(_rows(plan, rank), _rows(plan, source), right=bound(options.right))]
+        if source < rank:
+            return [Part(_rows(plan, rank), _rows(plan, source, 0))]
+        return [Part(_rows(plan, rank, 1), _rows(plan, source))] if plan.pieces == 2 else []
     parts = []
-    for i, (q_start, num_queries) in enumerate(plan.stretches[plan.rank]):
+    for i, (q_start, num_queries) in enumerate(plan.stretches[rank]):
         for j, (k_start, num_keys) in enumerate(plan.stretches[source]):
             if not num_queries or not num_keys:
                 continue
@@ -63,7 +62,7 @@ def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
                 continue  # no query sees a key
             left = None if left is not None and left >= num_keys - 1 else left
             right = None if right is not None and right >= num_queries - 1 else right
-            parts.append(Part(_rows(queries, pieces, i), _rows(keys, pieces, j), left, right))
+            parts.append(Part(_rows(plan, rank, i), _rows(plan, source, j), left, right))
     return parts
 
 
