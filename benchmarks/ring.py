@@ -5,12 +5,15 @@
                                                                      without SDPA; and where the time of a step goes
     torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --backend cute
                                                                      by FlashAttention-4, against it on one GPU
+    torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --calls 4
+                                                                     four calls in a row, as of four layers
 
 One causal sequence, bf16. Errors at --check tokens against fp64; those of the ring may be at most BOUNDS, and twice
 those of SDPA on one GPU, else the exit code is 1. Rank 0 prints a JSON line for each case; times are medians of whole
-calls over which all ranks wait for each other. `efficiency` is the time of the same attention on one GPU over W times
-that of the ring: of ours for ours, of SDPA for the ring of SDPA. `extra_memory`: a rank's peak, inputs and all, over a
-W-th of that of one GPU with the whole sequence, less 1. Letters: N tokens, W ranks, H heads, D head size.
+calls over which all ranks wait for each other, or of --calls in a row, divided by their number. `efficiency` is the
+time of the same attention on one GPU over W times that of the ring: of ours for ours, of SDPA for the ring of SDPA.
+`extra_memory`: a rank's peak, inputs and all, over a W-th of that of one GPU with the whole sequence, less 1. Letters:
+N tokens, W ranks, H heads, D head size.
 """
 
 import argparse
@@ -163,21 +166,22 @@ def errors(arguments, ring) -> list[dict]:
     return records
 
 
-def timed(step, repeats) -> dict:
+def timed(step, arguments) -> dict:
     for _ in range(2):
         step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(repeats):
+    for _ in range(arguments.repeats):
         dist.barrier()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        step()
+        for _ in range(arguments.calls):
+            step()
         end.record()
         end.synchronize()
-        slowest = torch.tensor(start.elapsed_time(end), device="cuda")
+        slowest = torch.tensor(start.elapsed_time(end) / arguments.calls, device="cuda")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(slowest.item())
     low, middle, high = torch.tensor(times).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
@@ -257,6 +261,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--calls", type=int, default=1, help="calls in a row, whose time is divided by their number")
     parser.add_argument("--trace", type=pathlib.Path, help="trace a step of ours at each length into this folder")
     arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -265,7 +270,7 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=device, pg_options=priority)
     ring = Ring()
     described = {"op": "ring", "ranks": ring.world, "heads": arguments.heads, "size": arguments.size, **environment()}
-    described["backend"] = arguments.backend
+    described |= {"backend": arguments.backend, "calls": arguments.calls}
 
     def emit(record):
         if ring.rank == 0:
@@ -286,12 +291,12 @@ def main() -> int:
             tensors = whole(tokens, arguments.heads, arguments.size, torch.bfloat16)
             step = functools.partial(with_gradients, attend, *tensors)
             inputs = sum(x.nbytes for x in tensors) / 2**20
-            single = {"name": alone, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments.repeats)}
+            single = {"name": alone, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments)}
             emit(single | {"inputs_mb": inputs})
             index, _ = cut_sequences(torch.tensor([0, tokens]), ring.rank, ring.world, zigzag=True)
             tensors = [x[index.cuda()] for x in tensors]
             step = functools.partial(with_gradients, attend_ring, *tensors)
-            record = {"name": spread, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments.repeats)}
+            record = {"name": spread, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments)}
             record["efficiency"] = single["ms"] / (ring.world * record["ms"])
             record["inputs_mb"] = inputs / ring.world
             share = (inputs + single["beyond_inputs_mb"]) / ring.world
