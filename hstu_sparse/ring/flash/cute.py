@@ -31,7 +31,7 @@ LEAST, BEYOND = 90, 120
 LEAST_SIZE = 24
 # Head sizes whose forward and deterministic backward were measured against the Triton kernels, through the functions
 # here, on an H200 (docs/ring.md) -> tokens of the average sequence from which it is faster.
-FASTER_FROM: dict[int, int] = {128: 256}
+FASTER_FROM: dict[int, int] = {64: 512, 128: 256}
 
 
 def _installed() -> bool:
