@@ -5,8 +5,8 @@
                                                                      without SDPA; and where the time of a step goes
     torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --backend cute
                                                                      by FlashAttention-4, against it on one GPU
-    torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --calls 4
-                                                                     four calls in a row, as of four layers
+    torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --graph
+                                                                     replays of a CUDA graph
 
 One causal sequence, bf16. Errors at --check tokens against fp64; those of the ring may be at most BOUNDS, and twice
 those of SDPA on one GPU, else the exit code is 1. Rank 0 prints a JSON line for each case; times are medians of whole
@@ -166,7 +166,22 @@ def errors(arguments, ring) -> list[dict]:
     return records
 
 
+def captured(step):
+    """Return a function that replays a CUDA graph of `step`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def timed(step, arguments) -> dict:
+    if arguments.graph:
+        step = captured(step)
     for _ in range(2):
         step()
     torch.cuda.synchronize()
@@ -262,6 +277,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--calls", type=int, default=1, help="calls in a row, whose time is divided by their number")
+    parser.add_argument("--graph", action="store_true", help="time replays of a CUDA graph of both passes")
     parser.add_argument("--trace", type=pathlib.Path, help="trace a step of ours at each length into this folder")
     arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -270,7 +286,7 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=device, pg_options=priority)
     ring = Ring()
     described = {"op": "ring", "ranks": ring.world, "heads": arguments.heads, "size": arguments.size, **environment()}
-    described |= {"backend": arguments.backend, "calls": arguments.calls}
+    described |= {"backend": arguments.backend, "calls": arguments.calls, "graph": arguments.graph}
 
     def emit(record):
         if ring.rank == 0:

@@ -63,6 +63,9 @@ class Transfer:
                 work.wait()
             except RuntimeError as error:
                 raise self.ring.lost(peer, error) from error
+        if self.works and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # A CUDA graph has to end in the stream in which it began.
+            torch.cuda.current_stream(self.device).wait_stream(_stream(self.device))
         self.sent = self.works = []
         return self.received
 

@@ -256,7 +256,7 @@ def test_opcheck():
 
 @gpu
 @pytest.mark.multigpu
-@pytest.mark.parametrize("case", ["zigzag", "plain", "varlen", "heads in turn"])
+@pytest.mark.parametrize("case", ["zigzag", "plain", "varlen", "heads in turn", "captured"])
 def test_two_gpus(case):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.operators.ring_on_gpus", case, "cute"]
