@@ -10,10 +10,10 @@
 
 One causal sequence, bf16. Errors at --check tokens against fp64; those of the ring may be at most BOUNDS, and twice
 those of SDPA on one GPU, else the exit code is 1. Rank 0 prints a JSON line for each case; times are medians of whole
-calls over which all ranks wait for each other, or of --calls in a row, divided by their number. `efficiency` is the
-time of the same attention on one GPU over W times that of the ring: of ours for ours, of SDPA for the ring of SDPA.
-`extra_memory`: a rank's peak, inputs and all, over a W-th of that of one GPU with the whole sequence, less 1. Letters:
-N tokens, W ranks, H heads, D head size.
+calls over which all ranks wait for each other. `efficiency` is the time of the same attention on one GPU over W times
+that of the ring: of ours for ours, of SDPA for the ring of SDPA. `extra_memory`: a rank's peak, inputs and all, over a
+W-th of that of one GPU with the whole sequence, less 1 (without --graph, which keeps its memory). Letters: N tokens, W
+ranks, H heads, D head size.
 """
 
 import argparse
@@ -192,11 +192,10 @@ def timed(step, arguments) -> dict:
         dist.barrier()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(arguments.calls):
-            step()
+        step()
         end.record()
         end.synchronize()
-        slowest = torch.tensor(start.elapsed_time(end) / arguments.calls, device="cuda")
+        slowest = torch.tensor(start.elapsed_time(end), device="cuda")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(slowest.item())
     low, middle, high = torch.tensor(times).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
@@ -276,7 +275,6 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--calls", type=int, default=1, help="calls in a row, whose time is divided by their number")
     parser.add_argument("--graph", action="store_true", help="time replays of a CUDA graph of both passes")
     parser.add_argument("--trace", type=pathlib.Path, help="trace a step of ours at each length into this folder")
     arguments = parser.parse_args()
@@ -286,7 +284,7 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=device, pg_options=priority)
     ring = Ring()
     described = {"op": "ring", "ranks": ring.world, "heads": arguments.heads, "size": arguments.size, **environment()}
-    described |= {"backend": arguments.backend, "calls": arguments.calls, "graph": arguments.graph}
+    described |= {"backend": arguments.backend, "graph": arguments.graph}
 
     def emit(record):
         if ring.rank == 0:
