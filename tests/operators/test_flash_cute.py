@@ -81,6 +81,18 @@ def test_the_calls_of_a_ring_make_the_whole_attention(world, cases, single_heads
         assert_as_one_process(form, option, world, ranks)
 
 
+def test_the_rows_of_a_call():
+    """FlashAttention-4 takes offsets and lengths of stride 1, which a tensor of one number need not have."""
+    from hstu_sparse.ring import whole_plan
+    from hstu_sparse.ring.softmax_cute import step_parts
+
+    plan = whole_plan(make_offsets([8]), 0, 2, zigzag=True)
+    (part,) = step_parts(plan, 1, Options(1.0, -1, 0))  # the later half of this rank's rows sees all of the other's
+    rows = part.q.begins, part.q.lengths, part.k.begins
+    assert [x.tolist() for x in rows] == [[2, 4], [2], [0, 4]] and part.k.lengths is None
+    assert all(x.stride() == (1,) and x.dtype == torch.int32 for x in rows)
+
+
 def test_a_window_wants_sequences_of_one_length():
     from hstu_sparse.ring import whole_plan
     from hstu_sparse.ring.softmax_cute import check_plan_for_cute
