@@ -1,5 +1,10 @@
-"""Skip what the machine cannot run, share cores and GPU among processes; without a GPU interpret kernels."""
+"""Skip what the machine cannot run, share cores and GPU among processes; without a GPU interpret kernels.
 
+torch is imported by the processes that run tests, and not by the one that distributes them over others.
+"""
+
+import atexit
+import gc
 import os
 import sys
 
@@ -10,13 +15,12 @@ THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
 os.environ["OPENBLAS_NUM_THREADS"] = str(THREADS)
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 from tests.operators.interpreted import interpreted  # noqa: E402
 
-# Triton reads it once, when it is first imported, so it has to be set before any test module is.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # To free what tests leave takes Python seconds, the system none. Functions that are registered later run before.
+    atexit.register(os._exit, 0)
 
 # The share of the GPU's memory for all processes together: the rest is their contexts and kernels.
 SHARED_MEMORY = 0.9
@@ -28,11 +32,19 @@ def pytest_addoption(parser):
     parser.addoption("--campaign-seed", type=int, default=0, help="which random shapes")
 
 
-def pytest_configure(config):
-    torch.set_num_threads(THREADS)
+def pytest_sessionstart(session):
+    if not session.config.pluginmanager.hasplugin("dsession"):  # which distributes tests
+        import torch
+
+        torch.set_num_threads(THREADS)
+        # Triton reads it once, when it is first imported, so it has to be set before any test module is.
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         for marker, needed in (("gpu", 1), ("multigpu", 2)):
@@ -40,13 +52,21 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {gpus}"))
 
 
+def pytest_collection_finish():
+    gc.freeze()  # modules and tests stay: garbage collection need not look at them, nor forks copy them
+
+
 def pytest_runtest_setup(item):
     """Each process has its share of the GPU, so that a test that asks for too much fails, and not one beside it."""
+    import torch
+
     if WORKERS > 1 and item.get_closest_marker("gpu") and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(SHARED_MEMORY / WORKERS)
 
 
 def pytest_runtest_teardown(item):
+    import torch
+
     # All compiled partials share a code object of torch's own, of which a process compiles no more than eight.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
