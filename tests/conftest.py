@@ -103,6 +103,26 @@ def kernels_interpreted():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def curves_drawn_once():
+    """Draw one of all runs' figures of the same curves and as many points, half of what a tiny run takes; copy it."""
+    if report := sys.modules.get("models.report"):
+        draw, drawn = report._plot, {}
+
+        def plot(folder, history, plotted, baseline):
+            key = str([sorted(row) for row in history]), plotted, *baseline
+            if key not in drawn:
+                drawn[key] = {name: (folder / name).read_bytes() for name in draw(folder, history, plotted, baseline)}
+            for name, content in drawn[key].items():
+                report.write_file(folder / name, content)
+            return list(drawn[key])
+
+        report._plot = plot
+    yield
+    if report:
+        report._plot = draw
+
+
 @pytest.fixture(scope="session")
 def quick_python(tmp_path_factory):
     """A `python` that starts at once, for tests of what programs do and not of how they start."""
