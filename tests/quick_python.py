@@ -11,6 +11,7 @@ All of pytest-xdist's processes share one server: it ends with the last that hol
 
 import contextlib
 import fcntl
+import gc
 import io
 import json
 import os
@@ -116,6 +117,7 @@ def serve(executable: str, address: str, door: str) -> None:
     import tune  # noqa: F401
 
     draw_once()
+    gc.freeze()  # programs copy less
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork of this process would miss all but one"
     listener, entrance = (listen(path) for path in (address, door))

@@ -8,6 +8,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # here the kernels have no device, as 
 
 import argparse
 import collections
+import gc
 import sys
 import tempfile
 import time
@@ -46,6 +47,7 @@ def main() -> int:
     if unknown := set(options.areas) - AREAS.keys():
         parser.error(f"no area {', '.join(sorted(unknown))}; there are {', '.join(AREAS)}")
     draw_once()
+    gc.freeze()  # the cases' processes copy less
     started, counts, failed = time.monotonic(), collections.Counter(), []
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:
         base = Path(name)

@@ -28,8 +28,8 @@ from models.checkpoint import _facts_checksum
 from tests.hostile.configs import BASE
 from tests.hostile.harness import EITHER, ERROR, WORKS, Case, Process, judge, signalled
 
-LONG = ["train.epochs=6", "train.batch_size=4", "data.synthetic.num_users=200"]
-STEP = 120  # of such a run of 300 steps, at which it is stopped: in the third of six epochs
+LONG = ["train.epochs=6", "train.batch_size=4", "data.synthetic.num_users=80"]
+STEP = 48  # of such a run of 120 steps, at which it is stopped: in the third of six epochs
 Change = Callable[[Path], object]
 
 
