@@ -143,8 +143,9 @@ def run(case: str, out: Path, reached) -> None:
 
 def main(out: str, *cases: str) -> None:
     from models import report
+    from models.tasks import ranking
 
-    report._plot = lambda *arguments: []  # a fifth of the time of a case
+    report._plot = ranking.Ranking.plots = lambda *arguments: []  # a fifth of the time of a case
     if more := os.environ.get("SCALE_CASES"):
         CASES.update(json.loads(Path(more).read_text()))
     reached = die_at("never", 0)

@@ -136,7 +136,7 @@ def test_features_in_a_service(finished_run, tmp_path, capsys):
     """Features of items and the calendar are served as they were judged; a service does not know those of users."""
     run, options = tmp_path / "run", ["data.features.users=null", "train.epochs=2", f"run_dir={tmp_path}"]
     assert train.main([str(finished_run / "run.yaml"), "--run", str(run), *options]) == 0
-    assert evaluation.main([str(run), "--serve", "--slide", "1"]) == 0
+    assert evaluation.main([str(run), "--serve", "--slide", "1", "--cache-bytes", str(2**24)]) == 0
     (served,) = run.glob("eval-*serve*.json")
     whole, served = (json.loads(path.read_text())["model"]["history"] for path in (run / "result.json", served))
     assert served == pytest.approx(whole, abs=0.01)  # a rounding may swap two items

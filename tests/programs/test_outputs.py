@@ -265,7 +265,7 @@ def test_bf16_on_a_cpu(finished_run, tmp_path):
     for name, more in (("mol", mol), ("learned", "model.head={kind: dot, learned_temperature: true}")):
         done = run("train.py", *base, "train.epochs=1", "model.attention.kind=rotatekv", more, "--run", tmp_path / name)
         assert done.returncode == 0, done.stderr
-        done = run("eval.py", tmp_path / name, "--serve")
+        done = run("eval.py", tmp_path / name, "--serve", "--cache-bytes", str(2**24))
         assert done.returncode == 0, done.stderr
     done = run("eval.py", tmp_path / "mol", "--export-items", tmp_path / "items")
     assert done.returncode == 2 and "no single vector" in done.stderr

@@ -11,6 +11,7 @@ from tests.programs.test_train import run, start
 from tests.serving.plain import make_config
 
 ROTATE = {"kind": "rotatekv", "bits": 2, "sink_tokens": 3}
+SMALL = ["--cache-bytes", str(2**24)]  # the default of 1 GiB takes longer to clear than to use
 BSA = {"kind": "bsa", "block_size": 4, "block_counts": 2, "selection_group": 2, "window_size": 3}
 
 
@@ -22,7 +23,8 @@ def trained(folder, *overrides):
 
 
 def judged(folder, *options, name="eval-test.json"):
-    done = run("eval.py", folder, "device=cpu", *options)
+    pages = SMALL if "--serve" in options else []
+    done = run("eval.py", folder, "device=cpu", *options, *pages)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / name).read_text())
 

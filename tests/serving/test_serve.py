@@ -17,6 +17,7 @@ from models.serving import Recommender
 from tests.programs.test_train import run, start
 
 ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--cache-bytes", str(2**24)]  # the default of 1 GiB takes longer to clear than to use
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def trained(tmp_path_factory):
 @contextlib.contextmanager
 def serving(folder, *options, log=None, python=sys.executable):
     """Yield (the process, a client) of serve.py on a free port; the process is killed at the end if it still runs."""
-    command = [python, ROOT / "serve.py", folder, "--port", "0", "--device", "cpu", *options]
+    command = [python, ROOT / "serve.py", folder, "--port", "0", "--device", "cpu", *SMALL, *options]
     command += [] if log is None else ["--log", log]
     process = subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
@@ -171,7 +172,7 @@ def test_refused_at_the_start(trained, tmp_path):
         (["--slide", "0"], "slide: expected 1 to 20"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
     ):
-        done = run("serve.py", trained, *options)
+        done = run("serve.py", trained, *SMALL, *options)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, (options, done)
     done = run("serve.py", tmp_path, "--port", "0")
     assert done.returncode == 2 and "not a run folder" in done.stderr
