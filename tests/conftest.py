@@ -141,8 +141,18 @@ def compiling_python(tmp_path_factory):
         yield python
 
 
+@pytest.fixture(scope="session")
+def quick_forks(quick_python):
+    """Have the server of multiprocessing, from which its processes are forked, be a program of `quick_python`."""
+    import multiprocessing
+
+    multiprocessing.set_executable(quick_python.executable)
+    yield
+    multiprocessing.set_executable(sys.executable)
+
+
 @pytest.fixture
-def quick_processes(monkeypatch):
+def quick_processes(monkeypatch, quick_forks):
     """Have programs that start processes by multiprocessing get forks that have imported everything."""
     import multiprocessing
 

@@ -30,17 +30,20 @@ SETTING = "TRITON_INTERPRET"  # read when triton is imported, so that the server
 CLIENT = """#!{python} -ISs
 import os, signal, socket, sys
 given = sys.argv[1:]
-while given[:1] == ["-u"]:
+while given[:1] in (["-u"], ["-B"]):
     del given[0]
 if not given or (given[0].startswith("-") and given[0] not in ("-c", "-m")) or os.environ.get({setting!r}) != {value!r}:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 import json
+files = [int(name) for name in os.listdir("/proc/self/fd")]
+files = [file for file in files if os.path.exists(f"/proc/self/fd/{{file}}")]  # not that of the listing
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 for number in {forwarded}:
     signal.signal(number, lambda number, frame: server.send(bytes([number])))
-message = json.dumps(dict(arguments=given, folder=os.getcwd(), environment=dict(os.environ))).encode()
-socket.send_fds(server, [len(message).to_bytes(8, "big")], [0, 1, 2])
+message = json.dumps(dict(arguments=given, folder=os.getcwd(), environment=dict(os.environ), numbers=files))
+message = message.encode()
+socket.send_fds(server, [len(message).to_bytes(8, "big")], files)
 server.sendall(message)
 status = server.recv(8)
 status = int.from_bytes(status, "big", signed=True) if status else 1
@@ -171,7 +174,7 @@ def draw_once() -> None:
 
 def keep(client: socket.socket, executable: str) -> None:
     """Fork the process of a client's program, hand it the client's signals, and tell the client how it ended."""
-    size, files, _, _ = socket.recv_fds(client, 8, 3)
+    size, files, _, _ = socket.recv_fds(client, 8, 100)
     message = b""
     while len(message) < int.from_bytes(size, "big"):
         message += client.recv(1 << 20)
@@ -193,11 +196,17 @@ def keep(client: socket.socket, executable: str) -> None:
         os._exit(0)
 
 
-def run_program(executable: str, files: list[int], arguments: list[str], folder: str, environment: dict) -> int:
-    """The exit status of `python ARGUMENTS` in this process."""
-    for target, file in enumerate(files):
-        os.dup2(file, target)
+def run_program(
+    executable: str, files: list[int], numbers: list[int], arguments: list[str], folder: str, environment: dict
+) -> int:
+    """The exit status of `python ARGUMENTS` in this process, in which `files` get these numbers."""
+    # Through copies above all of them, since one may have the number that another shall get.
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, max(*files, *numbers) + 1) for file in files]
+    for file in files:
         os.close(file)
+    for number, copy in zip(numbers, copies):
+        os.dup2(copy, number)
+        os.close(copy)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "w" if n else "r", buffering=1, closefd=False) for n in range(3))
     os.chdir(folder)
     os.environ.clear()

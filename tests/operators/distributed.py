@@ -21,6 +21,8 @@ PRELOADED += ["hstu_sparse.ring.flash.launch", "hstu_sparse.ring.hstu_launch", "
 def forking_context():
     """Return a context of multiprocessing whose processes are forks of one that has imported all that tests run.
 
+    With the fixture `quick_forks` that one is a fork of `quick_python`'s server.
+
     It has no threads of the tests, and its environment is that of its start.
     """
     context = multiprocessing.get_context("forkserver")

@@ -66,3 +66,11 @@ def test_another_interpreter_is_a_real_one(quick_python):
     for arguments, environment in ((["-c", code], other), (["-I", "-c", code], None)):
         assert run(quick_python, *arguments, env=environment).stdout == f"{sys.executable} False\n"
     assert run(quick_python, "-c", code).stdout == f"{quick_python.executable} True\n"
+
+
+def test_open_files_keep_their_numbers(quick_python):
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as pipe:
+        done = run(quick_python, "-B", "-c", f"import os; os.write({writing}, b'told')", pass_fds=[writing])
+        os.close(writing)
+        assert (done.returncode, pipe.read()) == (0, b"told"), done.stderr
