@@ -107,7 +107,8 @@ def test_ranges_make_the_same_cache(tmp_path, source):
 
 
 @pytest.mark.skipif(not (REAL / "ml-100k" / "u.data").exists(), reason="no MovieLens 100K here")
-def test_real_ml_100k(tmp_path):
+def test_real_ml_100k(tmp_path, monkeypatch):
+    monkeypatch.setattr(partitions, "PIECE", 200_000)  # ten pieces
     source = {"format": "ml-100k", "path": REAL / "ml-100k"}
     expected = prepare(tmp_path / "1", source, 1)
     assert prepare(tmp_path / "7", source, 7) == expected

@@ -4,6 +4,7 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv 
 head size, r compression_rate.
 """
 
+import functools
 import math
 import struct
 
@@ -23,10 +24,14 @@ def qkv(lengths, heads, kv_heads, head_size, value_size, **options):
 def turn(x, position, base):
     """RoPE of one vector, from its definition in complex numbers."""
     half = len(x) // 2
-    pairs = torch.complex(x[:half], x[half:])
-    angle = torch.tensor([position * base ** (-2.0 * i / len(x)) for i in range(half)], dtype=torch.float64)
-    pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+    pairs = torch.complex(x[:half], x[half:]) * turns(len(x), position, base)
     return torch.cat([pairs.real, pairs.imag])
+
+
+@functools.cache
+def turns(size, position, base):
+    angle = torch.tensor([position * base ** (-2.0 * i / size) for i in range(size // 2)], dtype=torch.float64)
+    return torch.polar(torch.ones_like(angle), angle)
 
 
 def literal(q, k, v, lengths, r, top_k, group=1, base=10000.0):
@@ -51,17 +56,12 @@ def literal(q, k, v, lengths, r, top_k, group=1, base=10000.0):
                     else:
                         nodes = [p * r + i for p in chosen for i in range(r) if p * r + i <= rightmost]
                     keys, values = ([x[i][g] for x in [layers[layer][p] for p in nodes]] for i in (0, 1))
-                    # The token's, and that of the one that chooses for its group.
-                    scores, own_scores = (
-                        {
-                            h: [
-                                q.shape[2] ** -0.5 * turn(q[start + i, h], len(nodes) - 1, base) @ turn(key, c, base)
-                                for c, key in enumerate(keys)
-                            ]
-                            for h in heads
-                        }
-                        for i in (t, t // group * group)
-                    )
+                    turned, first = [turn(key, c, base) for c, key in enumerate(keys)], t // group * group
+                    by_token = {}
+                    for i in {t, first}:  # the token, and the one that chooses for its group
+                        queries = {h: turn(q[start + i, h], len(nodes) - 1, base) for h in heads}
+                        by_token[i] = {h: [q.shape[2] ** -0.5 * x @ key for key in turned] for h, x in queries.items()}
+                    scores, own_scores = by_token[t], by_token[first]
                     remaining = set(range(len(nodes)))
                     if layer:
                         order = [len(nodes) - 1]
