@@ -37,8 +37,9 @@ $(STAMP): pyproject.toml
 train: $(STAMP)
 	@$(BIN)/python train.py $(CONFIG) $(ARGS)
 
+# Bytecode is written, or each process would compile all files and rewrite the tests' asserts again.
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)

@@ -12,6 +12,9 @@ from unittest import mock
 import numpy as np
 import torch
 
+# What np.all, min and max call in the end.
+_all, _least, _most = np.logical_and.reduce, np.minimum.reduce, np.maximum.reduce
+
 
 class _Memory:
     """Stand-in for the interpreter's access to memory that holds each address against a kernel's tensors."""
@@ -32,10 +35,10 @@ class _Memory:
 
     def hold(self, pointers, mask, size) -> tuple[np.ndarray, int | None]:
         """Check each address; return those that the mask lets through, and the range that all of them lie in."""
-        addresses = pointers if np.all(mask) else pointers[_spread(mask, pointers.shape)]
+        addresses = pointers if _all(mask, None) else pointers[_spread(mask, pointers.shape)]
         if not addresses.size:
             return addresses, None
-        low, high = int(addresses.min()), int(addresses.max())
+        low, high = int(_least(addresses, None)), int(_most(addresses, None))
         place = bisect.bisect_right(self.ranges, (low, math.inf)) - 1
         if place >= 0 and high + size <= self.ranges[place][1]:
             return addresses, place
