@@ -441,11 +441,11 @@ def _full(case, expected: dict) -> list[Case]:
 
 def _together(case, stopped: Path, expected: dict) -> list[Case]:
     def begin_resume(folder: Path) -> Process:
-        """A resume that takes no step before the file `go` is there."""
-        set_lr = train.set_lr
+        """A resume that takes no step before the file `go` is there, or its parent is gone."""
+        set_lr, parent = train.set_lr, os.getpid()
 
         def patient(*arguments):
-            while not (folder / "go").exists():
+            while os.getppid() == parent and not (folder / "go").exists():
                 time.sleep(0.001)
             return set_lr(*arguments)
 
