@@ -49,6 +49,19 @@ def sdpa_errors(form, option, world, dtype, whole, larger) -> dict[str, float]:
     return {name: relative(x, whole[name]) for name, x in zip(("out", "dq", "dk", "dv"), flat, strict=True)}
 
 
+def capture(step):
+    """Return (a CUDA graph of `step`, the tensors that it returned and each replay writes)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
 def captured(rank: int, world: int, backend: str) -> bool:
     """Return whether a CUDA graph of both passes gives, for new inputs, the bits of a call."""
     sizes = dict(size=64, longer=LONGER, dtype=torch.bfloat16)
@@ -62,14 +75,7 @@ def captured(rank: int, world: int, backend: str) -> bool:
         out = function(*leaves, causal=True, backend=backend)
         return out, *torch.autograd.grad(out, leaves, grad)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = step()
+    graph, replayed = capture(step)
     with torch.no_grad():
         for x in leaves:
             x.normal_()

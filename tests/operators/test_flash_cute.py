@@ -14,6 +14,7 @@ from hstu_sparse.ring.flash.problem import Options
 from hstu_sparse.testing import make_jagged, make_offsets
 from tests.operators import cute_stand_in
 from tests.operators.distributed import run_ranks
+from tests.operators.ring_on_gpus import capture
 from tests.operators.test_flash_gpu import BASE, attention_of
 from tests.operators.test_ring import assert_as_one_process
 from tests.random.cases import flash
@@ -224,14 +225,7 @@ def test_captured_and_replayed():
         out = flash_attention(*inputs, offsets, causal=True, backend="cute")
         return out, *torch.autograd.grad(out, inputs, grad)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        actual = step()
+    graph, actual = capture(step)
     with torch.no_grad():
         for x in inputs:
             x.normal_()
