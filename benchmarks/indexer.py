@@ -18,7 +18,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from run import Case
+from run import Case, replayed
 
 from hstu_sparse.launch import LaunchConfig, override
 
@@ -78,20 +78,6 @@ def run_loss(top_k, backend, compiled):
         "fwd graph": replayed(forward),
         "fwd+bwd graph": replayed(forward_backward),
     }
-
-
-def replayed(function):
-    """Return a function that replays the CUDA graph of another one."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
 
 
 def check_loss(top_k):

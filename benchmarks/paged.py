@@ -18,7 +18,7 @@ import functools
 import itertools
 
 import torch
-from run import Case
+from run import Case, with_replay
 
 SINKS, CLIP = 4, 0.75
 TRIED = "splits", "warps", "stages", "registers", "rows", "positions"
@@ -69,17 +69,6 @@ def filled(name, users, length, heads, size):
     pool.write(0, k, v, offsets, pages, zero)
     pool.write_timestamps(times, offsets, pages, zero)
     return pool, pages, zero + length, offsets, k, v, times
-
-
-def with_replay(call):
-    """Return the call from Python, and the same as a captured CUDA graph."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return {"fwd": call, "replay": graph.replay}
 
 
 def attending(name, users, length, heads, size, queries):

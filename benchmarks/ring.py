@@ -29,7 +29,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from run import environment
+from run import environment, replayed
 
 from hstu_sparse import cut_sequences, flash_attention
 from hstu_sparse.compat import zigzag_triton_ring_flash_attn_func
@@ -166,22 +166,9 @@ def errors(arguments, ring) -> list[dict]:
     return records
 
 
-def captured(step):
-    """Return a function that replays a CUDA graph of `step`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def timed(step, arguments) -> dict:
     if arguments.graph:
-        step = captured(step)
+        step = replayed(step)
     for _ in range(2):
         step()
     torch.cuda.synchronize()

@@ -10,7 +10,7 @@ bytes read. `copy` copies the same bytes and shows the bandwidth that can be rea
 import functools
 
 import torch
-from run import Case
+from run import Case, with_replay
 
 PARTS = ("fused", "fused rope", "two stages", "two stages rope", "queries", "keys")
 SDPA = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION"}
@@ -87,21 +87,6 @@ def check(name, heads, size, queries, *options):
         for dtype in (q.dtype, torch.float64)
     )
     assert_within_budget(name, attend(name, q, q_offsets, cache, 1000), low, high, factor=4.0)
-
-
-def with_replay(call):
-    """Return the call, and its replay as a captured graph: the GPU's time, without the host's planning and
-    launching.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return {"fwd": call, "replay": graph.replay}
 
 
 def run_packed(name, users, length, heads, size, queries, *options):

@@ -92,6 +92,25 @@ def time_call(function: Callable[[], object], *, warmup: int, repeats: int, queu
     return dict(zip(("ms_p10", "ms", "ms_p90"), (round(q, 4) for q in quantiles)), peak_mb=round(peak / 2**20, 1))
 
 
+def replayed(call: Callable) -> Callable:
+    """Return a function that replays a CUDA graph of a call: the GPU's time, without the host's."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def with_replay(call: Callable) -> dict[str, Callable]:
+    """Return the parts of a case: the call, and its replay."""
+    return {"fwd": call, "replay": replayed(call)}
+
+
 def environment() -> dict:
     """Return the versions and hardware that the numbers depend on."""
     import triton
