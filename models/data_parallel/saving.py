@@ -176,6 +176,7 @@ class Saver:
                 if name in saved and value.size() != getattr(saved[name], "size", None):
                     raise CheckpointError(f"{source}: belongs to another model or sharding, {name} does not fit")
             loaded = {name: value for name, value in state.items() if name in saved}
+            # Copies into these tensors, which are those of the model, the table, the optimiser and the average.
             dcp.load(loaded, checkpoint_id=source, process_group=self.group)
         except CheckpointError:
             raise
@@ -185,7 +186,6 @@ class Saver:
             name = next((n for n, q in self.model.named_parameters() if q is p), TABLE)
             if f"optimizer.{name}.step" not in saved:
                 del self.optimizer.state[p]
-        self.model.load_state_dict({n.removeprefix("model."): v for n, v in loaded.items() if _dense(n, "model.")})
         return progress
 
     def whole_weights(self) -> dict[str, Tensor]:
@@ -200,10 +200,6 @@ class Saver:
         weights = self.whole_weights()
         if self.ranks.first:
             save_folder(self.run / "best", {"model": weights}, facts)
-
-
-def _dense(name: str, prefix: str) -> bool:
-    return name.startswith(prefix) and name != prefix + TABLE
 
 
 def whole_table(table: ShardedTable) -> Tensor:

@@ -6,9 +6,10 @@ Writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the met
 `NAME:KEY=VALUE:...` has further overrides; with `NAME:resume:...` the run OUT/NAME is gone on with, or begun.
 `judge:NAME` and `export:NAME` run eval.py on OUT/NAME-1: OUT/lists.csv and OUT/items-NAME-W/.
 
-SCALE_KILL=RANK:WHERE:NUMBER kills a rank of the first start with SIGKILL: WHERE is `step`, before the NUMBER-th step,
-`save`, as it begins to write the NUMBER-th checkpoint, or `saved`, when it has written its part of that, which is not
-yet in its place. SCALE_CASES=FILE has further cases, as JSON.
+SCALE_KILL="NAME:RANK:WHERE:NUMBER ..." kills a rank of these cases with SIGKILL, each once (OUT/NAME.killed says so):
+WHERE is `step`, before the NUMBER-th step, `save`, as it begins to write the NUMBER-th checkpoint, or `saved`, when it
+has written its part of that, which is not yet in its place. Cases that are finished are not repeated after a restart.
+SCALE_CASES=FILE has further cases, as JSON.
 """
 
 import json
@@ -70,19 +71,26 @@ CASES = {
 }
 
 
-def die_at(where: str, number: int):
-    """A function that kills this process when it is called for the `number`-th time with `where`."""
-    reached = []
+def killer(name: str, out: Path):
+    """Return a function to call at each place that SCALE_KILL can name, which kills this process where it is asked to.
+
+    It is called with `step`, `save` or `saved`.
+    """
+    kills = {kill.split(":")[0]: kill.split(":")[1:] for kill in os.environ.get("SCALE_KILL", "").split()}
+    rank, where, number = kills.get(name, ("-1", "never", "0"))
+    reached, killed = [], out / f"{name}.killed"
+    armed = os.environ.get("RANK") == rank and not killed.exists()
 
     def call(place: str) -> None:
         reached.append(place)
-        if reached.count(place) == number and place == where:
+        if armed and place == where and reached.count(place) == int(number):
+            killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     return call
 
 
-def run(case: str, out: Path, reached) -> None:
+def run(case: str, out: Path) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
     import train
@@ -101,7 +109,9 @@ def run(case: str, out: Path, reached) -> None:
         if code := eval.main([str(out / f"{overrides[0]}-1"), *outputs[name], "--quiet"]):
             sys.exit(code)
         return
-    resumed = "resume" in overrides
+    resumed, reached = "resume" in overrides, killer(name, out)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (out / f"{name}-{world}.json").exists():
+        return
     folder = out / (name if resumed else f"{case}-{world}")
     build, write = train.build_step, FileSystemWriter.write_data
 
@@ -148,12 +158,8 @@ def main(out: str, *cases: str) -> None:
     report._plot = ranking.Ranking.plots = lambda *arguments: []  # a fifth of the time of a case
     if more := os.environ.get("SCALE_CASES"):
         CASES.update(json.loads(Path(more).read_text()))
-    reached = die_at("never", 0)
-    rank, where, number = os.environ.get("SCALE_KILL", "-1:never:0").split(":")
-    if os.environ.get("RANK") == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-        reached = die_at(where, int(number))
     for case in cases:
-        run(case, Path(out), reached)
+        run(case, Path(out))
 
 
 if __name__ == "__main__":

@@ -89,11 +89,11 @@ def every_case(options: argparse.Namespace, python: str) -> list[bool]:
         launch(python, [1], out, "bsa-column-mixed", "sasrec-row-whole")
         for number in range(options.kills):
             case = draw.choice(["bsa-column-mixed", "sasrec-row-whole"])
-            kill = f"{draw.randrange(2)}:{draw.choice(['step', 'save', 'saved'])}:{draw.randint(2, 31)}"
+            kill = f"{case}:{draw.randrange(2)}:{draw.choice(['step', 'save', 'saved'])}:{draw.randint(2, 31)}"
             folder = out / f"{number}"
             launch(python, [2], folder, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill)
             facts = facts_of(folder, case, 2)
-            right = tell(f"{case} killed at {kill}, {facts['starts']} starts", facts, facts_of(out, case, 1))
+            right = tell(f"killed at {kill}, {facts['starts']} starts", facts, facts_of(out, case, 1))
             results.append(right and facts["starts"] == 2)
     if re.search(options.only, "resumed"):
         out = options.out / "resumed"

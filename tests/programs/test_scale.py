@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
 
@@ -82,7 +83,12 @@ def test_a_killed_rank_changes_nothing(tmp_path, quick_python, case, kill):
     """SIGKILL of one rank, between two steps or within a checkpoint; torchrun starts both again."""
     launch(quick_python.executable, [1], tmp_path, case)
     errors = launch(
-        quick_python.executable, [2], tmp_path, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill
+        quick_python.executable,
+        [2],
+        tmp_path,
+        f"{case}:resume:train.checkpoint_seconds=0",
+        restarts=1,
+        kill=f"{case}:{kill}",
     )
     assert errors.count("error: ") == errors.count("error: another process of this run was lost") <= 1
     resumed = facts_of(tmp_path, case, 2)
@@ -90,11 +96,31 @@ def test_a_killed_rank_changes_nothing(tmp_path, quick_python, case, kill):
     check(resumed, facts_of(tmp_path, case, 1))
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, quick_python, kills):
+    """SIGKILL of a random rank at a random step of each run; the metrics are those of an undisturbed run."""
+    draw, shardings = random.Random(48), ("replicated", "row_wise", "table_wise", "column_wise")
+    cases = {f"{sharding}-{n}": [f"parallel.embedding={sharding}"] for sharding in shardings for n in range(kills)}
+    kill = " ".join(f"{case}:{draw.randrange(2)}:step:{draw.randint(2, 7)}" for case in cases)
+    print("killed, drawn with seed 48:", kill)
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps(cases))
+    settings = "train.epochs=2:train.checkpoint_seconds=0:eval.every=1"  # 8 steps
+    launch(quick_python.executable, [1], tmp_path / "alone", "replicated-0:train.epochs=2:eval.every=1", more=more)
+    resumed = [f"{case}:resume:{settings}" for case in cases]
+    launch(quick_python.executable, [2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more)
+    for case in cases:
+        facts = facts_of(tmp_path, case, 2)
+        assert (tmp_path / f"{case}.killed").exists() and 0 < len(facts["losses"]) < 8, case
+        check(facts, facts_of(tmp_path / "alone", "replicated-0", 1))
+
+
 @pytest.mark.slow
 def test_resumed_on_other_ranks_and_shardings(tmp_path, quick_python):
     case = "hstu"
     launch(quick_python.executable, [1], tmp_path / "alone", case)
-    for world, epochs, kind in ((2, 2, "row_wise"), (1, 5, "column_wise"), (2, 8, "table_wise")):
+    changes = [(2, 2, "row_wise"), (1, 4, "replicated"), (2, 5, "column_wise"), (2, 6, "replicated")]
+    for world, epochs, kind in (*changes, (2, 8, "table_wise")):
         launch(
             quick_python.executable, [world], tmp_path, f"{case}:resume:train.epochs={epochs}:parallel.embedding={kind}"
         )
