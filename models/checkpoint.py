@@ -33,6 +33,10 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, damaged or belongs to another model; the message is one line."""
 
 
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is missing, or is not what was written."""
+
+
 class Progress(BaseModel):
     """The progress of a run: what a resumed run needs beside tensors and the state of the random numbers.
 
@@ -113,39 +117,40 @@ def exists(folder: Path) -> bool:
     return find_folder(folder).exists()
 
 
-def load_folder(folder: Path, *names: str, sizes: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict]:
-    """Load the named tensor files and the facts of `folder`; CheckpointError when anything is missing or damaged.
+def load_folder(folder: Path, *names: str, checked: slice | None = None) -> tuple[dict[str, dict[str, Tensor]], dict]:
+    """Load the named tensor files and the facts of `folder`; CheckpointError when one of them cannot be read,
+    DamagedError when it is missing or is not what was written.
 
-    sizes: also check that all other files exist and have the size that they were written with.
+    checked: which of the folder's files, ordered by name, to check too: slice(None) is all of them.
     """
     folder = find_folder(folder)
     path = folder / "state.json"
     try:
         facts = _read_facts(path)
         sums, lengths = facts.pop("sha256"), facts.pop("sizes")
-        for name, length in lengths.items() if sizes else ():
+        files = {f"{name}.safetensors" for name in names}
+        for name in sorted(files.union(sorted(lengths)[checked] if checked else ())):
             path = folder / name
-            if path.stat().st_size != length:
-                raise CheckpointError(f"{path}: damaged, {path.stat().st_size:,} bytes, expected {length:,}")
-        for name in names:
-            path = folder / f"{name}.safetensors"
-            check_regular(path, lengths[path.name])
-            if _checksum(path) != sums[path.name]:
-                raise CheckpointError(f"{path}: damaged (its checksum differs from the one it was written with)")
+            if name not in sums:
+                raise CheckpointError(f"{path}: written by another version of this program, it has no checksum")
+            check_regular(path, lengths[name])
+            if _checksum(path) != sums[name]:
+                raise DamagedError(f"{path}: damaged (its checksum differs from the one it was written with)")
         return {name: load_file(folder / f"{name}.safetensors") for name in names}, facts
     except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename}: not found") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise DamagedError(f"{error.filename}: not found") from None
+    except OSError as error:  # without a number: not a regular file, or a longer one
+        kind = CheckpointError if error.errno else DamagedError
+        raise kind(f"{path}: cannot be read: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {shown(error, 200)})") from None
+        raise DamagedError(f"{path}: damaged ({type(error).__name__}: {shown(error, 200)})") from None
 
 
 def _read_facts(path: Path) -> dict:
     """Read a state.json; CheckpointError when its checksum is wrong."""
     facts = json.loads(read_regular(path).decode())
     if not isinstance(facts, dict) or facts.pop("checksum", None) != _facts_checksum(facts):
-        raise CheckpointError(f"{path}: damaged (its checksum differs from the one it was written with)")
+        raise DamagedError(f"{path}: damaged (its checksum differs from the one it was written with)")
     return facts
 
 
@@ -199,9 +204,9 @@ def set_aside_damaged(run: Path) -> list[Path]:
     damaged = []
     for folder in reversed(checkpoints(run)):
         try:
-            load_folder(folder, sizes=True)
+            load_folder(folder, checked=slice(None))
             break
-        except CheckpointError:
+        except DamagedError:
             damaged.append(folder)
             folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
     return damaged
@@ -240,7 +245,7 @@ def _or_older(folders: list[Path]) -> Iterator[None]:
         yield
     except CheckpointError as error:
         older = f"; remove that folder to go on from {folders[-2].name}" if len(folders) > 1 else ""
-        raise CheckpointError(f"{error}{older}") from None
+        raise type(error)(f"{error}{older}") from None
 
 
 def last_facts(run: Path) -> tuple[dict, Path]:

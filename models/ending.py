@@ -29,7 +29,7 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
         load_weights(model, weights, source)
     else:
         facts, source = final_facts(folder)
-        load_slices(model, source)
+        load_slices(model, source, ranks)
     result = known_facts(folder, model, data, progress) | {"weights": source.name, "epoch": facts["epoch"]}
     if "value" in facts:
         result["best"] = facts["value"]

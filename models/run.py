@@ -24,7 +24,7 @@ from hstu_sparse.ring.flash.cute import check_available
 from hstu_sparse.validation import choose_backend
 from models.checkpoint import CheckpointError, Progress, checkpoints, exists, last_facts, load_folder, load_weights
 from models.config import ConfigError, RunConfig, differences, load_config
-from models.data_parallel.saving import load_slices, open_slices
+from models.data_parallel.saving import checked_facts, load_slices, open_slices
 from models.folder import access, check_run, read_manifest, write_judged
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
@@ -284,7 +284,7 @@ def trained_model(
     if ranks is None:
         load_weights(model, weights, source)
     else:
-        load_slices(model, source)
+        load_slices(model, source, ranks)
     return model.eval()
 
 
@@ -357,6 +357,7 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     if sharded is None:
         weights = load_folder(source, "model")[0]["model"]
     else:
+        checked_facts(source, sharded.ranks)
         with open_slices(source, sharded) as (weights, item_rows):
             if item_rows.get_shape()[1] != sharded.size:
                 raise ConfigError(f"--init-from {shown(folder, 200)}: another model, the item table does not fit")

@@ -8,6 +8,7 @@ step depends on the step alone (models/data_parallel/step.py): no generator's st
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class Saver:
         self.mesh = init_device_mesh(kind, (ranks.world,))
         # The background's messages must not meet those of training.
         self.group = dist.new_group(backend="gloo")
-        self.pending: tuple[Any, Any, Path, dict, str] | None = None
+        self.background = ThreadPoolExecutor(1)
+        self.pending: tuple[Future, Any, Path, dict] | None = None
 
     def save(self, progress: Progress, *, final: bool = False, again: bool = False) -> None:
         """Begin to save; final: wait until the checkpoint is written, with the weights to evaluate beside it.
@@ -84,10 +86,10 @@ class Saver:
             if self.ranks.first:
                 save_file(weights, temporary / "model.safetensors")
         try:
-            future = dcp.async_save(dict(self._state()), checkpoint_id=temporary, process_group=self.group)
+            future: Any = dcp.async_save(dict(self._state()), checkpoint_id=temporary, process_group=self.group)
         except Exception as error:
             raise self._failed(folder, error) from error
-        self.pending = future, place, temporary, facts, progress.run
+        self.pending = self.background.submit(self._checksums, future, temporary), place, temporary, facts
         if final:
             self.wait()
 
@@ -100,20 +102,31 @@ class Saver:
         """Wait until the checkpoint that was begun is written and in its place."""
         if self.pending is None:
             return
-        (future, place, temporary, facts, run), self.pending = self.pending, None
+        (written, place, temporary, facts), self.pending = self.pending, None
         try:
-            future.result()
+            sums = written.result()
             if place is not None:
-                # The first rank's part ends when all ranks' are written.
-                files = sorted(path for path in temporary.iterdir())
-                sums = {path.name: _checksum(path) for path in files if path.suffix == ".safetensors"}
-                facts |= {"sha256": sums, "sizes": {path.name: path.stat().st_size for path in files}}
+                facts |= {"sha256": sums, "sizes": {name: (temporary / name).stat().st_size for name in sums}}
                 text = json.dumps({**facts, "checksum": _facts_checksum(facts)}, indent=1)
                 (temporary / "state.json").write_text(text, encoding="utf-8")
                 place.__exit__(None, None, None)
-                prune(self.run, run)
+                prune(self.run, facts["run"])
         except Exception as error:
             raise self._failed(temporary, error) from error
+
+    def _checksums(self, written: Future, folder: Path) -> dict[str, str]:
+        """Wait until all ranks have written a checkpoint; return the checksums of its files by name on the first rank.
+
+        Each rank reads what it wrote, in the background.
+        """
+        written.result()
+        own = [path for path in folder.iterdir() if path.name.startswith(f"__{self.ranks.rank}_")]
+        if self.ranks.first:
+            own += [path for path in folder.iterdir() if path.suffix != ".distcp"]
+        sums = {path.name: _checksum(path) for path in own}
+        gathered = [sums] * self.ranks.world
+        dist.gather_object(sums, gathered if self.ranks.first else None, group=self.group)
+        return {name: value for part in gathered for name, value in part.items()}
 
     def _failed(self, folder: Path, error: Exception) -> CheckpointError:
         reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
@@ -152,7 +165,7 @@ class Saver:
 
         Raises CheckpointError if it is damaged, another model's, or one of a single process.
         """
-        _, facts = load_folder(source, sizes=True)
+        facts = checked_facts(source, self.ranks)
         progress = Progress.of(facts, source)
         if source.name != f"step-{progress.step:08d}":
             raise CheckpointError(f"{source}: damaged, it holds step {progress.step}")
@@ -210,11 +223,28 @@ def whole_table(table: ShardedTable) -> Tensor:
     return whole
 
 
+def checked_facts(source: Path, ranks: Ranks) -> dict:
+    """Return the facts of a checkpoint or of best weights, each of whose files one rank checks.
+
+    All ranks raise the CheckpointError that one of them found.
+    """
+    try:
+        result: Any = load_folder(source, checked=slice(ranks.rank, None, ranks.world))[1]
+    except CheckpointError as error:
+        result = error
+    for one in ranks.of_all(result):
+        if isinstance(one, CheckpointError):
+            raise one
+    return result
+
+
 @contextmanager
 def open_slices(source: Path, table: ShardedTable | None) -> Iterator[tuple[dict[str, Tensor], Any]]:
-    """Return (the weights of source/model.safetensors without a sharded table, that table as a slice)."""
+    """Return (the weights of source/model.safetensors without a sharded table, that table as a slice).
+
+    Its files must have been checked.
+    """
     path = source / "model.safetensors"
-    load_folder(source, sizes=True)
     try:
         with safe_open(path, "pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys() if table is None or name != TABLE}  # noqa: SIM118
@@ -223,8 +253,9 @@ def open_slices(source: Path, table: ShardedTable | None) -> Iterator[tuple[dict
         raise CheckpointError(f"{path}: cannot be read ({shown(str(error), 300)})") from error
 
 
-def load_slices(model: SequenceModel, source: Path) -> None:
+def load_slices(model: SequenceModel, source: Path, ranks: Ranks) -> None:
     """Load the weights of source/model.safetensors into a model, of its sharded table only this rank's shard."""
+    checked_facts(source, ranks)
     table = model.embedding.sharded
     with open_slices(source, table) as (state, rows):
         model.load_state_dict(state)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from models import checkpoint
 from models.checkpoint import (
     CheckpointError,
     Progress,
@@ -19,6 +20,7 @@ from models.checkpoint import (
     save_folder,
     set_aside_damaged,
 )
+from tests.damage import damaged_files
 
 
 def setup(seed=0):
@@ -84,14 +86,30 @@ def test_what_is_not_whole_is_set_aside(tmp_path):
     """Back to the newest checkpoint that is whole; and nothing is lost, or touched where all are whole."""
     model, optimizer = setup()
     for number in (1, 2):
+        step(model, optimizer)
         save_checkpoint(tmp_path, model, optimizer, at(number))
     assert set_aside_damaged(tmp_path) == []
-    state = tmp_path / "checkpoints/step-00000002/state.safetensors"
-    state.write_bytes(state.read_bytes()[:-1])
-    assert [path.name for path in set_aside_damaged(tmp_path)] == ["step-00000002"]
+    before, last = checkpoints(tmp_path)
+    for damage in damaged_files(last):
+        (aside,) = set_aside_damaged(tmp_path)
+        assert aside == last and checkpoints(tmp_path) == [before], damage
+        assert load_checkpoint(tmp_path, model, optimizer).step == 1
+        (moved,) = (tmp_path / "checkpoints").glob("damaged-step-00000002-*")
+        moved.rename(last)
+    assert load_checkpoint(tmp_path, model, optimizer).step == 2
+
+
+def test_what_cannot_be_read_is_not_set_aside(tmp_path, monkeypatch):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint, "_checksum", refuse)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        set_aside_damaged(tmp_path)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
-    assert len(list((tmp_path / "checkpoints").glob("damaged-step-00000002-*/state.safetensors"))) == 1
-    assert load_checkpoint(tmp_path, model, optimizer).step == 1
 
 
 def test_modes_follow_the_umask(tmp_path):

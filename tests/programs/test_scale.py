@@ -3,22 +3,26 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from models.checkpoint import CheckpointError, checkpoints, load_folder, set_aside_damaged
+from tests.damage import damaged_files
 from tests.programs.scale_cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each model, loss and way to spread the table at least once.
+FEW = "train.epochs=2:eval.every=2:train.checkpoint_seconds=0"  # eight steps
 SHORT = ("hstu", "hstu-table-mol", "hstu-row-fused", "bsa-column-mixed", "sasrec-row-whole", "ranking")
 
 
-def launch(python, worlds, out, *cases, restarts=0, kill=None, more=None):
+def launch(python, worlds, out, *cases, restarts=0, kill=None, more=None, status=0):
     """Have tests/programs/scale_cases.py run `cases` in so many processes, one number after the other.
 
-    python: its executable. restarts: of torchrun. Returns what was printed as errors.
+    python: its executable. restarts: of torchrun. status: of the end. Returns what was printed as errors.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if kill is None else {"SCALE_KILL": kill}
@@ -28,14 +32,18 @@ def launch(python, worlds, out, *cases, restarts=0, kill=None, more=None):
     (out / "items.csv").write_text("\n".join(["item,group,tags", *items]) + "\n")
     errors = ""
     for world in worlds:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        launcher += ["--monitor-interval", "0.1", "--max-restarts", str(restarts)]
         module = ["-m", "tests.programs.scale_cases", str(out), *cases]
-        command = [python, *(launcher if world > 1 else []), *module]
+        command = [*(torchrun(python, world, restarts) if world > 1 else [python]), *module]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == status, done.stderr[-3000:]
         errors += done.stderr
     return errors
+
+
+def torchrun(python, world, restarts=0):
+    """Return the beginning of a command that runs a program in so many processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    return [python, *launcher, "--monitor-interval", "0.1", "--max-restarts", str(restarts)]
 
 
 def facts_of(out, case, world):
@@ -96,23 +104,56 @@ def test_a_killed_rank_changes_nothing(tmp_path, quick_python, case, kill):
     check(resumed, facts_of(tmp_path, case, 1))
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, quick_python, kills):
+@pytest.mark.parametrize(("kills", "epochs"), [(1, 2), pytest.param(5, 8, marks=pytest.mark.slow)])
+def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, quick_python, kills, epochs):
     """SIGKILL of a random rank at a random step of each run; the metrics are those of an undisturbed run."""
-    draw, shardings = random.Random(48), ("replicated", "row_wise", "table_wise", "column_wise")
+    draw, steps, shardings = random.Random(48), 4 * epochs, ("replicated", "row_wise", "table_wise", "column_wise")
     cases = {f"{sharding}-{n}": [f"parallel.embedding={sharding}"] for sharding in shardings for n in range(kills)}
-    kill = " ".join(f"{case}:{draw.randrange(2)}:step:{draw.randint(2, 7)}" for case in cases)
+    kill = " ".join(f"{case}:{draw.randrange(2)}:step:{draw.randint(4, steps - 1)}" for case in cases)
     print("killed, drawn with seed 48:", kill)
     more = tmp_path / "more.json"
     more.write_text(json.dumps(cases))
-    settings = "train.epochs=2:train.checkpoint_seconds=0:eval.every=1"  # 8 steps
-    launch(quick_python.executable, [1], tmp_path / "alone", "replicated-0:train.epochs=2:eval.every=1", more=more)
+    settings = f"train.epochs={epochs}:eval.every=2:train.checkpoint_seconds=0"
+    launch(quick_python.executable, [1], tmp_path / "alone", f"replicated-0:{settings}", more=more)
     resumed = [f"{case}:resume:{settings}" for case in cases]
     launch(quick_python.executable, [2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more)
     for case in cases:
         facts = facts_of(tmp_path, case, 2)
-        assert (tmp_path / f"{case}.killed").exists() and 0 < len(facts["losses"]) < 8, case
+        assert (tmp_path / f"{case}.killed").exists() and 0 < len(facts["losses"]) < steps, case
         check(facts, facts_of(tmp_path / "alone", "replicated-0", 1))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, quick_python):
+    """A folder with a finished run `row` of two ranks, whose two last checkpoints are in the last epoch."""
+    out = tmp_path_factory.mktemp("two")
+    (out / "cases.json").write_text(json.dumps({"row": ["parallel.embedding=row_wise", "train.ema_decay=0.9"]}))
+    launch(quick_python.executable, [2], out, f"row:resume:{FEW}", more=out / "cases.json")
+    return out
+
+
+def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path, quick_python):
+    """Each file, shards included; and --resume auto goes on from the checkpoint before."""
+    shutil.copytree(two_ranks, tmp_path, dirs_exist_ok=True)
+    run = tmp_path / "row"
+    before, last = checkpoints(run)
+    assert len([path for path in last.iterdir() if path.suffix == ".distcp"]) == 2
+    for damage in damaged_files(last):
+        with pytest.raises(CheckpointError, match=r"damaged|not found|cannot be read"):
+            load_folder(last, checked=slice(None))
+            pytest.fail(damage)
+        (aside,) = set_aside_damaged(run)
+        assert checkpoints(run) == [before], damage
+        next((run / "checkpoints").glob("damaged-*")).rename(aside)
+    shard = next(last.glob("__1_*.distcp"))
+    shard.write_bytes(bytes(byte ^ 1 if place == 5000 else byte for place, byte in enumerate(shard.read_bytes())))
+    command = [*torchrun(quick_python.executable, 2), "train.py", "--resume", run]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and f"error: {shard}: damaged" in done.stderr, done.stderr
+    launch(quick_python.executable, [2], tmp_path, f"row:resume:{FEW}", more=tmp_path / "cases.json")
+    assert len(list((run / "checkpoints").glob(f"damaged-{last.name}-*"))) == 1
+    assert len(facts_of(tmp_path, "row", 2)["losses"]) == 1
+    check(facts_of(tmp_path, "row", 2), facts_of(two_ranks, "row", 2))
 
 
 @pytest.mark.slow

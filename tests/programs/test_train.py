@@ -234,10 +234,24 @@ def test_a_loss_that_is_no_number_is_one_line(tmp_path):
         train.train(config, tmp_path / "other", resume=False)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors"])
+def test_a_flipped_byte_goes_back_to_the_checkpoint_before(finished, copy, file):
+    reference, _ = finished
+    before, last = checkpoints(copy)
+    content = bytearray((last / file).read_bytes())
+    content[-5] ^= 1
+    (last / file).write_bytes(content)
+    fails(run("train.py", "--resume", copy), f"{last / file}: damaged", f"go on from {before.name}")
+    done = start(copy, "--resume", "auto")
+    assert done.returncode == 0 and f"{last}: not whole, set aside" in done.stdout, done.stderr
+    assert final(copy) == final(reference)
+
+
 def test_damaged_checkpoint_is_one_line(copy):
     weights = copy / "best" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     fails(run("eval.py", copy), "best/model.safetensors: damaged")
+    fails(run("train.py", "--resume", copy), "best/model.safetensors: damaged")
     last = sorted((copy / "checkpoints").iterdir())[-1]
     (last / "state.json").write_text("{")
     fails(run("train.py", "--resume", copy), "damaged", "remove that folder to go on from step-")
