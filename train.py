@@ -22,6 +22,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,16 +31,16 @@ import torch
 from data.batch import Batch
 from data.batches import Batches
 from models.average import WeightAverage
+from models.best import keep_best, take_over_best
 from models.checkpoint import (
     Progress,
     checkpoints,
-    exists,
     last_facts,
     load_checkpoint,
-    load_folder,
+    not_finite,
     save_checkpoint,
-    save_folder,
     set_aside_damaged,
+    training_state,
 )
 from models.config import ConfigError, RunConfig, as_yaml, load_config
 from models.data_parallel.saving import Saver
@@ -166,17 +167,35 @@ def train_claimed(
         terminal.say("metrics.jsonl had been changed: its lines are restored from the checkpoint")
     introduce(config, data, model, len(batches), folder)
     started, saved_at = time.monotonic() - progress.seconds, time.monotonic()
+    saved_place = (progress.epoch, progress.batch) if saved else None
     means = Means(data.device, progress.losses)
 
+    def diverged(what: str) -> TrainingError:
+        if saver is not None:
+            saver.wait()
+        kept = ranks.of_first([f"; {last} is kept" for last in checkpoints(folder)[-1:]] if ranks.first else None)
+        return TrainingError(f"{what}: try a lower train.lr or train.clip_norm{''.join(kept)}")
+
+    def check_finite() -> None:
+        state = training_state(model, optimizer, average) if saver is None else saver.tensors()
+        losses = ((f"the mean of {name}", total) for name, total in means.sums.items())
+        wrong = ranks.of_all(not_finite(chain(state, losses)))
+        for name in filter(None, wrong):
+            raise diverged(f"{name} is not finite after step {progress.step:,}")
+
     def save(again: bool = False, final: bool = False) -> None:
-        if not ranks.first and saver is None:
+        nonlocal saved_place
+        place = progress.epoch, progress.batch
+        if place == saved_place and not again and not (final and saver is not None):
             return
+        check_finite()
+        saved_place = place
         progress.losses, progress.seconds, progress.records = means.state(), time.monotonic() - started, log.records
         if saver is not None:
-            saver.save(progress, again=again, final=final)
-            return
-        with judged(average):
-            save_checkpoint(folder, model, optimizer, progress, average, again=again)
+            saver.save(progress, final=final)
+        elif ranks.first:
+            with judged(average):
+                save_checkpoint(folder, model, optimizer, progress, average)
 
     def check() -> None:
         if ranks.world == 1:  # several processes must reach the end of an evaluation together
@@ -222,15 +241,13 @@ def train_claimed(
                 if signal := ranks.any(interrupts.signal):
                     raise stopped(signal)
             losses = means.values()
-            if not math.isfinite(losses["loss"]):
-                raise TrainingError(
-                    f"the loss is {losses['loss']} in epoch {progress.epoch + 1}: try a lower train.lr or "
-                    f"train.clip_norm; {folder} keeps the checkpoints from before"
-                )
+            for name in ranks.of_first([name for name, value in losses.items() if not math.isfinite(value)]):
+                raise diverged(f"the {name} is {losses[name]} in epoch {progress.epoch + 1}")
             rates = {"lr": lr, "events_per_second": (progress.events - before) / (time.monotonic() - began)}
             record = {"epoch": progress.epoch + 1, "step": progress.step, **losses, "split": watched}
             evaluated = watched and config.eval.every and (progress.epoch + 1) % config.eval.every == 0
             if evaluated and watched is not None:
+                check_finite()
                 phase = phase_at(config, progress.step)
                 try:
                     with judged(average):
@@ -431,34 +448,6 @@ def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> float:
         else:
             group["lr"] = lr
     return lr
-
-
-def keep_best(
-    config: RunConfig, folder: Path | None, model, progress: Progress, metrics: dict, saver: Saver | None = None
-) -> None:
-    value = metrics[config.best_metric]
-    if progress.best is None or value > progress.best:
-        progress.best, progress.stale = value, 0
-        facts: dict[str, Any] = {"run": progress.run, "config": progress.config, "fingerprint": progress.fingerprint}
-        facts |= {"value": value, "epoch": progress.epoch}
-        if saver is not None:
-            saver.save_best(facts)
-        elif folder is not None:
-            save_folder(folder / "best", {"model": model.state_dict()}, facts)
-    else:
-        progress.stale += 1
-
-
-def take_over_best(config: RunConfig, folder: Path, progress: Progress) -> None:
-    """Accept the best weights so far for a changed configuration; CheckpointError when they belong to another run."""
-    best = folder / "best"
-    if not exists(best):
-        return
-    _, facts = load_folder(best, checked=slice(None))
-    check_of_this_run(facts.get("run"), folder, best)
-    if changes(facts.get("config"), config, best):
-        tensors, facts = load_folder(best, "model")
-        save_folder(best, tensors, facts | {"config": progress.config})
 
 
 def shown(values: dict[str, float]) -> str:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
@@ -90,8 +90,10 @@ class Progress(BaseModel):
 def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict) -> None:
     """Write `tensors` (one safetensors file for each entry) and `facts` as a folder, which appears all at once.
 
-    CheckpointError when it cannot be written; an existing folder is then unchanged.
+    CheckpointError when it cannot be written, or if a tensor is not finite; an existing folder is then unchanged.
     """
+    if name := not_finite((key, value) for entries in tensors.values() for key, value in entries.items()):
+        raise CheckpointError(f"{folder}: not written, {shown(name)} is not finite; the previous content is unchanged")
     try:
         with replace_folder(folder) as temporary:
             facts_file = temporary / "state.json"
@@ -160,25 +162,22 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     average: WeightAverage | None = None,
-    *,
-    again: bool = False,
 ) -> None:
     """Save everything that `load_checkpoint` needs to continue exactly; the last two checkpoints stay.
 
-    The model has the weights that the run is evaluated with; with an `average` these are the averages. again: save even
-    if this step's checkpoint exists.
+    The model has the weights that the run is evaluated with; with an `average` these are the averages. A checkpoint of
+    the same step is replaced.
     """
     folder = run / "checkpoints" / f"step-{progress.step:08d}"
-    if again or not folder.exists():
-        state = {"random.cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            state["random.cuda"] = torch.cuda.get_rng_state()
-        entries = optimizer.state_dict()["state"]
-        moments = {f"optimizer.{index}.{key}": value for index, of in entries.items() for key, value in of.items()}
-        if average is not None:
-            state |= {f"raw.{name}": weight for name, weight in average.raw().items()}
-        facts = {**progress.model_dump(), "optimizer": sorted(moments)}
-        save_folder(folder, {"model": model.state_dict(), "state": state | moments}, facts)
+    state = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["random.cuda"] = torch.cuda.get_rng_state()
+    entries = optimizer.state_dict()["state"]
+    moments = {f"optimizer.{index}.{key}": value for index, of in entries.items() for key, value in of.items()}
+    if average is not None:
+        state |= {f"raw.{name}": weight for name, weight in average.raw().items()}
+    facts = {**progress.model_dump(), "optimizer": sorted(moments)}
+    save_folder(folder, {"model": model.state_dict(), "state": state | moments}, facts)
     prune(run, progress.run)
 
 
@@ -348,6 +347,27 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> 
         if weight.is_floating_point() and not weight.isfinite().all():
             raise CheckpointError(f"{source}: {name} is not finite")
     model.load_state_dict(weights)
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of a tensor that is not finite, or None. No copy of a tensor is made."""
+    for name, value in tensors:
+        if value.is_floating_point() and value.numel() and not torch.stack(value.aminmax()).isfinite().all():
+            return name
+    return None
+
+
+def training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the weights, the averages and the optimiser's state."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    yield from model.state_dict().items()
+    for p, value in zip(average.weights, average.averages, strict=True) if average is not None else ():
+        yield f"average.{names[id(p)]}", value
+    for p, entries in optimizer.state.items():
+        for key, value in entries.items():
+            yield f"optimizer.{names[id(p)]}.{key}", value
 
 
 def _checksum(path: Path) -> str:

@@ -31,6 +31,7 @@ from models.checkpoint import (
     _checksum,
     _facts_checksum,
     load_folder,
+    not_finite,
     prune,
     save_folder,
 )
@@ -68,18 +69,16 @@ class Saver:
         self.background = ThreadPoolExecutor(1)
         self.pending: tuple[Future, Any, Path, dict] | None = None
 
-    def save(self, progress: Progress, *, final: bool = False, again: bool = False) -> None:
+    def save(self, progress: Progress, *, final: bool = False) -> None:
         """Begin to save; final: wait until the checkpoint is written, with the weights to evaluate beside it.
 
-        again: save even if there is a checkpoint of this step.
+        A checkpoint of the same step is replaced.
         """
         self.wait()
         folder = self.folder / f"step-{progress.step:08d}"
-        if self.ranks.of_first(folder.exists() and not again and not final):
-            return
         place = replace_folder(folder) if self.ranks.first else None
         temporary = self.ranks.of_first(place.__enter__() if place is not None else None)
-        facts = json.loads(progress.model_dump_json())
+        facts = progress.model_dump()
         if final:
             with nullcontext() if self.average is None else self.average.in_the_model():
                 weights = self.whole_weights()
@@ -160,6 +159,11 @@ class Saver:
                     value = cut(value.view_as(table.weight))
                 yield f"optimizer.{name}.{key}", value
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of what this rank holds of a checkpoint."""
+        for name, value in self._state():
+            yield name, value.to_local() if isinstance(value, DTensor) else value
+
     def load(self, source: Path) -> Progress:
         """Load a checkpoint into model, table, optimiser and average; return its progress.
 
@@ -195,6 +199,8 @@ class Saver:
             raise
         except Exception as error:
             raise CheckpointError(f"{source}: cannot be read ({shown(str(error).strip(), 300)})") from error
+        if (bad := not_finite(self.tensors())) is not None:
+            raise CheckpointError(f"{source}: {bad} is not finite")
         for p in list(self.optimizer.state):
             name = next((n for n, q in self.model.named_parameters() if q is p), TABLE)
             if f"optimizer.{name}.step" not in saved:

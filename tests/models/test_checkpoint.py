@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from models import checkpoint
+from models.average import WeightAverage
 from models.checkpoint import (
     CheckpointError,
     Progress,
@@ -16,9 +17,11 @@ from models.checkpoint import (
     exists,
     load_checkpoint,
     load_folder,
+    not_finite,
     save_checkpoint,
     save_folder,
     set_aside_damaged,
+    training_state,
 )
 from tests.damage import damaged_files
 
@@ -110,6 +113,30 @@ def test_what_cannot_be_read_is_not_set_aside(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
         set_aside_damaged(tmp_path)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("where", ["weight", "moment", "average"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_named(where, value):
+    model, optimizer = setup()
+    average = WeightAverage(model, 0.9)
+    step(model, optimizer)
+    assert not_finite(training_state(model, optimizer, average)) is None
+    tensor = {
+        "weight": model.weight.data,
+        "moment": optimizer.state[model.weight]["exp_avg_sq"],
+        "average": average.averages[0],
+    }[where]
+    tensor[1, 2] = value
+    name = {"weight": "weight", "moment": "optimizer.weight.exp_avg_sq", "average": "average.weight"}[where]
+    assert not_finite(training_state(model, optimizer, average)) == name
+
+
+def test_nothing_that_is_not_finite_is_written(tmp_path):
+    save_folder(tmp_path / "best", {"model": {"x": torch.ones(3), "n": torch.ones(0)}}, {"value": 1})
+    with pytest.raises(CheckpointError, match="best: not written, x is not finite; the previous content is unchanged"):
+        save_folder(tmp_path / "best", {"model": {"x": torch.tensor([1.0, float("nan")])}}, {"value": 2})
+    assert load_folder(tmp_path / "best", checked=slice(None))[1] == {"value": 1}
 
 
 def test_modes_follow_the_umask(tmp_path):

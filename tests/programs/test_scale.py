@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from models.checkpoint import CheckpointError, checkpoints, load_folder, set_aside_damaged
 from tests.damage import damaged_files
@@ -123,6 +125,12 @@ def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, quick_pyt
         check(facts, facts_of(tmp_path / "alone", "replicated-0", 1))
 
 
+def tensors_of(checkpoint):
+    """Return the tensors in a checkpoint of ranks."""
+    dcp_to_torch_save(checkpoint, checkpoint.parent / "whole.pt")
+    return torch.load(checkpoint.parent / "whole.pt")
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, quick_python):
     """A folder with a finished run `row` of two ranks, whose two last checkpoints are in the last epoch."""
@@ -130,6 +138,15 @@ def two_ranks(tmp_path_factory, quick_python):
     (out / "cases.json").write_text(json.dumps({"row": ["parallel.embedding=row_wise", "train.ema_decay=0.9"]}))
     launch(quick_python.executable, [2], out, f"row:resume:{FEW}", more=out / "cases.json")
     return out
+
+
+def test_ranks_save_nothing_that_is_not_finite(tmp_path, quick_python):
+    errors = launch(quick_python.executable, [2], tmp_path, f"hstu:resume:{FEW}:train.lr=1e20", status=1)
+    kept = checkpoints(tmp_path / "hstu")
+    for checkpoint in kept:
+        assert all(value.isfinite().all() for value in tensors_of(checkpoint).values())
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert "is not finite after step" in line and f"{kept[-1]} is kept" in line
 
 
 def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path, quick_python):

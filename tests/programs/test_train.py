@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import eval as evaluation
 import train
@@ -226,12 +227,40 @@ def test_eval_takes_the_best_weights_after_a_crash_while_they_were_replaced(copy
     assert json.loads((copy / "eval-test.json").read_text()) == before
 
 
-def test_a_loss_that_is_no_number_is_one_line(tmp_path):
-    done = start(tmp_path / "run", "train.lr=1e30", "train.epochs=1")
-    fails(done, "error: the loss is nan in epoch 1: try a lower train.lr")
-    config = load_config(tmp_path / "run" / "config.yaml")
+def all_finite(run):
+    """Whether all weights and moments that a run has saved are finite, and its state can be read."""
+    saved = [*checkpoints(run), *([run / "best"] if (run / "best").exists() else [])]
+    tensors = [load_file(path) for folder in saved for path in folder.glob("*.safetensors")]
+    for folder in saved:
+        json.loads((folder / "state.json").read_text(), parse_constant=pytest.fail)
+    return len(tensors) >= 2 and all(value.float().isfinite().all() for of in tensors for value in of.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["train.batch_size=200"],  # one step an epoch, whose loss is finite and whose weights are not
+        ["train.ema_decay=0.5", "train.batch_size=200"],
+    ],
+)
+def test_what_is_not_finite_is_one_line_and_not_saved(tmp_path, options):
+    folder = tmp_path / "run"
+    done = start(folder, "train.lr=1e30", *options)
+    fails(done, "error: ", "try a lower train.lr", f"{checkpoints(folder)[-1]} is kept")
+    assert all_finite(folder)
+    config = load_config(folder / "config.yaml")
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(train.TrainingError):
         train.train(config, tmp_path / "other", resume=False)
+
+
+def test_a_signal_saves_nothing_that_is_not_finite(tmp_path):
+    """After two steps the weights are infinite, before the third one a signal arrives."""
+    arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "train.lr=1e38", "--run", tmp_path / "run"]
+    arguments += ["train.checkpoint_seconds=1000"]
+    ended = signalled(lambda: main(arguments), signal.SIGTERM, train, "set_lr", 4)
+    assert ended.status == 2 and f"{checkpoints(tmp_path / 'run')[-1]} is kept" in ended.output, ended.output
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000000"] and all_finite(tmp_path / "run")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors"])
