@@ -184,7 +184,7 @@ def train_claimed(
             raise diverged(f"{name} is not finite after step {progress.step:,}")
 
     def save(again: bool = False, final: bool = False) -> None:
-        nonlocal saved_place
+        nonlocal saved_place, saved_at
         place = progress.epoch, progress.batch
         if place == saved_place and not again and not (final and saver is not None):
             return
@@ -196,6 +196,11 @@ def train_claimed(
         elif ranks.first:
             with judged(average):
                 save_checkpoint(folder, model, optimizer, progress, average)
+        saved_at = time.monotonic()
+
+    def agreed() -> list[int]:
+        due = ranks.first and time.monotonic() - saved_at >= config.train.checkpoint_seconds
+        return ranks.greatest(int(due), interrupts.signal)
 
     def check() -> None:
         if ranks.world == 1:  # several processes must reach the end of an evaluation together
@@ -234,12 +239,11 @@ def train_claimed(
                 show(bar, config, progress, means, (progress.events - before) / (time.monotonic() - began))
                 if saver is not None:
                     saver.poll()
-                    due = ranks.first and time.monotonic() - saved_at >= config.train.checkpoint_seconds
-                    if ranks.any(int(due)):
-                        save()
-                        saved_at = time.monotonic()
-                if signal := ranks.any(interrupts.signal):
+                due, signal = agreed()
+                if signal:
                     raise stopped(signal)
+                if due and progress.batch < len(batches):  # after the last one the evaluation is saved, too
+                    save()
             losses = means.values()
             for name in ranks.of_first([name for name, value in losses.items() if not math.isfinite(value)]):
                 raise diverged(f"the {name} is {losses[name]} in epoch {progress.epoch + 1}")
@@ -269,9 +273,8 @@ def train_claimed(
             terminal.say(summary)
             log.write(record, time.monotonic() - started, losses | rates)
             last = progress.epoch == config.train.epochs
-            if last or (saver is None and time.monotonic() - saved_at >= config.train.checkpoint_seconds):
+            if last or agreed()[0]:
                 save()
-                saved_at = time.monotonic()
         save(final=True)
         interrupts.stage = f"evaluating; all epochs are saved. To evaluate: python train.py --resume {folder}"
     log.close(finished=True)

@@ -97,7 +97,7 @@ def measured(config: RunConfig, lengths: np.ndarray, size: int, steps: int, rank
         parts, work = [], []
         for even in (True, False):
             mine, imbalance = Deal(ranks.rank, ranks.world, cost, even).mine(part)
-            ranks.any(0)
+            ranks.greatest(0)
             batch = part_of_batch(part, mine, ITEMS, rng).to(device)
             parts.append(min(seconds(batch) for _ in range(2)))
             work.append(imbalance)

@@ -298,7 +298,7 @@ class TrainConfig(Strict):
     group_by_length: bool = False
     """Whether batches hold sequences of similar length, which is faster and slightly less random."""
     checkpoint_seconds: float = Field(60.0, ge=0)
-    """The seconds between checkpoints."""
+    """The seconds between checkpoints, within an epoch too; 0 saves after every step."""
     tracking: Literal["tensorboard", "mlflow", "wandb"] = "tensorboard"
     """Where curves are logged, in addition to metrics.jsonl; mlflow and wandb need the extra of that name."""
 

@@ -181,10 +181,12 @@ def export_items(path: Path, model, item_ids: np.ndarray, ranks: Ranks | None = 
     """
     ids, shape = np.asarray(item_ids), (len(item_ids), model.embedding.position.shape[1])
     blocks = (normalized_items(rows).cpu().numpy() for rows in item_blocks(model, ranks))
-    if ranks is not None and (ranks.any(0) or not ranks.first):  # all have checked the path
-        for _ in blocks:
-            pass
-        return shape
+    if ranks is not None:
+        ranks.of_first(None)  # all have checked the path
+        if not ranks.first:
+            for _ in blocks:
+                pass
+            return shape
     with access(path, "written"), replace_folder(path) as folder:
         np.save(folder / "item_ids.npy", ids, allow_pickle=False)
         with (folder / "items.npy").open("wb") as file:

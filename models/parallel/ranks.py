@@ -136,9 +136,9 @@ class Ranks:
             dist.all_reduce(x, how, self.group)
         return x
 
-    def any(self, number: int) -> int:
-        """Return the greatest `number` of all ranks: a signal to one rank stops all in the same step."""
-        return number if self.world == 1 else int(self.max(torch.tensor(number)))
+    def greatest(self, *numbers: int) -> list[int]:
+        """Return the greatest of all ranks' numbers at each place, by one exchange: ranks act in the same step."""
+        return list(numbers) if self.world == 1 else self.max(torch.tensor(numbers)).tolist()
 
     def of_first(self, value):
         """Return rank 0's value on all ranks."""

@@ -19,7 +19,7 @@ run_dir: runs
 data: {format: synthetic, protocol: leave_one_out, cache_dir: cache, synthetic: {num_users: 30, num_items: 20, num_clusters: 4, mean_length: 8.0, min_length: 5, max_length: 12}}
 model: {block: hstu, max_seq_len: 16, embedding_dim: 8, num_layers: 1, num_heads: 1, dropout: 0.1, attention: {kind: dense}}
 loss: {kind: sampled_softmax, num_negatives: 4}
-train: {epochs: 1, batch_size: 16, lr: 1e-3, checkpoint_seconds: 0.0}
+train: {epochs: 1, batch_size: 16, lr: 1e-3, checkpoint_seconds: 1000}
 eval: {every: 1}
 """  # noqa: E501
 

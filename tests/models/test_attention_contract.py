@@ -124,7 +124,7 @@ def test_errors_in_its_options_have_their_path(override, message):
 def test_it_trains_is_logged_resumed_and_judged(tmp_path, monkeypatch):
     settings = ["data.synthetic={num_users: 200, num_items: 80, mean_length: 15}", "model.attention.kind=toy"]
     settings += ["model.attention.weight=2.0", "model.max_seq_len=20", "model.embedding_dim=16", "train.epochs=4"]
-    settings += ["train.batch_size=16", "device=cpu", "threads=1", "train.checkpoint_seconds=0"]
+    settings += ["train.batch_size=16", "device=cpu", "threads=1", "train.checkpoint_seconds=1000"]
     arguments = [str(CONFIGS / "synthetic-hstu.yaml"), *settings, "--run", str(tmp_path / "run")]
     assert train.main(arguments) == 0
     history = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -91,6 +91,8 @@ def killer(name: str, out: Path):
 
 
 def run(case: str, out: Path) -> None:
+    import torch
+    import torch.distributed as dist
     from torch.distributed.checkpoint import FileSystemWriter
 
     import train
@@ -113,7 +115,8 @@ def run(case: str, out: Path) -> None:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (out / f"{name}-{world}.json").exists():
         return
     folder = out / (name if resumed else f"{case}-{world}")
-    build, write = train.build_step, FileSystemWriter.write_data
+    build, write, reduce = train.build_step, FileSystemWriter.write_data, dist.all_reduce
+    agreements = []  # exchanges of whole numbers, whose greatest counts: on what ranks do after a step
 
     def recorded(*inputs, **options):
         optimizer, step = build(*inputs, **options)
@@ -132,7 +135,12 @@ def run(case: str, out: Path) -> None:
         reached("saved")
         return done
 
-    train.build_step, FileSystemWriter.write_data = recorded, written
+    def reduced(tensor, op=dist.ReduceOp.SUM, *inputs, **options):
+        if tensor.dtype == torch.int64 and op == dist.ReduceOp.MAX:
+            agreements.append(tensor)
+        return reduce(tensor, op, *inputs, **options)
+
+    train.build_step, FileSystemWriter.write_data, dist.all_reduce = recorded, written, reduced
     arguments = [str(ROOT / "configs/synthetic-hstu.yaml"), *SETTINGS]
     arguments += [part.replace("OUT/", f"{out}/") for part in CASES[name]]
     arguments += [*(part for part in overrides if part != "resume"), "--run", str(folder)]
@@ -140,13 +148,13 @@ def run(case: str, out: Path) -> None:
     try:
         code = guarded(lambda interrupts: train.work(options, interrupts), quiet=True)
     finally:
-        train.build_step, FileSystemWriter.write_data = build, write
+        train.build_step, FileSystemWriter.write_data, dist.all_reduce = build, write, reduce
     if code:
         sys.exit(code)
     if int(os.environ.get("RANK", 0)) == 0:
         result = json.loads((folder / "result.json").read_text())
         metrics = result["model"].get("history", result["model"])
-        facts = {"losses": losses, "metrics": metrics, "users": result["users"]}
+        facts = {"losses": losses, "metrics": metrics, "users": result["users"], "agreements": len(agreements)}
         facts["starts"] = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         (out / f"{name}-{world}.json").write_text(json.dumps(facts))
 

@@ -28,7 +28,7 @@ data:
     events: {calendar: [hour]}
 model: {block: hstu, max_seq_len: 12, embedding_dim: 16, num_layers: 1, attention: {kind: dense}}
 loss: {kind: cross_entropy}
-train: {epochs: 6, batch_size: 16, lr: 1e-2, checkpoint_seconds: 0}
+train: {epochs: 6, batch_size: 16, lr: 1e-2, checkpoint_seconds: 1000}
 """
 GROUPS = 4
 

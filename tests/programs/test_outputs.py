@@ -24,7 +24,7 @@ threads: 1
 data: {format: csv, path: PATH/events.csv, protocol: leave_one_out, cache_dir: PATH/cache}
 model: {block: hstu, max_seq_len: 12, embedding_dim: 16, num_layers: 1, num_heads: 2, attention: {kind: dense}}
 loss: {num_negatives: 4}
-train: {epochs: 2, batch_size: 16, checkpoint_seconds: 0}
+train: {epochs: 2, batch_size: 16, checkpoint_seconds: 1000}
 """
 
 

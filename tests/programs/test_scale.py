@@ -149,6 +149,12 @@ def test_ranks_save_nothing_that_is_not_finite(tmp_path, quick_python):
     assert "is not finite after step" in line and f"{kept[-1]} is kept" in line
 
 
+def test_ranks_agree_once_a_step(two_ranks):
+    """On whether a checkpoint is due and on signals together; and once at the end of each epoch but the last."""
+    facts = facts_of(two_ranks, "row", 2)
+    assert facts["agreements"] == len(facts["losses"]) + 1
+
+
 def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path, quick_python):
     """Each file, shards included; and --resume auto goes on from the checkpoint before."""
     shutil.copytree(two_ranks, tmp_path, dirs_exist_ok=True)

@@ -34,7 +34,7 @@ SETTINGS = [
     "train.epochs=4",
     "train.lr=5e-3",
     "train.batch_size=16",
-    "train.checkpoint_seconds=0",
+    "train.checkpoint_seconds=1000",
     "eval.patience=null",
     "threads=1",
     "device=cpu",
@@ -105,10 +105,11 @@ def dies(arguments, *moment):
 def test_killed_three_times_and_resumed_ends_the_same(tmp_path):
     """SIGKILL within an epoch, while a checkpoint is put in place, and between two of its files."""
     reference, folder = tmp_path / "reference", tmp_path / "run"
-    varied = "train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}"
-    assert start(reference, varied).returncode == 0
+    varied = ["train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}", "train.checkpoint_seconds=0"]
+    assert start(reference, *varied).returncode == 0
     resume = ["--resume", folder]
-    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, varied, "--run", folder], train, "set_lr", 20)
+    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], train, "set_lr", 20)
+    assert checkpoints(folder)[-1].name == "step-00000019"
     dies(resume, os, "rename", 2)
     dies(resume, checkpoint, "save_file", 4)
     assert not (folder / "result.json").exists()
@@ -126,6 +127,22 @@ def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
     assert f"python train.py --resume {folder}" in ended.output.replace("\n", "")
     assert json.loads(sorted((folder / "checkpoints").glob("step-*"))[-1].joinpath("state.json").read_text())["step"]
     assert run("train.py", "--resume", folder).returncode == 0
+    assert final(folder) == final(reference)
+
+
+def test_a_signal_in_the_last_step_is_not_the_end_of_the_epoch(finished, tmp_path):
+    """The checkpoint that the signal leaves has the end's step, but neither its evaluation nor its epoch."""
+    reference, _ = finished
+    folder = tmp_path / "run"
+    arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
+    assert signalled(lambda: main(arguments), signal.SIGTERM, train, "set_lr", 52).status == 128 + signal.SIGTERM
+    facts = [json.loads((checkpoints(folder)[-1] / "state.json").read_text())]
+    assert run("train.py", "--resume", folder).returncode == 0
+    facts.append(json.loads((checkpoints(folder)[-1] / "state.json").read_text()))
+    assert [(of["step"], of["epoch"], of["batch"], len(of["records"])) for of in facts] == [
+        (52, 3, 13, 3),
+        (52, 4, 0, 4),
+    ]
     assert final(folder) == final(reference)
 
 
@@ -257,7 +274,6 @@ def test_what_is_not_finite_is_one_line_and_not_saved(tmp_path, options):
 def test_a_signal_saves_nothing_that_is_not_finite(tmp_path):
     """After two steps the weights are infinite, before the third one a signal arrives."""
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "train.lr=1e38", "--run", tmp_path / "run"]
-    arguments += ["train.checkpoint_seconds=1000"]
     ended = signalled(lambda: main(arguments), signal.SIGTERM, train, "set_lr", 4)
     assert ended.status == 2 and f"{checkpoints(tmp_path / 'run')[-1]} is kept" in ended.output, ended.output
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000000"] and all_finite(tmp_path / "run")

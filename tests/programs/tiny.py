@@ -12,7 +12,7 @@ data:
   protocol: leave_one_out
   synthetic: {{num_users: 60, num_items: 60, num_clusters: 6, mean_length: 12}}
 model: {{block: hstu, max_seq_len: 16, embedding_dim: 8, num_layers: 1, attention: {{kind: dense}}}}
-train: {{epochs: {epochs}, batch_size: 16, lr: {lr}, checkpoint_seconds: 0}}
+train: {{epochs: {epochs}, batch_size: 16, lr: {lr}, checkpoint_seconds: 1000}}
 """
 
 
