@@ -5,7 +5,7 @@ Only the standard library is imported here, so that `--help` and wrong arguments
 
 import argparse
 import difflib
-import importlib.util
+import errno
 import os
 import re
 import shutil
@@ -40,7 +40,18 @@ SERVING_OPTIONS = (
 )
 
 
+# Numbers of threads that polars or OpenMP would refuse with a panic, a message of their own or silently.
+THREADS = ("POLARS_MAX_THREADS", "OMP_NUM_THREADS")
+MOST_THREADS = 1024
+
+
 class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file=None):
+        if message and file is sys.stdout:
+            _print(message)
+        else:
+            super()._print_message(message, file)
+
     def error(self, message: str):
         self.exit(2, f"error: {message} (--help lists what can be given)\n")
 
@@ -53,7 +64,7 @@ class _Version(argparse.Action):
             version = metadata.version("hstu_sparse")
         except metadata.PackageNotFoundError:
             from hstu_sparse import __version__ as version
-        print(f"hstu_sparse {version}, commit {commit()}")
+        _print(f"hstu_sparse {version}, commit {commit()}\n")
         parser.exit()
 
 
@@ -312,13 +323,11 @@ def answer_early(parse, description: str | None) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
+    _open_standard_files()
     options = parse(description)
+    _check_environment()
     if getattr(options, "keys", None) is not None:
         _print_keys(options.keys)
-    if importlib.util.find_spec("torch") is None:
-        _Parser().exit(
-            1, "error: torch is not installed in this Python; run `make setup`, then `source .venv/bin/activate`\n"
-        )
     if source := getattr(options, "config", None):
         from models.config import ConfigError, load_config  # takes half of the time of all imports
 
@@ -333,12 +342,51 @@ def _print_keys(prefix: str) -> NoReturn:
     from models.strict_yaml import ConfigError
 
     try:
-        print(as_text(prefix, min(100, shutil.get_terminal_size().columns)), flush=True)
-    except BrokenPipeError:  # the reader, say head, has seen enough; Python flushes once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print(as_text(prefix, min(100, shutil.get_terminal_size().columns)) + "\n")
     except ConfigError as error:
         _Parser().exit(2, f"error: {error}\n")
     sys.exit()
+
+
+def _print(text: str) -> None:
+    """Print on standard output; exit with one line of error if it cannot be written and its reader is not gone."""
+    try:
+        if sys.stdout is None:  # closed before the program began
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        if sys.stdout is not None:  # Python flushes it once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            _Parser().exit(2, f"error: standard output cannot be written: {error.strerror}\n")
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null where standard input, output or errors are closed: a file of the run would get their number, and
+    what libraries print would be written into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+
+
+def _check_environment() -> None:
+    """Exit with one line of error if the environment has a value with which a library cannot start."""
+    for name in THREADS:
+        value = os.environ.get(name, "").strip() or "1"
+        if not all(part.strip().isdecimal() and 1 <= int(part) <= MOST_THREADS for part in value.split(",")):
+            _Parser().exit(2, f"error: {name} in the environment: expected 1 to {MOST_THREADS:,}, got {value!r}\n")
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        _Parser().exit(
+            1, "error: torch is not installed in this Python; run `make setup`, then `source .venv/bin/activate`\n"
+        )
+    except ValueError as error:  # an environment variable such as TORCH_LOGS
+        _Parser().exit(2, f"error: torch cannot be imported: {' '.join(str(error).split())[:200]}\n")
 
 
 def _leave(number: int, frame) -> None:

@@ -20,7 +20,7 @@ from data.atomic import replace_folder
 from data.batch import Batch
 from data.types import Dataset, shown
 from models.config import ConfigError, RunConfig
-from models.folder import access, write_file
+from models.folder import access, check_path, write_file
 from models.parallel.ranks import Ranks
 from models.parallel.tables import rows_in_a_block
 from models.retrieval import best_items, model_scorer, normalized_items, seen_by
@@ -63,8 +63,7 @@ def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
 
 def _check_place(path: Path, option: str, config: RunConfig) -> None:
     """Raise ConfigError unless the folder to write into exists and is not the run's source."""
-    if "\0" in str(path):
-        raise ConfigError(f"{option} {shown(path)}: a path cannot hold a NUL character")
+    check_path(path)
     parent = path.absolute().parent
     if not parent.is_dir():
         raise ConfigError(f"{option}: {shown(parent, 200)}: no such folder")

@@ -39,6 +39,8 @@ class Output:
         return getattr(sys.stdout, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
+        if sys.stdout is None:  # it was closed before the program began
+            self.error = OSError(errno.EBADF, os.strerror(errno.EBADF))
         if self.error is None:
             try:
                 sys.stdout.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
@@ -47,14 +49,14 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        if self.error is None:
+        if self.error is None and sys.stdout is not None:
             try:
                 sys.stdout.flush()
             except OSError as error:
                 self._end(error)
 
     def isatty(self) -> bool:
-        return sys.stdout.isatty()
+        return sys.stdout is not None and sys.stdout.isatty()
 
     def fileno(self) -> int:
         return sys.stdout.fileno()
@@ -100,14 +102,14 @@ class Terminal:
     def end(self, status: int) -> int:
         """Return the program's exit status: 2 in place of 0 if standard output could not be written.
 
-        A closed pipe (`| head -1`) is no error.
+        A closed pipe (`| head -1`) is no error, and the line of another error is enough.
         """
         self.output.flush()
         error = self.output.error
-        if error is None or error.errno == errno.EPIPE:
+        if status or error is None or error.errno == errno.EPIPE:
             return status
         self.fail(f"standard output cannot be written: {error.strerror or error}; all files are complete")
-        return status or 2
+        return 2
 
     @contextmanager
     def bar(self, total: int, done: int = 0, *, unit: str = "batches") -> Iterator["Bar"]:

@@ -6,7 +6,9 @@ import os
 import resource
 import shutil
 import stat
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,7 @@ train: {epochs: 2, batch_size: 16, checkpoint_seconds: 1000}
 """
 
 
+ROOT = Path(__file__).resolve().parents[2]
 ODD = "a [/b] [red] [/]é/run"
 
 
@@ -79,6 +82,8 @@ def test_nothing_is_written_over_what_is_not_ours(finished_run, place):
     os.mkfifo(place / "pipe.csv")
     for name in ("full.csv", "pipe.csv"):
         refused("--predict", name, "--overwrite", says="is no regular file")
+    for option in ("--predict", "--recommend", "--export-items"):
+        refused(option, "a\udcff.csv", says="a\\udcff.csv: the path is not valid UTF-8")
     for main in (run("train.py", finished_run / "run.yaml", "--run", "a\udcff"), run("eval.py", "a\udcff")):
         assert main.returncode == 2 and "a\\udcff: the path is not valid UTF-8" in main.stderr
     refused("--predict", "x" * 300 + ".csv", says="File name too long")
@@ -143,6 +148,47 @@ def test_standard_output_on_a_full_disk(place, monkeypatch, capsys):
         monkeypatch.undo()
     assert "standard output cannot be written: No space left" in capsys.readouterr().err
     assert (place / "run" / "eval-test.json").exists()
+
+
+def program(*arguments, environment=None, **files):
+    """Run a program in a new process; return its exit status and the lines that it printed as errors."""
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, timeout=600, **files)
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_closed_standard_output_loses_nothing(place):
+    (place / "run" / "eval-test.json").unlink(missing_ok=True)
+    status, errors = program(ROOT / "eval.py", "run", preexec_fn=lambda: os.close(1))
+    assert status == 2 and len(errors) == 1
+    assert "standard output cannot be written: Bad file descriptor; all files are complete" in errors[0]
+    assert json.loads((place / "run" / "eval-test.json").read_text())["users"] == 30
+
+
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "compare.py", "tune.py", "serve.py"])
+def test_help_on_a_full_disk_is_one_line(script):
+    with open("/dev/full", "w") as full:
+        status, errors = program(ROOT / script, "--help", stdout=full)
+    assert (status, errors) == (2, ["error: standard output cannot be written: No space left on device"])
+    status, errors = program(ROOT / script, "--version", preexec_fn=lambda: os.close(1))
+    assert (status, errors) == (2, ["error: standard output cannot be written: Bad file descriptor"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("POLARS_MAX_THREADS", "0", "POLARS_MAX_THREADS in the environment: expected 1 to 1,024, got '0'"),
+        ("POLARS_MAX_THREADS", "many", "got 'many'"),
+        ("POLARS_MAX_THREADS", "100000000", "got '100000000'"),
+        ("OMP_NUM_THREADS", "4,x", "OMP_NUM_THREADS in the environment: expected 1 to 1,024, got '4,x'"),
+        ("TORCH_LOGS", "nonsense", "torch cannot be imported: Invalid log settings: nonsense"),
+        ("PYTORCH_JIT", "x", "torch cannot be imported: Unknown setting of PYTORCH_JIT"),
+    ],
+)
+def test_an_environment_that_libraries_refuse_is_one_line(name, value, says):
+    status, errors = program(ROOT / "eval.py", "run", environment={name: value})
+    assert status == 2 and len(errors) == 1 and errors[0].startswith("error: ") and says in errors[0], errors
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
