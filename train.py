@@ -79,14 +79,14 @@ REHEARSED = 3  # steps of a dry run that are timed
 
 def train(
     config: RunConfig,
-    folder: Path,
+    folder: Path | None,
     resume: bool | None,
     override: bool = False,
     init_from: Path | None = None,
     interrupts: Interrupts | None = None,
     named: tuple[str, ...] = (),
 ) -> None:
-    """Do the whole run in `folder`, which this process claims.
+    """Do the whole run in `folder`, which this process claims; None: in a new folder below run_dir.
 
     resume: continue the run in the folder; None: if there is one, from its newest intact checkpoint. override: even
     with a configuration that is not the checkpoint's.
@@ -94,14 +94,14 @@ def train(
     run starts with. Raises Stopped when a signal arrived; everything is saved then.
     """
     ranks, interrupts = Ranks(config), interrupts or Interrupts()
-    folder, auto = ranks.of_first(folder), resume is None
+    folder, auto, unnamed = ranks.of_first(folder or new_folder(config)), resume is None, folder is None
     if resume is None:
         resume = ranks.of_first(folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()))
-    with claimed(folder, new=not resume) if ranks.first else nullcontext():
+    with claimed(folder, new=not resume, another=unnamed) if ranks.first else nullcontext(folder) as folder:
         if auto and ranks.first:
             for damaged in set_aside_damaged(folder):
                 terminal.say(f"{damaged}: not whole, set aside")
-        ranks.of_first(None)
+        folder = ranks.of_first(folder)
         train_claimed(config, folder, resume, override, init_from, ranks, interrupts, named)
 
 
@@ -474,7 +474,7 @@ def work(options, interrupts: Interrupts) -> None:
     elif options.dry_run:
         rehearse(config, interrupts)
     else:
-        train(config, options.run or new_folder(config), False, False, options.init_from, interrupts)
+        train(config, options.run, False, False, options.init_from, interrupts)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -120,16 +120,21 @@ def read_manifest(folder: Path) -> dict:
 
 
 @contextmanager
-def claimed(folder: Path, new: bool) -> Iterator[None]:
-    """Claim the folder for this process; FolderError when another one is training in it.
+def claimed(folder: Path, new: bool, another: bool = False) -> Iterator[Path]:
+    """Claim the folder for this process, and yield it; FolderError when another one is training in it.
 
     Unfinished work of a killed process is repaired first. A new folder is created, and removed again if it stays empty.
-    The claim ends with the process, however that ends.
+    The claim ends with the process, however that ends. another: where the folder exists, create `FOLDER-2`, `FOLDER-3`
+    and so on in its place.
     """
     check_path(folder)
     with access(folder, "written"):
         created = [path for path in (folder, *folder.parents) if not path.exists()] if new else []
-        folder.mkdir(parents=True, exist_ok=True)
+        if another:
+            folder = _make_another(folder)
+            created = [folder, *(path for path in created if path in folder.parents)]
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
         handle = _lock(folder)
     try:
         with access(folder, "written"):
@@ -142,7 +147,7 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
             sweep(folder / "checkpoints", older_than=0)
             for name in ("best", "vocabulary"):
                 put_back(folder / name)
-        yield
+        yield folder
     finally:
         if created and [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
@@ -150,6 +155,18 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
                 with suppress(OSError):  # another process has put something there
                     path.rmdir()
         os.close(handle)
+
+
+def _make_another(folder: Path) -> Path:
+    """Create `folder`, or the first of `FOLDER-2`, `FOLDER-3`, ... that nobody else creates, and return it."""
+    count, path = 1, folder
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            count += 1
+            path = folder.with_name(f"{folder.name}-{count}")
 
 
 def wait_until_free(folder: Path) -> None:

@@ -415,13 +415,8 @@ def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
 
 
 def new_folder(config: RunConfig) -> Path:
-    """Return a new folder name below run_dir/name, by the current time."""
-    base = Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
-    folder, count = base, 1
-    while os.path.lexists(folder):
-        count += 1
-        folder = base.with_name(f"{base.name}-{count}")
-    return folder
+    """Return the path of a new run's folder below run_dir/name, by the current time; another run may have it."""
+    return Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import sys
+import threading
+import time
 
 import pytest
 
@@ -46,6 +48,40 @@ def test_a_new_folder_goes_again_when_nothing_came_of_it(tmp_path):
     with claimed(tmp_path / "a" / "b", new=True):
         write_file(tmp_path / "a" / "b" / "config.yaml", "x")
     assert (tmp_path / "a" / "b" / "config.yaml").read_text() == "x"
+
+
+def test_runs_that_start_together_get_a_folder_each(tmp_path):
+    """In the same second, and one after the other; a folder that stays empty goes again."""
+    folder, gate = tmp_path / "runs" / "name" / "20260101-120000", threading.Barrier(8)
+    names = []
+
+    def start():
+        gate.wait()
+        with claimed(folder, new=True, another=True) as own:
+            names.append(own.name)
+            write_file(own / "config.yaml", "x")
+            gate.wait()
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(names) == [folder.name, *(f"{folder.name}-{count}" for count in range(2, 9))]
+    with pytest.raises(KeyError), claimed(folder, new=True, another=True):
+        raise KeyError
+    assert sorted(path.name for path in folder.parent.iterdir()) == sorted(names)
+
+
+def test_a_run_without_a_folder_gets_the_next_free_one(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-120000")
+    config = str(finished.parent / "config.yaml")
+    for _ in range(2):
+        assert train.main([config, f"run_dir={tmp_path}", "train.epochs=1"]) == 0
+    assert train.main([config, f"run_dir={tmp_path}", "data.protocol=temporal", "data.valid_fraction=0.99"]) == 2
+    folders = sorted((tmp_path / "t").iterdir())
+    assert [path.name for path in folders] == ["20260101-120000", "20260101-120000-2"]
+    assert all((path / "result.json").exists() for path in folders)
 
 
 def test_what_a_kill_left_is_put_right(tmp_path):
