@@ -47,7 +47,7 @@ def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
 
     For [rows], one number for each row of a shard, the whole tensor has a column for each cut of the columns.
     """
-    cells, world = local.view(len(local), -1), table.ranks.world
+    cells, world = local if local.dim() == 2 else local[:, None], table.ranks.world
     if table.kind == "table_wise":  # one rank has all
         return cells
     rows, columns = (table.num_items, cells.shape[1]), (table.num_items, cells.shape[1] * world)

@@ -72,6 +72,9 @@ class ShardedTable:
         self.kernel, shape = modules[0]._emb_module, [e - b for b, e in zip(self.begin, self.end)]
         if self.fused:
             self.weight = self.kernel.split_embedding_weights()[0]
+            if not len(self.weight):  # fbgemm refuses to look up in a table without rows on a CPU
+                no_rows = torch.empty(0, size, device=device, requires_grad=True)
+                modules[0].forward = lambda features: F.embedding(features.values().long(), no_rows)
             return
         self.parameter = self.kernel.weights
         self.weight = self.parameter.detach().view(shape)

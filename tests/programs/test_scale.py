@@ -131,6 +131,19 @@ def tensors_of(checkpoint):
     return torch.load(checkpoint.parent / "whole.pt")
 
 
+def test_a_rank_without_rows_of_the_table(tmp_path, quick_python):
+    """Four items by rows on three ranks: two each, and none. The run is also resumed."""
+    items = "data.synthetic={num_users: 37, num_items: 4, num_clusters: 2, mean_length: 8}"
+    cases = {"few": [items, "parallel.embedding=row_wise"]}
+    cases["fused"] = [*cases["few"], "parallel.fused=rowwise_adagrad", "loss.negatives=shared"]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    for world, epochs in ((1, 2), (3, 1), (3, 2)):
+        names = [f"{case}:resume:train.epochs={epochs}:eval.every=2" for case in cases]
+        launch(quick_python.executable, [world], tmp_path / str(world), *names, more=tmp_path / "cases.json")
+    for case in cases:
+        check(facts_of(tmp_path / "3", case, 3), facts_of(tmp_path / "1", case, 1))
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, quick_python):
     """A folder with a finished run `row` of two ranks, whose two last checkpoints are in the last epoch."""
