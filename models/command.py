@@ -81,13 +81,13 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
     add = parser.add_argument
     add("config", nargs="?", help="the run's YAML file")
     add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like train.lr=3e-4")
-    add("--run", type=Path, help="the run's folder; by default a new one under run_dir/name")
+    add("--out", "--run", dest="run", type=Path, help="the run's folder; by default a new one under run_dir/name")
     add(
         "--resume",
         type=Path,
         metavar="RUN",
         help="continue this run; key=value changes its configuration; "
-        "auto: with CONFIG and --run, continue from the newest whole checkpoint there, or begin",
+        "auto: with CONFIG and --out, continue from the newest whole checkpoint there, or begin",
     )
     add("--override", action="store_true", help="with --resume: accept a config.yaml that was changed")
     add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
@@ -105,7 +105,7 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
     options.auto = options.resume == Path("auto")
     if options.auto:
         if options.config is None or options.run is None or options.init_from or options.dry_run:
-            parser.error("--resume auto needs CONFIG and --run RUN, and takes neither --init-from nor --dry-run")
+            parser.error("--resume auto needs CONFIG and --out RUN, and takes neither --init-from nor --dry-run")
         options.resume = None
     if options.resume and options.config is not None:
         options.overrides.insert(0, options.config)
@@ -115,9 +115,9 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
     if options.config is None and options.resume is None:
         parser.error("give a config, like configs/synthetic-hstu.yaml, or --resume RUN")
     if options.resume and (options.run or options.init_from or options.dry_run or options.plan):
-        parser.error("--run, --init-from, --dry-run and --plan are for a new run: --resume goes on with one")
+        parser.error("--out, --init-from, --dry-run and --plan are for a new run: --resume goes on with one")
     if options.plan and (options.run or options.init_from or options.dry_run):
-        parser.error("--plan runs nothing: leave out --run, --init-from and --dry-run")
+        parser.error("--plan runs nothing: leave out --out, --init-from and --dry-run")
     if options.gpu_memory is not None and not options.plan:
         parser.error("--gpu-memory belongs to --plan")
     if options.override and not options.resume:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.run import parse_args
 
 from models.checkpoint import CheckpointError, checkpoints, load_folder, set_aside_damaged
+from models.command import train_options
 from tests.damage import damaged_files
 from tests.programs.scale_cases import CASES
 
@@ -151,6 +153,16 @@ def two_ranks(tmp_path_factory, quick_python):
     (out / "cases.json").write_text(json.dumps({"row": ["parallel.embedding=row_wise", "train.ema_decay=0.9"]}))
     launch(quick_python.executable, [2], out, f"row:resume:{FEW}", more=out / "cases.json")
     return out
+
+
+@pytest.mark.parametrize("option", ["--out", "--init-from", "--resume", "--quiet", "--dry-run", "--override"])
+def test_torchrun_takes_no_option_of_train_for_its_own(option):
+    arguments = ["train.py", "config.yaml", option, "x"]
+    assert parse_args(["--standalone", *arguments]).training_script_args == arguments[1:]
+
+
+def test_the_folder_s_option_has_two_names():
+    assert [train_options(None, ["pyproject.toml", name, "r"]).run for name in ("--out", "--run")] == [Path("r")] * 2
 
 
 def test_ranks_save_nothing_that_is_not_finite(tmp_path, quick_python):
