@@ -40,12 +40,24 @@ class ActionCodes:
             if wrong := [text for text in values if text not in self.texts]:
                 raise InvalidRequest(f"actions: {shown(wrong[0])} is none of {shown(', '.join(self.texts), 200)}")
             return np.array([self.texts[text] for text in values], np.int32)
-        codes = array.astype(np.float64) * self.scale
-        wrong = ~((codes == np.round(codes)) & (codes >= 0) & (codes < self.count))
-        if wrong.any():
+        codes, known = self._codes_of_numbers(array)
+        if not known.all():
             most = (self.count - 1) / self.scale
             raise InvalidRequest(
-                f"actions: {shown(array[wrong][0])} is not known to the run, which knows 0 to {most:g}"
+                f"actions: {shown(array[~known][0])} is not known to the run, which knows 0 to {most:g}"
                 + (f" in steps of {1 / self.scale:g}" if self.scale > 1 else "")
             )
-        return codes.astype(np.int32)
+        return codes
+
+    def lookup(self, actions: list) -> tuple[np.ndarray, np.ndarray]:
+        """Return (codes, int32; which actions are known, bool) of numbers, texts and None, which is never known."""
+        if self.texts is None:
+            numbers = [action if isinstance(action, int | float) else np.nan for action in actions]
+            return self._codes_of_numbers(np.array(numbers, np.float64))
+        codes = np.array([self.texts.get(action, -1) for action in actions], np.int32)
+        return codes, codes >= 0
+
+    def _codes_of_numbers(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        codes = numbers.astype(np.float64) * self.scale
+        known = (codes == np.round(codes)) & (codes >= 0) & (codes < self.count)
+        return np.where(known, codes, 0).astype(np.int32), known

@@ -3,13 +3,27 @@
 Letters: E events of a call, n events of a user, C events that a window holds at most, S its slide.
 """
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from models.serving.errors import LimitReached
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Switch Python's collector of cycles off: it takes half of the time in which a million objects are created."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -179,6 +193,41 @@ class Histories:
             np.union1d(old.seen, items).astype(np.int32),
         )
         return unchanged
+
+    def add_many(
+        self, users: Sequence[str], places: np.ndarray, items: np.ndarray, timestamps: np.ndarray,
+        actions: np.ndarray | None,
+    ) -> None:  # fmt: skip
+        """Add events of many users, as `add` does for each of them, but sort them all at once.
+
+        users: distinct, each with an event; places: [E] the place in `users` of each event's user; others as in `add`.
+        """
+        items = items.astype(np.int32)
+        order = np.lexsort((items, places))
+        owners, seen = places[order], items[order]
+        new = np.ones(len(seen), bool)
+        new[1:] = (owners[1:] != owners[:-1]) | (seen[1:] != seen[:-1])
+        seen, seen_ends = seen[new], np.cumsum(np.bincount(owners[new], minlength=len(users))).tolist()
+        order = np.lexsort((timestamps, places))  # stable: events of one second stay in the order in which they came
+        items, timestamps = items[order], timestamps[order]
+        actions = None if actions is None else actions[order].astype(np.int32)
+        end = seen_end = 0
+        for user, count, next_seen in zip(users, np.bincount(places, minlength=len(users)).tolist(), seen_ends):
+            begin, seen_begin, end, seen_end = end, seen_end, end + count, next_seen
+            if user in self._users:
+                mine = slice(begin, end)
+                self.add(user, items[mine], timestamps[mine], None if actions is None else actions[mine])
+                continue
+            first = max(0, self.window.begin(count) - self.window.slide)
+            mine = slice(begin + first, end)
+            self._users[user] = History(
+                count,
+                first,
+                items[mine].copy(),
+                timestamps[mine].copy(),
+                actions[mine].copy() if self.has_actions and actions is not None else None,
+                seen[seen_begin:seen_end].copy(),
+            )
 
     def add_one(self, user: str, item: int, timestamp: int, action: int | None) -> int:
         """Add one event, as `add` does; an event later than all others, the usual case, needs no sorting."""

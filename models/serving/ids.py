@@ -67,16 +67,20 @@ class ItemIds:
         requested = array_of_ids(name, ids, dimensions)
         if requested.size == 0:
             return np.zeros(requested.shape, np.int64)
-        comparable, valid = self._comparable(requested)
+        rows, known = self.lookup(requested)
+        if not known.all():
+            wrong = requested[~known]
+            some = ", ".join(shown(x) for x in wrong[:NAMED].tolist())
+            raise UnknownItem(f"{name}: {len(wrong):,} of {requested.size:,} items are not known to the run: {some}")
+        return rows
+
+    def lookup(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (rows, int64; which ids are known, bool) of int64 or text ids; rows of unknown ids mean nothing."""
+        comparable, valid = self._comparable(ids)
         place = np.searchsorted(self.ids, comparable, sorter=self._order).clip(max=len(self.ids) - 1)
         if self._order is not None:
             place = self._order[place]
-        unknown = ~valid | (self.ids[place] != comparable)
-        if unknown.any():
-            wrong = requested[unknown]
-            some = ", ".join(shown(x) for x in wrong[:NAMED].tolist())
-            raise UnknownItem(f"{name}: {len(wrong):,} of {requested.size:,} items are not known to the run: {some}")
-        return place.astype(np.int64)
+        return place.astype(np.int64), valid & (self.ids[place] == comparable)
 
     def original(self, rows: np.ndarray) -> np.ndarray:
         """Return the ids of rows, `missing` for rows of -1."""

@@ -29,7 +29,7 @@ from models.serving import snapshot
 from models.serving.actions import ActionCodes
 from models.serving.engine import Ask, Engine
 from models.serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError, TooEarly
-from models.serving.histories import Histories, History
+from models.serving.histories import Histories, History, no_garbage_collection
 from models.serving.ids import ItemIds, user_keys
 from models.serving.options import ServingOptions, window_of
 from models.serving.work import MOST_USERS, rounded_up
@@ -201,20 +201,39 @@ class Recommender:
                 with suppress(CacheFull):
                     self._engine.update(stale, [self._history(key) for key in stale])
 
+    def lookup(self, items: list, actions: list) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """Return (rows of the item table, codes of actions or None, which events the run knows) of events as a log has
+        them: items integers or text, actions numbers, text or None.
+        """
+        if not all(isinstance(item, int) for item in items):
+            items = [str(item) for item in items]
+        rows, known = self.items.lookup(np.array(items))
+        if self._actions is None:
+            return rows, None, known & np.array([action is None for action in actions])
+        codes, known_actions = self._actions.lookup(actions)
+        return rows, codes, known & known_actions
+
+    def add_many(
+        self, users: list[str], places: np.ndarray, rows: np.ndarray, times: np.ndarray, codes: np.ndarray | None
+    ) -> None:
+        """Add events of many users at once, without encoding them.
+
+        users: distinct, each with an event; places: [E] the place of each event's user in `users`; the rest as in
+        `append_rows`. Raises LimitReached, with nothing changed.
+        """
+        with self._lock, no_garbage_collection():
+            self._histories.check_room(users, np.bincount(places, minlength=len(users)).tolist())
+            self._histories.add_many(users, places, rows, times, codes)
+            for user in set(users).intersection(self._engine.caches.entries):
+                self._engine.changed(user, self._history(user), 0)
+
     def add_dataset(self, dataset: Dataset) -> None:
-        """Add the events of a data set whose items are the run's, user by user, without encoding them."""
-        offsets = dataset.user_offsets
-        with self._lock:
-            for user, begin, end in zip(
-                np.asarray(dataset.user_ids).tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
-            ):
-                if begin == end:
-                    continue
-                key, mine = str(user), slice(begin, end)
-                self._histories.check_room([key], [end - begin])
-                actions = None if self._actions is None or dataset.actions is None else dataset.actions[mine]
-                unchanged = self._histories.add(key, dataset.items[mine], dataset.timestamps[mine], actions)
-                self._engine.changed(key, self._history(key), unchanged)
+        """Add the events of a data set whose items are the run's, without encoding them."""
+        counts = np.diff(dataset.user_offsets)
+        users = [str(user) for user in np.asarray(dataset.user_ids)[counts > 0].tolist()]
+        places = np.repeat(np.arange(len(users)), counts[counts > 0])
+        actions = None if self._actions is None else dataset.actions
+        self.add_many(users, places, dataset.items, dataset.timestamps, actions)
 
     def _times(self, timestamps, count: int) -> np.ndarray:
         if timestamps is None:
