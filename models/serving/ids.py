@@ -44,6 +44,8 @@ def _flat(ids: Sequence, dimensions: int):
 
 def user_keys(users: object) -> list[str]:
     """Return users as the store names them: [B] ids -> B texts."""
+    if isinstance(users, list) and all(isinstance(user, str) for user in users):
+        return users  # numpy would drop NUL characters at the end of a text
     return [str(user) for user in array_of_ids("users", users).tolist()]
 
 

@@ -6,14 +6,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
-from fastapi import FastAPI, Path, Query, Request
+from fastapi import Depends, FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import Scope
 
 from models.serving.errors import InvalidRequest, RequestError
 from models.serving.http.event_log import EventLog
@@ -22,10 +26,29 @@ from models.serving.http.worker import Events, Forget, Read, Recommend, Score, W
 from models.serving.recommender import Recommender
 
 LONGEST_ID = 256
-Text = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_ID)]
+Text = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_ID, pattern=r"^[^\x00]*$")]
 Id = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | Text
 Seconds = Annotated[StrictInt, Field(ge=0, lt=2**62)]
-UserPath = Annotated[str, Path(min_length=1, max_length=LONGEST_ID, description="the user's id")]
+UserPath = Annotated[str, Path(min_length=1, max_length=LONGEST_ID, description="the user's id, percent-encoded")]
+UserQuery = Annotated[str, Query(alias="user", min_length=1, max_length=LONGEST_ID, description="the user's id")]
+
+
+class EncodedRoute(APIRoute):
+    """A route that is compared with the path before it is decoded, so that a parameter may hold a slash (%2F)."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches({**scope, "path": scope["raw_path"].decode("latin-1")})
+        for name, value in child.get("path_params", {}).items():
+            child["path_params"][name] = unquote_to_bytes(value.encode("latin-1")).decode("utf-8", "surrogateescape")
+        return match, child
+
+
+def encoded_query(request: Request) -> None:
+    """Raise InvalidRequest for a query that is not UTF-8, which Starlette would replace by another one."""
+    try:
+        unquote_to_bytes(request.scope["query_string"]).decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest("the query is not UTF-8") from None
 
 
 @dataclass(frozen=True)
@@ -110,7 +133,7 @@ class HistoryOut(BaseModel):
 
 
 class Forgotten(BaseModel):
-    """The answer to a request to forget a user: whether the user was known."""
+    """The answer to a request to delete a user: whether the service had events of the user."""
 
     forgotten: bool
 
@@ -159,6 +182,7 @@ def create_app(
 
     errors: dict[int | str, dict[str, Any]] = {status: {"model": Error} for status in (401, 404, 409, 413, 422, 503)}
     app = FastAPI(title="hstu_sparse", description=__doc__, version="1", lifespan=lifespan, responses=errors)
+    app.router.route_class = EncodedRoute
     app.add_middleware(Guard, metrics=metrics, token=token, most_body=limits.body)
 
     def error(status: int, name: str, message: str) -> Response:
@@ -214,16 +238,21 @@ def create_app(
         )
         return Accepted(accepted=accepted)
 
+    Length = Annotated[int, Query(ge=1, le=limits.list)]
+    At = Annotated[int | None, Query(ge=0, lt=2**62)]
+
     @app.get("/users/{user}/recommendations")
-    async def recommend(
-        user: UserPath,
-        k: Annotated[int, Query(ge=1, le=limits.list)] = 10,
-        at: Annotated[int | None, Query(ge=0, lt=2**62)] = None,
-        exclude_seen: bool = True,
-    ) -> Recommendations:
+    async def recommend(user: UserPath, k: Length = 10, at: At = None, exclude_seen: bool = True) -> Recommendations:
         """Return the k best items for a user, best first; by default without those that the user met before."""
         items, scores = await answer(Recommend(user, k, at, exclude_seen))
         return Recommendations(items=[Recommended(item=item, score=score) for item, score in zip(items, scores)])
+
+    @app.get("/recommendations", dependencies=[Depends(encoded_query)])
+    async def recommend_by_query(
+        user: UserQuery, k: Length = 10, at: At = None, exclude_seen: bool = True
+    ) -> Recommendations:
+        """Do the same as /users/{user}/recommendations, for ids that a client or a proxy changes in a path."""
+        return await recommend(user, k, at, exclude_seen)
 
     @app.post("/scores")
     async def score(body: ScoresIn) -> Scores:
@@ -238,10 +267,22 @@ def create_app(
         columns = [None if x is None else np.asarray(x).tolist() for x in user_history[:3]]
         return HistoryOut(items=columns[0], timestamps=columns[1], actions=columns[2], count=user_history.count)
 
+    @app.get("/users", dependencies=[Depends(encoded_query)])
+    async def history_by_query(user: UserQuery) -> HistoryOut:
+        """Do the same as /users/{user}, for ids that a client or a proxy changes in a path."""
+        return await history(user)
+
     @app.delete("/users/{user}")
     async def forget(user: UserPath) -> Forgotten:
-        """Forget a user. The events leave the log with the next start."""
+        """Delete all events of a user, those of the run's data included, for good. They leave the log with the next
+        start; a mark with the user's id stays in it. Later events count.
+        """
         return Forgotten(forgotten=await answer(Forget(user)))
+
+    @app.delete("/users", dependencies=[Depends(encoded_query)])
+    async def forget_by_query(user: UserQuery) -> Forgotten:
+        """Do the same as /users/{user}, for ids that a client or a proxy changes in a path."""
+        return await forget(user)
 
     @app.get("/health")
     async def health() -> Health:
