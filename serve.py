@@ -25,7 +25,7 @@ from models.monitor import explain_faults
 from models.program import guarded
 from models.serving import Recommender, ServingError
 from models.serving.http.app import Limits, create_app
-from models.serving.http.event_log import EventLog, without_forgotten
+from models.serving.http.event_log import EventLog, NotStored
 from models.serving.http.worker import replay
 from models.terminal import terminal
 
@@ -74,10 +74,14 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     )
     path = options.log or options.run / "events.log"
     interrupts.stage = f"replaying {path}"
-    if gone := without_forgotten(path):
-        terminal.say(f"{path}: {gone:,} events of forgotten users were taken out")
     log = EventLog(path, fsync=options.fsync == "always")
     counts = replay(recommender, log)
+    if stale := log.stale:
+        try:
+            log.compact()
+            terminal.say(f"{path}: {stale:,} events of deleted users were removed")
+        except NotStored as fault:
+            terminal.say(f"{path}: {fault}; {stale:,} events of deleted users stay in it until the next start")
     terminal.say(
         f"{recommender.num_users:,} users; {path}: {counts['taken']:,} events"
         + (f", {counts['left_out']:,} left out that the run does not know" if counts["left_out"] else "")

@@ -68,9 +68,9 @@ def replace_file(file: Path, content: str | bytes | Callable[[Path], object]) ->
             content(temporary)
         else:
             temporary.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, file)
-        _sync(file.parent)
+        sync(file.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -130,7 +130,7 @@ def _place(temporary: Path, folder: Path, keep: Callable[[Path], bool] | None) -
             os.rename(folder, aside)
     else:
         raise OSError(errno.EBUSY, "other processes keep replacing it", str(folder))
-    _sync(folder.parent)
+    sync(folder.parent)
     _remove(aside)
 
 
@@ -147,11 +147,12 @@ def _sync_tree(folder: Path) -> None:
     """
     for root, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(root, name))
-        _sync(Path(root))
+            sync(Path(root, name))
+        sync(Path(root))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Write what the system holds of a file or folder to the disk."""
     if path.is_symlink():
         return
     handle = os.open(path, os.O_RDONLY)

@@ -142,9 +142,12 @@ class Terminal:
 
 
 class _Lines(logging.Handler):
-    """Print log records as lines of the terminal."""
+    """Print log records as lines of the terminal, errors on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR:
+            terminal.fail(record.getMessage())
+            return
         prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         terminal.say(prefix + record.getMessage())
 

@@ -163,11 +163,6 @@ class Recommender:
         """Users who have events."""
         return len(self._histories)
 
-    def knows(self, user) -> bool:
-        """Return whether a user has events."""
-        (key,) = user_keys([user])
-        return key in self._histories
-
     def append_rows(
         self,
         users: Sequence[str],

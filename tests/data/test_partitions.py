@@ -85,7 +85,7 @@ SOURCES = {source.__name__: source for source in (ml_100k, text_csv, parts_of_cs
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(partitions, "PIECE", 12_000)
-    monkeypatch.setattr("data.atomic._sync", lambda path: None)  # what a power cut would lose
+    monkeypatch.setattr("data.atomic.sync", lambda path: None)  # what a power cut would lose
     monkeypatch.setattr("data.parquet.SAMPLE", 700)
 
 

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from models.serving import Recommender
@@ -45,6 +46,7 @@ def serving(folder, *options, log=None, python=sys.executable):
                 break
         else:
             raise AssertionError(output + process.stderr.read())
+        process.output = output
         with httpx.Client(base_url=address[1], timeout=600) as client:
             yield process, client
     finally:
@@ -59,8 +61,6 @@ def ended(process):
 
 
 def known_items(folder):
-    import numpy as np
-
     return np.load(folder / "vocabulary" / "item_ids.npy").tolist()
 
 
@@ -156,6 +156,67 @@ def test_sigterm_answers_what_was_accepted(trained, tmp_path, quick_python):
     records = (tmp_path / "events.log").read_bytes().count(b'"users"')
     # A request whose connection closed before it was read was not accepted: no record is without its answer.
     assert sum(answered) == records, (answered, records, refused)
+
+
+def delete_then_kill(trained, log):
+    """Delete a user of the run's data and another one, then kill the service; return the first one's id."""
+    item, user = known_items(trained)[0], np.load(trained / "vocabulary" / "user_ids.npy").tolist()[0]
+    with serving(trained, "--history", log=log) as (process, client):
+        assert client.get(f"/users/{user}").json()["count"] > 1
+        assert client.delete(f"/users/{user}").json() == {"forgotten": True}
+        log.rename(log.with_name("aside"))
+        assert client.post("/events", json={"events": [{"user": user, "item": item}]}).status_code == 507
+        second = run("serve.py", trained, *SMALL, "--port", "0", "--log", log)
+        assert second.returncode == 2 and "another process is serving from it" in second.stderr and not log.exists()
+        log.with_name("aside").rename(log)
+        for name in ("a/b", user):
+            assert client.post("/events", json={"events": [{"user": name, "item": item}]}).status_code == 200
+        assert client.delete("/users/a%2Fb").json() == {"forgotten": True}
+        process.kill()
+        assert "the event log was moved or deleted" in process.communicate()[1]
+    return user
+
+
+def check_on_a_full_disk(process, client, user):
+    """Check that a service goes on that cannot rewrite its log, without the users who were deleted."""
+    assert "1 events of deleted users stay in it" in process.output
+    assert client.get(f"/users/{user}").json()["count"] == 1 and client.get("/users/a%2Fb").status_code == 404
+    # The last page of the file may have room for some marks.
+    assert any(client.delete(f"/users/{user}").status_code == 507 for _ in range(300))
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 0
+
+
+def test_deletions_outlive_a_kill_and_a_full_disk(trained, tmp_path):
+    """A user of the run's data stays deleted, and only later events count; the log was renamed meanwhile."""
+    log, limited = tmp_path / "events.log", tmp_path / "python"
+    user = delete_then_kill(trained, log)
+    limited.write_text(f'#!/bin/sh\nulimit -f 0\nexec {sys.executable} "$@"\n')  # no file may grow
+    limited.chmod(0o755)
+    with serving(trained, "--history", log=log, python=limited) as (process, client):
+        check_on_a_full_disk(process, client, user)
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode != 0,
+    reason="needs the right to mount",
+)
+def test_a_full_file_system(trained, tmp_path):
+    """A start on a tmpfs without a free page, in a mount namespace of its own."""
+    user = delete_then_kill(trained, tmp_path / "events.log")
+    (tmp_path / "full").mkdir()
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\nmount -t tmpfs -o size=64k none {tmp_path}/full && cp {tmp_path}/events.log {tmp_path}/full/\n"
+        f'dd if=/dev/zero of={tmp_path}/full/rest 2>/dev/null\nexec {sys.executable} "$@"\n'
+    )
+    (tmp_path / "private").write_text(f'#!/bin/sh\nexec unshare -m sh {program} "$@"\n')
+    (tmp_path / "private").chmod(0o755)
+    log = tmp_path / "full" / "events.log"
+    with serving(trained, "--history", log=log, python=tmp_path / "private") as (process, client):
+        check_on_a_full_disk(process, client, user)
 
 
 def test_refused_at_the_start(trained, tmp_path):

@@ -5,16 +5,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from models.serving.errors import RequestError
+from models.serving.histories import no_garbage_collection
 from models.serving.http.event_log import EventLog
 from models.serving.recommender import Recommender
 
 MOST_TOGETHER = 256  # requests of one round
-REPLAYED_TOGETHER = 4096  # events of a log
 
 
 class Busy(RequestError):
@@ -205,9 +206,13 @@ class Worker(threading.Thread):
             request.done.set_result(len(request.users))
 
     def _forget(self, request: Forget) -> bool:
-        if self.log is not None and self.recommender.knows(request.user):
-            self.log.append([{"forget": request.user}])
-        return self.recommender.forget(request.user)
+        """Forget a user, also one whose events only the run's data have, or another run that shares the log."""
+        if self.log is None:
+            return self.recommender.forget(request.user)
+        self.log.append([{"forget": request.user}])
+        left_out = request.user in self.log.left_out
+        self.log.left_out.discard(request.user)
+        return self.recommender.forget(request.user) or left_out
 
     def _recommend(self, requests: list[Recommend]) -> None:
         first = requests[0]
@@ -233,50 +238,39 @@ def _record(events: Events) -> dict:
     }  # fmt: skip
 
 
+@no_garbage_collection()
 def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
-    """Append the events of a log to a recommender, without encoding them; return the numbers taken and left out.
+    """Add the events of a log to a recommender, without encoding them; return the numbers taken and left out.
 
-    Events are left out whose items or actions the run does not know: the log may be older than the run.
+    Users whom the log forgets lose what the recommender has of them, such as the events of the run's data. Events are
+    left out whose items or actions the run does not know: the log may be older than the run, or shared by two runs.
+    LimitReached if there are more users or events than the recommender may hold, LogError for a damaged log.
     """
+    places: dict[str, int] = {}
+    parts: list[tuple] = []
     counts = {"taken": 0, "left_out": 0}
-    names = ("users", "items", "timestamps", "actions")
-    waiting: dict[str, list] = {name: [] for name in names}
-
-    def try_append(columns: list) -> bool:
-        try:
-            recommender.append(*columns, encode=False)
-        except RequestError:
-            return False
-        counts["taken"] += len(columns[0])
-        return True
-
-    def tell() -> None:
-        """Append the waiting records in one call; if one is refused, append event by event."""
-        if not waiting["users"]:
-            return
-        columns: list[Any] = [_alike(waiting[name]) for name in names]
-        if not try_append(columns):
-            for place in range(len(columns[0])):
-                if not try_append([None if x is None else [x[place]] for x in columns]):
-                    counts["left_out"] += 1
-        for column in waiting.values():
-            column.clear()
-
-    for record in log.replay():
-        if "forget" in record:
-            tell()
-            recommender.forget(record["forget"])
+    for records in log.events():
+        users: list[str] = []
+        items: list = []
+        times: list[int] = []
+        actions: list = []
+        for record in records:
+            users += record["users"]
+            items += record["items"]
+            times += record["timestamps"]
+            actions += record["actions"] or [None] * len(record["users"])
+        if not users:
             continue
-        for name in names:
-            waiting[name] += record[name] or [None] * len(record["users"])
-        if len(waiting["users"]) >= REPLAYED_TOGETHER:
-            tell()
-    tell()
+        rows, codes, known = recommender.lookup(items, actions)
+        log.left_out.update(compress(users, ~known))
+        taken = [places.setdefault(user, len(places)) for user in compress(users, known)]
+        times_taken = np.array(times, np.int64)[known]
+        parts.append((np.array(taken, np.int64), rows[known], times_taken, None if codes is None else codes[known]))
+        counts["taken"] += len(taken)
+        counts["left_out"] += len(users) - len(taken)
+    for user in log.forgotten:
+        recommender.forget(user)
+    if counts["taken"]:
+        columns: list[Any] = [None if x[0] is None else np.concatenate(x) for x in zip(*parts)]
+        recommender.add_many(list(places), *columns)
     return counts
-
-
-def _alike(column: list) -> list | None:
-    """Return a column of ids or actions of one type: texts if some are texts; None if all are None."""
-    if all(one is None for one in column):
-        return None
-    return [str(one) for one in column] if any(isinstance(one, str) for one in column) else column
