@@ -3,11 +3,14 @@
 store.json         what the store belongs to, the users in the order of their last use, checksums of the other files
 events.npz         their events as flat columns
 pages.safetensors  the pages of those who have some; absent where nobody has
+
+A new folder can be read by its owner alone; one that is replaced keeps its mode.
 """
 
 import hashlib
 import io
 import json
+import stat
 import zipfile
 from pathlib import Path
 from typing import Any, cast
@@ -54,6 +57,8 @@ def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> Non
     }
     try:
         with access(folder, "written"), replace_folder(folder) as temporary:
+            before = find_folder(folder)
+            temporary.chmod(stat.S_IMODE(before.stat().st_mode) if before.is_dir() else 0o700)
             (temporary / EVENTS).write_bytes(content.getvalue())
             if cached:
                 caches.pool.save(

@@ -1,6 +1,7 @@
 """Test `Recommender`: portions, windows, candidates, ids, errors, pages, threads, the saved store."""
 
 import json
+import resource
 import threading
 
 import numpy as np
@@ -311,6 +312,30 @@ def test_a_saved_store(small, tmp_path):
     for options, message in (({"slide": 1}, "slide 6, here 1"),):
         with pytest.raises(StoreError, match=message):
             serve(*small, cache_bytes=SMALL, **options).restore(tmp_path / "fp32")
+
+
+def test_the_files_of_a_store(small, tmp_path):
+    """A store is its owner's alone, keeps its mode, names any user, and stays as it was if the disk is full."""
+    served, users = serve(*small, cache_bytes=SMALL), ["a/b", "..", "a\0", "a", "\ud800", "\n", "x" * 300, ""]
+    served.append(users, [100] * len(users), list(range(len(users))))
+    served.save(tmp_path / "store")
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "store").chmod(0o750)
+    served.save(tmp_path / "store")
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o750
+    served.append(users, [103] * len(users), [9] * len(users))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 500, 5000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(StoreError, match="cannot be written: File too large"):
+                served.save(tmp_path / "store")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    served.restore(tmp_path / "store")
+    assert [served.history(user).timestamps.tolist() for user in users] == [[time] for time in range(len(users))]
+    assert all(served.forget(user) for user in users) and served.num_users == 0
 
 
 @pytest.mark.parametrize("file", ["store.json", "events.npz", "pages.safetensors"])
