@@ -4,6 +4,7 @@ python benchmarks/serving.py --capacity                      users with full win
 python benchmarks/serving.py --cpu                           recommend over 50,000 items and append, N = 200, on a CPU
 python benchmarks/serving.py --gpu [--seconds 150]           against recomputing the history, on a GPU
 python benchmarks/serving.py --http URL --run RUN --rate 100 --seconds 300     mixed routes at a fixed rate
+python benchmarks/serving.py --start 1000000 --run RUN       the start of serve.py with a log of so many lines
 
 Each result is a line of JSON, on standard output and in the file --out.
 """
@@ -12,7 +13,10 @@ import argparse
 import asyncio
 import json
 import os
+import resource
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -428,13 +432,39 @@ async def client(results: Results, url: str, run: Path, rate: float, seconds: fl
     results(part="http", statuses=dict(statuses))
 
 
+def start(results: Results, run: Path, lines: int) -> None:
+    """Time serve.py from its start to its address, with logs of one event a line, of few users and of many."""
+    from models.serving.http.event_log import EventLog
+
+    items = np.load(run / "vocabulary" / "item_ids.npy", allow_pickle=False)
+    for most_users in (1000, 10**6):
+        rng = np.random.default_rng(0)
+        users, some = rng.integers(0, most_users, lines).tolist(), items[rng.integers(0, len(items), lines)].tolist()
+        with tempfile.TemporaryDirectory() as folder:
+            log = EventLog(Path(folder, "events.log"), fsync=False)
+            columns = zip(users, some, range(lines))
+            log.append([{"users": [f"u{u}"], "items": [i], "timestamps": [t], "actions": None} for u, i, t in columns])
+            log.close()
+            command = [sys.executable, ROOT / "serve.py", run, "--port", "0", "--log", log.path]
+            began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+            with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as process:
+                served = any("Serving on" in line for line in process.stdout or ())
+                seconds = round(time.perf_counter() - began, 1)
+                process.terminate()
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu_seconds = round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 1)
+        line = {"seconds": seconds, "cpu_seconds": cpu_seconds} if served else {"error": process.returncode}
+        results(part="start", lines=lines, users=len(set(users)), **line)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capacity", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--http", metavar="URL")
-    parser.add_argument("--run", type=Path, help="with --http: the run's folder, for its items")
+    parser.add_argument("--run", type=Path, help="with --http and --start: the run's folder")
+    parser.add_argument("--start", type=int, metavar="LINES")
     parser.add_argument("--rate", type=float, default=100, help="the number of requests a second")
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--token-file", type=Path)
@@ -447,6 +477,8 @@ def main() -> None:
         cpu(results)
     if options.gpu:
         gpu(results, options.seconds)
+    if options.start:
+        start(results, options.run, options.start)
     if options.http:
         token = options.token_file.read_text().strip() if options.token_file else None
         asyncio.run(client(results, options.http, options.run, options.rate, options.seconds, token))
