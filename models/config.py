@@ -205,7 +205,9 @@ class ModelConfig(Strict):
                 faults.append((("attention", layer), str(error)))
         if faults:
             raise _located(faults, OPTION)
-        return self.model_copy(update={"attention": attentions})
+        # In place: pydantic drops another object that a validator returns to `ModelConfig(...)`.
+        object.__setattr__(self, "attention", attentions)
+        return self
 
     @property
     def layer_sizes(self) -> LayerSizes:

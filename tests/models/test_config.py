@@ -9,7 +9,7 @@ import torch
 
 from hstu_sparse.launch import precision
 from models.attention import ATTENTION
-from models.config import ConfigError, as_yaml, load_config
+from models.config import ConfigError, ModelConfig, as_yaml, load_config
 from models.hstu import SequenceModel
 from models.run import check_backends, set_matmul_precision
 from tests.models.test_models import NUM_ITEMS, make_batch
@@ -33,6 +33,16 @@ def write(tmp_path, text=BASE):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return path
+
+
+@pytest.mark.parametrize("kind", ["htree", "indexer", "ring"])
+def test_auto_is_resolved_however_the_class_is_made(kind):
+    """The object that a validator returns to `ModelConfig(...)` itself is ignored by pydantic."""
+    options = {"block": "hstu", "max_seq_len": 100, "embedding_dim": 32, "num_layers": 2, "attention": {"kind": kind}}
+    called, read = ModelConfig(**options), ModelConfig.model_validate(options)
+    assert called == read
+    left = {name for name, value in called.attention[0] if value == "auto"}
+    assert left <= {"backend", "time_bias", "index_time_bias"}  # chosen by the data and the device
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
