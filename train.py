@@ -50,6 +50,7 @@ from models.folder import MANIFEST, check_run, claimed, new_manifest, write_file
 from models.graph import GraphedStep, Losses, Step
 from models.interrupt import Interrupts, Stopped
 from models.monitor import Means, MetricsLog, explain_faults
+from models.optimizer import AdamW, bytes_in_training
 from models.parallel.ranks import NoLog, Ranks
 from models.program import TrainingError, guarded
 from models.run import (
@@ -298,8 +299,8 @@ def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | s
     for note in data.dataset.notes:
         terminal.say(f"data: {note}")
     table = model.embedding.sharded
-    size = sum(p.numel() * p.element_size() for p in [*model.parameters(), *([] if table is None else [table.weight])])
-    copies = 5 if config.train.ema_decay else 4
+    weights = [*model.parameters(), *([] if table is None else [table.weight])]
+    size = sum(bytes_in_training(weight, averaged=config.train.ema_decay is not None) for weight in weights)
     epochs = config.train.epochs
     terminal.say(
         f"{data.dataset.name}: {data.dataset.num_users:,} users, {data.dataset.num_items:,} items, "
@@ -307,7 +308,7 @@ def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | s
     )
     terminal.say(
         f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; weights, gradients and moments take "
-        f"{copies * size / 2**20:,.1f} MiB, plus the tensors of a step (--dry-run measures these and the time)"
+        f"{size / 2**20:,.1f} MiB, plus the tensors of a step (--dry-run measures these and the time)"
     )
 
 
@@ -376,12 +377,11 @@ def build_step(
     if ranks.engine:
         return build_shared_step(config, model, device, average, ranks)
     graphed = device.type == "cuda" and c.cuda_graphs and not c.compile and ranks.world == 1
-    optimizer = torch.optim.AdamW(
+    optimizer = AdamW(
         model.parameters(),
         lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
         betas=c.betas,
         weight_decay=c.weight_decay,
-        fused=True,
         capturable=graphed,
     )
     if c.compile:

@@ -36,6 +36,7 @@ from models.checkpoint import (
     save_folder,
 )
 from models.hstu import SequenceModel
+from models.optimizer import state_dtype
 from models.parallel.ranks import Ranks
 from models.parallel.tables import ShardedTable
 
@@ -178,7 +179,8 @@ class Saver:
                 f"{source}: was saved by one process without `parallel`: resume it so, or begin with --init-from"
             )
         for p in (p for group in self.optimizer.param_groups for p in group["params"]):
-            zeros = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+            dtype = state_dtype(p)
+            zeros = {key: torch.zeros_like(p, dtype=dtype, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
         try:
             saved = dcp.FileSystemReader(source).read_metadata().state_dict_metadata

@@ -18,6 +18,7 @@ from models.contract import AuxLoss
 from models.data_parallel.losses import catalogue_share, prepare
 from models.graph import Losses, Step
 from models.hstu import SequenceModel
+from models.optimizer import AdamW
 from models.parallel.draws import seed_of
 from models.parallel.ranks import Ranks
 from models.tasks.build import build_task
@@ -67,7 +68,7 @@ def build_shared_step(
     table = model.embedding.sharded
     of_table = [] if table is None or table.parameter is None else [table.parameter]
     weights = [*model.parameters(), *of_table]
-    optimizer = torch.optim.AdamW(weights, lr=c.lr, betas=c.betas, weight_decay=c.weight_decay, fused=True)
+    optimizer = AdamW(weights, lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
     if c.compile:
         for layer in model.layers:
             layer.compile(dynamic=True)

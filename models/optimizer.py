@@ -1,0 +1,83 @@
+"""AdamW for models whose parameters are not all fp32."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+CHUNK = 2**24  # elements of a 16-bit parameter that a step computes at a time: 128 MiB of fp32 weights and gradients
+
+
+def state_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of a weight's moments and average: its own, but at least fp32.
+
+    A bfloat16 number ignores additions below 1/512 of itself, and an average takes such small ones.
+    """
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def bytes_in_training(weight: Tensor, averaged: bool) -> int:
+    """Return the bytes of a weight with its gradient, its moments and, if it is averaged, its average."""
+    return weight.numel() * (2 * weight.element_size() + (2 + averaged) * state_dtype(weight).itemsize)
+
+
+class AdamW(torch.optim.AdamW):
+    """Fused AdamW of torch, except for 16-bit parameters: their moments are fp32, and a step is computed in fp32, then
+    rounded.
+    """
+
+    def __init__(self, params: Any, **options: Any):
+        super().__init__(params, fused=True, **options)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        narrow = [(p, p.grad, group) for group, p in self._narrow() if p.grad is not None]
+        for p, _, _ in narrow:
+            p.grad = None  # torch's step skips a parameter without a gradient
+        super().step()
+        for p, grad, group in narrow:
+            p.grad = grad
+            self._step_in_fp32(p, grad, group)
+
+    def _narrow(self) -> list[tuple[dict[str, Any], Tensor]]:
+        """Return the 16-bit parameters with their groups."""
+        return [(group, p) for group in self.param_groups for p in group["params"] if p.dtype != state_dtype(p)]
+
+    def _step_in_fp32(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(p, dtype=state_dtype(p), requires_grad=False)
+        tensors = (p.view(-1), grad.reshape(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
+        for weight, g, first, second in zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True):
+            wide = weight.float()
+            adamw(
+                [wide],
+                [g.float()],
+                [first],
+                [second],
+                [],
+                [state["step"].clone()],  # adamw adds 1 to it
+                fused=True,
+                capturable=group["capturable"],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            weight.copy_(wide)
+        state["step"] += 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` returned; moments of 16-bit parameters that were saved in 16 bits are read."""
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"]
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if p.dtype != state_dtype(p) and number in saved:  # torch has cast them to the parameter's dtype
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.state[p][name] = saved[number][name].to(p.device, state_dtype(p), copy=True)

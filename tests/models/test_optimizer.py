@@ -1,0 +1,62 @@
+"""AdamW: torch's bits for fp32 parameters, moments in fp32 for 16-bit ones."""
+
+import torch
+from torch import nn
+
+from models import optimizer as optimizers
+from models.optimizer import AdamW, bytes_in_training
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1}
+
+
+class Model(nn.Module):
+    """A table in bfloat16 and a map in fp32."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table, self.map = nn.Embedding(6, 4, dtype=torch.bfloat16), nn.Linear(4, 2)
+
+    def forward(self, ids):
+        return self.map(self.table(ids).float())
+
+
+def train(model, optimizer, average=None, steps=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        loss = model(torch.randint(6, (8,), generator=generator)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if average is not None:
+            average.update()
+
+
+def test_fp32_parameters_get_torch_s_bits():
+    ours, theirs = Model().float(), Model().float()
+    train(ours, AdamW(ours.parameters(), **OPTIONS))
+    train(theirs, torch.optim.AdamW(theirs.parameters(), fused=True, **OPTIONS))
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_moments_of_16_bit_parameters_are_those_of_fp32(monkeypatch):
+    """Gradients of 1, then of .01: a second moment in bfloat16 would stay where the first ones left it."""
+    monkeypatch.setattr(optimizers, "CHUNK", 16)
+    narrow = nn.Parameter(torch.linspace(-1, 1, 40, dtype=torch.bfloat16).view(10, 4))
+    wide = nn.Parameter(narrow.detach().float())
+    ours, theirs = AdamW([narrow], **OPTIONS), torch.optim.AdamW([wide], fused=True, **OPTIONS)
+    for step in range(600):
+        narrow.grad = torch.full_like(narrow, 1.0 if step < 100 else 0.01)
+        wide.grad, wide.data = narrow.grad.float(), narrow.detach().float()
+        ours.step()
+        theirs.step()
+    assert torch.equal(narrow, wide.bfloat16())
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(ours.state[narrow][name], theirs.state[wide][name])
+    assert ours.state[narrow]["exp_avg_sq"].max() < 0.7 * (1 - 0.999**100)
+
+
+def test_bytes_in_training():
+    assert bytes_in_training(torch.zeros(10), averaged=False) == 160
+    assert bytes_in_training(torch.zeros(10, dtype=torch.bfloat16), averaged=False) == 120
+    assert bytes_in_training(torch.zeros(10, dtype=torch.bfloat16), averaged=True) == 160
