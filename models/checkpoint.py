@@ -176,6 +176,7 @@ def save_checkpoint(
     moments = {f"optimizer.{index}.{key}": value for index, of in entries.items() for key, value in of.items()}
     if average is not None:
         state |= {f"raw.{name}": weight for name, weight in average.raw().items()}
+        state |= {f"average.{name}": value for name, value in average.exact().items()}
     facts = {**progress.model_dump(), "optimizer": sorted(moments)}
     save_folder(folder, {"model": model.state_dict(), "state": state | moments}, facts)
     prune(run, progress.run)
@@ -294,6 +295,7 @@ def load_checkpoint(
         if missing := sorted({name for name, _ in model.named_parameters()} - raw.keys()):
             raise CheckpointError(f"{source}: damaged, no raw.{missing[0]} and {len(missing) - 1} others")
         average.take_from_model()
+        _load_exact(average, state, source)
         load_weights(model, model.state_dict() | raw, source)
     entries: dict[int, dict[str, Tensor]] = {}
     for name, value in state.items():
@@ -304,13 +306,27 @@ def load_checkpoint(
     return progress
 
 
+def _load_exact(average: WeightAverage, state: dict[str, Tensor], source: Path) -> None:
+    """Load the averages that the model can hold only rounded; older checkpoints have only what the model holds."""
+    exact = average.exact()
+    saved = {name.removeprefix("average."): value for name, value in state.items() if name.startswith("average.")}
+    if not saved:
+        return
+    for name in sorted(exact.keys() | saved.keys()):
+        if name not in exact or name not in saved or saved[name].shape != exact[name].shape:
+            raise CheckpointError(f"{source}: damaged, average.{name} does not fit")
+        if saved[name].dtype != exact[name].dtype or not saved[name].isfinite().all():
+            raise CheckpointError(f"{source}: damaged, average.{name} is not {exact[name].dtype} or not finite")
+        exact[name].copy_(saved[name])
+
+
 def _check_state(state: dict[str, Tensor], optimizer, moments: object, source: Path) -> None:
     """Raise CheckpointError unless all of the optimizer's entries `moments` exist, with the right shapes, and are
     finite.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for name, value in state.items():
-        if name.startswith(("random.", "raw.")):
+        if name.startswith(("random.", "raw.", "average.")):
             continue
         kind, index, key, *_ = f"{name}...".split(".")
         known = kind == "optimizer" and index.isdecimal() and int(index) < len(parameters) and key in MOMENTS

@@ -286,7 +286,8 @@ class TrainConfig(Strict):
     decay: Literal["none", "linear", "cosine"] = "none"
     """What the learning rate does after the warm-up: stay, or fall to 0 at the last step."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """The decay of an exponential moving average of the weights, which is then evaluated; absent, no average."""
+    """The decay of an exponential moving average of the weights, in fp32, which is then evaluated; absent, no
+    average."""
     clip_norm: float | None = Field(None, gt=0)
     """The greatest norm of a step's gradient; absent, gradients are not clipped."""
     autocast: Literal["none", "bf16"] = "none"

@@ -166,7 +166,8 @@ def plan_step(
         result.step -= sum(persistent.values())
         if evaluated is not None and judged is not None:
             task = build_task(config, ranks)
-            peak = _measure_evaluation(meter, task, evaluated, model, judged, phases[-1])
+            with contextlib.nullcontext() if average is None else average.in_the_model():
+                peak = _measure_evaluation(meter, task, evaluated, model, judged, phases[-1])
             result.evaluation = peak - sum(persistent.values())
     result.persistent = {name: size for name, size in persistent.items() if size}
     return result

@@ -29,6 +29,26 @@ def test_the_average_by_hand():
     torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), 2.0))
 
 
+def test_the_average_of_16_bit_weights_gets_there():
+    model = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.constant_(model.weight, 0.5)
+    average = WeightAverage(model, 0.999)
+    nn.init.constant_(model.weight, 1.0)
+    for _ in range(20_000):
+        average.update()
+    torch.testing.assert_close(average.averages[0], torch.ones(1, 2), atol=1e-4, rtol=0)
+    nn.init.constant_(model.weight, 3.0)
+    for _ in range(3):
+        average.update()
+    exact = average.averages[0].clone()
+    for _ in range(2):
+        with average.in_the_model():
+            assert torch.equal(model.weight, exact.to(torch.bfloat16)) and not torch.equal(exact, model.weight.float())
+            assert torch.equal(average.raw()["weight"], torch.full((1, 2), 3.0, dtype=torch.bfloat16))
+    assert torch.equal(model.weight, torch.full((1, 2), 3.0, dtype=torch.bfloat16))
+    assert torch.equal(average.averages[0], exact)
+
+
 @pytest.mark.parametrize(
     ("decay", "expected"),
     [
