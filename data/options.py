@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
-from .types import DataError, did_you_mean, shown
+from .explain import explain
+from .types import DataError, shown
 
 MOST_EVENTS = 2 * 10**9  # of generated data; their arrays would take some 24 GB
 MOST_ITEMS = 10**7
@@ -191,14 +191,5 @@ def parse_options(kind: type[Kind], values: dict | Kind | None, where: str) -> K
     try:
         return kind.model_validate(values or {})
     except ValidationError as error:
-        raise DataError("; ".join(_explain(item, kind, where) for item in error.errors())) from None
-
-
-def _explain(item: ErrorDetails, kind: type[Options], where: str) -> str:
-    key = ".".join([where, *map(str, item["loc"])])
-    if item["type"] == "extra_forbidden":
-        fields = kind.model_fields
-        return f"{key}: unknown key{did_you_mean(item['loc'][-1], fields) or ', fields here: ' + ', '.join(fields)}"
-    if item["type"] == "value_error":
-        return f"{key}: {item['ctx']['error']}"
-    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']))}"
+        lines = (explain(item, lambda _: kind.model_fields, [where, *item["loc"]]) for item in error.errors())
+        raise DataError("; ".join(lines)) from None

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data.atomic import find_folder, replace_folder
+from data.explain import explain
 from data.types import shown
 from models.average import WeightAverage
 from models.folder import check_regular, read_regular
@@ -82,9 +83,8 @@ class Progress(BaseModel):
         try:
             return cls.model_validate(facts)
         except ValidationError as error:
-            item = error.errors()[0]
-            key = ".".join(map(str, item["loc"]))
-            raise CheckpointError(f"{source}: damaged, {key} cannot be {shown(repr(item['input']))}") from None
+            line = explain(error.errors()[0], lambda _: cls.model_fields)
+            raise CheckpointError(f"{source}: damaged, {line}") from None
 
 
 def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict) -> None:

@@ -5,9 +5,9 @@ the nearest valid one.
 """
 
 import contextlib
-import difflib
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +21,10 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
 from data.augment import Augment
+from data.explain import OPTION, WHOLE, custom, explain
 from data.feature_options import Features
 from data.options import Columns, RecallOptions, SyntheticOptions, checked_separator
 from data.types import DataError, shown
@@ -114,18 +115,11 @@ def _of_its_kind(value):
     return config.model_validate(value)
 
 
-# Types of our own errors, which decide how `_explain` joins path and message: `path: message` or `path.message`.
-WHOLE, OPTION = "whole", "option"
-
-
 def _located(faults: list[tuple[tuple, str]], how: str) -> ValidationError:
     """Build an error from (location, message) pairs; pydantic prefixes the location of the validator that raises it."""
     return ValidationError.from_exception_data(
         "config",
-        [
-            {"type": PydanticCustomError(how, "{message}", {"message": message}), "loc": place, "input": None}
-            for place, message in faults
-        ],
+        [{"type": custom(message, how), "loc": place, "input": None} for place, message in faults],
     )
 
 
@@ -531,7 +525,7 @@ def _override(tree: dict, assignment: str) -> None:
         node[last] = value
 
 
-def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load the run of the YAML file at `path` with the dotted `overrides`; ConfigError names all errors."""
     tree = parse_yaml(read_config(Path(path)), str(path))
     if not isinstance(tree, dict):
@@ -573,41 +567,22 @@ def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
 
 
 def _explain(item: ErrorDetails, tree: dict) -> str:
-    """Format one pydantic error as `model.attention.blok_size: unknown key, did you mean block_size?`."""
+    """Format one pydantic error, its location as in the file."""
     location = list(item["loc"])
     if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):
         del location[2]  # one mapping for all layers, which we have put into a list
     if location[:2] == ["model", "head"] and location[2:3] in (["dot"], ["mol"]):
         del location[2]  # the kind by which the mapping was read
-    key = ".".join(map(str, location)) or "config"
-    kind = item["type"]
-    if kind == "extra_forbidden":
-        valid = _keys_beside(location, tree)
-        near = difflib.get_close_matches(str(location[-1]), valid, 1)
-        return f"{key}: unknown key, " + (f"did you mean {near[0]}?" if near else f"known here: {', '.join(valid)}")
-    if kind == "union_tag_not_found":
-        return f"{key}.kind: missing"
-    if kind == "union_tag_invalid":
-        return f"{key}.kind: {shown(item['ctx']['tag'], 200)} is none of {item['ctx']['expected_tags']}"
-    if kind == "missing":
-        return f"{key}: missing"
-    if kind in (WHOLE, OPTION):
-        return f"{key}{': ' if kind == WHOLE else '.'}{item['msg']}"
-    if kind == "value_error":
-        return f"{key}: {item['ctx']['error']}"
-    if kind in ("model_type", "model_attributes_type"):
-        some = _keys_beside([*location, ""], tree)[:4]
-        return f"{key}: expected a mapping with keys like {', '.join(some)}, got {shown(repr(item['input']), 200)}"
-    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']), 200)}"
+    return explain(item, lambda place: _keys_at(place, tree), location)
 
 
-def _keys_beside(location: list, tree: dict) -> list[str]:
-    """Return the valid keys of the mapping that holds the last part of a location in `tree`."""
+def _keys_at(location: Sequence[int | str], tree: dict) -> list[str]:
+    """Return the valid keys of the mapping at a location in `tree`."""
     model: Any = RunConfig
-    path = location[:-1]
+    path = list(location)
     if path[:2] == ["model", "attention"]:
         mapping = tree["model"]["attention"]
-        model = attention_config((mapping if isinstance(mapping, dict) else mapping[path[2]])["kind"])
+        model = attention_config((mapping if isinstance(mapping, dict) else mapping[typing.cast(int, path[2])])["kind"])
         path = path[2:]
     for part in path:
         if part in model.model_fields:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from data.batch import Batch
 from data.batches import Batches
 from data.datasets import FORMATS, DataError, Dataset, Vocabulary, load_dataset
+from data.explain import dotted
 from data.feature_vocabulary import FeatureVocabulary, fit_features, with_rows
 from data.prepare import find_prepared
 from data.splits import Splits
@@ -314,10 +315,9 @@ def changes(before: object, config: RunConfig, source: Path, free: tuple[str, ..
     try:
         stored = RunConfig.model_validate(before).model_dump(mode="json")
     except ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"]))
+        place = dotted(error.errors()[0]["loc"])
         raise CheckpointError(
-            f"{source}: written by another version of this program, "
-            f"its configuration has another {shown(place) or 'form'}"
+            f"{source}: written by another version of this program, its configuration has another {place or 'form'}"
         ) from None
     return [line for line in differences(stored, config.model_dump(mode="json")) if not line.startswith(free)]
 

@@ -14,15 +14,15 @@
 Paths are taken from the working directory, as train.py does.
 """
 
-import difflib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from data.explain import explain
 from data.types import shown
 from models.config import RunConfig, differences, load_config
 from models.contract import Strict
@@ -116,20 +116,8 @@ def _read(path: Path) -> PlanFile:
     try:
         return PlanFile.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join(f"{path}: {explain(dict(item), PlanFile.model_fields)}" for item in error.errors())
-        ) from None
-
-
-def explain(item: dict, fields: Collection[str]) -> str:
-    """Format one of pydantic's errors as a line, `settings.a: unknown key, did you mean b?`; fields: the valid keys."""
-    *above, last = map(str, item["loc"])
-    key = ".".join([*above, last])
-    if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(last, fields, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
-        return f"{shown(key, 200)}: unknown key, {hint}"
-    return f"{shown(key, 200)}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']), 200)}"
+        lines = [explain(item, lambda _: PlanFile.model_fields) for item in error.errors()]
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
 def _setting(

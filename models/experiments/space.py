@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 
 from optuna import Trial
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
+from data.explain import explain
 from models.config import ConfigError, RunConfig, load_config
 from models.contract import Strict
-from models.experiments.plan import explain
 from models.strict_yaml import parse_yaml, read_config
 
 # Options that decide how trials are evaluated, and where they are stored.
@@ -153,14 +154,7 @@ def load_space(path: Path) -> Space:
     try:
         space = Space.model_validate(tree)
     except ValidationError as error:
-        lines = []
-        for item in error.errors():
-            *_, above, _ = [None, None, *item["loc"]]
-            kinds: dict[Any, type[Strict]] = {"range": Range, "choices": Choices, "pruning": Pruning}
-            fields = kinds.get(above, Space).model_fields
-            place = tuple(part for part in item["loc"] if part not in ("range", "choices", "Pruning"))
-            lines.append(f"{path}: {explain(dict(item) | {'loc': place}, fields)}")
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError("\n".join(f"{path}: {_explain(item)}" for item in error.errors())) from None
     errors = [
         f"{path}: space.{key}: how trials are judged and named cannot be searched"
         for key in space.space
@@ -171,6 +165,14 @@ def load_space(path: Path) -> Space:
     if errors:
         raise ConfigError("\n".join(errors))
     return space
+
+
+def _explain(item: ErrorDetails) -> str:
+    """Format one pydantic error without the names by which it tells the parts of a union apart."""
+    *_, above, _ = [None, None, *item["loc"]]
+    kinds: dict[Any, type[Strict]] = {"range": Range, "choices": Choices, "pruning": Pruning}
+    fields = kinds.get(above, Space).model_fields
+    return explain(item, lambda _: fields, [x for x in item["loc"] if x not in ("range", "choices", "Pruning")])
 
 
 def tuned_config(path: str | Path, space: Space, overrides: list[str]) -> RunConfig:

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
+from data.explain import explain
 from models.serving.errors import InvalidRequest, RequestError
 from models.serving.http.event_log import EventLog
 from models.serving.http.limits import Guard, Metrics, answer_of, status_of
@@ -199,10 +200,10 @@ def create_app(
         if first["type"] == "json_invalid":
             return error(422, "InvalidRequest", f"the body is not JSON: {first['ctx']['error']}")
         # A union of types reports an error for each of its types, all for the same place.
-        place = ".".join(str(part) for part in first["loc"][1:] if not _is_type(part))
+        place = [part for part in first["loc"][1:] if not _is_type(part)]
         if not place:
             return error(422, "InvalidRequest", "expected a JSON object as the body (/docs has the routes)")
-        return error(422, "InvalidRequest", ascii(f"{place}: {first['msg']}")[1:-1])
+        return error(422, "InvalidRequest", ascii(explain(first, lambda _: (), place))[1:-1])
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, fault: HTTPException) -> Response:
