@@ -15,17 +15,16 @@ variances contained the true ratio in 93.5% of the cases where both parts are eq
 Letters: S and R seeds, M users, K settings, D draws.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import t
 
 DRAWS = 2000
 LEVEL = 0.95
 MOST_DRAWN = 20_000
 CHUNK = 2**23  # weights of a bootstrap computed at a time
-NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 class Comparison(NamedTuple):
@@ -68,12 +67,12 @@ class Error:
     def variance(self) -> np.ndarray:
         return self.users + self.of_seeds
 
-    def half_width(self, level: float = LEVEL) -> np.ndarray:
+    def half_width(self, level: float | np.ndarray = LEVEL) -> np.ndarray:
         """Return half the width of the interval that contains the truth in `level` of all cases."""
         upper = (1 + level) / 2
         # The squares of both half widths add up, as variances do; this is exact if there is only one part.
-        users = quantile(upper, np.full_like(self.users, self.users_freedom)) ** 2 * self.users
-        return np.sqrt(users + quantile(upper, self.seeds_freedom) ** 2 * self.of_seeds)
+        users = t.ppf(upper, self.users_freedom) ** 2 * self.users
+        return np.sqrt(users + t.ppf(upper, self.seeds_freedom) ** 2 * self.of_seeds)
 
     def p_value(self, estimate: np.ndarray) -> np.ndarray:
         """Return the least 1 - level whose interval about `estimate` excludes 0."""
@@ -154,33 +153,3 @@ def holm(p_values: list[float]) -> list[float]:
     corrected = np.full(len(p), np.nan)
     corrected[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)))
     return corrected.tolist()
-
-
-def quantile(probability: float | np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """Return the t that Student's t is below with this probability, which is over a half."""
-    freedom = np.asarray(freedom, float)
-    log_gamma = np.vectorize(math.lgamma, otypes=[float])
-    with np.errstate(invalid="ignore"):
-        scale = np.exp(log_gamma((freedom + 1) / 2) - log_gamma(freedom / 2)) / math.sqrt(math.pi)
-    low, high = np.zeros_like(scale), np.full_like(scale, math.pi / 2)
-    angle = (low + high) / 2
-    for _ in range(42):
-        over = _tail_of_angle(angle, freedom, scale) - (1 - probability)
-        low, high = np.where(over > 0, angle, low), np.where(over > 0, high, angle)
-        with np.errstate(all="ignore"):
-            step = angle + over / (scale * np.cos(angle) ** (freedom - 1))  # Newton's
-        step = np.where((low < step) & (step < high), step, (low + high) / 2)
-        angle, before = step, angle
-        if (np.abs(angle - before) < 1e-12).all():
-            break
-    return np.sqrt(freedom) * np.tan(angle)
-
-
-def _tail_of_angle(angle: np.ndarray, freedom: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the probability that Student's t is over sqrt(freedom) * tan(angle): `scale` times a power of cos is the
-    density.
-    """
-    at = angle[..., None] * (NODES + 1) / 2
-    with np.errstate(invalid="ignore"):
-        inside = (np.cos(at) ** (freedom[..., None] - 1) * WEIGHTS).sum(-1) * angle / 2 * scale
-    return np.maximum(0, 0.5 - inside)
