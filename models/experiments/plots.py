@@ -1,16 +1,40 @@
-"""Draw plots as inline SVG that takes its colours from the page, so that they follow its light or dark mode.
+"""Draw plots by matplotlib as inline SVG whose text and axes have the colours of the page, in light and dark mode.
 
-Text stays readable at 350 pixels, the width that a phone leaves: a plot is drawn 400 wide with text of size 14.
+Text stays readable at 350 pixels, the width that a phone leaves: a plot is 288 units wide with text of size 11.
 """
 
 import html
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+import io
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-WIDTH, HEIGHT = 400, 280
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 46
-ROW = 40  # height of a row of `strip`
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import blended_transform_factory
+
+WIDTH, HEIGHT, ROW = 4.0, 2.8, 0.4  # inches; ROW: of a row of `strip`
+# Colours that are distinct on white and on black, also for red-green colour blindness; more settings reuse them.
+COLORS = ("#3b82c4", "#d55e00", "#1a9e77", "#c964a5", "#c99a00", "#7c6ee0", "#5bb3d9", "#8a8a8a")
+LINE, SOFT = "#010101", "#020202"  # drawn in the page's colours of lines and of soft text
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": LINE,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.family": "DejaVu Sans",  # its widths are known here; the page names its own
+    "font.size": 11,
+    "grid.color": LINE,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "hstu_sparse",  # the same results give the same page
+    "text.parse_math": False,
+    "xtick.color": LINE,
+    "xtick.labelcolor": "black",
+    "ytick.color": LINE,
+    "ytick.labelcolor": "black",
+}
 
 
 class Series(NamedTuple):
@@ -30,127 +54,81 @@ class Row(NamedTuple):
     interval: tuple[float, float] | None = None
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers at most, from low to high."""
-    step = 10 ** math.floor(math.log10((high - low) / count))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
-    first = math.ceil(low / step - 1e-9)
-    return [step * i for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _span(values: Iterable[float]) -> tuple[float, float]:
-    """Return a range that holds the values, with a margin at both ends."""
-    values = list(values)
-    low, high = min(values), max(values)
-    room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - room, high + room
-
-
-def _scale(span: tuple[float, float], begin: float, end: float) -> Callable[[float], float]:
-    return lambda value: begin + (value - span[0]) / (span[1] - span[0]) * (end - begin)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{html.escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-
-
-def _svg(parts: list[str], height: float, title: str) -> str:
-    label = html.escape(title, quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def _x_axis(
-    span: tuple[float, float], scale: Callable, bottom: float, label: str, top: float, whole: bool = False
-) -> list[str]:
-    parts = []
-    for value in ticks(*span):
-        if whole and value % 1:
-            continue
-        parts += [
-            _line(scale(value), top, scale(value), bottom, "grid"),
-            _text(scale(value), bottom + 18, _number(value)),
-        ]
-    return [*parts, _text((LEFT + WIDTH - RIGHT) / 2, bottom + 38, label)]
-
-
-def _y_axis(span: tuple[float, float], scale: Callable) -> list[str]:
-    parts = []
-    for value in ticks(*span):
-        parts.append(_line(LEFT, scale(value), WIDTH - RIGHT, scale(value), "grid"))
-        parts.append(_text(LEFT - 6, scale(value) + 5, _number(value), "end"))
-    return parts
-
-
 def scatter(series: Sequence[Series], x: str, y: str) -> str:
     """Plot a mark for each point; x and y name the axes, y in the title only."""
-    return _chart(series, x, y, lines=False)
+    with rc_context(STYLE):
+        figure, axes = _axes(HEIGHT, x)
+        for color, points in series:
+            axes.plot(*zip(*points), "o", color=COLORS[color], markersize=8, alpha=0.8)
+        return _svg(figure, f"{y} by {x}")
 
 
 def curves(series: Sequence[Series], x: str, y: str) -> str:
-    """Plot a line for each series."""
-    return _chart(series, x, y, lines=True)
-
-
-def _chart(series: Sequence[Series], x: str, y: str, lines: bool, names: Sequence[str] = ()) -> str:
-    points = [point for line in series for point in line.points]
-    bottom = HEIGHT - BOTTOM
-    across, up = _span(point[0] for point in points), _span(point[1] for point in points)
-    place_x, place_y = _scale(across, LEFT, WIDTH - RIGHT), _scale(up, bottom, TOP)
-    parts = _y_axis(up, place_y)
-    if names:
-        shown = range(0, len(names), -(-len(names) // 6))
-        parts += [_text(place_x(i), bottom + 18, names[i]) for i in shown]
-        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, bottom + 38, x))
-    else:
-        # Epochs are whole numbers: no tick lies between two.
-        whole = lines and all(point[0] % 1 == 0 for point in points)
-        parts += _x_axis(across, place_x, bottom, x, TOP, whole)
-    for color, data in series:
-        placed = [(place_x(a), place_y(b)) for a, b in data]
-        if lines and len(placed) > 1:
-            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in placed)
-            parts.append(f'<polyline points="{path}" class="curve s{color}"/>')
-        if not lines or len(placed) < 20:
-            parts += [
-                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{3 if lines else 6}" class="dot s{color}"/>' for a, b in placed
-            ]
-    return _svg(parts, HEIGHT, f"{y} by {x}")
+    """Plot a line for each series; x counts, so that no tick lies between two integers."""
+    with rc_context(STYLE):
+        figure, axes = _axes(HEIGHT, x)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        for color, points in series:
+            axes.plot(*zip(*points), "o-" if len(points) < 20 else "-", color=COLORS[color], markersize=4)
+        return _svg(figure, f"{y} by {x}")
 
 
 def groups(series: Sequence[tuple[int, dict[str, float | None]]], x: str, y: str) -> str:
     """Plot a line for each (colour, group -> value or None); all have the same groups, in their order."""
-    names = list(series[0][1])
-    lines = [
-        Series(color, [(place, value) for place, value in enumerate(values.values()) if value is not None])
-        for color, values in series
-    ]
-    return _chart(lines, x, y, lines=True, names=names)
+    with rc_context(STYLE):
+        figure, axes = _axes(HEIGHT, x)
+        names = list(series[0][1])
+        ticks = range(0, len(names), -(-len(names) // 6))
+        axes.set_xticks(ticks, [names[place] for place in ticks])
+        for color, values in series:
+            points = [(place, value) for place, value in enumerate(values.values()) if value is not None]
+            if points:
+                axes.plot(*zip(*points), "o-", color=COLORS[color], markersize=4)
+        return _svg(figure, f"{y} by {x}")
 
 
 def strip(rows: Sequence[Row], label: str, at: float | None = None) -> str:
     """Plot rows below each other on one axis, each with its name above: dots, a mean or an interval; at: a line for
     comparison.
     """
-    values = [x for row in rows for x in (*row.dots, *(row.interval or ()), row.mean) if x is not None]
-    span = _span(values if at is None else [*values, at])
-    place, bottom = _scale(span, RIGHT, WIDTH - RIGHT), TOP + ROW * len(rows)
-    parts = _x_axis(span, place, bottom, label, TOP)
-    if at is not None:
-        parts.append(_line(place(at), TOP, place(at), bottom, "mark"))
-    for number, row in enumerate(rows):
-        y = TOP + ROW * number + 28
-        parts.append(_text(RIGHT, y - 13, row.name if len(row.name) < 50 else row.name[:49] + "…", "start"))
-        if row.interval:
-            parts.append(_line(place(row.interval[0]), y, place(row.interval[1]), y, f"interval s{row.color}"))
-        parts += [f'<circle cx="{place(x):.1f}" cy="{y}" r="5" class="dot s{row.color}"/>' for x in row.dots]
-        if row.mean is not None:
-            parts.append(_line(place(row.mean), y - 9, place(row.mean), y + 9, f"mean s{row.color}"))
-    return _svg(parts, bottom + BOTTOM, label)
+    with rc_context(STYLE | {"axes.spines.left": False}):
+        figure, axes = _axes(0.6 + ROW * len(rows), label)
+        axes.set_ylim(len(rows), 0)
+        axes.yaxis.set_visible(False)
+        if at is not None:
+            axes.axvline(at, color=SOFT, linestyle="--", linewidth=1)
+        left = blended_transform_factory(axes.transAxes, axes.transData)
+        for place, row in enumerate(rows):
+            y, color = place + 0.7, COLORS[row.color]
+            name = row.name if len(row.name) < 44 else row.name[:43] + "…"
+            axes.text(0, place + 0.35, name, transform=left).set_in_layout(False)
+            if row.interval:
+                axes.hlines(y, *row.interval, color=color, linewidth=3.5, alpha=0.55)
+            axes.plot(row.dots, [y] * len(row.dots), "o", color=color, markersize=6, alpha=0.8)
+            if row.mean is not None:
+                axes.plot(row.mean, y, "|", color=color, markersize=14, markeredgewidth=2)
+        return _svg(figure, label)
+
+
+def _axes(height: float, x: str) -> tuple[Figure, Axes]:
+    """Return a figure with one pair of axes, at most six numbers on each."""
+    figure = Figure((WIDTH, height), layout="constrained")
+    axes = figure.add_subplot(xlabel=x)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    return figure, axes
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """Return the figure as an SVG element for a page that has the variables --line and --soft."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True)
+    svg = file.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same ones in every plot
+    # Inside HTML an SVG needs no addresses of namespaces; nothing lies outside of the axes, so that nothing is cut.
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"| clip-path="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r"\n\s*", "\n", svg)
+    svg = svg.replace(LINE, "var(--line)").replace(SOFT, "var(--soft)")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title, quote=True)}"', 1)

@@ -1,75 +1,57 @@
 """Write report.html of a comparison: one file that needs no network, for any width, in light and dark mode."""
 
-import html
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from models.experiments.plots import Row, Series, curves, groups, scatter, strip
+from models.experiments.plots import COLORS, Row, Series, curves, groups, scatter, strip
 from models.experiments.results import Results, Setting
 from models.experiments.table import ABSENT, p_value, shown_costs
 
-# Colours that are distinct on white and on black, also for red-green colour blindness; more settings reuse them.
-COLORS = ("#3b82c4", "#d55e00", "#1a9e77", "#c964a5", "#c99a00", "#7c6ee0", "#5bb3d9", "#8a8a8a")
-STYLE = """
-:root { color-scheme: light dark; --back: #ffffff; --text: #1c1e21; --soft: #5d646e; --line: #d9dde3; --box: #f6f7f9 }
-@media (prefers-color-scheme: dark) {
-  :root { --back: #14171a; --text: #e4e7eb; --soft: #9aa3ae; --line: #363c44; --box: #1d2126 }
-}
-* { box-sizing: border-box }
-body { margin: 0 auto; padding: 1rem; max-width: 72rem; background: var(--back); color: var(--text);
-  font: 16px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.5rem; margin: .5rem 0 } h2 { font-size: 1.1rem; margin: 0 0 .5rem }
-p { margin: .4rem 0; color: var(--soft) } code { overflow-wrap: anywhere }
-section { background: var(--box); border: 1px solid var(--line); border-radius: 8px; padding: 1rem; min-width: 0 }
-main { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)) }
-.wide { grid-column: 1 / -1 } .scroll { overflow-x: auto }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
-th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 7rem; overflow-wrap: anywhere }
-th { color: var(--soft); font-weight: 600 }
-svg { display: block; width: 100%; height: auto; max-width: 29rem; margin: auto }
-svg text { fill: var(--text); font-size: 14px }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; margin-top: .5rem; overflow-wrap: anywhere }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .4em;
-  background: currentColor }
-.grid { stroke: var(--line) } .mark { stroke: var(--soft); stroke-dasharray: 5 4 }
-.curve, .mean, .interval { fill: none; stroke: currentColor; stroke-width: 2.5 }
-.interval { stroke-width: 4; opacity: .55 }
-.dot { fill: currentColor; fill-opacity: .8 }
-dt { font-weight: 600; margin-top: .5rem } dd { margin: 0 }
-""" + "\n".join(f".s{place} {{ color: {color} }}" for place, color in enumerate(COLORS))
+PAGE = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+HEADINGS = ("setting", "seeds", "metric", "sd", "ratio", "95% interval", "p", "parameters", "events/s", "memory")
+
+
+class Plot(NamedTuple):
+    """A plot with its title; legend: whether it needs the names of the colours."""
+
+    title: str
+    svg: Markup
+    legend: bool
 
 
 def as_html(results: Results) -> str:
     """Build the page."""
     metric, base = results.metric, results.baseline.name
     colors = {setting.name: place % len(COLORS) for place, setting in enumerate(results.settings)}
-    legend = "".join(
-        f'<span><span class="key s{color}"></span>{html.escape(name)}</span>' for name, color in colors.items()
-    )
-    boxes = [_box("Settings", _summary(results), wide=True), *_quality(results, colors)]
-    for title, plot in [*_costs(results, colors), *_learning(results, colors), *_by_group(results, colors)]:
-        boxes.append(_box(title, f'{plot}<div class="legend">{legend}</div>'))
-    boxes.append(_box(f"Options that differ from {base}", _changes(results.settings), wide=True))
-    if results.failed:
-        lines = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(why)}</dd>" for name, why in results.failed)
-        boxes.append(_box("Failed", f"<dl>{lines}</dl>", wide=True))
-    title = html.escape(f"{metric}: {len(results.settings)} settings compared with {base}")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><h1>{title}</h1>{_explanation(results)}"
-        f"<main>{''.join(boxes)}</main></body></html>\n"
+    plots = [Plot(title, Markup(svg), False) for title, svg in _quality(results, colors)]
+    for title, svg in [*_costs(results, colors), *_learning(results, colors), *_by_group(results, colors)]:
+        plots.append(Plot(title, Markup(svg), True))
+    return PAGE.get_template("report.html.j2").render(
+        title=f"{metric}: {len(results.settings)} settings compared with {base}",
+        explanation=_explanation(results),
+        headings=[metric if heading == "metric" else heading for heading in HEADINGS],
+        rows=[_cells(setting, metric) for setting in results.settings],
+        plots=plots,
+        colors={name: COLORS[color] for name, color in colors.items()},
+        base=base,
+        changes={x.name: readable_changes(x.changes) or ["nothing"] for x in results.settings[1:]},
+        failed=results.failed,
     )
 
 
-def _box(title: str, content: str, wide: bool = False) -> str:
-    return f"<section{' class=wide' if wide else ''}><h2>{html.escape(title)}</h2>{content}</section>\n"
-
-
-def _explanation(results: Results) -> str:
+def _explanation(results: Results) -> list[str]:
     """Return sentences that say which data and tests the figures come from."""
     chance = (
         "users and seeds" if results.seeds else "users alone (one seed says nothing about the variation between seeds)"
@@ -81,46 +63,21 @@ def _explanation(results: Results) -> str:
     if environment := next((x.speed["environment"] for x in results.settings if "environment" in x.speed), None):
         versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "device")
         lines.append(f"Steps were measured alone on {environment['device']}; {versions}.")
-    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    return lines
 
 
-def _summary(results: Results) -> str:
-    headings = [
-        "setting",
-        "seeds",
-        results.metric,
-        "sd",
-        "ratio",
-        "95% interval",
-        "p",
-        "parameters",
-        "events/s",
-        "memory",
-    ]
-    rows = []
-    for setting in results.settings:
-        row = setting.metrics[results.metric]
-        interval = ABSENT if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
-        sd, ratio = (
-            ABSENT if row[key] is None else form.format(row[key])
-            for key, form in (("sd", "{:.4f}"), ("ratio", "{:.3f}"))
-        )
-        cells = [
-            setting.name,
-            str(len(setting.runs)),
-            f"{row['mean']:.4f}",
-            sd,
-            ratio,
-            interval,
-            p_value(row["p_holm"]),
-        ]
-        rows.append([*cells, *shown_costs(setting.costs)])
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in headings)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def _cells(setting: Setting, metric: str) -> list[str]:
+    """Return the cells of a setting's row, by HEADINGS."""
+    row = setting.metrics[metric]
+    interval = ABSENT if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+    sd, ratio = (
+        ABSENT if row[key] is None else form.format(row[key]) for key, form in (("sd", "{:.4f}"), ("ratio", "{:.3f}"))
+    )
+    cells = [setting.name, str(len(setting.runs)), f"{row['mean']:.4f}", sd, ratio, interval, p_value(row["p_holm"])]
+    return [*cells, *shown_costs(setting.costs)]
 
 
-def _quality(results: Results, colors: dict[str, int]) -> list[str]:
+def _quality(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]:
     metric, base = results.metric, results.baseline.name
     rows = {setting.name: setting.metrics[metric] for setting in results.settings}
     seeds = [Row(name, colors[name], row["by_seed"], row["mean"]) for name, row in rows.items()]
@@ -129,10 +86,10 @@ def _quality(results: Results, colors: dict[str, int]) -> list[str]:
         for name, row in rows.items()
         if name != base and row["ratio"] is not None
     ]
-    boxes = [_box("Each seed, and the mean", strip(seeds, metric))]
+    plots = [("Each seed, and the mean", strip(seeds, metric))]
     if ratios:
-        boxes.append(_box(f"Ratio to {base}, 95% interval", strip(ratios, f"{metric} over {base}'s", at=1.0)))
-    return boxes
+        plots.append((f"Ratio to {base}, 95% interval", strip(ratios, f"{metric}, ratio", at=1.0)))
+    return plots
 
 
 def _costs(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]:
@@ -172,15 +129,6 @@ def _by_group(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]
         series = [(colors[setting.name], setting.breakdowns[title]) for setting in results.settings]
         plots.append((f"{results.metric} by {title}", groups(series, title, results.metric)))
     return plots
-
-
-def _changes(settings: Sequence[Setting]) -> str:
-    items = []
-    for setting in settings[1:]:
-        lines = readable_changes(setting.changes) or ["nothing"]
-        texts = "".join(f"<dd><code>{html.escape(line)}</code></dd>" for line in lines)
-        items.append(f"<dt>{html.escape(setting.name)}</dt>{texts}")
-    return f"<dl>{''.join(items)}</dl>"
 
 
 def readable_changes(changes: Sequence[str]) -> list[str]:

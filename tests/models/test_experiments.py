@@ -1,12 +1,18 @@
 """Check the parts of a comparison: intervals that hold the truth, corrected tests, plans and their errors."""
 
+import math
+import re
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
 import numpy as np
 import pytest
 
 from models.config import ConfigError
 from models.experiments.plan import load_plan
-from models.experiments.plots import ticks
-from models.experiments.report import readable_changes
+from models.experiments.plots import Row, Series, curves, groups, scatter, strip
+from models.experiments.report import as_html, readable_changes
+from models.experiments.results import Results, Setting
 from models.experiments.statistics import Error, compare, holm, log_ratio, seed_variance, user_draws
 
 SEEDS, SIMULATED = 5, 1000
@@ -182,12 +188,33 @@ def test_errors_of_a_plan(tmp_path, old, new, message):
     assert any(message in line for line in str(raised.value).split("\n")), raised.value
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.31, 0.37), (-3.2, 14.0), (1200, 98000), (0, 1e-5), (0.999, 1.001)])
-def test_ticks_are_few_round_and_inside(low, high):
-    marks = ticks(low, high)
-    assert 2 <= len(marks) <= 6 and low - 1e-9 <= marks[0] and marks[-1] <= high * (1 + 1e-9)
-    step = np.diff(marks)
-    assert step == pytest.approx(step[0]) and f"{step[0]:.0e}"[0] in "125"
+def test_plots_are_svg_in_the_page_s_colours():
+    nan = float("nan")
+    plots = [
+        curves(
+            [Series(0, [(1, 0.3), (2, 0.31)]), Series(1, [(1, nan), (2, math.inf)])], "epoch", 'a "metric" & <more>'
+        ),
+        scatter([Series(7, [(1500.0, 0.5), (3500.0, 0.6)])], "MiB", "metric"),
+        groups([(0, {"few": 0.1, "$x_1$": None, "many": 0.3}), (1, dict.fromkeys(("few", "$x_1$", "many")))], "g", "m"),
+        strip([Row("<a>", 0, [0.1, 0.2], 0.15), Row("b" * 60, 1, [], 1.1, (0.9, 1.3))], "ratio", at=1.0),
+    ]
+    for plot in plots:
+        ElementTree.fromstring(plot)
+        assert "var(--line)" in plot and "#010101" not in plot and "<style" not in plot
+        assert not re.search(r"https?:|url\(", plot)
+    assert plots[1] == scatter([Series(7, [(1500.0, 0.5), (3500.0, 0.6)])], "MiB", "metric")
+    assert 'aria-label="a &quot;metric&quot; &amp; &lt;more&gt; by epoch"' in plots[0] and ">1.5<" not in plots[0]
+    assert ">2,000<" in plots[1] and ">$x_1$<" in plots[2]
+    assert ">&lt;a&gt;<" in plots[3] and "b" * 43 + "…" in plots[3] and "var(--soft)" in plots[3]
+
+
+def test_a_page_escapes_what_runs_say():
+    runs = [SimpleNamespace(result={"parameters": 10}, curve=[(1, 0.4), (2, 0.5)])]
+    metrics = {"mean": 0.5, "by_seed": [0.5], "sd": None, "ratio": 1.0, "low": None, "high": None, "p_holm": None}
+    settings = [Setting(name, runs, {"auc": metrics}, {"length": {"few": None}}) for name in ("a", "b")]
+    page = as_html(Results("auc", 1200, False, settings, [("b, seed 1", "error: <script>")]))
+    assert "1,200 users" in page and "error: &lt;script&gt;" in page and "<script" not in page
+    assert page.count("<svg") == 4 and page.count('class="legend"') == 2
 
 
 def test_changes_are_shown_without_options_of_the_other_kind():

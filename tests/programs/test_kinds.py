@@ -1,6 +1,7 @@
 """Test benchmarks/kinds.py: measured steps are added to the comparison of attention kinds, its page and its figure."""
 
 import json
+import re
 
 import pytest
 
@@ -19,7 +20,10 @@ def lines(device: str = "a device", names: list[str] = NAMES) -> list[str]:
 
 
 def test_the_page_is_what_the_results_give():
-    assert kinds.page(kinds.restore(json.loads(COMPARISON)), PAGE) == PAGE
+    """Except for the plots, which other versions of matplotlib draw a little differently."""
+    page = kinds.page(kinds.restore(json.loads(COMPARISON)), PAGE)
+    with_no_plots, expected = (re.sub("<svg.*?</svg>", "<svg>", text, flags=re.DOTALL) for text in (page, PAGE))
+    assert with_no_plots == expected and page.count("<svg") == PAGE.count("<svg")
 
 
 def test_measurements_are_added(tmp_path, capsys):
