@@ -7,25 +7,32 @@ and later downloads must equal it.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # run as a file: this folder must not hide modules of Python such as types
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    __package__ = "data"
+
 import argparse
 import contextlib
-import hashlib
-import http.client
 import json
+import logging
 import lzma
-import os
 import re
 import shutil
-import sys
+import stat
 import tarfile
-import urllib.error
 import urllib.parse
-import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import pooch
+import requests
 
 from .atomic import replace_folder, sweep
 from .formats import FORMATS
@@ -33,7 +40,9 @@ from .lines import first_line, split_row
 from .sources import RawFile, local_path
 from .types import DataError, shown
 
-BLOCK = 1 << 18
+BLOCK = 1 << 16  # of an interrupted download whole blocks are kept
+# The data sets are 4 to 10 times as large as their archives; what is above this is no data set.
+MOST_GROWTH, ALWAYS_ALLOWED = 100, 2**26
 
 
 class DownloadError(Exception):
@@ -94,39 +103,144 @@ def fetch(
     without any data. An existing target is only verified. DownloadError on any failure; the received part stays for the
     next attempt, unless it belongs to another file.
     """
-    part, state = target.with_name(target.name + ".part"), target.with_name(target.name + ".part.json")
     if target.exists():
         _verify(target, md5)
         return target
     host = _checked_host(url)
     target.parent.mkdir(parents=True, exist_ok=True)
+    first = None if md5 else _first_sum(target)
+    known = f"md5:{md5}" if md5 else first and f"sha256:{first}"
+    transfer = Transfer(target, check, md5 is None and first is None, timeout, progress)
+    pooch.get_logger().setLevel(logging.ERROR)
     try:
-        _transfer(url, part, state, timeout, progress)
-    except urllib.error.HTTPError as error:
-        raise DownloadError(f"{url}: the server answered {error.code} {shown(error.reason, 200)}") from error
-    except http.client.HTTPException as error:
-        raise DownloadError(f"{url}: interrupted ({error!r}); run the same command again to resume") from error
+        pooch.retrieve(url, known, target.name, target.parent, downloader=transfer)
+    except requests.HTTPError as error:
+        answer = error.response
+        assert answer is not None
+        raise DownloadError(f"{url}: the server answered {answer.status_code} {shown(answer.reason, 200)}") from error
+    except (requests.ConnectionError, requests.Timeout) as error:
+        if not transfer.answered:
+            raise DownloadError(
+                f"cannot reach {host} ({_reason(error)}): is this machine offline? Or put {target.name} into "
+                f"{target.parent} yourself and run the same command again"
+            ) from error
+        raise DownloadError(f"{url}: interrupted ({_reason(error)}); run the same command again to resume") from error
+    except requests.exceptions.ChunkedEncodingError as error:
+        raise DownloadError(f"{url}: interrupted ({_reason(error)}); run the same command again to resume") from error
+    except requests.RequestException as error:
+        raise DownloadError(f"{url}: {shown(error, 200)}") from error
     except OSError as error:
-        reason = getattr(error, "reason", None) or error
-        if part.exists() and not isinstance(error, urllib.error.URLError):
-            raise DownloadError(f"{url}: interrupted ({reason}); run the same command again to resume") from error
-        raise DownloadError(
-            f"cannot reach {host} ({reason}): is this machine offline? Or put {target.name} into {target.parent} "
-            "yourself and run the same command again"
-        ) from error
-    try:
-        _verify(part, md5)
-        if check is not None:
-            check(part)
-    except DownloadError:
-        part.unlink(missing_ok=True)
-        state.unlink(missing_ok=True)
-        raise
-    if md5 is None:
-        _sum_file(target).write_text(_digest(part, hashlib.sha256) + "\n", encoding="utf-8")
-    os.replace(part, target)
-    state.unlink(missing_ok=True)
+        raise DownloadError(f"{url}: interrupted ({_reason(error)}); run the same command again to resume") from error
+    except ValueError as error:  # pooch found another checksum, and removed the file
+        got = str(error).partition("but got ")[2].partition(".")[0]
+        raise DownloadError(_mismatch(target, md5, got)) from error
     return target
+
+
+class Transfer:
+    """A downloader for pooch that continues what an earlier attempt left in `target`.part."""
+
+    def __init__(
+        self,
+        target: Path,
+        check: Callable[[Path], None] | None,
+        store_sum: bool,
+        timeout: float,
+        progress: bool,
+    ):
+        self.part, self.state = (target.with_name(target.name + ending) for ending in (".part", ".part.json"))
+        self.target, self.check, self.store_sum, self.timeout = target, check, store_sum, timeout
+        self.progress = progress and sys.stderr.isatty()
+        self.answered = False  # whether the server has sent a file
+
+    def __call__(self, url: str, output_file: str, _: object) -> None:
+        """Download to the part, check it and move it to `output_file`, whose checksum pooch verifies."""
+        try:
+            self._transfer(url)
+        finally:
+            if self.part.exists() and not self.part.stat().st_size:
+                self._forget()
+        try:
+            if self.check is not None:
+                self.check(self.part)
+        except DownloadError:
+            self._forget()
+            raise
+        if self.store_sum:
+            _sum_file(self.target).write_text(pooch.file_hash(str(self.part)) + "\n", encoding="utf-8")
+        os.replace(self.part, output_file)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.part.unlink(missing_ok=True)
+        self.state.unlink(missing_ok=True)
+
+    def _transfer(self, url: str) -> None:
+        """Download the rest of the part."""
+        known = _read_state(self.state, url)
+        have = self.part.stat().st_size if known and self.part.exists() else 0
+        if known and have and have == known["total"]:
+            return
+        headers = {"Accept-Encoding": "identity", "User-Agent": "hstu_sparse"}
+        if known and have:
+            headers["Range"] = f"bytes={have}-"
+            if known["validator"]:  # If-Range: the server sends the whole file if it has changed
+                headers["If-Range"] = known["validator"]
+        total: int | None = None
+
+        def read_headers(response: requests.Response, **_: object) -> None:
+            nonlocal total
+            if response.is_redirect:
+                _check_redirect(response.url, urllib.parse.urljoin(response.url, response.headers["Location"]))
+                return
+            if response.status_code == 416 and have:  # longer than the server's current file
+                raise _Changed
+            if not response.ok:
+                return
+            length = response.headers.get("Content-Length")
+            total = int(length) if length and length.isdigit() else None
+            if response.status_code == 206:
+                match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
+                total = int(match[2]) if match and match[2] != "*" else None
+                if not match or int(match[1]) != have or (known and known["total"] not in (None, total)):
+                    raise _Changed
+            else:
+                out.truncate(0)
+            etag = response.headers.get("ETag", "")
+            # If-Range takes strong validators only.
+            validator = etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
+            self.state.write_text(json.dumps({"url": url, "total": total, "validator": validator}), encoding="utf-8")
+            self.answered = True
+
+        download = pooch.HTTPDownloader(
+            self.progress, BLOCK, headers=headers, timeout=self.timeout, hooks={"response": read_headers}
+        )
+        try:
+            with open(self.part, "ab" if have else "wb") as out:
+                download(url, out, None)
+        except _Changed:
+            self._forget()
+            return self._transfer(url)
+        if total is not None and (got := self.part.stat().st_size) != total:
+            raise requests.ConnectionError(f"{got:,} of {total:,} bytes came")
+
+
+class _Changed(Exception):
+    """Signal that a part cannot be continued."""
+
+
+def _check_redirect(before: str, after: str) -> None:
+    if before.startswith("https:") and not after.startswith("https:"):
+        raise DownloadError(f"{before}: redirects to {shown(after, 200)}, which is not https")
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first cause of an error, as the system words it."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    named = [cause for cause in causes if isinstance(cause, OSError) and cause.strerror]
+    return shown(named[-1].strerror if named else causes[-1], 200)
 
 
 def _checked_host(url: str) -> str:
@@ -141,57 +255,6 @@ def _checked_host(url: str) -> str:
     return parts.netloc
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, request, fp, code, msg, headers, newurl):
-        if request.full_url.startswith("https:") and not newurl.startswith("https:"):
-            raise DownloadError(f"{request.full_url}: redirects to {shown(newurl, 200)}, which is not https")
-        return super().redirect_request(request, fp, code, msg, headers, newurl)
-
-
-def _transfer(url: str, part: Path, state: Path, timeout: float, progress: bool) -> None:
-    """Download the rest of `part`."""
-    known = _read_state(state, url) or {}
-    have = part.stat().st_size if known and part.exists() else 0
-    if have and have == known["total"]:
-        return
-    headers = {"Accept-Encoding": "identity", "User-Agent": "hstu_sparse"}
-    if have:
-        headers["Range"] = f"bytes={have}-"
-        if known["validator"]:  # If-Range: the server sends the whole file if it has changed
-            headers["If-Range"] = known["validator"]
-    try:
-        opener = urllib.request.build_opener(_Redirects)
-        response = opener.open(urllib.request.Request(url, headers=headers), timeout=timeout)
-    except urllib.error.HTTPError as error:
-        if not (error.code == 416 and have):
-            raise
-        error.close()
-        part.unlink()  # longer than the server's current file
-        return _transfer(url, part, state, timeout, progress)
-    with response:
-        length = response.headers.get("Content-Length")
-        total = int(length) if length and length.isdigit() else None
-        if response.status == 206:
-            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
-            total = int(match[2]) if match and match[2] != "*" else None
-            if not match or int(match[1]) != have or known["total"] not in (None, total):
-                part.unlink()
-                return _transfer(url, part, state, timeout, progress)
-        else:
-            have = 0
-        etag = response.headers.get("ETag", "")
-        # If-Range takes strong validators only.
-        validator = etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
-        state.write_text(json.dumps({"url": url, "total": total, "validator": validator}), encoding="utf-8")
-        with open(part, "ab" if have else "wb") as out, _bar(part.stem, have, total, progress) as advance:
-            while block := response.read(BLOCK):
-                out.write(block)
-                advance(len(block))
-        got = part.stat().st_size
-    if total is not None and got != total:
-        raise http.client.IncompleteRead(b"", total - got)
-
-
 def _read_state(state: Path, url: str) -> dict | None:
     try:
         known = json.loads(state.read_text(encoding="utf-8"))
@@ -200,50 +263,34 @@ def _read_state(state: Path, url: str) -> dict | None:
         return None
 
 
-@contextlib.contextmanager
-def _bar(name: str, done: int, total: int | None, progress: bool):
-    """Show a progress bar, and yield the function that advances it by a number of bytes."""
-    try:
-        from rich import progress as rich_progress
-    except ImportError:
-        progress = False
-    if not progress:
-        yield lambda n: None
-        return
-    columns = (
-        rich_progress.TextColumn(name),
-        rich_progress.BarColumn(),
-        rich_progress.DownloadColumn(),
-        rich_progress.TransferSpeedColumn(),
-        rich_progress.TimeRemainingColumn(),
-    )
-    with rich_progress.Progress(*columns) as bar:
-        task = bar.add_task(name, total=total, completed=done)
-        yield lambda n: bar.advance(task, n)
-
-
-def _digest(file: Path, algorithm) -> str:
-    with open(file, "rb") as f:
-        return hashlib.file_digest(f, algorithm).hexdigest()
-
-
 def _sum_file(target: Path) -> Path:
-    return target.with_name(target.name.removesuffix(".part") + ".sha256")
+    return target.with_name(target.name + ".sha256")
+
+
+def _first_sum(target: Path) -> str | None:
+    """Return the sha256 of the first download, or None."""
+    with contextlib.suppress(FileNotFoundError):
+        return _sum_file(target).read_text(encoding="utf-8", errors="replace").strip()
+    return None
 
 
 def _verify(file: Path, md5: str | None) -> None:
     """Check the md5 sum, or else that the file equals the first download; DownloadError if it does not."""
-    if md5 is not None:
-        if (got := _digest(file, lambda: hashlib.md5(usedforsecurity=False))) != md5:
-            file.unlink()
-            raise DownloadError(f"{file.name}: wrong checksum, expected md5 {md5}, got {got}; deleted it, try again")
+    expected = md5 or _first_sum(file)
+    if expected is None or (got := pooch.file_hash(str(file), "md5" if md5 else "sha256")) == expected:
         return
-    sum_file, got = _sum_file(file), _digest(file, hashlib.sha256)
-    if sum_file.exists() and sum_file.read_text(encoding="utf-8", errors="replace").strip() != got:
-        raise DownloadError(
-            f"{file.name.removesuffix('.part')}: not the file that was first downloaded here (its sha256 is {got}); "
-            f"if it may have changed, delete {sum_file}"
-        )
+    if md5:
+        file.unlink()
+    raise DownloadError(_mismatch(file, md5, got))
+
+
+def _mismatch(file: Path, md5: str | None, got: str) -> str:
+    if md5:
+        return f"{file.name}: wrong checksum, expected md5 {md5}, got {got}; deleted it, try again"
+    return (
+        f"{file.name}: not the file that was first downloaded here (its sha256 is {got}); "
+        f"if it may have changed, delete {_sum_file(file)}"
+    )
 
 
 # Errors of zipfile and tarfile for archives that are damaged or compressed in a way that this Python does not know
@@ -271,9 +318,11 @@ def extract(archive: Path, folder: Path) -> None:
                 with zipfile.ZipFile(archive) as z:
                     if any(member.flag_bits & 1 for member in z.infolist()):
                         raise DownloadError(f"{archive.name}: encrypted")
+                    _check_members(archive, map(_zip_member, z.infolist()))
                     z.extractall(unpacked)
             else:
                 with tarfile.open(archive) as t:
+                    _check_members(archive, (Member(x.name, x.isfile() or x.isdir(), x.size) for x in t))
                     extract_tar(t, unpacked)
             tops = [p for p in unpacked.iterdir() if p.is_dir() and not p.is_symlink() and p.name != "__MACOSX"]
             if len(tops) != 1:
@@ -286,16 +335,40 @@ def extract(archive: Path, folder: Path) -> None:
         raise DownloadError(f"{archive.name}: cannot be unpacked: {shown(error, 200)}") from error
 
 
-def extract_tar(archive: tarfile.TarFile, folder: Path) -> None:
-    """Unpack the files and folders of a tar archive; tarfile.TarError for links, devices and paths out of `folder`.
+class Member(NamedTuple):
+    """A member of an archive; plain: whether it is a file or a folder; size: in bytes, unpacked."""
 
-    Python before 3.11.4 has no extraction filters, so the members are checked here.
+    name: str
+    plain: bool
+    size: int
+
+
+def _zip_member(info: zipfile.ZipInfo) -> Member:
+    kind = stat.S_IFMT(info.external_attr >> 16)
+    return Member(info.filename, kind in (0, stat.S_IFREG, stat.S_IFDIR), info.file_size)
+
+
+def _check_members(archive: Path, members: Iterable[Member]) -> None:
+    """Raise DownloadError for links, devices, paths out of the folder, and an archive that unpacks to far too much.
+
+    Each member is checked before its content is read.
     """
+    most, total = max(ALWAYS_ALLOWED, MOST_GROWTH * archive.stat().st_size), 0
+    for name, plain, size in members:
+        path = PurePosixPath(name)
+        if not plain or path.is_absolute() or ".." in path.parts:
+            raise DownloadError(
+                f"{archive.name}: cannot be unpacked: {shown(name)}: neither a file nor a folder inside the archive"
+            )
+        total += size
+        if total > most:
+            raise DownloadError(f"{archive.name}: unpacks to more than {most:,} bytes, too much for its size")
+
+
+def extract_tar(archive: tarfile.TarFile, folder: Path) -> None:
+    """Unpack the checked members of a tar archive, with ordinary permissions."""
     members = archive.getmembers()
     for member in members:
-        path = PurePosixPath(member.name)
-        if not (member.isfile() or member.isdir()) or path.is_absolute() or ".." in path.parts:
-            raise tarfile.TarError(f"{shown(member.name)}: neither a file nor a folder inside the archive")
         member.mode = 0o755 if member.isdir() else 0o644
     archive.extraction_filter = getattr(tarfile, "data_filter", None)
     archive.extractall(folder, members)

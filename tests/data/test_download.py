@@ -5,10 +5,12 @@ import http.server
 import io
 import re
 import socket
+import subprocess
+import sys
 import tarfile
 import threading
-import urllib.request
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from data import download
 from data.datasets import FORMATS, load_dataset
 from data.download import SOURCES, DownloadError, Source, fetch
 
+ROOT = Path(__file__).resolve().parents[2]
 CONTENT = bytes(range(256)) * 4000  # 1 MB: several blocks
 
 
@@ -87,7 +90,7 @@ def get(server, target, **options):
     return fetch(server.url, target, timeout=600, **options)
 
 
-def interrupt(server, target, after=300_000):
+def interrupt(server, target, after=262_144):
     """A first attempt that the server cuts off."""
     server.cut_after = after
     with pytest.raises(DownloadError, match=r"interrupted .* run the same command again to resume") as caught:
@@ -121,18 +124,18 @@ def test_resume(server, target, etag):
     server.etag = etag
     interrupt(server, target)
     get(server, target)
-    assert server.requests == [("bytes=300000-", 206)]
+    assert server.requests == [("bytes=262144-", 206)]
     assert target.read_bytes() == CONTENT and is_clean(target)
 
 
 def test_resume_twice(server, target):
     interrupt(server, target)
-    server.cut_after = 200_000
+    server.cut_after = 196_608
     with pytest.raises(DownloadError, match="interrupted"):
         get(server, target)
     server.cut_after = None
     get(server, target)
-    assert [r for r, _ in server.requests] == ["bytes=300000-", "bytes=500000-"]
+    assert [r for r, _ in server.requests] == ["bytes=262144-", "bytes=458752-"]
     assert target.read_bytes() == CONTENT
 
 
@@ -140,7 +143,7 @@ def test_server_without_ranges_starts_over(server, target):
     server.ranges = False
     interrupt(server, target)
     get(server, target)
-    assert server.requests == [("bytes=300000-", 200)]
+    assert server.requests == [("bytes=262144-", 200)]
     assert target.read_bytes() == CONTENT
 
 
@@ -148,7 +151,7 @@ def test_changed_file_starts_over(server, target):
     interrupt(server, target)
     server.content, server.etag = CONTENT[::-1], '"v2"'
     assert get(server, target).read_bytes() == CONTENT[::-1]
-    assert server.requests == [("bytes=300000-", 200)]
+    assert server.requests == [("bytes=262144-", 200)]
 
 
 def test_changed_size_without_etag_starts_over(server, target):
@@ -156,14 +159,14 @@ def test_changed_size_without_etag_starts_over(server, target):
     interrupt(server, target)
     server.content = CONTENT[::-1] + b"more"
     assert get(server, target).read_bytes() == server.content
-    assert server.requests == [("bytes=300000-", 206), (None, 200)]
+    assert server.requests == [("bytes=262144-", 206), (None, 200)]
 
 
 def test_file_that_shrank_below_the_part_starts_over(server, target):
     interrupt(server, target)
     server.content = b"short"
     assert get(server, target).read_bytes() == b"short"
-    assert server.requests == [("bytes=300000-", 416), (None, 200)]
+    assert server.requests == [("bytes=262144-", 416), (None, 200)]
 
 
 def test_wrong_range_in_the_answer_starts_over(server, target):
@@ -379,9 +382,8 @@ def test_address_that_is_none(url, target):
 
 
 def test_no_way_from_https_to_http():
-    request = urllib.request.Request("https://host/file")
     with pytest.raises(DownloadError, match="redirects to http://host/file, which is not https"):
-        download._Redirects().redirect_request(request, None, 302, "Found", {}, "http://host/file")
+        download._check_redirect("https://host/file", "http://host/file")
 
 
 @pytest.mark.parametrize("to", ["a\0b", "~nosuchuser/x"])
@@ -432,6 +434,51 @@ def test_top_folder_that_is_a_link(tmp_path):
         t.addfile(link)
     with pytest.raises(DownloadError, match="top: neither a file nor a folder inside the archive"):
         download.extract(tmp_path / "x.tar.gz", tmp_path / "out")
+
+
+def linked():
+    link = zipfile.ZipInfo("top/link")
+    link.external_attr = 0o120777 << 16
+    return link
+
+
+HOSTILE = {
+    "dots.zip": zip_of({"top/x": "", "top/../../evil": "x"}),
+    "absolute.zip": zip_of({"top/x": "", "/tmp/evil": "x"}),
+    "link.zip": zip_of({"top/x": "", linked(): "/etc/passwd"}),
+    "absolute.tar.gz": tar_of({"top/x": b"", "/tmp/evil": b"x"}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_archives_with_other_than_files_inside_are_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(HOSTILE[name])
+    with pytest.raises(DownloadError, match="neither a file nor a folder inside the archive") as caught:
+        download.extract(tmp_path / name, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["bomb.zip", "bomb.tar.gz"])
+def test_archives_that_grow_too_much_are_refused(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(download, "ALWAYS_ALLOWED", 10_000)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("top/x", bytes(10**6))
+    content = out.getvalue() if name == "bomb.zip" else tar_of({"top/x": bytes(10**6)})
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DownloadError, match=r"unpacks to more than [0-9,]+ bytes, too much for its size"):
+        download.extract(tmp_path / name, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    monkeypatch.setattr(download, "ALWAYS_ALLOWED", 10**6)
+    download.extract(tmp_path / name, tmp_path / "out")
+    assert (tmp_path / "out" / "x").stat().st_size == 10**6
+
+
+@pytest.mark.parametrize("command", [["-m", "data.download"], [str(ROOT / "data" / "download.py")]])
+def test_both_commands_print_help(command):
+    done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "ml-100k" in done.stdout and not done.stderr
 
 
 def test_sources_are_well_formed():
