@@ -6,26 +6,26 @@
     python compare.py --runs a=runs/a/20260101-120000 b=runs/b/20260101-120000 --out DIR      existing runs
 
 The same command again continues where it was stopped: finished runs are not repeated. DIR gets a folder for each run,
-comparison.json, comparison.csv and report.html. models/experiments/plan.py and docs/comparing.md describe plans.
+comparison.json, comparison.csv and report.html. experiments/plan.py and docs/comparing.md describe plans.
 """
 
-from models.command import answer_early, compare_options
+from cli.command import answer_early, compare_options
 
 if __name__ == "__main__":
     answer_early(compare_options, __doc__)
 
 import sys
 
-from models.experiments.plan import load_plan
-from models.experiments.report import as_html
-from models.experiments.results import as_csv, as_json, collect, finished
-from models.experiments.runs import run_all, speed_jobs, training_jobs, write_settings
-from models.experiments.table import print_results
-from models.folder import claimed, write_file
-from models.interrupt import Interrupts
-from models.monitor import explain_faults
-from models.program import TrainingError, guarded
-from models.terminal import terminal
+from cli.interrupt import Interrupts
+from cli.program import TrainingError, guarded
+from cli.terminal import terminal
+from experiments.plan import load_plan
+from experiments.report import as_html
+from experiments.results import as_csv, as_json, collect, finished
+from experiments.runs import run_all, speed_jobs, training_jobs, write_settings
+from experiments.table import print_results
+from training.folder import claimed, write_file
+from training.monitor import explain_faults
 
 
 def work(options, interrupts: Interrupts) -> None:

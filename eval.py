@@ -7,7 +7,7 @@ python eval.py RUN --export-items OUT                                           
 python eval.py RUN --serve [2bit] [--slide 1]                  as a service that gets events one by one
 """
 
-from models.command import answer_early, eval_options, serving_options
+from cli.command import answer_early, eval_options, serving_options
 
 if __name__ == "__main__":
     answer_early(eval_options, __doc__)
@@ -22,20 +22,23 @@ from typing import Any
 
 import numpy as np
 
-from data.feature_vocabulary import with_rows
+from cli.interrupt import Interrupts
+from cli.program import guarded
+from cli.terminal import terminal
+from data.features.vocabulary import with_rows
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
-from models.config import ConfigError, ParallelConfig, RunConfig
-from models.folder import access, read_regular, write_file
-from models.interrupt import Interrupts
-from models.metrics import ranking_metrics
-from models.monitor import explain_faults
-from models.outputs import check_export, check_table, export_items, recommendations, whole_histories, write_table
-from models.parallel.ranks import Ranks
-from models.program import guarded
-from models.report import print_result
-from models.retrieval import model_scorer, rank_targets, sampled_candidates
-from models.run import (
+from models.tasks.ranking_metrics import ranking_metrics
+from models.tasks.scoring import model_scorer, rank_targets, sampled_candidates
+from serving import Recommender, ServingOptions
+from serving.judge import ServedModel
+from training.config import ConfigError, ParallelConfig, RunConfig
+from training.folder import access, read_regular, write_file
+from training.monitor import explain_faults
+from training.outputs import check_export, check_table, export_items, recommendations, whole_histories, write_table
+from training.ranks.processes import Ranks
+from training.report import print_result
+from training.run import (
     Data,
     find_data,
     for_data,
@@ -45,10 +48,7 @@ from models.run import (
     open_weights,
     trained_model,
 )
-from models.serving import Recommender, ServingOptions
-from models.serving.judge import ServedModel
-from models.terminal import terminal
-from models.vocabulary import Known
+from training.vocabulary import Known
 
 MOST_USERS = 2**32  # bytes of a file of user ids
 

@@ -4,7 +4,7 @@ python serve.py RUN [--port 8000] [--cache 2bit --sink-tokens 4] [--history]    
 python serve.py RUN --host 0.0.0.0 --token-file FILE                       for others, who need the token in the file
 """
 
-from models.command import answer_early, serve_options, serving_options
+from cli.command import answer_early, serve_options, serving_options
 
 if __name__ == "__main__":
     answer_early(serve_options, __doc__)
@@ -18,16 +18,16 @@ from pathlib import Path
 
 import uvicorn
 
+from cli.interrupt import Interrupts
+from cli.program import guarded
+from cli.terminal import terminal
 from data.types import shown
-from models.folder import access, read_regular
-from models.interrupt import Interrupts
-from models.monitor import explain_faults
-from models.program import guarded
-from models.serving import Recommender, ServingError
-from models.serving.http.app import Limits, create_app
-from models.serving.http.event_log import EventLog, NotStored
-from models.serving.http.worker import replay
-from models.terminal import terminal
+from serving import Recommender, ServingError
+from serving.http.app import Limits, create_app
+from serving.http.event_log import EventLog, NotStored
+from serving.http.worker import replay
+from training.folder import access, read_regular
+from training.monitor import explain_faults
 
 SHORTEST_TOKEN = 16
 

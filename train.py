@@ -10,7 +10,7 @@
 On the CPU a resumed run ends bit-identical to one that was never stopped, at the same number of threads.
 """
 
-from models.command import answer_early, train_options
+from cli.command import answer_early, train_options
 
 if __name__ == "__main__":
     answer_early(train_options, __doc__)
@@ -28,11 +28,15 @@ from typing import Any, cast
 
 import torch
 
+from cli.interrupt import Interrupts, Stopped
+from cli.program import TrainingError, guarded
+from cli.terminal import Bar, duration, terminal
 from data.batch import Batch
 from data.batches import Batches
-from models.average import WeightAverage
-from models.best import keep_best, take_over_best
-from models.checkpoint import (
+from models.tasks.build import build_task
+from training.average import WeightAverage
+from training.best import keep_best, take_over_best
+from training.checkpoint import (
     Progress,
     checkpoints,
     last_facts,
@@ -42,18 +46,16 @@ from models.checkpoint import (
     set_aside_damaged,
     training_state,
 )
-from models.config import ConfigError, RunConfig, as_yaml, load_config
-from models.data_parallel.saving import Saver
-from models.data_parallel.step import build_shared_step, deal_of
-from models.ending import finish, leave
-from models.folder import MANIFEST, check_run, claimed, new_manifest, write_file
-from models.graph import GraphedStep, Losses, Step
-from models.interrupt import Interrupts, Stopped
-from models.monitor import Means, MetricsLog, explain_faults
-from models.optimizer import AdamW, bytes_in_training
-from models.parallel.ranks import NoLog, Ranks
-from models.program import TrainingError, guarded
-from models.run import (
+from training.config import ConfigError, RunConfig, as_yaml, load_config
+from training.ending import finish, leave
+from training.folder import MANIFEST, check_run, claimed, new_manifest, write_file
+from training.graph import GraphedStep, Losses, Step
+from training.monitor import Means, MetricsLog, explain_faults
+from training.optimizer import AdamW, bytes_in_training
+from training.ranks.processes import NoLog, Ranks
+from training.ranks.saving import Saver
+from training.ranks.step import build_shared_step, deal_of
+from training.run import (
     Data,
     Tracked,
     absolute_paths,
@@ -68,10 +70,8 @@ from models.run import (
     was_saved,
     within_budget,
 )
-from models.tasks.build import build_task
-from models.terminal import Bar, duration, terminal
-from models.tracking import check_tracking, open_tracker
-from models.vocabulary import save_vocabulary
+from training.tracking import check_tracking, open_tracker
+from training.vocabulary import save_vocabulary
 
 # The other names in a line of metrics.jsonl, which an auxiliary loss must not have.
 TAKEN = {"epoch", "step", "loss", "split", "seconds", "grad_norm", "imbalance"}
@@ -116,7 +116,7 @@ def train_claimed(
     interrupts: Interrupts,
     named: tuple[str, ...],
 ) -> None:
-    """Train in a claimed folder with one or several processes, of which the first writes: models/parallel/ranks.py."""
+    """Train in a claimed folder with one or several processes, of which the first writes."""
     terminal.quiet |= not ranks.first
     interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
     saved = resume and was_saved(folder)
@@ -356,7 +356,7 @@ def tell_plan(config: RunConfig, gpu_gib: float | None, interrupts: Interrupts) 
     gpu_gib: GiB of a GPU's memory; absent, that of this machine's first GPU.
     """
     # Importing torchrec's planner takes a second.
-    from models.planning.plan import describe, memory_of_a_gpu, plan
+    from training.planning.plan import describe, memory_of_a_gpu, plan
 
     interrupts.stage = "planning; nothing was written but prepared data"
     data = open_data(config, device=torch.device("cpu"))

@@ -4,11 +4,11 @@
     python tune.py CONFIG SPACE.yaml --hours 2 --parallel 2 --out DIR [key=value ...]
 
 The same command again continues where it was stopped, even in the middle of a trial. DIR gets a folder for each trial,
-best.yaml, the best configuration, report.md and trials.csv. models/experiments/space.py and docs/tuning.md describe
+best.yaml, the best configuration, report.md and trials.csv. experiments/space.py and docs/tuning.md describe
 spaces.
 """
 
-from models.command import answer_early, tune_options
+from cli.command import answer_early, tune_options
 
 if __name__ == "__main__":
     answer_early(tune_options, __doc__)
@@ -18,11 +18,11 @@ import sys
 
 import torch
 
-from models.config import ConfigError, RunConfig
-from models.folder import claimed
-from models.interrupt import Interrupts
-from models.monitor import explain_faults
-from models.program import guarded
+from cli.interrupt import Interrupts
+from cli.program import guarded
+from training.config import ConfigError, RunConfig
+from training.folder import claimed
+from training.monitor import explain_faults
 
 try:
     import optuna
@@ -41,9 +41,9 @@ def with_threads(config: RunConfig, parallel: int) -> RunConfig:
 def work(options, interrupts: Interrupts) -> None:
     if optuna is None:
         raise ConfigError("tune.py needs Optuna: pip install 'hstu_sparse[tune]', or make setup")
-    from models.experiments.space import load_space, tuned_config
-    from models.experiments.tuning import Limits, open_search, search
-    from models.experiments.tuning_report import conclude
+    from experiments.space import load_space, tuned_config
+    from experiments.tuning import Limits, open_search, search
+    from experiments.tuning_report import conclude
 
     space = load_space(options.space)
     config = with_threads(tuned_config(options.config, space, options.overrides), options.parallel)

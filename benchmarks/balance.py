@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from benchmarks.scale import part_of_batch
 from data.balance import Deal
-from models.config import RunConfig, load_config
-from models.data_parallel.step import token_work
 from models.hstu import SequenceModel
-from models.parallel.ranks import Ranks
-from models.report import environment
-from models.run import open_data, open_device
+from training.config import RunConfig, load_config
+from training.ranks.processes import Ranks
+from training.ranks.step import token_work
+from training.report import environment
+from training.run import open_data, open_device
 
 ITEMS = 3_706
 ML_1M = (

@@ -28,7 +28,7 @@ from benchmarks import parts
 from benchmarks.figures import RESULTS, save
 from benchmarks.parts import NO_BIAS, described, prepare, random_batch, timed
 from models.attention import attention_kind
-from models.config import RunConfig
+from training.config import RunConfig
 
 # The middle lengths come first: they matter most if --seconds ends the measurement early.
 LENGTHS = [8192, 32768, 2048, 131072, 512, 16384, 65536, 4096, 1024, 256]

@@ -32,10 +32,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.trials import curve, work
-from models.config import ConfigError
-from models.experiments.plan import Plan, load_plan
-from models.experiments.runs import SETTING, last_line, training_jobs, write_settings
-from models.folder import FolderError, commit
+from experiments.plan import Plan, load_plan
+from experiments.runs import SETTING, last_line, training_jobs, write_settings
+from training.config import ConfigError
+from training.folder import FolderError, commit
 
 VALID = "valid.jsonl"
 ATTEMPTS = 2  # a run that fails is tried once more, in a new process

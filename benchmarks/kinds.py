@@ -23,8 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import RESULTS, save
-from models.experiments.report import as_html
-from models.experiments.results import COSTS, Results, Run, Setting
+from experiments.report import as_html
+from experiments.results import COSTS, Results, Run, Setting
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

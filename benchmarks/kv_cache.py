@@ -22,11 +22,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.figures import save  # noqa: E402
 from data.atomic import replace_file  # noqa: E402
-from models.config import load_config  # noqa: E402
-from models.experiments.runs import is_finished  # noqa: E402
-from models.experiments.statistics import compare  # noqa: E402
-from models.folder import read_judged  # noqa: E402
-from models.metrics import user_metrics  # noqa: E402
+from experiments.runs import is_finished  # noqa: E402
+from experiments.statistics import compare  # noqa: E402
+from models.tasks.ranking_metrics import user_metrics  # noqa: E402
+from training.config import load_config  # noqa: E402
+from training.folder import read_judged  # noqa: E402
 
 
 def finished_runs(folder: Path) -> list[Path]:
@@ -36,10 +36,10 @@ def finished_runs(folder: Path) -> list[Path]:
 
 def rank(folder: Path, out: Path, options: dict) -> None:
     import eval as evaluation
-    from models.metrics import ranking_metrics
-    from models.retrieval import model_scorer, rank_targets
-    from models.serving import Recommender, ServingOptions
-    from models.serving.judge import ServedModel
+    from models.tasks.ranking_metrics import ranking_metrics
+    from models.tasks.scoring import model_scorer, rank_targets
+    from serving import Recommender, ServingOptions
+    from serving.judge import ServedModel
 
     name, seed = folder.parent.name, folder.name.removeprefix("seed-")
     sinks = options["sink_tokens"]

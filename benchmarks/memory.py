@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import RESULTS
 from eval import open_run
-from models.config import load_config
-from models.experiments.results import runs_in
-from models.folder import FolderError, commit
-from models.report import environment
-from models.run import judge
+from experiments.results import runs_in
+from training.config import load_config
+from training.folder import FolderError, commit
+from training.report import environment
+from training.run import judge
 
 # kind of the memory layer -> options for further evaluations
 VARIANTS = {

@@ -25,11 +25,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import train
 from benchmarks.figures import RESULTS, panels, save
 from data.batch import Batch
-from models.config import RunConfig
 from models.hstu import SequenceModel
-from models.report import environment
-from models.run import set_matmul_precision
 from models.tasks import retrieval
+from training.config import RunConfig
+from training.report import environment
+from training.run import set_matmul_precision
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = [200, 2048, 8192, 32768]

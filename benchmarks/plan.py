@@ -25,16 +25,16 @@ import train
 from benchmarks import parts
 from benchmarks.figures import RESULTS
 from data.batch import Batch
-from models.config import load_config
-from models.folder import commit
-from models.graph import padded_sequences, padded_tokens
 from models.hstu import SequenceModel
-from models.parallel.ranks import Ranks
-from models.planning.imagined import imagined_gpu
-from models.planning.meter import Meter
-from models.planning.plan import CUBLAS_BYTES, MIB, memory_of_a_gpu, plan, tokens_of_batches
-from models.report import environment
-from models.run import build_model, open_data
+from training.config import load_config
+from training.folder import commit
+from training.graph import padded_sequences, padded_tokens
+from training.planning.imagined import imagined_gpu
+from training.planning.meter import Meter
+from training.planning.plan import CUBLAS_BYTES, MIB, memory_of_a_gpu, plan, tokens_of_batches
+from training.ranks.processes import Ranks
+from training.report import environment
+from training.run import build_model, open_data
 
 STEPS = 4  # of the first epoch, before the largest batch
 

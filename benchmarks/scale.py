@@ -34,13 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from data.batch import Batch, Whole
 from models import embedding
-from models.config import RunConfig, load_config
-from models.data_parallel.step import deal_of
 from models.hstu import SequenceModel
-from models.parallel.ranks import Ranks
-from models.parallel.tables import ShardedTable
-from models.report import environment
-from models.run import open_device
+from training.config import RunConfig, load_config
+from training.ranks.processes import Ranks
+from training.ranks.step import deal_of
+from training.ranks.tables import ShardedTable
+from training.report import environment
+from training.run import open_device
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGE, SMALL = str(ROOT / "configs/ml-1m-hstu-large.yaml"), str(ROOT / "configs/ml-1m-hstu.yaml")

@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
 from benchmarks.scale import CASES, Case, random_batch
-from models.config import RunConfig, load_config
 from models.hstu import SequenceModel
-from models.parallel.ranks import Ranks
-from models.planning.plan import CUBLAS_BYTES, GPU_BYTES, MIB, plan_step
-from models.planning.ranks import ImaginedRanks, ImaginedTable
-from models.report import markdown_table
+from training.config import RunConfig, load_config
+from training.planning.plan import CUBLAS_BYTES, GPU_BYTES, MIB, plan_step
+from training.planning.ranks import ImaginedRanks, ImaginedTable
+from training.ranks.processes import Ranks
+from training.report import markdown_table
 
 ONE_GPU = ("captured", "uncaptured", "shared")  # steps on one GPU: the plain one, and that of ranks
 

@@ -144,8 +144,8 @@ def measured_exchange(path: Path) -> tuple[float, float]:
     exchange and waits of the host are part of it.
     """
     from benchmarks.scale import CASES  # imports torch, which the tables do without
-    from models.config import load_config
-    from models.parallel.sharding import distinct, ids_wanted
+    from training.config import load_config
+    from training.ranks.sharding import distinct, ids_wanted
 
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = {(line["case"], line["ranks"]): line for line in lines if line.get("how") == "shared" and "queued" in line}

@@ -44,7 +44,7 @@ class Results:
     def __init__(self, path: Path | None):
         import torch
 
-        from models.folder import commit
+        from training.folder import commit
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
         self.path, self.facts = path, {"device": device, "torch": torch.__version__, "commit": commit()}
@@ -62,9 +62,9 @@ def make(name: str, device: str, *, task="retrieval", items=3706, autocast="none
     import torch
 
     from data.vocabulary import Vocabulary
-    from models.config import RunConfig
-    from models.run import build_model
-    from models.serving import Recommender, ServingOptions
+    from serving import Recommender, ServingOptions
+    from training.config import RunConfig
+    from training.run import build_model
 
     longest, layers, size, heads = MODELS[name]
     ranking = task == "ranking"
@@ -118,7 +118,7 @@ def timed(call, repeats: int, device: str = "cpu", warmup: int = 3) -> dict[str,
 def capacity(results: Results) -> None:
     """Fill pools of a GB with users of full windows until there is no room."""
     from hstu_sparse import PagePool, PoolFull
-    from models.serving.options import ServingOptions, page_format
+    from serving.options import ServingOptions, page_format
 
     for name, (longest, layers, *_) in MODELS.items():
         recommender = make(name, "cpu", items=10, cache_bytes=GB // 10)
@@ -208,8 +208,8 @@ def whole_batch(recommender, users, at, candidates=None):
     import torch
 
     from data.batch import Cut
-    from models.serving.parts import ServedBatch, ServedRankingBatch
-    from models.serving.tokens import Columns, window_tokens
+    from serving.paged_group import ServedBatch, ServedRankingBatch
+    from serving.tokens import Columns, window_tokens
 
     engine, parts, lengths, origins = recommender._engine, [], [], []
     for i, user in enumerate(users):
@@ -279,7 +279,7 @@ def free(device: str) -> None:
 def requests_of(results: Results, name: str, cache: str, device: str, count: int, repeats: int, graphs: bool) -> None:
     """Time requests of `count` users: from pages, after one more event, and (with bf16) from recomputed windows."""
     from models.heads import normalized
-    from models.retrieval import best_items
+    from models.tasks.scoring import best_items
 
     options = FORMATS[cache] | dict(cache_bytes=(8 if device == "cuda" else 1) * GB, cuda_graphs=graphs)
     recommender = make(name, device, autocast="bf16", **options)
@@ -434,7 +434,7 @@ async def client(results: Results, url: str, run: Path, rate: float, seconds: fl
 
 def start(results: Results, run: Path, lines: int) -> None:
     """Time serve.py from its start to its address, with logs of one event a line, of few users and of many."""
-    from models.serving.http.event_log import EventLog
+    from serving.http.event_log import EventLog
 
     items = np.load(run / "vocabulary" / "item_ids.npy", allow_pickle=False)
     for most_users in (1000, 10**6):

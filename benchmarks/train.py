@@ -29,15 +29,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
-from data.feature_options import Features, ItemFile
-from data.features import feature_of
-from models import run
+from data.features.features import feature_of
+from data.features.options import Features, ItemFile
 from models.attention import SoftmaxAttention
-from models.config import RunConfig, load_config
-from models.folder import write_file
-from models.parallel.ranks import Ranks
-from models.report import environment
-from models.run import build_model, open_data
+from training import run
+from training.config import RunConfig, load_config
+from training.folder import write_file
+from training.ranks.processes import Ranks
+from training.report import environment
+from training.run import build_model, open_data
 
 STEPS = 20
 ML_1M = (

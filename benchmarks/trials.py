@@ -35,11 +35,11 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.config import ConfigError, load_config
-from models.contract import Strict
-from models.folder import FolderError, commit, read_judged
-from models.report import environment
-from models.strict_yaml import parse_yaml, read_config
+from models.attention.contract import Strict
+from training.config import ConfigError, load_config
+from training.folder import FolderError, commit, read_judged
+from training.report import environment
+from training.strict_yaml import parse_yaml, read_config
 
 BETTER = 1.005  # the search moves to a trial whose metric is at least this many times that of its settings so far
 WORTH = 0.002  # the mean effect, as a logarithm, from which on a value takes the place of the first one

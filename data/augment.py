@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from .options import Options
+from data.options import Options
 
 
 class Augment(Options):

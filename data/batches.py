@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .augment import Augment, augmented
-from .balance import Deal
-from .batch import Batch, Whole
-from .splits import Split
-from .types import DataError, Dataset
+from data.augment import Augment, augmented
+from data.balance import Deal
+from data.batch import Batch, Whole
+from data.splits import Split
+from data.types import DataError, Dataset
 
 CHUNK_BATCHES = 50  # group_by_length sorts within this many batches: enough to even out, still well shuffled
 

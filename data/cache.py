@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .atomic import replace_folder, sweep
-from .features import ENTITIES, KINDS, Feature
-from .types import Dataset, shown
+from data.atomic import replace_folder, sweep
+from data.features.features import ENTITIES, KINDS, Feature
+from data.types import Dataset, shown
 
 LAYOUT = 2  # raise it when the files are laid out differently; what they hold has a version of its own (prepare.py)
 COLUMNS = ("items", "timestamps", "actions", "user_offsets", "user_ids", "item_ids")

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from .feature_files import find_tables, read_tables, with_tables
-from .feature_options import Features
-from .filtering import filter_dataset
-from .formats import FORMATS, with_features, with_options
-from .options import Columns, Options, RecallOptions, SyntheticOptions, parse_options
-from .partitions import MOST
-from .prepare import file_sha256, load_or_prepare
-from .raw import PLAIN, Handling
-from .recall import generate_recall
-from .synthetic import generate
-from .types import DataError, Dataset, did_you_mean
-from .vocabulary import Vocabulary, in_terms_of
+from data.features.files import find_tables, read_tables, with_tables
+from data.features.options import Features
+from data.filtering import filter_dataset
+from data.options import Columns, Options, RecallOptions, SyntheticOptions, parse_options
+from data.prepare import file_sha256, load_or_prepare
+from data.reading.formats import FORMATS, with_features, with_options
+from data.reading.partitions import MOST
+from data.reading.raw import PLAIN, Handling
+from data.recall import generate_recall
+from data.synthetic import generate
+from data.types import DataError, Dataset, did_you_mean
+from data.vocabulary import Vocabulary, in_terms_of
 
 __all__ = ["FORMATS", "DataError", "Dataset", "Vocabulary", "load_dataset"]
 

@@ -34,10 +34,11 @@ from typing import NamedTuple
 import pooch
 import requests
 
+from data.reading.formats import FORMATS
+from data.reading.lines import first_line, split_row
+from data.reading.sources import RawFile, local_path
+
 from .atomic import replace_folder, sweep
-from .formats import FORMATS
-from .lines import first_line, split_row
-from .sources import RawFile, local_path
 from .types import DataError, shown
 
 BLOCK = 1 << 16  # of an interrupted download whole blocks are kept

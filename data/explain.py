@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from .types import did_you_mean, shown
+from data.types import did_you_mean, shown
 
 # Types of errors that our own validators raise, which decide how place and message are joined: `place: message` or
 # `place.message`.

@@ -10,8 +10,8 @@ import hashlib
 
 import numpy as np
 
-from .features import select_features
-from .types import DataError, Dataset
+from data.features.features import select_features
+from data.types import DataError, Dataset
 
 
 def k_core(users: np.ndarray, items: np.ndarray, min_user_events: int, min_item_events: int) -> np.ndarray:

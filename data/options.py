@@ -10,8 +10,8 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .explain import explain
-from .types import DataError, shown
+from data.explain import explain
+from data.types import DataError, shown
 
 MOST_EVENTS = 2 * 10**9  # of generated data; their arrays would take some 24 GB
 MOST_ITEMS = 10**7

@@ -11,17 +11,17 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from .atomic import remove_temporaries
-from .cache import CacheError, read_cache, write_cache
-from .feature_files import FeatureSource, find_tables, read_tables, with_tables
-from .feature_options import Features
-from .filtering import filter_dataset
-from .formats import RawFormat
-from .partitions import read_in_partitions
-from .progress import Progress, interruptible
-from .raw import PLAIN, Handling, read_raw
-from .sources import RawFile, check_source, find_sources, literal, local_path
-from .types import DataError, Dataset, shown
+from data.atomic import remove_temporaries
+from data.cache import CacheError, read_cache, write_cache
+from data.features.files import FeatureSource, find_tables, read_tables, with_tables
+from data.features.options import Features
+from data.filtering import filter_dataset
+from data.progress import Progress, interruptible
+from data.reading.formats import RawFormat
+from data.reading.partitions import read_in_partitions
+from data.reading.raw import PLAIN, Handling, read_raw
+from data.reading.sources import RawFile, check_source, find_sources, literal, local_path
+from data.types import DataError, Dataset, shown
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import Batch, per_token
-from .batches import Batches, ranges
-from .splits import FUTURE_NOTE, Split, Splits
-from .types import DataError, Dataset
+from data.batch import Batch, per_token
+from data.batches import Batches, ranges
+from data.splits import FUTURE_NOTE, Split, Splits
+from data.types import DataError, Dataset
 
 RANKING_PROTOCOLS = ("last_tenth", "all")
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from .batch import Batch, per_token
-from .batches import Batches, ranges
-from .options import RecallOptions, parse_options
-from .splits import Split, Splits
-from .types import DataError, Dataset
+from data.batch import Batch, per_token
+from data.batches import Batches, ranges
+from data.options import RecallOptions, parse_options
+from data.splits import Split, Splits
+from data.types import DataError, Dataset
 
 GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the same options would give other data
 RECALL_PROTOCOL = "held_out_users"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .types import DataError, Dataset, did_you_mean
+from data.types import DataError, Dataset, did_you_mean
 
 PROTOCOLS = ("leave_one_out", "published", "temporal", "all")
 

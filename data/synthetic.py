@@ -23,8 +23,8 @@ import json
 
 import numpy as np
 
-from .options import SyntheticOptions, parse_options
-from .types import Dataset
+from data.options import SyntheticOptions, parse_options
+from data.types import Dataset
 
 GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the same options would give other data
 DAY = 86_400

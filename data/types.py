@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .features import Feature
+from data.features.features import Feature
 
 ACTION_CODES = "codes of the actions: "  # the beginning of the note that lists the code of each text of an action
 

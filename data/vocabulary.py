@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .feature_vocabulary import FeatureVocabulary
-from .features import select_features
-from .filtering import offsets_of
-from .types import ACTION_CODES, DataError, Dataset, shown
+from data.features.features import select_features
+from data.features.vocabulary import FeatureVocabulary
+from data.filtering import offsets_of
+from data.types import ACTION_CODES, DataError, Dataset, shown
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ LINK = re.compile(r"\[([^\]\[]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 def on_page_markdown(markdown: str, page, config, files) -> str:
     """Fill in configuration keys and included files, name files in place of links to them, and link figures."""
     if "<!-- keys -->" in markdown:
-        from models.keys import as_markdown
+        from training.keys import as_markdown
 
         markdown = markdown.replace("<!-- keys -->", as_markdown())
     if included := INCLUDED.search(markdown):

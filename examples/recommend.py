@@ -10,7 +10,7 @@ import polars as pl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.serving import Recommender
+from serving import Recommender
 
 run, events = sys.argv[1:]
 recommender = Recommender.load(run, device="cpu")

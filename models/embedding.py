@@ -15,10 +15,10 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 import hstu_sparse
 from data.batch import Batch
-from data.feature_vocabulary import FeatureVocabulary
+from data.features.vocabulary import FeatureVocabulary
 from data.ranking import RankingBatch
 from models.features import ContextFeatures, ItemFeatures, truncated_normal_
-from models.parallel.tables import DRAWN_WHOLE, ShardedTable
+from training.ranks.tables import DRAWN_WHOLE, ShardedTable
 
 # torchrec's query to torch.fx would print a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
 from data.batch import Batch
-from data.feature_vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
+from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
 from data.ranking import RankingBatch
 from hstu_sparse.jagged import sequence_ids
 from models.sparse_product import SparseProduct

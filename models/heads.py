@@ -13,8 +13,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.attention.contract import AuxLoss, Strict
 from models.chunks import CHUNK, ChunkedSum
-from models.contract import AuxLoss, Strict
 
 NORM_EPS = 1e-6
 

@@ -16,14 +16,14 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from data.feature_vocabulary import FeatureVocabulary
+from data.features.vocabulary import FeatureVocabulary
 from models.attention import attention_kind
-from models.config import ModelConfig
-from models.contract import AttentionKind, AuxLoss
+from models.attention.contract import AttentionKind, AuxLoss
 from models.embedding import InputEmbedding
 from models.features import truncated_normal_
 from models.heads import MixtureOfLogits, normalized
-from models.parallel.tables import ShardedTable
+from training.config import ModelConfig
+from training.ranks.tables import ShardedTable
 
 NORM_EPS = 1e-6
 

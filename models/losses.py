@@ -18,13 +18,13 @@ import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.precision import without_autocast
+from models.attention.contract import AuxLoss
 from models.chunks import CHUNK, ChunkedSum
-from models.config import LossConfig
-from models.contract import AuxLoss
 from models.embedding import InputEmbedding
 from models.features import ItemFeatures
 from models.heads import Summing, mol_loss, normalized
 from models.hstu import SequenceModel
+from training.config import LossConfig
 
 NORM_EPS = 1e-6
 # Embedding sizes that the kernels take.
@@ -39,7 +39,7 @@ class Negatives(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A rank's share of the loss of a batch that several ranks process (models/data_parallel/losses.py).
+    """A rank's share of the loss of a batch that several ranks process (training/ranks/losses.py).
 
     targets [T] of its tokens and negatives, as rows of `items` [R, E]; without these, as items are numbered in a loss.
     count: 0-d, the targets of the whole batch. ranks: whose shares add up to the loss.

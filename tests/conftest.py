@@ -109,7 +109,7 @@ def curves_drawn_once():
 
     Drawing is half of what a tiny run takes. Curves with values that are not finite count as other ones.
     """
-    if report := sys.modules.get("models.report"):
+    if report := sys.modules.get("training.report"):
         draw, drawn = report._plot, {}
 
         def plot(folder, history, plotted, baseline):

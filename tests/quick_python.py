@@ -114,8 +114,8 @@ def serve(executable: str, address: str, door: str) -> None:
 
     import compare  # noqa: F401
     import eval  # noqa: F401
-    import models.serving  # noqa: F401
     import serve  # noqa: F401
+    import serving  # noqa: F401
     import train  # noqa: F401
     import tune  # noqa: F401
 

@@ -1,7 +1,7 @@
 """The attention kinds that `model.attention.kind` names: a file and an entry in ATTENTION for each.
 
-A kind is one module with a class and its Config that satisfy `AttentionKind` in models/contract.py. A kind may also be
-defined outside this package: it is then named by its path, `my_package.my_module:MyAttention`.
+A kind is one module with a class and its Config that satisfy `AttentionKind` in contract.py. A kind may also be defined
+outside this package: it is then named by its path, `my_package.my_module:MyAttention`.
 """
 
 import functools
@@ -12,13 +12,13 @@ from pydantic import create_model
 
 from data.types import shown
 from models.attention.bsa import BlockSparseAttention
+from models.attention.contract import AttentionKind
 from models.attention.dense import DenseAttention
 from models.attention.htree import HierarchicalTreeAttention
 from models.attention.indexer import IndexerAttention
 from models.attention.ring import RingAttention
 from models.attention.rotatekv import RotateKVAttention
 from models.attention.softmax import SoftmaxAttention
-from models.contract import AttentionKind
 
 ATTENTION: dict[str, type[AttentionKind]] = {
     "dense": DenseAttention,
@@ -71,7 +71,9 @@ def _class_at(path: str) -> type[AttentionKind]:
     for value, base in ((kind, AttentionKind), (getattr(kind, "Config", None), AttentionKind.Config)):
         if not isinstance(value, type) or not issubclass(value, base):
             noun = "class" if base is AttentionKind else "Config"
-            raise ValueError(f"{shown(path)}: its {noun} does not derive from {base.__qualname__} (models.contract)")
+            raise ValueError(
+                f"{shown(path)}: its {noun} does not derive from {base.__qualname__} (models.attention.contract)"
+            )
     return kind
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
+from models.attention.contract import AuxLoss, LayerSizes
 from models.attention.shared import HSTUAttention
-from models.contract import AuxLoss, LayerSizes
 from models.gate import GateModel
 
 # selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured

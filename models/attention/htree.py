@@ -8,8 +8,8 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
+from models.attention.contract import AuxLoss, LayerSizes
 from models.attention.shared import AutoCount, AutoRate, FewKeys, chosen, few_kv_heads
-from models.contract import AuxLoss, LayerSizes
 
 # max_seq_len from which `auto` means few key heads, and the greatest number of expanded nodes.
 LONG, MOST_EXPANDED = 1024, 32

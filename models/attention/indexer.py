@@ -16,6 +16,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.indexer import MOST_CHOSEN, MOST_KEY_CHANNELS, MOST_SHARING
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.launch import next_power_of_2
+from models.attention.contract import AuxLoss, LayerSizes
 from models.attention.shared import (
     AutoCount,
     BiasedAttention,
@@ -28,7 +29,6 @@ from models.attention.shared import (
     padded_channels,
     relative_bias,
 )
-from models.contract import AuxLoss, LayerSizes
 
 # Greatest number of indices in a dense step of warm-up: 4 GiB of int32, and twice as much of scores and gradients.
 MOST_INDICES = 2**30

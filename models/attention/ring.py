@@ -7,8 +7,8 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
+from models.attention.contract import AuxLoss, LayerSizes
 from models.attention.shared import FlashBackend, HSTUAttention, SharedKeys, check_flash_backend
-from models.contract import AuxLoss, LayerSizes
 
 
 class RingAttention(SharedKeys, HSTUAttention):

@@ -14,7 +14,7 @@ from data.batch import Batch
 from data.types import Dataset
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.launch import padded_head
-from models.contract import AttentionKind, LayerSizes
+from models.attention.contract import AttentionKind, LayerSizes
 
 # Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
 FlashBackend = Literal["auto", "triton", "reference", "cute"]
@@ -27,7 +27,7 @@ EXTRA_POSITIONS = 11
 
 
 def check_flash_backend(backend: str, dropout: float) -> None:
-    """Raise ValueError for options that FlashAttention-4 lacks; models.run checks what depends on the run."""
+    """Raise ValueError for options that FlashAttention-4 lacks; training.run checks what depends on the run."""
     if backend == "cute" and dropout:
         raise ValueError("backend=cute has no dropout: set attention's dropout to 0, or use backend=triton")
 

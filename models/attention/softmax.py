@@ -11,8 +11,8 @@ import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
+from models.attention.contract import AuxLoss, LayerSizes
 from models.attention.shared import BiasedAttention, FlashBackend, SharedKeys, TimeBias, check_flash_backend
-from models.contract import AuxLoss, LayerSizes
 
 
 class SoftmaxAttention(SharedKeys, BiasedAttention):

@@ -1,11 +1,11 @@
 """Build the task that a configuration names."""
 
-from models.config import RunConfig
-from models.parallel.ranks import Ranks
 from models.tasks.contract import Task
 from models.tasks.ranking import Ranking
 from models.tasks.recall import Recall
 from models.tasks.retrieval import Retrieval
+from training.config import RunConfig
+from training.ranks.processes import Ranks
 
 TASKS: dict[str, type[Task]] = {"retrieval": Retrieval, "ranking": Ranking, "recall": Recall}
 

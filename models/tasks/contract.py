@@ -15,11 +15,11 @@ from data.batch import Batch
 from data.batches import Batches
 from data.splits import Split, Splits
 from data.types import Dataset
-from models.config import RunConfig
-from models.contract import AuxLoss
+from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share
-from models.parallel.ranks import Ranks
+from training.config import RunConfig
+from training.ranks.processes import Ranks
 
 
 class Table(NamedTuple):

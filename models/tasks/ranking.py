@@ -16,21 +16,21 @@ from torch.nn import functional as F
 
 from data.batch import Batch
 from data.batches import Batches
-from data.formats import FORMATS
 from data.ranking import RankingBatch, RankingBatches, ranking_splits
+from data.reading.formats import FORMATS
 from data.splits import Split, Splits
 from data.types import Dataset, shown
-from models import binary_metrics
-from models.binary_metrics import auc_difference, metrics_by_history
-from models.config import ConfigError
-from models.contract import AuxLoss
-from models.folder import write_file
+from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share
-from models.metrics import LENGTH_EDGES
-from models.task_options import ActionConfig, RankingConfig
+from models.tasks import binary_metrics
+from models.tasks.binary_metrics import auc_difference, metrics_by_history
 from models.tasks.contract import Table, Task, cells
+from models.tasks.options import ActionConfig, RankingConfig
 from models.tasks.ranking_baseline import fit_logistic, history_features, predict_logistic
+from models.tasks.ranking_metrics import LENGTH_EDGES
+from training.config import ConfigError
+from training.folder import write_file
 
 CURVE_POINTS, CALIBRATION_GROUPS = 101, 10
 

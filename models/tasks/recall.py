@@ -15,11 +15,11 @@ from data.options import RecallOptions
 from data.recall import RecallBatch, RecallBatches, recall_splits
 from data.splits import Split, Splits
 from data.types import Dataset
-from models.config import ConfigError
 from models.hstu import SequenceModel
-from models.retrieval import normalized_items
 from models.tasks.contract import Table, cells
 from models.tasks.retrieval import Retrieval
+from models.tasks.scoring import normalized_items
+from training.config import ConfigError
 
 CHUNK = 2**24  # scores computed at a time
 

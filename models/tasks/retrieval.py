@@ -11,11 +11,11 @@ from data.batch import Batch
 from data.batches import Batches
 from data.splits import Split, Splits, make_splits, train_item_counts
 from data.types import Dataset, shown
-from models.config import ConfigError
-from models.contract import AuxLoss
+from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share, head_loss, own_items
-from models.metrics import (
+from models.tasks.contract import Table, Task, cells
+from models.tasks.ranking_metrics import (
     COUNT_EDGES,
     LENGTH_EDGES,
     describe_lists,
@@ -27,8 +27,8 @@ from models.metrics import (
     ranking_metrics,
     user_metrics,
 )
-from models.retrieval import FILTERS, Scores, best_items, model_scorer, popularity_scorer, rank_targets, seen_by
-from models.tasks.contract import Table, Task, cells
+from models.tasks.scoring import FILTERS, Scores, best_items, model_scorer, popularity_scorer, rank_targets, seen_by
+from training.config import ConfigError
 
 # Sentences of a report for the values of eval.filter_seen.
 FILTERED = {

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import lines as rows
 from data import prepare
 from data.datasets import FORMATS, DataError, load_dataset
 from data.download import SOURCES
+from data.reading import lines as rows
 from tests.data.raw_files import CSV, GOOD, error_of, events
 
 pl = pytest.importorskip("polars")  # raw files cannot be read without; the rest of the data layer can do without

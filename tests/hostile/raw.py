@@ -11,9 +11,9 @@ from pathlib import Path
 
 import train
 from data.datasets import FORMATS, load_dataset
-from models.config import load_config
 from tests.hostile.configs import BASE
 from tests.hostile.harness import ERROR, WORKS, Case
+from training.config import load_config
 
 BEFORE, AFTER = BASE.split("data: {", 1)[0], BASE.split("\nmodel:", 1)[1]
 RAW = f"{BEFORE}data: {{format: F, path: P, protocol: leave_one_out}}\nmodel:{AFTER}"

@@ -24,9 +24,9 @@ from safetensors.torch import load, save
 
 import eval as evaluation
 import train
-from models.checkpoint import _facts_checksum
 from tests.hostile.configs import BASE
 from tests.hostile.harness import EITHER, ERROR, WORKS, Case, Process, judge, signalled
+from training.checkpoint import _facts_checksum
 
 LONG = ["train.epochs=6", "train.batch_size=4", "data.synthetic.num_users=80"]
 STEP = 48  # of such a run of 120 steps, at which it is stopped: in the third of six epochs

@@ -16,9 +16,9 @@ from pathlib import Path
 import eval as evaluation
 import train
 from data.datasets import load_dataset
-from models.config import load_config
 from tests.hostile.harness import ERROR, WORKS, Case, Process
 from tests.hostile.raw import AFTER, BEFORE, TIMED, table
+from training.config import load_config
 
 CONFIG = (
     f"{BEFORE}data: {{format: csv, path: P/events.csv, protocol: leave_one_out, cache_dir: P/cache}}\nmodel:{AFTER}"

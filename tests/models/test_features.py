@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import train
-from data.feature_vocabulary import fit_features, with_rows
-from data.features import feature_of
+from data.features.features import feature_of
+from data.features.vocabulary import fit_features, with_rows
 from data.splits import Split
 from data.synthetic import generate
 from data.types import Dataset
-from models.config import RunConfig
 from models.features import calendar_rows
 from models.hstu import SequenceModel
 from models.losses import Negatives, competing_items, sampled_loss
 from models.tasks.build import build_task
+from training.config import RunConfig
 
 KINDS = {"brand": "category", "genres": "list"}
 FEATURES = {

@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from models import heads, losses
-from models.config import LossConfig
 from models.heads import MixtureOfLogits, MoLConfig, mol_loss
-from models.retrieval import output_scorer
-from tests.models.test_models import make_batch, make_model
+from models.tasks.scoring import output_scorer
+from tests.models.test_hstu import make_batch, make_model
 from tests.programs.test_train import fails, run, start
+from training.config import LossConfig
 
 E, I, T = 6, 11, 7
 CONFIG = MoLConfig(

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from models import losses
-from models.config import LossConfig
 from models.losses import own_items, sampled_loss, training_loss
-from tests.models.test_models import NUM_ITEMS, make_batch
+from tests.models.test_hstu import NUM_ITEMS, make_batch
+from training.config import LossConfig
 
 T, E, I = 37, 6, 23
 

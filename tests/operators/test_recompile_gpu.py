@@ -22,8 +22,8 @@ def count():
 @pytest.mark.parametrize("size", [50, 64])
 def test_batches_do_not_recompile_kernels(size, autocast):
     from data.batch import Batch
-    from models.config import RunConfig
     from models.hstu import SequenceModel
+    from training.config import RunConfig
 
     attention = {"kind": "bsa", "block_size": 16, "block_counts": 2, "window_size": 8, "gate_hidden_dim": 16}
     config = RunConfig.model_validate({

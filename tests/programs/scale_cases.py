@@ -96,14 +96,14 @@ def run(case: str, out: Path) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
     import train
-    from models.command import train_options
-    from models.program import guarded
+    from cli.command import train_options
+    from cli.program import guarded
 
     world, losses = int(os.environ.get("WORLD_SIZE", 1)), []
     name, *overrides = case.split(":")
     if name in ("judge", "export"):
         import eval
-        from models.parallel import tables
+        from training.ranks import tables
 
         tables.BLOCK = 320  # numbers: 20 of the 61 items
         outputs = {"judge": ["--predict", str(out / "lists.csv")]}
@@ -160,8 +160,8 @@ def run(case: str, out: Path) -> None:
 
 
 def main(out: str, *cases: str) -> None:
-    from models import report
     from models.tasks import ranking
+    from training import report
 
     report._plot = ranking.Ranking.plots = lambda *arguments: []  # a fifth of the time of a case
     if more := os.environ.get("SCALE_CASES"):

@@ -17,9 +17,9 @@ import pytest
 import compare
 import train
 from benchmarks import train as benchmark
-from models.experiments import runs
-from models.experiments.runs import Job, run_all
-from models.interrupt import Interrupts, Stopped
+from cli.interrupt import Interrupts, Stopped
+from experiments import runs
+from experiments.runs import Job, run_all
 from tests.programs.tiny import Ended, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,8 +203,8 @@ def test_a_killed_comparison_leaves_no_run_behind(tmp_path):
     )
     parent = f"""
 from pathlib import Path
-from models.experiments.runs import Job, run_all
-from models.interrupt import Interrupts
+from experiments.runs import Job, run_all
+from cli.interrupt import Interrupts
 run_all([Job("x", ["-c", {child!r}], Path({str(tmp_path / "log")!r}))], Interrupts())
 """
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT)

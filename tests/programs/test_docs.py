@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 import hstu_sparse
-from models import command
-from models.keys import sections
+from cli import command
 from tests.quick_python import QuickPython
+from training.keys import sections
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -247,6 +247,10 @@ def checkout(tmp_path):
         "compare.py",
         "tune.py",
         "serve.py",
+        "cli",
+        "experiments",
+        "serving",
+        "training",
         "models",
         "data",
         "hstu_sparse",

@@ -13,8 +13,8 @@ TYPES = {"PageFormat", "PagePool", "PoolFull", "RingPlan", "RotateKVCache"}  # d
 OTHERS = [
     "hstu_sparse.jagged:offsets_from_lengths",
     "hstu_sparse.jagged:sequence_ids",
-    "models.metrics:ranking_metrics",
-    "models.strict_yaml:parse_yaml",
+    "models.tasks.ranking_metrics:ranking_metrics",
+    "training.strict_yaml:parse_yaml",
     "data.filtering:k_core",
     "data.filtering:offsets_of",
 ]

@@ -7,7 +7,7 @@ import pytest
 
 import eval as evaluation
 import train
-from models.config import ConfigError, load_config
+from training.config import ConfigError, load_config
 
 pl = pytest.importorskip("polars")  # raw files cannot be read without
 
@@ -127,7 +127,7 @@ def test_weights_of_another_run_go_to_the_same_values(finished_run, tmp_path):
 
 
 def weights(folder):
-    from models.run import final_weights
+    from training.run import final_weights
 
     return {name: value.numpy() for name, value in final_weights(folder)[0].items()}
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import eval as evaluation
-from models import report
-from models import terminal as printing
+from cli import terminal as printing
 from tests.hostile.harness import Process
 from tests.programs.test_train import run
+from training import report
 
 CONFIG = """
 name: t

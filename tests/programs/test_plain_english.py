@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("benchmarks", "data", "examples", "hstu_sparse", "models", "tests")
+PRODUCT = ("cli", "data", "experiments", "hstu_sparse", "models", "serving", "training")
+FOLDERS = ("benchmarks", "examples", "tests", *PRODUCT)
 FILES = [*sorted(ROOT.glob("*.py")), *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))]
-PUBLIC = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("data", "hstu_sparse", "models")]
+PUBLIC = [file for file in FILES if file.relative_to(ROOT).parts[0] in PRODUCT]
 # Names that say how a value was obtained instead of what it is.
 VAGUE = (
     "ask",

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.run import parse_args
 
-from models.checkpoint import CheckpointError, checkpoints, load_folder, set_aside_damaged
-from models.command import train_options
+from cli.command import train_options
 from tests.damage import damaged_files
 from tests.programs.scale_cases import CASES
+from training.checkpoint import CheckpointError, checkpoints, load_folder, set_aside_damaged
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each model, loss and way to spread the table at least once.

@@ -11,12 +11,12 @@ import threading
 import pytest
 
 import train
-from models import ending
+from cli.interrupt import Interrupts, Stopped
 from models.attention import ATTENTION
-from models.interrupt import Interrupts, Stopped
 from tests.hostile.harness import Process
 from tests.programs.test_outputs import CONFIG, events
 from tests.programs.test_train import ROOT, final, run
+from training import ending
 
 
 def interrupted(monkeypatch, place, name, call):

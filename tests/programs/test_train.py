@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import train
-from models import checkpoint
-from models.checkpoint import checkpoints, load_folder
-from models.config import load_config
 from tests.hostile.harness import signalled
+from training import checkpoint
+from training.checkpoint import checkpoints, load_folder
+from training.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = {

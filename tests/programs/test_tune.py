@@ -16,15 +16,15 @@ import yaml
 
 import train
 import tune
-from models.config import ConfigError
-from models.folder import wait_until_free
-from models.interrupt import Stopped
-from models.program import TrainingError
+from cli.interrupt import Stopped
+from cli.program import TrainingError
 from tests.programs.tiny import Ended, tiny
+from training.config import ConfigError
+from training.folder import wait_until_free
 
 pytest.importorskip("optuna")
-from models.experiments import tuning
-from models.experiments.space import load_space
+from experiments import tuning
+from experiments.space import load_space
 
 SPACE = """
 space:

@@ -12,10 +12,10 @@ import torch
 from data.batch import Batch
 from data.ranking import RankingBatch
 from data.vocabulary import Vocabulary
-from models.config import RunConfig
-from models.retrieval import output_scorer
-from models.run import build_model
-from models.serving import Recommender, ServingOptions
+from models.tasks.scoring import output_scorer
+from serving import Recommender, ServingOptions
+from training.config import RunConfig
+from training.run import build_model
 
 NUM_ITEMS, NUM_ACTIONS = 40, 6
 DENSE = {"kind": "dense"}

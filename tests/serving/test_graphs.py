@@ -11,8 +11,8 @@ import torch
 
 from hstu_sparse import paged, pages
 from hstu_sparse.launch import INTERPRET
-from models.serving.graphs import MOST, Graphs
-from models.serving.work import Sizes, rounded_up
+from serving.graphs import MOST, Graphs
+from serving.token_batch import Sizes, rounded_up
 from tests.serving.plain import DENSE, NUM_ACTIONS, NUM_ITEMS, item_ids, make_config, make_model, serve
 
 SOFTMAX = {"kind": "softmax", "position_bias": True, "time_bias": True}
@@ -122,8 +122,8 @@ def test_a_function_that_cannot_be_captured_says_so():
     """In a process of its own: after a failed capture torch's generator on the GPU may refuse to draw."""
     script = """
 import torch
-from models.serving import ServingError
-from models.serving.graphs import Graphs
+from serving import ServingError
+from serving.graphs import Graphs
 
 graphs = Graphs(torch.device("cuda"))
 try:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks import kv_cache
-from models.folder import read_judged, write_judged
 from tests.programs.test_train import run, start
 from tests.serving.plain import make_config
+from training.folder import read_judged, write_judged
 
 ROTATE = {"kind": "rotatekv", "bits": 2, "sink_tokens": 3}
 SMALL = ["--cache-bytes", str(2**24)]  # the default of 1 GiB takes longer to clear than to use
@@ -100,7 +100,7 @@ def test_kind_refuses_heads_when_the_configuration_is_loaded():
 
 def test_ranking_is_judged_event_by_event(tmp_path):
     """A service whose windows hold whole histories gives the results of evaluation's batches."""
-    from tests.models.test_ranking import CONFIG
+    from tests.models.tasks.test_ranking import CONFIG
 
     path = tmp_path / "t.yaml"
     tree = CONFIG | {"model": CONFIG["model"] | {"max_seq_len": 82}, "train": CONFIG["train"] | {"epochs": 1}}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data.vocabulary import Vocabulary
-from models.serving import (
+from serving import (
     CacheFull,
     InvalidRequest,
     LimitReached,
@@ -21,7 +21,7 @@ from models.serving import (
     TooEarly,
     UnknownItem,
 )
-from models.serving.histories import Window
+from serving.histories import Window
 from tests.serving.plain import DENSE, NUM_ACTIONS, NUM_ITEMS, Plain, item_ids, make_config, make_model, serve
 
 SOFTMAX = {"kind": "softmax", "position_bias": True, "time_bias": True}

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from models.serving import Recommender
+from serving import Recommender
 from tests.programs.test_train import run, start
 
 ROOT = Path(__file__).resolve().parents[2]

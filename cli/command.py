@@ -1,0 +1,395 @@
+"""Parse the command lines of train.py, eval.py, compare.py, tune.py and serve.py.
+
+Only the standard library is imported here, so that `--help` and wrong arguments are answered before torch is imported.
+"""
+
+import argparse
+import difflib
+import errno
+import os
+import re
+import shutil
+import signal
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+# The formats of the keys and values of a served run's users: fp32, bf16, or RotateKV codes with a number of bits. auto:
+# the codes that the run was trained for (rotatekv), else fp32.
+CACHES = ("auto", "fp32", "bf16", "fp16", "8bit", "4bit", "2bit")
+
+
+def true_or_false(text: str) -> bool:
+    """Parse the value of a switch, for argparse."""
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text == "true"
+
+
+# Options of a served run: name, type, text of --help. Their defaults are in serving.ServingOptions.
+SERVING_OPTIONS = (
+    ("sink_tokens", int, "with codes: how many first tokens of a window are stored uncoded; by default 0"),
+    ("clip", float, "with codes: the share of a group's range that they cover; by default .75 at 2 bits, else 1"),
+    ("head_group", int, "with codes: how many heads are coded together; by default 2, or 1 where their number is odd"),
+    ("quant_group", int, "with codes: how many channels share a scale; by default 64"),
+    ("cache_bytes", int, "memory for keys and values of all users, in bytes; by default 1 GiB"),
+    ("slide", int, "how many events leave a full window together; by default a quarter of the window"),
+    ("cuda_graphs", true_or_false, "on a GPU: replay passes of few tokens as CUDA graphs; by default true"),
+)
+
+
+# Numbers of threads that polars or OpenMP would refuse with a panic, a message of their own or silently.
+THREADS = ("POLARS_MAX_THREADS", "OMP_NUM_THREADS")
+MOST_THREADS = 1024
+
+
+class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file=None):
+        if message and file is sys.stdout:
+            _print(message)
+        else:
+            super()._print_message(message, file)
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message} (--help lists what can be given)\n")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, *arguments):
+        from training.folder import commit
+
+        try:
+            version = metadata.version("hstu_sparse")
+        except metadata.PackageNotFoundError:
+            from hstu_sparse import __version__ as version
+        _print(f"hstu_sparse {version}, commit {commit()}\n")
+        parser.exit()
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and the commit")
+    return parser
+
+
+def train_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of train.py; exit with one line of error if they make no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("config", nargs="?", help="the run's YAML file")
+    add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like train.lr=3e-4")
+    add("--out", "--run", dest="run", type=Path, help="the run's folder; by default a new one under run_dir/name")
+    add(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="continue this run; key=value changes its configuration; "
+        "auto: with CONFIG and --out, continue from the newest whole checkpoint there, or begin",
+    )
+    add("--override", action="store_true", help="with --resume: accept a config.yaml that was changed")
+    add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
+    add("--dry-run", action="store_true", help="prepare the data, make a few steps, print time and memory")
+    add(
+        "--keys", nargs="?", const="", metavar="PREFIX", help="print the keys of a configuration that begin with PREFIX"
+    )
+    add("--plan", action="store_true", help="prepare the data, predict each GPU's memory; needs no GPU")
+    add("--gpu-memory", type=_gibibytes, metavar="GIB", help="with --plan: a GPU's memory, by default this machine's")
+    options = parser.parse_intermixed_args(arguments)
+    if options.keys is not None:
+        if options.config is not None or options.resume:
+            parser.error("--keys prints the keys of all configurations: leave out the config")
+        return options
+    options.auto = options.resume == Path("auto")
+    if options.auto:
+        if options.config is None or options.run is None or options.init_from or options.dry_run:
+            parser.error("--resume auto needs CONFIG and --out RUN, and takes neither --init-from nor --dry-run")
+        options.resume = None
+    if options.resume and options.config is not None:
+        options.overrides.insert(0, options.config)
+        options.config = None
+        if "=" not in options.overrides[0]:
+            parser.error(f"give either a config or --resume RUN, not {options.overrides[0]} beside --resume")
+    if options.config is None and options.resume is None:
+        parser.error("give a config, like configs/synthetic-hstu.yaml, or --resume RUN")
+    if options.resume and (options.run or options.init_from or options.dry_run or options.plan):
+        parser.error("--out, --init-from, --dry-run and --plan are for a new run: --resume goes on with one")
+    if options.plan and (options.run or options.init_from or options.dry_run):
+        parser.error("--plan runs nothing: leave out --out, --init-from and --dry-run")
+    if options.gpu_memory is not None and not options.plan:
+        parser.error("--gpu-memory belongs to --plan")
+    if options.override and not options.resume:
+        parser.error("--override belongs to --resume")
+    if options.config is not None and not os.path.lexists(options.config) and (near := _config_like(options.config)):
+        parser.error(f"{options.config}: No such file, did you mean {near}?")
+    return options
+
+
+def _config_like(name: str) -> str | None:
+    """Return the path of the config closest to a name such as `ml-100k-hstu`."""
+    configs = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
+    near = difflib.get_close_matches(Path(name).stem, configs, 1)
+    return os.path.relpath(configs[near[0]]) if near else None
+
+
+def eval_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of eval.py; exit with one line of error if they make no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("run", type=Path, nargs="?", help="the folder of a run")
+    add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like device=cpu")
+    add("--split", choices=("train", "valid", "test"), default="test", help="the split to evaluate; by default test")
+    add("--data", metavar="NEW", help="other data of the same format; items that the run does not know are left out")
+    add("--predict", type=Path, metavar="OUT", help="write the top-k items of each user of the split")
+    add(
+        "--recommend",
+        type=Path,
+        metavar="OUT",
+        help="write each user's next items after all events, without evaluation",
+    )
+    add("--users", type=Path, metavar="FILE", help="with --recommend: a file of user ids, one a line; by default all")
+    add("--history", type=Path, metavar="FILE", help="with --recommend: events to use instead of the data's")
+    add(
+        "--at",
+        type=int,
+        metavar="SECONDS",
+        help="with --recommend: the request's Unix time; by default the last event's",
+    )
+    add("--top-k", type=int, default=10, metavar="K", help="the length of each user's list; by default 10")
+    add(
+        "--export-items",
+        type=Path,
+        metavar="OUT",
+        help="write item vectors and ids into this folder, without evaluation",
+    )
+    add("--overwrite", action="store_true", help="replace an output that exists")
+    add("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
+    add("--seed", type=int, default=0, help="the seed that draws the items of --sampled; by default 0")
+    add("--serve", nargs="?", const="auto", choices=CACHES, metavar="CACHE",
+        help=f"evaluate the run as a service that gets events one by one ({', '.join(CACHES)})")  # fmt: skip
+    _add_serving(add)
+    options = parser.parse_intermixed_args(arguments)
+    if options.run is None:
+        parser.error("give the folder of a run, like runs/NAME/20260101-120000")
+    if options.top_k < 1 or (options.sampled is not None and options.sampled < 1):
+        parser.error("--top-k and --sampled take a whole number of at least 1")
+    if not 0 <= options.seed < 2**63:
+        parser.error(f"--seed: expected 0 to {2**63 - 1}, got {options.seed}")
+    if options.at is not None and not 0 <= options.at < 2**62:
+        parser.error(f"--at: expected seconds since 1970, got {options.at}")
+    for name in ("users", "history", "at"):
+        if getattr(options, name) is not None and not options.recommend:
+            parser.error(f"--{name} belongs to --recommend")
+    for name in ("predict", "sampled", "serve"):
+        if getattr(options, name) is not None and (options.recommend or options.export_items):
+            parser.error(f"--{name.replace('_', '-')} judges a split, --recommend and --export-items judge nothing")
+    for option, conflicting, reason in (
+        ("recommend", "export_items", ""),
+        ("users", "history", " (the former chooses users of the data, the latter brings its own)"),
+        ("history", "data", ""),
+    ):
+        if getattr(options, option) and getattr(options, conflicting):
+            parser.error(f"--{option} and --{conflicting.replace('_', '-')}: give one of them{reason}")
+    if options.serve is None and (serving := serving_options(options)):
+        parser.error(f"--{next(iter(serving)).replace('_', '-')} is an option of --serve, which is not given")
+    return options
+
+
+def serve_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of serve.py; exit with one line of error if they make no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("run", type=Path, help="the folder of a run")
+    add("--host", default="127.0.0.1", help="the address to listen on; by default this machine alone can reach it")
+    add("--port", type=int, default=8000, help="by default 8000; 0 takes a free one")
+    add("--token-file", type=Path, metavar="FILE", help="ask for the bearer token in FILE, except on /health")
+    add("--history", action="store_true", help="start with the events of the run's data")
+    add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")
+    add("--fsync", choices=("always", "never"), default="always",
+        help="always: an accepted event survives a power cut; never: only a kill")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), help="by default what the run's configuration says")
+    add("--cache", choices=CACHES, default="auto", help="the format of cached keys and values; by default auto")
+    _add_serving(add)
+    limits = (
+        ("body", 2**20, "bytes of a body"),
+        ("events", 10_000, "events of a request"),
+        ("candidates", 10_000, "candidates of a request"),
+        ("list", 1_000, "items of a list of recommendations"),
+        ("waiting", 1_024, "requests that wait for the model; further ones are answered 503"),
+        ("users", 10_000_000, "users that the store holds"),
+        ("history", 1_000_000, "events that a user may have"),
+    )
+    for name, default, text in limits:
+        add(f"--max-{name}", type=int, default=default, metavar="N", help=f"{text}; by default {default:,}")
+    add("--log-level", choices=("debug", "warning"), default="warning", help="debug: a line for each request")
+    options = parser.parse_args(arguments)
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port: expected 0 to {2**16 - 1}, got {options.port}")
+    for name, *_ in limits:
+        if (value := getattr(options, f"max_{name}")) < 1:
+            parser.error(f"--max-{name}: expected at least 1, got {value}")
+    return options
+
+
+def _add_serving(add) -> None:
+    for name, kind, text in SERVING_OPTIONS:
+        add(f"--{name.replace('_', '-')}", type=kind, help=text)
+
+
+def serving_options(options: argparse.Namespace) -> dict:
+    """Return the options of SERVING_OPTIONS given on the command line, by name."""
+    return {name: value for name, *_ in SERVING_OPTIONS if (value := getattr(options, name)) is not None}
+
+
+def compare_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of compare.py; exit with one line of error if they make no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("plan", type=Path, nargs="?", help="the plan's YAML file")
+    add("overrides", nargs="*", metavar="key=value", help="dotted overrides, for all settings of the plan")
+    add("--out", type=Path, help="the folder of the runs and of the result")
+    add("--seeds", type=_seeds, metavar="1,2,3", help="the seeds, instead of the plan's")
+    add("--parallel", type=int, default=1, metavar="N", help="the number of runs at a time, on one machine")
+    add("--quick", action="store_true", help="apply the overrides in the plan's section quick, for a short trial")
+    add("--baseline", metavar="NAME", help="the setting to compare with, instead of the plan's")
+    add("--no-speed", action="store_true", help="do not measure steps; the table shows earlier measurements")
+    add(
+        "--runs", nargs="+", default=[], metavar="NAME=FOLDER", help="finished runs, or folders of such, to compare too"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    if options.out is None or (options.plan is None and not options.runs):
+        parser.error("give a plan or --runs, and --out DIR")
+    if options.parallel < 1:
+        parser.error(f"--parallel: expected a whole number of at least 1, got {options.parallel}")
+    runs: dict[str, list[Path]] = {}
+    for assignment in options.runs:
+        name, equals, folder = assignment.partition("=")
+        if not (equals and folder and re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name)):
+            parser.error(f"--runs {assignment}: expected NAME=FOLDER, the name of letters, digits, dots and dashes")
+        runs.setdefault(name, []).append(Path(folder))
+    options.runs = runs
+    return options
+
+
+def tune_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of tune.py; exit with one line of error if they make no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("config", help="the run's YAML file")
+    add("space", type=Path, help="the YAML file with the ranges of options")
+    add("overrides", nargs="*", metavar="key=value", help="dotted overrides, for all trials")
+    add("--out", type=Path, required=True, help="the folder of the trials and of the result")
+    add("--trials", type=int, metavar="N", help="stop when the search has N trials, earlier ones included")
+    add("--hours", type=float, metavar="H", help="start no trial after H hours")
+    add("--parallel", type=int, default=1, metavar="N", help="the number of trials at a time, on one machine")
+    options = parser.parse_intermixed_args(arguments)
+    if options.trials is None and options.hours is None:
+        parser.error("give --trials N, --hours H or both: without them the search has no end")
+    for name in ("trials", "parallel"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name}: expected a whole number of at least 1, got {value}")
+    if options.hours is not None and not 0 < options.hours < 1e6:
+        parser.error(f"--hours: expected a number above 0, got {options.hours}")
+    return options
+
+
+def _gibibytes(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 2**20:
+        raise argparse.ArgumentTypeError(f"expected a number of GiB like 80, got {text}")
+    return size
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = [-1]
+    if not all(0 <= seed < 2**63 for seed in seeds):
+        raise argparse.ArgumentTypeError(f"expected whole numbers like 1,2,3, got {text}")
+    return seeds
+
+
+def answer_early(parse, description: str | None) -> None:
+    """Exit if the arguments are wrong, before the imports that take seconds.
+
+    parse: train_options or another function of this file. Ctrl-C ends the process in one line until `Interrupts` takes
+    over.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    _open_standard_files()
+    options = parse(description)
+    _check_environment()
+    if getattr(options, "keys", None) is not None:
+        _print_keys(options.keys)
+    if source := getattr(options, "config", None):
+        from training.config import ConfigError, load_config  # takes half of the time of all imports
+
+        try:
+            load_config(source, options.overrides)
+        except ConfigError as error:
+            _Parser().exit(2, f"error: {error}\n")
+
+
+def _print_keys(prefix: str) -> NoReturn:
+    from training.keys import as_text
+    from training.strict_yaml import ConfigError
+
+    try:
+        _print(as_text(prefix, min(100, shutil.get_terminal_size().columns)) + "\n")
+    except ConfigError as error:
+        _Parser().exit(2, f"error: {error}\n")
+    sys.exit()
+
+
+def _print(text: str) -> None:
+    """Print on standard output; exit with one line of error if it cannot be written and its reader is not gone."""
+    try:
+        if sys.stdout is None:  # closed before the program began
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        if sys.stdout is not None:  # Python flushes it once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            _Parser().exit(2, f"error: standard output cannot be written: {error.strerror}\n")
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null where standard input, output or errors are closed: a file of the run would get their number, and
+    what libraries print would be written into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+
+
+def _check_environment() -> None:
+    """Exit with one line of error if the environment has a value with which a library cannot start."""
+    for name in THREADS:
+        value = os.environ.get(name, "").strip() or "1"
+        if not all(part.strip().isdecimal() and 1 <= int(part) <= MOST_THREADS for part in value.split(",")):
+            _Parser().exit(2, f"error: {name} in the environment: expected 1 to {MOST_THREADS:,}, got {value!r}\n")
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        _Parser().exit(
+            1, "error: torch is not installed in this Python; run `make setup`, then `source .venv/bin/activate`\n"
+        )
+    except ValueError as error:  # an environment variable such as TORCH_LOGS
+        _Parser().exit(2, f"error: torch cannot be imported: {' '.join(str(error).split())[:200]}\n")
+
+
+def _leave(number: int, frame) -> None:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun ends the other ranks when one fails, and reports it
+        os.write(2, b"Stopped while starting\n")
+    os._exit(128 + number)

@@ -1,0 +1,83 @@
+"""Wrap the programs: report each error in one line, handle signals, return the exit status."""
+
+import os
+import re
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from cli.interrupt import Interrupts, Stopped
+from cli.terminal import terminal
+from data.types import DataError
+from serving.errors import ServingError
+from training.checkpoint import CheckpointError
+from training.config import ConfigError
+from training.folder import FolderError
+
+
+class TrainingError(ValueError):
+    """Training cannot continue; the message is one line."""
+
+
+ERRORS = (ConfigError, DataError, CheckpointError, FolderError, ServingError, TrainingError)
+
+
+def guarded(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
+    """Run `work` and return the exit status: 0, 2 after an error, reported in one line, or 128 + n after signal n."""
+    terminal.begin(quiet)
+    with Interrupts() as interrupts:
+        try:
+            work(interrupts)
+            return terminal.end(0)
+        except Stopped as stop:
+            terminal.say(f"Stopped while {interrupts.stage}")
+            return terminal.end(128 + stop.number)
+        except ERRORS as error:
+            fail(error)
+        except (MemoryError, RuntimeError) as error:
+            if (line := memory_fault(error)) is not None:
+                fail(line)
+            elif "WORLD_SIZE" in os.environ and lost_rank(error):
+                fail("another process of this run was lost: torchrun ends the others, or starts all again")
+            elif first_to_fail():
+                raise
+    return terminal.end(2)
+
+
+def fail(message: object) -> None:
+    """Print the one line of an error; if several ranks met it or its consequences, only the first one prints."""
+    if first_to_fail():
+        terminal.fail(message)
+
+
+def first_to_fail() -> bool:
+    """Return whether this process is the first of those that torchrun started together to report an error."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+        return store.add(f"hstu_sparse/failed/{attempt}", 1) == 1
+    except (KeyError, ValueError, RuntimeError):
+        return True  # the store is unreachable: better twice than never
+
+
+def lost_rank(error: Exception) -> bool:
+    """Return whether an error says that a message could not be exchanged with another process."""
+    text = str(error)
+    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+
+
+def memory_fault(error: Exception) -> str | None:
+    """Return the line for an error about memory, on the host or a device; None for any other error."""
+    text = str(error)
+    on_host = any(sign in text for sign in ("DefaultCPUAllocator: can't allocate memory", "Storage size calculation"))
+    if not (on_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
+        return None
+    request = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", text)
+    size = f" ({request[1] + ' bytes' if request[1] else request[2]} requested at once)" if request else ""
+    return f"not enough memory{size}: lower the model's sizes, the batch sizes or loss.num_negatives"

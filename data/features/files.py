@@ -1,0 +1,320 @@
+"""Read files of features as the features of a data set's items and users.
+
+CSV and Parquet files are read by the readers of events, with the same checks. MovieLens' own files and the JSON files
+of S3-Rec are known formats.
+
+Letters: R rows of a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from data.features.features import Feature, feature_of, numbered
+from data.features.options import FeatureFile, FeatureOptions, Features
+from data.options import checked_separator
+from data.reading.bad_rows import BadRows
+from data.reading.formats import FORMATS, RawFormat, with_features
+from data.reading.parquet import read_parquet
+from data.reading.sources import RawFile, find_sources, unpacked
+from data.reading.text import BETWEEN, read_text
+from data.reading.values import MAX_ID_LENGTH
+from data.types import DataError, Dataset, shown
+from data.vocabulary import index_of
+
+ID = {"items": "item", "users": "user"}  # the column of the ids, and the noun for one in error messages
+GENRES = (
+    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+    "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
+)  # fmt: skip
+_FIXED: dict[str, Any] = {"header": False, "integer_ids": False, "other_text": True}
+FILES: dict[str, RawFormat] = {
+    "csv": dataclasses.replace(FORMATS["csv"], columns={}, all_files=False),
+    "parquet": dataclasses.replace(FORMATS["parquet"], columns={}, all_files=False),
+    "attributes": RawFormat("{item: [attribute, ...]} in JSON, as of the S3-Rec data", kind="json", files=("*.json",)),
+    # The genres are flags, a column each; the year is in the date of release.
+    "u.item": RawFormat(
+        "MovieLens 100K, u.item: item|title|release|...|19 genres as flags",
+        files=("u.item",),
+        separator="|",
+        columns={"item": 0, "category:release": 2, **{genre: 5 + place for place, genre in enumerate(GENRES)}},
+        width=24,
+        **_FIXED,
+    ),
+    "u.user": RawFormat(
+        "MovieLens 100K, u.user: user|age|gender|occupation|zip code",
+        files=("u.user",),
+        separator="|",
+        columns={"user": 0, "number:age": 1, "category:gender": 2, "category:occupation": 3},
+        width=5,
+        **_FIXED,
+    ),
+    # The year is in brackets behind the title.
+    "movies.dat": RawFormat(
+        "MovieLens 1M, movies.dat: item::title (year)::genre|genre",
+        files=("movies.dat",),
+        separator="::",
+        columns={"item": 0, "list:title": 1, "list:genres": 2},
+        width=3,
+        list_separators={"list:genres": "|"},
+        **_FIXED,
+    ),
+    "users.dat": RawFormat(
+        "MovieLens 1M, users.dat: user::gender::age group::occupation::zip code",
+        files=("users.dat",),
+        separator="::",
+        columns={"user": 0, "category:gender": 1, "category:age": 2, "category:occupation": 3},
+        width=5,
+        **_FIXED,
+    ),
+}
+YEARS = {"u.item": ("category:release", r"(\d{4})$"), "movies.dat": ("list:title", r"\((\d{4})\) *$")}
+
+
+class FeatureSource(NamedTuple):
+    """An existing file of features: whose they are (items, users), its options, its format and its path."""
+
+    entity: str
+    file: FeatureFile
+    fmt: RawFormat
+    source: RawFile
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file of features after reading.
+
+    ids    [R] text, distinct; the features belong to these rows
+    added  [R] bool, True for rows whose id is added to the catalogue although no event has it
+    notes  sentences about how the file was read
+    """
+
+    entity: str
+    name: str
+    ids: np.ndarray
+    features: tuple[Feature, ...]
+    added: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
+
+
+def format_of(entity: str, file: FeatureFile) -> RawFormat:
+    """Return the format of a file of features; DataError if its options do not fit."""
+    fmt, key = FILES[file.format], f"data.features.{entity}"
+    fmt = dataclasses.replace(fmt, option=f"{key}.columns", path_option=f"{key}.path")
+    if not fmt.own_columns:
+        return fmt
+    if file.separator is not None:
+        fmt = dataclasses.replace(fmt, separator=checked_separator(file.separator), detect_separator=False)
+    fmt = dataclasses.replace(fmt, columns={ID[entity]: file.id or ID[entity]})
+    return with_features(file.format, fmt, file.columns or {}, f"{key}.columns")
+
+
+def find_tables(features: Features | None) -> list[FeatureSource]:
+    """Return the files of features; DataError if one does not exist."""
+    existing = []
+    for entity, file in (features.files() if features else {}).items():
+        fmt = format_of(entity, file)
+        sources, _ = find_sources(file.format, fmt, file.path)
+        if len(sources) > 1:
+            raise DataError(f"{fmt.path_option}: {len(sources)} files match; give the path of one")
+        existing.append(FeatureSource(entity, file, fmt, sources[0]))
+    return existing
+
+
+def read_tables(
+    tables: Sequence[FeatureSource],
+    dataset: Dataset,
+    drop: bool,
+    scratch: Path | None = None,
+    stage: Callable[[str], None] = lambda _: None,
+) -> list[Table]:
+    """Read the files of features. An id that `dataset`, which has every event, lacks is unknown.
+
+    DataError for bad rows, unless `drop` leaves them out, and for unknown ids if they are an error. scratch: the folder
+    for unpacking compressed files. stage: called with a description of each step; it may raise.
+    """
+    read = []
+    for entity, file, fmt, source in tables:
+        stage(f"reading {source.name}")
+        bad, notes = BadRows(drop), []
+        with unpacked([source], scratch) as (plain,):
+            if fmt.kind == "json":
+                table = _read_json(entity, plain)
+            else:
+                frame, _, notes = (read_parquet if fmt.kind == "parquet" else read_text)(plain, fmt, bad)
+                table = _table_of(entity, file.format, source, frame)
+        if bad.count:
+            notes = [*notes, bad.note()]
+        unknown = _unknown_rows(table, file, dataset)
+        added = unknown if file.unknown == "add" else None
+        read.append(dataclasses.replace(_chosen(table, file), added=added, notes=tuple(notes)))
+    return read
+
+
+def _table_of(entity: str, format: str, source: RawFile, frame) -> Table:
+    """Build the table of a polars frame whose columns are the roles of its format."""
+    import polars as pl
+
+    if format in YEARS:
+        role, pattern = YEARS[format]
+        year = pl.col(role).str.strip_chars().str.extract(pattern).cast(pl.Float64)
+        frame = frame.with_columns(year.alias("number:year")).drop(role)
+    if format == "u.item":
+        flags = [pl.when(pl.col(genre) == 1).then(pl.lit(genre)) for genre in GENRES]
+        genres = pl.concat_str(flags, separator=BETWEEN, ignore_nulls=True)
+        frame = frame.with_columns(genres.alias("list:genres")).drop(GENRES)
+    ids = frame[ID[entity]].cast(pl.String)
+    order = ids.arg_sort()
+    twice = (ids[order][1:] == ids[order][:-1]).arg_true()
+    if len(twice):
+        first, second = sorted((order[twice[0]], order[twice[0] + 1]))
+        raise DataError(
+            f"{source.name}: two rows for {ID[entity]} {shown(repr(ids[first]))}, rows {first + 1} and {second + 1}"
+        )
+    features = [
+        features_of(entity, name, kind, frame[role], source.name)
+        for role in frame.columns
+        for kind, colon, name in [role.partition(":")]
+        if colon
+    ]
+    return Table(entity, source.name, ids.to_numpy().astype(np.str_), tuple(features))
+
+
+def features_of(entity: str, name: str, kind: str, column, source: str) -> Feature:
+    """Build the feature whose values are a polars column with a row for each item, user or event; DataError."""
+    import polars as pl
+
+    frame = pl.DataFrame({"row": np.arange(len(column)), "value": column}).drop_nulls()
+    if kind == "number":
+        return feature_of(entity, name, kind, len(column), frame["row"].to_numpy(), frame["value"].to_numpy())
+    if kind == "list":
+        frame = frame.with_columns(pl.col("value").str.split(BETWEEN)).explode("value").drop_nulls()
+    frame = frame.with_columns(pl.col("value").str.strip_chars()).filter(pl.col("value") != "")
+    distinct = frame["value"].unique().sort()
+    if (longest := cast(int, distinct.str.len_chars().max() or 0)) > MAX_ID_LENGTH:
+        raise DataError(f"{source}: {name}: a value of {longest} characters in a list, at most {MAX_ID_LENGTH}")
+    codes = frame["value"].cast(pl.Enum(distinct)).to_physical().to_numpy()
+    return numbered(entity, name, kind, len(column), frame["row"].to_numpy(), codes, distinct.to_numpy())
+
+
+def _read_json(entity: str, source: RawFile) -> Table:
+    """Read the table of a JSON object from items to lists of attributes."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict:
+        unique: dict = {}
+        for key, value in pairs:
+            if key in unique:
+                raise DataError(f"{source.name}: two rows for {ID[entity]} {shown(repr(key))}")
+            unique[key] = value
+        return unique
+
+    try:
+        content = json.loads(source.path.read_text(encoding="utf-8-sig"), object_pairs_hook=once)
+    except DataError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{source.name}: not valid JSON: {shown(error, 200)}") from None
+    if not isinstance(content, dict) or not content:
+        raise DataError(f"{source.name}: expected an object {{item: [attribute, ...]}}, got {shown(repr(content))}")
+    rows, values = [], []
+    for row, (item, attributes) in enumerate(content.items()):
+        if not isinstance(attributes, list):
+            raise DataError(
+                f"{source.name}, item {shown(item)}: expected a list of attributes, got {shown(repr(attributes))}"
+            )
+        for attribute in attributes:
+            text = str(attribute)
+            if isinstance(attribute, bool) or not isinstance(attribute, str | int) or "\0" in text:
+                raise DataError(
+                    f"{source.name}, item {shown(item)}: expected attributes that are text or integers, got "
+                    f"{shown(repr(attribute))}"
+                )
+            if len(text) > MAX_ID_LENGTH:
+                raise DataError(
+                    f"{source.name}, item {shown(item)}: an attribute of more than {MAX_ID_LENGTH} characters: "
+                    f"{shown(repr(text))}"
+                )
+            if text.strip():
+                rows.append(row)
+                values.append(text.strip())
+    feature = feature_of(entity, "attributes", "list", len(content), np.array(rows, np.int64), np.array(values, str))
+    return Table(entity, source.name, np.array(list(content), np.str_), (feature,))
+
+
+def _chosen(table: Table, file: FeatureFile) -> Table:
+    """Select the features that the options of a format with fixed columns name."""
+    if not file.columns or FILES[file.format].own_columns:
+        return table
+    key, features = f"data.features.{table.entity}.columns", []
+    known = {feature.name: feature for feature in table.features}
+    for name, column in file.columns.items():
+        column_options: FeatureOptions = column
+        feature = known.get(column_options.column or name)
+        if feature is None:
+            raise DataError(
+                f"{key}.{name}: {file.format} has {', '.join(known)}, not {shown(column_options.column or name)}"
+            )
+        if feature.kind != column_options.kind:
+            raise DataError(f"{key}.{name}: expected kind {feature.kind}, got {column_options.kind}")
+        features.append(dataclasses.replace(feature, name=name))
+    return dataclasses.replace(table, features=tuple(features))
+
+
+def _unknown_rows(table: Table, file: FeatureFile, dataset: Dataset) -> np.ndarray:
+    """Return a mask [R] of rows whose id no event of `dataset` has; DataError if the options make that an error."""
+    unknown = index_of(table.ids, dataset.item_ids if table.entity == "items" else dataset.user_ids) < 0
+    # MovieLens' own files list more items and users than have ratings.
+    handling = file.unknown or ("error" if file.format in ("csv", "parquet", "attributes") else "drop")
+    if handling == "error" and unknown.any():
+        examples = ", ".join(shown(repr(str(id_))) for id_ in table.ids[unknown][:5])
+        hint = ", add makes them part of the catalogue" if table.entity == "items" else ""
+        raise DataError(
+            f"{table.name}: {unknown.sum():,} of {len(unknown):,} {table.entity} are in no event: {examples}; "
+            f"data.features.{table.entity}.unknown=drop leaves them out{hint}"
+        )
+    if unknown.all() and handling != "add":
+        raise DataError(f"{table.name}: none of its {len(unknown):,} {table.entity} is in an event")
+    return unknown
+
+
+def with_tables(dataset: Dataset, tables: Sequence[Table]) -> Dataset:
+    """Return the data set with the features of these tables and the items that they add to it.
+
+    Items and users without a row have no values.
+    """
+    for table in tables:
+        if table.added is not None and table.added.any():
+            dataset = _with_items(dataset, table.ids[table.added])
+        ids = dataset.item_ids if table.entity == "items" else dataset.user_ids
+        place = index_of(np.asarray(ids).astype(np.str_), table.ids)
+        features = tuple(feature.take(place) for feature in table.features)
+        note = f"{table.name}: {', '.join(feature.name for feature in features)} of {table.entity}"
+        if missing := int((place < 0).sum()):
+            note += f"; {missing:,} of {len(place):,} {table.entity} have no row in it"
+        notes = (*dataset.notes, *table.notes, note)
+        dataset = dataclasses.replace(dataset, features=dataset.features + features, notes=notes)
+    return dataset
+
+
+def _with_items(dataset: Dataset, ids: np.ndarray) -> Dataset:
+    """Return the data set with further items, `ids` [n] of text, that have no events."""
+    known_ids = np.asarray(dataset.item_ids)
+    if known_ids.dtype.kind != "U" and all(re.fullmatch(r"0|-?[1-9]\d{0,17}", one) for one in ids.tolist()):
+        ids = ids.astype(np.int64)
+    else:
+        known_ids = known_ids.astype(np.str_)
+    item_ids = np.union1d(known_ids, ids)
+    return dataclasses.replace(
+        dataset,
+        items=np.searchsorted(item_ids, known_ids)[dataset.items].astype(np.int32),
+        item_ids=item_ids,
+        notes=(*dataset.notes, f"{len(item_ids) - len(known_ids):,} items that no event has are part of the catalogue"),
+    )

@@ -1,0 +1,152 @@
+"""Define the options of features, `data.features` of a run: files, columns, and how values become table rows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from data.options import Options
+
+NAME = r"^[A-Za-z0-9_-]+$"  # for names of features, which become part of the names of modules and files
+MOST_FEATURES = 100
+
+
+def _by_kind(value: object) -> object:
+    """Expand the short form `brand: category` into `brand: {kind: category}`."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class FeatureOptions(Options):
+    """One feature. `brand: category` is short for `brand: {kind: category}`."""
+
+    kind: Literal["category", "list", "number"]
+    """`category` is one value, text or an integer; `list` any number of them; `number` is cut into quantiles."""
+    column: str | None = Field(None, min_length=1)
+    """The feature's column in the file; absent, the column has the feature's name."""
+    separator: str = Field("|", min_length=1, max_length=10)
+    """The text between the values of a `list` that stands in one text."""
+    min_count: int = Field(2, ge=1)
+    """Values that occur fewer times in the training data share the row of unknown values."""
+    quantiles: int = Field(10, ge=2, le=10_000)
+    """The number of parts of equal size that the training data's numbers are cut into."""
+
+
+class EventFeatureOptions(FeatureOptions):
+    """One feature of events."""
+
+    known: Literal["before", "after"] = "after"
+    """Whether the value is known before the user acts (a device) or only after (a time watched)."""
+
+
+Named = Annotated[str, Field(pattern=NAME, max_length=60)]
+Column = Annotated[FeatureOptions, BeforeValidator(_by_kind)]
+EventColumn = Annotated[EventFeatureOptions, BeforeValidator(_by_kind)]
+Columns = Annotated[dict[Named, Column], Field(min_length=1, max_length=MOST_FEATURES)]
+
+
+class FeatureFile(Options):
+    """A file of features with a row for each item or user."""
+
+    format: str
+    """The form of the file."""
+    path: str = Field(min_length=1)
+    """The file."""
+    id: str | None = Field(None, min_length=1)
+    """The column with the ids; absent, `item` or `user`."""
+    separator: str | None = None
+    """The character between the fields of a csv file; absent, it is detected from the header."""
+    columns: Columns | None = None
+    """The features by name; absent, all that a format with fixed columns has."""
+    unknown: Literal["error", "drop", "add"] | None = None
+    """What happens to a row whose id is in no event; absent, `error`, but `drop` in MovieLens' own files."""
+
+    @model_validator(mode="after")
+    def _own_columns(self) -> Self:
+        has_columns = self.format in ("csv", "parquet")
+        if has_columns and not self.columns:
+            raise ValueError("columns: missing, name the file's columns and their kinds (brand: category)")
+        if not has_columns and (self.id or self.separator):
+            raise ValueError("id, separator: only format csv or parquet has columns of your own")
+        if self.format == "parquet" and self.separator:
+            raise ValueError("separator: a Parquet file has none")
+        return self
+
+
+class ItemFile(FeatureFile):
+    """Features of items."""
+
+    format: Literal["csv", "parquet", "attributes", "u.item", "movies.dat"]
+    """The form of the file: csv, parquet, S3-Rec's JSON (`attributes`) or MovieLens' own."""
+    unknown: Literal["error", "drop", "add"] | None = None
+    """What happens to a row whose id is in no event: `add` makes it an item of the catalogue; absent, `error`, but
+    `drop` in MovieLens' own files."""
+
+
+class UserFile(FeatureFile):
+    """Features of users."""
+
+    format: Literal["csv", "parquet", "u.user", "users.dat"]
+    """The form of the file: csv, parquet or MovieLens' own."""
+    unknown: Literal["error", "drop"] | None = None
+    """What happens to a row whose id is in no event; absent, `error`, but `drop` in MovieLens' own files."""
+
+
+class EventFeatures(Options):
+    """Features of events."""
+
+    columns: dict[Named, EventColumn] = Field({}, max_length=MOST_FEATURES)
+    """Features in columns of the events' own csv or parquet file, by name."""
+    calendar: list[Literal["hour", "weekday"]] = Field([], max_length=2)
+    """Parts of an event's time, in UTC, that are features."""
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.columns or self.calendar):
+            raise ValueError("names neither columns nor calendar")
+        if len(set(self.calendar)) < len(self.calendar):
+            raise ValueError("calendar: a part of the time is named twice")
+        return self
+
+
+class Features(Options):
+    """Features of items, users and events beside their ids."""
+
+    items: ItemFile | None = None
+    """Features of items."""
+    users: UserFile | None = None
+    """Features of users."""
+    events: EventFeatures | None = None
+    """Features of events."""
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.items or self.users or self.events):
+            raise ValueError("names neither items nor users nor events")
+        return self
+
+    def files(self) -> dict[str, FeatureFile]:
+        """Map each entity that has a file of features to that file."""
+        return {name: file for name in ("items", "users") if (file := getattr(self, name)) is not None}
+
+    def without_items(self) -> Features | None:
+        """Return the options without items, for data whose items a trained model knows already."""
+        users = self.users and self.users.model_copy(update={"unknown": "drop"})
+        return self.model_copy(update={"items": None, "users": users}) if users or self.events else None
+
+    def recipe(self) -> dict:
+        """Return whatever, beside the files' content, determines the result of reading; it is part of a cache's key."""
+        recipe: dict = {}
+        for entity, file in self.files().items():
+            recipe[entity] = file.model_dump(exclude={"path", "columns"}) | {"columns": _read_as(file.columns)}
+        if self.events and self.events.columns:
+            recipe["events"] = {"columns": _read_as(self.events.columns)}
+        return recipe
+
+
+def _read_as(columns: dict | None) -> dict | None:
+    """Return how columns are read, without the options that only affect what their values become later."""
+    if columns is None:
+        return None
+    keep = {"kind", "column", "separator"}
+    return {name: column.model_dump(include=keep) for name, column in columns.items()}

@@ -1,0 +1,159 @@
+"""Map values of features to rows of tables: the mapping is fitted to training data, then applied to any data.
+
+Every feature has a table. Row 0 is the unknown row, for values that are rare or absent in training; the other rows
+stand for values in ascending order, or for parts of equal size into which numbers are cut.
+
+Requires only numpy. Letters: I items, U users, E events, L the greatest number of values of a row, F features of an
+entity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from data.features.features import Feature
+from data.features.options import FeatureOptions, Features
+from data.splits import train_events
+from data.types import DataError, Dataset, shown
+
+MOST_VALUES = 64  # values of a user or an event, which every batch holds side by side
+CALENDAR = {"hour": 24, "weekday": 7}
+
+
+@dataclass(frozen=True, eq=False)
+class KnownFeature:
+    """The values of one feature that a trained model knows.
+
+    entity  items, users or events
+    values  [n] the values of rows 1 .. n: text, ascending; or, of numbers, the least value of rows 2 .. n + 1,
+            ascending
+    known   for features of events, whether the value is known before the user acts or only after (before, after)
+    """
+
+    entity: str
+    name: str
+    kind: str
+    values: np.ndarray
+    known: str = "after"
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of the table, including the unknown one."""
+        return len(self.values) + (2 if self.kind == "number" else 1)
+
+    def rows_of(self, values: np.ndarray) -> np.ndarray:
+        """Return the row of each value: [n] -> [n] int64."""
+        if self.kind == "number":
+            return 1 + np.searchsorted(self.values, values, side="right")
+        if not len(self.values):
+            return np.zeros(len(values), np.int64)
+        place = np.minimum(np.searchsorted(self.values, values), len(self.values) - 1)
+        return np.where(self.values[place] == values, 1 + place, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureVocabulary:
+    """The features that a trained model knows.
+
+    features   features of items, users and events, in this order
+    calendar   parts of an event's time that are features: hour, weekday
+    item_rows  for each feature of items (offsets [I+1], rows [S] int64): the rows of each item
+    trained    [I] bool, True for items with a training event; None without features of items
+    """
+
+    features: tuple[KnownFeature, ...]
+    calendar: tuple[str, ...] = ()
+    item_rows: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+    trained: np.ndarray | None = None
+
+    def of(self, entity: str) -> list[KnownFeature]:
+        return [feature for feature in self.features if feature.entity == entity]
+
+
+def fit_features(dataset: Dataset, train_end: np.ndarray, options: Features) -> FeatureVocabulary:
+    """Fit the rows of values to the items, users and events of training, each of which counts once.
+
+    train_end: [U] int64, training uses events user_offsets[u] .. train_end[u]-1 of user u.
+    """
+    in_training = train_events(dataset, train_end)
+    items = np.zeros(dataset.num_items, bool)
+    items[dataset.items[in_training]] = True
+    rows = {"items": items, "users": train_end > dataset.user_offsets[:-1], "events": in_training}
+    known = []
+    for feature in dataset.features:
+        chosen = _options_of(options, feature)
+        part = feature.take(np.flatnonzero(rows[feature.entity]))
+        if feature.kind == "number":
+            values = _edges(part, chosen.quantiles)
+        else:
+            values = feature.values[np.bincount(part.codes, minlength=len(feature.values)) >= chosen.min_count]
+        known.append(
+            KnownFeature(feature.entity, feature.name, feature.kind, values, getattr(chosen, "known", "after"))
+        )
+    calendar = tuple(options.events.calendar) if options.events else ()
+    if calendar and not dataset.has_timestamps:
+        raise DataError(f"data.features.events.calendar: {dataset.name} has no timestamps")
+    item_rows = [
+        (feature.offsets, known_feature.rows_of(feature.values)[feature.codes])
+        for feature, known_feature in zip(dataset.features, known)
+        if feature.entity == "items"
+    ]
+    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), items if item_rows else None)
+
+
+def _options_of(options: Features, feature: Feature) -> FeatureOptions:
+    columns = getattr(options, feature.entity).columns or {}
+    return columns.get(feature.name) or FeatureOptions(kind=cast(Any, feature.kind))
+
+
+def _edges(feature: Feature, quantiles: int) -> np.ndarray:
+    """Return the [<= quantiles - 1] float64 edges that cut the numbers of these rows into parts of equal size."""
+    if not len(feature.codes):
+        return np.empty(0)
+    numbers = feature.values[feature.codes]
+    edges = np.quantile(numbers, np.arange(1, quantiles) / quantiles, method="higher")
+    return np.unique(edges[edges > numbers.min()])
+
+
+def with_rows(dataset: Dataset, vocabulary: FeatureVocabulary) -> Dataset:
+    """Return the data set with the rows of its users' and events' features, as `Dataset.user_rows` and `event_rows`.
+
+    DataError if it lacks a feature that the vocabulary has.
+    """
+    return dataclasses.replace(
+        dataset,
+        user_rows=_rows(dataset, vocabulary.of("users"), dataset.num_users),
+        event_rows=_rows(dataset, vocabulary.of("events"), dataset.num_events),
+    )
+
+
+def _rows(dataset: Dataset, known: Sequence[KnownFeature], count: int) -> np.ndarray | None:
+    """Return the rows [count, F, L] int32, -1 behind the last value; None without features."""
+    if not known:
+        return None
+    by_name = {(feature.entity, feature.name, feature.kind): feature for feature in dataset.features}
+    features = []
+    for entry in known:
+        feature = by_name.get((entry.entity, entry.name, entry.kind))
+        if feature is None:
+            raise DataError(f"{dataset.name}: no feature {entry.name} of {entry.entity}, which the trained model has")
+        lengths = np.diff(feature.offsets)
+        if lengths.max(initial=0) > MOST_VALUES:
+            raise DataError(
+                f"data.features.{entry.entity}.columns.{entry.name}: {lengths.max()} values in one list, at most "
+                f"{MOST_VALUES} are supported for {shown(entry.entity)}"
+            )
+        features.append(feature)
+    longest = max(1, *(int(np.diff(feature.offsets).max(initial=0)) for feature in features))
+    rows = np.full((count, len(known), longest), -1, np.int32)
+    for place, (entry, feature) in enumerate(zip(known, features)):
+        owner = feature.rows
+        rows[owner, place, np.arange(len(owner)) - feature.offsets[owner]] = entry.rows_of(feature.values)[
+            feature.codes
+        ]
+    return rows

@@ -1,0 +1,187 @@
+"""Read Parquet files as polars frames with the columns user, item, timestamp and action, and name bad rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from data.reading import times
+from data.reading.bad_rows import BadRows
+from data.reading.formats import RawFormat
+from data.reading.memory import require_memory
+from data.reading.sources import RawFile, literal
+from data.reading.text import BETWEEN, finish, require_columns
+from data.reading.times import Reading
+from data.reading.values import Readings, checks, choose_readings, problem, typed
+from data.types import DataError, shown
+
+SAMPLE = 100_000  # rows from which the readings of columns are chosen
+
+
+def read_parquet(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
+    """Read one file: (polars frame, the readings of its columns, notes about the file).
+
+    readings: those of the earlier files, whose times must be of the same kind. Bad rows go to `bad`; DataError for
+    faults after which nothing can be read.
+    """
+    frame, readings = _readable(source, _read(source, fmt), fmt, bad, readings)
+    bad.check(source.name)
+    return frame, readings, []
+
+
+def parquet_pieces(
+    source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None, size: int, begin: tuple[int, int] | None
+) -> Iterator[tuple]:
+    """Yield a file in pieces of `size` / 64 rows, SAMPLE at least: (frame, readings, notes, where the next piece
+    begins).
+
+    begin: (0, a row's number), as an earlier piece returned it; None is the first row. The rest is as in
+    `read_parquet`, except that `bad.check` is not called.
+    """
+    first, rows = 0 if begin is None else begin[1], max(SAMPLE, size // 64)
+    while True:
+        raw = _read(source, fmt, first, rows)
+        if not raw.height and first:
+            return
+        frame, readings = _readable(source, raw, fmt, bad, readings, first)
+        first += raw.height
+        yield frame, readings, [], (0, first)
+        if raw.height < rows:
+            return
+
+
+def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Readings | None, first: int = 0):
+    """Return (the good rows among some rows, the first of which has the number `first`; the readings)."""
+    time = raw["timestamp"].dtype if "timestamp" in raw.columns else None
+    frame = raw.select(_as_read(source, role, raw[role].dtype, fmt) for role in raw.columns)
+    if readings is None:
+        readings = choose_readings(frame.head(SAMPLE), fmt, numbers_as_text=fmt.timestamp_unit is not None)
+    if time is not None and time.is_temporal():
+        readings = Readings(Reading("datetime", "ns"), readings.text_actions)
+    frame = typed(frame, fmt, readings)
+    import polars as pl
+
+    good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
+    if not good.all():
+        rows = (~good).arg_true()
+        bad.add(len(rows), [_problem(source, row, raw, frame, fmt, readings, first) for row in rows.head(bad.room)])
+        frame = frame.filter(good)
+    return finish(frame, fmt), readings
+
+
+def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = None):
+    """Read the format's columns unchanged, named by their roles; DataError for a file that cannot be read.
+
+    rows: the number of rows, from row number `first` on; None is all.
+    """
+    import polars as pl
+
+    # A datetime is a moment whatever its zone is called, even if polars does not know the zone ("+05:30").
+    os.environ.setdefault("POLARS_IGNORE_TIMEZONE_PARSE_ERROR", "1")
+    try:
+        with literal(source.path) as file:
+            schema = pl.read_parquet_schema(file)
+        names = list(schema)
+        require_columns(source, fmt, names)
+        with literal(source.path) as file:
+            height = pl.scan_parquet(file).select(pl.len()).collect().item()
+        if rows is None:
+            require_memory(memory_of(height, fmt), f"{source.name} says that it has {height:,} rows; they")
+        # Columns are selected by index: polars treats a user's column name as a pattern if it looks like one.
+        with literal(source.path) as file:
+            places = [names.index(str(column)) for column in fmt.columns.values()]
+            if rows is None:
+                frame = pl.read_parquet(file, columns=sorted(places), hive_partitioning=False, glob=False)
+            else:
+                scan = pl.scan_parquet(file, hive_partitioning=False, glob=False).select(pl.nth(sorted(places)))
+                frame = scan.slice(first, rows).collect()
+    except DataError:
+        raise
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as error:
+        with literal(source.path) as file:
+            if file.read(4) != b"PAR1":
+                raise DataError(f"{source.name}: not a Parquet file; for text set data.format to csv") from error
+        reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+        raise DataError(f"{source.name}: not a readable Parquet file: {reason}") from error
+    by_place = dict(zip(sorted(places), frame.get_columns()))
+    return pl.DataFrame([by_place[place].alias(role) for place, role in zip(places, fmt.columns)])
+
+
+def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
+    """Return the expression that reads a column of polars type `kind` as `role`; DataError for an unsuitable type."""
+    import polars as pl
+
+    value = pl.col(role)
+    text = kind in (pl.String, pl.Categorical) or isinstance(kind, pl.Enum)
+    if role in ("user", "item"):
+        good, expected = kind.is_integer() or text, "integers or strings"
+        value = value.cast(pl.Int64 if kind.is_integer() else pl.String, strict=False)
+    elif role == "timestamp":
+        good = kind.is_integer() or kind in (pl.Float64, pl.Date, pl.Datetime) or kind.is_decimal() or text
+        expected = "numbers (Float32 has too few digits), datetimes, dates or text"
+        if kind.is_temporal() and good:
+            value = _nanoseconds(value.to_physical(), kind)
+        elif kind.is_integer():
+            value = value.cast(pl.Int64, strict=False)
+        elif text:
+            value = value.cast(pl.String)
+    elif role in fmt.features:
+        good, expected, value = _feature_as_read(fmt.features[role][0], value, kind, fmt.list_separators.get(role, ""))
+    else:
+        good, expected = kind.is_numeric() or text, "numbers or text"
+        value = value.cast(pl.String if text or fmt.action_codes else pl.Float64, strict=False)
+    if not good:
+        raise DataError(f"{source.name}, column {fmt.columns[role]}: expected {expected}, got {kind}")
+    return value
+
+
+def _feature_as_read(feature: str, value, kind, separator: str):
+    """Return (whether a column of polars type `kind` can be such a feature, the expected types, the expression)."""
+    import polars as pl
+
+    def plain(kind) -> bool:
+        text = kind in (pl.String, pl.Categorical) or isinstance(kind, pl.Enum)
+        return text or kind.is_integer() or kind == pl.Boolean
+
+    if feature == "number":
+        return kind.is_numeric() or kind == pl.Boolean, "numbers", value.cast(pl.Float64, strict=False)
+    if feature == "category":
+        return plain(kind), "text, integers or booleans", value.cast(pl.String, strict=False)
+    expected = "lists of text or integers, or text"
+    if isinstance(kind, pl.List) and plain(kind.inner):
+        return True, expected, value.list.eval(pl.element().cast(pl.String, strict=False)).list.join(BETWEEN)
+    text = kind == pl.String
+    return text, expected, value.cast(pl.String, strict=False).str.replace_all(separator, BETWEEN, literal=True)
+
+
+def _nanoseconds(value, kind):
+    """Return the expression that turns datetimes or dates into nanoseconds; null where these do not fit into int64.
+
+    It computes with integers: polars panics if a changed file holds a datetime that no calendar has.
+    """
+    import polars as pl
+
+    each = 86_400 * 10**9 if kind == pl.Date else 10**9 // times.PER_SECOND[kind.time_unit]
+    value = value.cast(pl.Int64)
+    most = (2**63 - 1) // each
+    return pl.when(value.is_between(-most, most)).then(value) * each
+
+
+def memory_of(rows: int, fmt: RawFormat) -> int:
+    """Return the bytes of memory needed to read so many rows at once."""
+    return rows * 8 * (2 + 2 * len(fmt.columns))
+
+
+def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Readings, first: int) -> str:
+    for role, good in checks(frame, fmt, readings).items():
+        if frame[row].select(good).item():
+            continue
+        column = raw[role]
+        # A moment in the far past or future cannot be shown as a date.
+        original = (column.to_physical() if column.dtype.is_temporal() else column)[row]
+        value = frame[role][row]
+        number = value if role == "timestamp" and isinstance(value, (int, float)) else None
+        text = "" if original is None else str(original)
+        message = problem(role, text, fmt, readings, number) or "cannot be read"
+        return f"{source.name} row {first + row + 1}, column {fmt.columns[role]}: {message}"
+    return f"{source.name} row {first + row + 1}: cannot be read"

@@ -1,0 +1,430 @@
+"""Prepare data that does not fit into memory: cut it into pieces, then into ranges of users, each small enough.
+
+The result equals that of raw.py and filtering.py, bit for bit. A folder on disk, beside the caches, holds:
+
+    pieces/N     N-th piece of the raw files, read and checked: good rows, distinct ids with counts, the state
+    numbered/N   the piece's rows with numbers in place of ids, cut by ranges of users
+    users/P      P-th range of users with sorted events, as plain columns instead of Parquet or CSV
+    columns      the data after the filter, in the layout of the cache
+
+Each folder appears whole or not at all, so that a preparation that was ended continues after the last one. Memory holds
+one piece or one range at a time, and for each user and item 8 bytes and the id.
+
+Letters: E events, U users of a range, K ranges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.atomic import replace_file, replace_folder
+from data.filtering import nothing_left, offsets_of
+from data.progress import Progress
+from data.reading.bad_rows import BadRows
+from data.reading.formats import RawFormat
+from data.reading.memory import available_memory
+from data.reading.parquet import memory_of, parquet_pieces
+from data.reading.raw import (
+    Handling,
+    Ids,
+    alike,
+    check_unit,
+    codes_of_actions,
+    duplicates_note,
+    name_of,
+    names_of,
+    no_events,
+    note_of_actions,
+    refuse_duplicates,
+    texts_of_actions,
+    time_note,
+)
+from data.reading.sources import RawFile, literal, unpacked
+from data.reading.text import text_pieces
+from data.reading.times import Reading, to_seconds
+from data.reading.values import Readings
+from data.types import DataError, Dataset
+
+PIECES = {"text": text_pieces, "parquet": parquet_pieces}
+PIECE = 1 << 27  # bytes of a raw file that are read at a time
+BYTES_PER_EVENT = 64  # memory that sorting needs
+SHARE = 0.3  # of the free memory that a range of users may use
+MOST = 4096  # ranges
+BUCKETS = 64  # into which a piece's distinct ids are divided
+COLUMNS = {"items": np.int32, "timestamps": np.int64, "actions": np.int32}
+
+
+def needed(fmt: RawFormat, files: list[RawFile]) -> int:
+    """Return the number of ranges K for these files: 1 if memory holds them all."""
+    free = available_memory()
+    if free is None or fmt.kind not in PIECES:
+        return 1
+    if fmt.kind == "text":
+        size = sum(file.path.stat().st_size for file in files)
+        once, events = 2 * size, size / 20
+    else:
+        events = sum(_parquet_rows(file) for file in files)
+        once = memory_of(int(events), fmt)
+    if once <= free:
+        return 1
+    return min(MOST, max(2, -(-int(events * BYTES_PER_EVENT) // int(SHARE * free))))
+
+
+def _parquet_rows(file: RawFile) -> int:
+    import polars as pl
+
+    try:
+        with literal(file.path) as opened:
+            return pl.scan_parquet(opened).select(pl.len()).collect().item()
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError):
+        return 0  # read_parquet reports the fault
+
+
+def read_in_partitions(
+    name: str,
+    fmt: RawFormat,
+    sources: list[RawFile],
+    fingerprint: str,
+    handling: Handling,
+    options: dict,
+    folder: Path,
+    count: int | None,
+    progress: Progress,
+) -> Dataset | None:
+    """Run `read_raw`, then `filter_dataset` with `options`; return None if `count` is None and all data fits into
+    memory.
+
+    count: K, or None to choose it. folder: the place of intermediate files, which the caller removes. The columns of
+    the result are memory maps of files in it.
+    """
+    with unpacked(sources, folder.parent) as files:
+        plan = folder / "plan.json"
+        saved = _read_json(plan) if plan.exists() else {}
+        if saved.get("fingerprint") == fingerprint and count in (None, saved.get("count")):
+            count = saved["count"]
+        else:
+            count = count or needed(fmt, files)
+            if count == 1:
+                return None
+            if fmt.kind not in PIECES:
+                raise DataError(f"data.partitions: {name} cannot be read in pieces")
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            _write_json(plan, {"fingerprint": fingerprint, "count": count})
+        if handling.duplicates == "drop":
+            refuse_duplicates(fmt)
+        work = _Work(name, fmt, files, handling, folder, count, progress)
+        work.read()
+    return work.dataset(fingerprint, options)
+
+
+@dataclasses.dataclass
+class _State:
+    """The part of the raw files that has been read.
+
+    pieces, rows: how many have been read. file, begin: where the next piece begins. bad, described: as in `BadRows`.
+    first_pieces: maps each file to its first piece.
+    """
+
+    pieces: int = 0
+    rows: int = 0
+    file: int = 0
+    begin: list[int] | None = None
+    bad: int = 0
+    described: list[str] = dataclasses.field(default_factory=list)
+    bad_note: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    plain_readings: dict[str, Any] | None = None
+    first_pieces: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def readings(self) -> Readings | None:
+        """Return the readings used for the last piece."""
+        plain = self.plain_readings
+        return None if plain is None else Readings(Reading(**plain["time"]), plain["text_actions"])
+
+
+class _Work:
+    """The work of one preparation; each method makes the folders of one kind that are missing."""
+
+    def __init__(self, name, fmt, files, handling, folder, count, progress):
+        self.name, self.fmt, self.files, self.handling = name, fmt, files, handling
+        self.folder, self.count, self.progress = folder, count, progress
+
+    def read(self) -> None:
+        """Write pieces/N, and reading.json after the last one."""
+        state_file = self.folder / "reading.json"
+        if state_file.exists():
+            return
+        pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
+        state = _State(**_read_json(pieces[-1] / "state.json")) if pieces else _State()
+        bad = BadRows(self.handling.on_bad_row == "drop")
+        bad.count, bad.first = state.bad, state.described
+        while state.file < len(self.files):
+            file, before = self.files[state.file], state.readings()
+            place = None if state.begin is None else (state.begin[0], state.begin[1])
+            self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
+            for frame, readings, piece_notes, begin in PIECES[self.fmt.kind](file, self.fmt, bad, before, PIECE, place):
+                check_unit(file, self.files[0], before, readings)
+                state.first_pieces.setdefault(str(state.file), state.pieces)
+                state.notes += [note for note in piece_notes if note not in state.notes]
+                state.begin, state.plain_readings = list(begin), dataclasses.asdict(readings)
+                state.rows, state.pieces = state.rows + frame.height, state.pieces + 1
+                state.bad, state.described = bad.count, bad.first
+                self._write_piece(frame, state)
+                self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
+            bad.check(file.name)
+            state.file, state.begin = state.file + 1, None
+        state.bad_note = bad.note() if bad.count else None
+        _write_json(state_file, dataclasses.asdict(state))
+
+    def _write_piece(self, frame, state: _State) -> None:
+        with replace_folder(self.folder / "pieces" / f"{state.pieces - 1:06d}") as place:
+            frame.write_ipc(place / "rows.arrow")
+            frame.head(0).write_ipc(place / "columns.arrow")
+            for role in ("user", "item"):
+                for bucket, part in enumerate(self._buckets(frame[role].value_counts(name="count"), role)):
+                    part.write_ipc(place / f"{role}s-{bucket}.arrow")
+            if "action" in frame.columns and frame["action"].dtype == _text():
+                frame["action"].value_counts(name="count").write_ipc(place / "actions.arrow")
+            _write_json(place / "state.json", dataclasses.asdict(state))
+
+    def _buckets(self, counts, role: str) -> list:
+        """Divide ids and their counts by the ids' hash into as many frames as there are ranges, at most BUCKETS."""
+        import polars as pl
+
+        ids = counts[role]
+        if self.fmt.kind == "parquet":  # another file may hold the same ids as text
+            ids = ids.cast(pl.String)
+        bucket = (ids.hash() % min(BUCKETS, self.count)).cast(pl.Int32)
+        counts = counts.with_columns(bucket.alias("bucket")).sort("bucket")
+        begins = np.searchsorted(counts["bucket"].to_numpy(), np.arange(min(BUCKETS, self.count) + 1)).tolist()
+        counts = counts.drop("bucket")
+        return [counts.slice(begin, end - begin) for begin, end in itertools.pairwise(begins)]
+
+    def dataset(self, fingerprint: str, options: dict) -> Dataset:
+        """Write numbered/N, users/P and columns, then return the data set."""
+        state, first = _State(**_read_json(self.folder / "reading.json")), self.files[0]
+        pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
+        readings = state.readings()
+        if not state.rows or readings is None:
+            raise no_events(first, state.bad)
+        self.kinds = self._kinds(pieces, state)
+        notes, names, texts = list(state.notes), None, None
+        if self.fmt.own_columns and self.fmt.has_timestamps:
+            notes.append(time_note(self.fmt, readings))
+        if state.bad_note:
+            notes.append(state.bad_note)
+        if self.kinds.get("action") == _text():
+            counts = _summed([_read(piece / "actions.arrow") for piece in pieces], "action")
+            texts = texts_of_actions(counts, first)
+            names = tuple(texts.to_list())
+        elif self.fmt.action_codes is not None:
+            names = names_of(self.fmt.action_codes)
+        users, events = self._numbered(pieces, "user")
+        items, _ = self._numbered(pieces, "item")
+        bounds = self._bounds(events)
+        for piece in pieces:
+            self._number(piece, users, items, texts, bounds)
+        dropped = sum(self._sort(number, bounds, readings, len(pieces)) for number in range(self.count))
+        if self.handling.duplicates == "drop":
+            notes.append(duplicates_note(dropped))
+        if names:
+            notes.append(note_of_actions(names))
+        remaining_users, remaining_items, offsets = self._filter(bounds, len(items.values), options)
+        files = {column: self.folder / "columns" / f"{column}.npy" for column in COLUMNS}
+        columns = {name: np.load(file, mmap_mode="c") for name, file in files.items() if file.exists()}
+        return Dataset(
+            name=name_of(self.name, self.fmt, first),
+            actions=columns.pop("actions", None),
+            **columns,
+            user_offsets=offsets,
+            user_ids=users.values[remaining_users],
+            item_ids=items.values[remaining_items],
+            has_timestamps=self.fmt.has_timestamps,
+            fingerprint=fingerprint,
+            action_names=names,
+            notes=tuple(notes),
+        )
+
+    def _kinds(self, pieces: list[Path], state: _State) -> dict:
+        """Map each role to the polars type of its column, on which all files agree."""
+        frames = [_read(pieces[piece] / "columns.arrow") for piece in state.first_pieces.values()]
+        files = [self.files[int(file)] for file in state.first_pieces]
+        return dict(alike(frames, files)[0].schema)
+
+    def _numbered(self, pieces: list[Path], role: str) -> tuple[Ids, np.ndarray]:
+        """Return (all ids of a role, the number of events of each)."""
+        import polars as pl
+
+        buckets = []
+        for bucket in range(min(BUCKETS, self.count)):
+            self.progress.stage(f"numbering the ids of {role}s, part {bucket + 1}")
+            parts = (_read(piece / f"{role}s-{bucket}.arrow") for piece in pieces)
+            buckets.append(_summed([part.with_columns(pl.col(role).cast(self.kinds[role])) for part in parts], role))
+        counted_ids = pl.concat(buckets)
+        ids = Ids(counted_ids[role], self.files[0], role)
+        counts = np.zeros(len(ids.values), np.int64)
+        counts[ids.codes(counted_ids[role]).to_numpy()] = counted_ids["count"].to_numpy()
+        return ids, counts
+
+    def _bounds(self, events: np.ndarray) -> np.ndarray:
+        """Return [K + 1] numbers of users that bound ranges with about equally many events. events: of each user."""
+        before = np.cumsum(events)
+        targets = before[-1] * np.arange(1, self.count) // self.count
+        return np.concatenate([[0], np.searchsorted(before, targets), [len(events)]])
+
+    def _number(self, piece: Path, users: Ids, items: Ids, texts, bounds: np.ndarray) -> None:
+        import polars as pl
+
+        place = self.folder / "numbered" / piece.name
+        if place.exists():
+            return
+        self.progress.stage(f"numbering the ids of piece {piece.name}")
+        frame = _read(piece / "rows.arrow").cast(self.kinds)
+        codes = [users.codes(frame["user"]).alias("user"), items.codes(frame["item"]).alias("item")]
+        if texts is not None:
+            codes.append(codes_of_actions(texts))
+        frame = frame.with_columns(codes)
+        part = np.searchsorted(bounds[1:-1], frame["user"].to_numpy(), side="right").astype(np.int32)
+        frame = frame.with_columns(pl.Series("part", part)).sort("part", maintain_order=True)
+        begins = np.searchsorted(frame["part"].to_numpy(), np.arange(self.count + 1))
+        frame = frame.drop("part")
+        with replace_folder(place) as temporary:
+            for number, (begin, end) in enumerate(itertools.pairwise(begins.tolist())):
+                if end > begin:
+                    frame.slice(begin, end - begin).write_ipc(temporary / f"{number}.arrow")
+        (piece / "rows.arrow").unlink()
+
+    def _sort(self, number: int, bounds: np.ndarray, readings: Readings, pieces: int) -> int:
+        """Write users/P; return the number of duplicates that were left out."""
+        import polars as pl
+
+        place = self.folder / "users" / f"{number:06d}"
+        if not place.exists():
+            self.progress.stage(f"sorting the events of range {number + 1} of {self.count}")
+            files = [self.folder / "numbered" / f"{piece:06d}" / f"{number}.arrow" for piece in range(pieces)]
+            frames = [_read(file) for file in files if file.exists()]
+            frame, dropped = pl.concat(frames) if frames else None, 0
+            with replace_folder(place) as temporary:
+                if frame is not None:
+                    height = frame.height
+                    if self.handling.duplicates == "drop":
+                        frame = frame.unique(keep="first", maintain_order=True)
+                    dropped = height - frame.height
+                    by = ["user", "timestamp"] if self.fmt.has_timestamps else ["user"]
+                    frame = frame.sort(by, maintain_order=True)
+                    lengths = np.bincount(frame["user"].to_numpy() - bounds[number], minlength=np.diff(bounds)[number])
+                    times = np.zeros(frame.height, np.int64)
+                    if self.fmt.has_timestamps:
+                        times = to_seconds(frame["timestamp"], readings.time.unit)
+                    np.save(temporary / "lengths.npy", lengths)
+                    np.save(temporary / "items.npy", frame["item"].to_numpy())
+                    np.save(temporary / "timestamps.npy", times)
+                    if "action" in frame.columns:
+                        np.save(temporary / "actions.npy", frame["action"].to_numpy())
+                _write_json(temporary / "dropped.json", dropped)
+            for file in files:
+                file.unlink(missing_ok=True)
+        return _read_json(place / "dropped.json")
+
+    def _filter(self, bounds: np.ndarray, num_items: int, options: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Write columns; return (users that remain [bool], items that remain [bool], the users' offsets)."""
+        least_user, least_item = options["min_user_events"], options["min_item_events"]
+        places = [self.folder / "users" / f"{number:06d}" for number in range(self.count)]
+        places = [place for place in places if (place / "lengths.npy").exists()]
+        firsts = [int(bounds[int(place.name)]) for place in places]
+        self.progress.stage("filtering")
+        items_left, changed = np.ones(num_items, bool), True
+        users_left = np.ones(int(bounds[-1]), bool)
+        while changed:
+            # Count the events of remaining users and items, then drop the users and items with too few.
+            counts, changed, total = np.zeros(num_items, np.int64), False, 0
+            for place, first in zip(places, firsts):
+                self.progress.stage("filtering")
+                alive, users, lengths = _alive(place, first, users_left, items_left)
+                user_counts = np.bincount(users[alive], minlength=len(lengths))
+                total += int(alive.sum())
+                counts += np.bincount(np.load(place / "items.npy")[alive], minlength=num_items)
+                too_few = users_left[first : first + len(lengths)] & (user_counts < least_user)
+                changed |= bool(too_few.any())
+                users_left[first : first + len(lengths)] &= ~too_few
+            too_few = items_left & (counts < least_item)
+            changed |= bool(too_few.any())
+            items_left &= ~too_few
+        if not total:
+            raise nothing_left(name_of(self.name, self.fmt, self.files[0]), least_user, least_item)
+        lengths = self._write_columns(places, firsts, users_left, items_left, total)
+        return users_left, items_left, offsets_of(lengths[users_left])
+
+    def _write_columns(self, places, firsts, users_left, items_left, total: int) -> np.ndarray:
+        """Write columns; return the number of events of each user."""
+        numbers = np.cumsum(items_left, dtype=np.int64) - 1
+        lengths = np.zeros(len(users_left), np.int64)
+        with replace_folder(self.folder / "columns") as temporary:
+            files = {name: temporary / f"{name}.npy" for name in COLUMNS if (places[0] / f"{name}.npy").exists()}
+            opened = {name: _begin(file, COLUMNS[name], total) for name, file in files.items()}
+            for place, first in zip(places, firsts):
+                self.progress.stage("writing the columns")
+                alive, users, user_lengths = _alive(place, first, users_left, items_left)
+                lengths[first : first + len(user_lengths)] = np.bincount(users[alive], minlength=len(user_lengths))
+                for name, file in opened.items():
+                    values = np.load(place / f"{name}.npy")[alive]
+                    values = numbers[values] if name == "items" else values
+                    values.astype(COLUMNS[name]).tofile(file)
+            for file in opened.values():
+                file.close()
+        return lengths
+
+
+def _alive(place: Path, first: int, users_left: np.ndarray, items_left: np.ndarray):
+    """Return (which events of a range remain [E], the user of each, counted from the range's first [E], lengths
+    [U]).
+    """
+    lengths = np.load(place / "lengths.npy")
+    users = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    alive = users_left[first : first + len(lengths)][users]
+    alive &= items_left[np.load(place / "items.npy")]
+    return alive, users, lengths
+
+
+def _begin(file: Path, dtype, count: int):
+    """Create a .npy file of `count` values, and return it opened at the first value."""
+    opened = open(file, "wb")  # noqa: SIM115 (the caller closes it)
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(opened, header)
+    return opened
+
+
+def _summed(frames: list, role: str):
+    """Add up the counts of all frames."""
+    import polars as pl
+
+    return pl.concat(frames).group_by(role).agg(pl.col("count").sum())
+
+
+def _text():
+    import polars as pl
+
+    return pl.String
+
+
+def _read(file: Path):
+    import polars as pl
+
+    with literal(file) as opened:
+        return pl.read_ipc(opened)
+
+
+def _read_json(file: Path):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _write_json(file: Path, value) -> None:
+    replace_file(file, json.dumps(value))

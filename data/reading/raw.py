@@ -1,0 +1,283 @@
+"""Read raw files as a `Dataset`: parse and check rows, number the ids, sort the events.
+
+Requires polars, imported inside the functions that use it: reading a prepared cache does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.features.files import features_of
+from data.filtering import offsets_of
+from data.progress import Progress
+from data.reading.bad_rows import BadRows
+from data.reading.formats import RawFormat
+from data.reading.memory import require_memory
+from data.reading.parquet import read_parquet
+from data.reading.sequences import read_sequences
+from data.reading.sources import RawFile, unpacked
+from data.reading.text import read_text
+from data.reading.times import NAMES, to_seconds
+from data.reading.values import Readings
+from data.types import ACTION_CODES, DataError, Dataset, shown
+
+READERS = {"text": read_text, "sequences": read_sequences, "parquet": read_parquet}
+MOST_TEXT_ACTIONS = 10_000  # distinct ones: more of them mean that the wrong column was read
+NOTED_ACTIONS = 10
+
+
+@dataclass(frozen=True)
+class Handling:
+    """The handling of rows. on_bad_row: error or drop. duplicates: keep or drop events that equal an earlier one in
+    every column.
+    """
+
+    on_bad_row: str = "error"
+    duplicates: str = "keep"
+
+
+PLAIN = Handling()
+
+
+def read_raw(
+    name: str,
+    fmt: RawFormat,
+    sources: list[RawFile],
+    fingerprint: str,
+    handling: Handling = PLAIN,
+    scratch: Path | None = None,
+    progress: Progress | None = None,
+) -> Dataset:
+    """Parse, validate, number the ids and sort. DataError with the bad line, column and value.
+
+    scratch: the folder for unpacking compressed files. progress: gets the stages, and may end them.
+    """
+    try:
+        import polars as pl
+    except ImportError as error:
+        raise DataError(
+            "preparing raw files needs polars (pip install polars); a prepared cache folder as data.path does not"
+        ) from error
+    progress = progress or Progress()
+    first = sources[0]
+    with unpacked(sources, scratch) as files:
+        frame, readings, bad, notes = _read_all(fmt, files, handling, progress)
+    if frame.height == 0:
+        raise no_events(first, bad.count)
+    if bad.count:
+        notes.append(bad.note())
+    if handling.duplicates == "drop":
+        refuse_duplicates(fmt)
+        height = frame.height
+        frame = frame.unique(keep="first", maintain_order=True)
+        notes.append(duplicates_note(height - frame.height))
+
+    progress.stage(f"numbering the ids of {frame.height:,} events")
+    action_names = None
+    if "action" in frame.columns and frame["action"].dtype == pl.String:
+        texts = texts_of_actions(frame["action"].value_counts(name="count"), first)
+        frame, action_names = frame.with_columns(codes_of_actions(texts)), tuple(texts.to_list())
+    elif fmt.action_codes is not None:
+        action_names = names_of(fmt.action_codes)
+    if action_names:
+        notes.append(note_of_actions(action_names))
+    known_users, known_items = Ids(frame["user"], first, "user"), Ids(frame["item"], first, "item")
+    users, items = known_users.codes(frame["user"]), known_items.codes(frame["item"])
+    user_ids, item_ids = known_users.values, known_items.values
+    columns = {"user": users, "item": items}
+    columns |= {role: frame[role] for role in ("timestamp", "action", *fmt.features) if role in frame.columns}
+    frame = pl.DataFrame(columns)
+    del users, items, columns
+    progress.stage(f"sorting {frame.height:,} events")
+    # Stable, so that equal timestamps keep the order of the file.
+    frame = frame.sort(["user", "timestamp"] if fmt.has_timestamps else ["user"], maintain_order=True)
+    if fmt.has_timestamps:
+        # Rounded only after sorting: fractions of seconds have ordered the events.
+        timestamps = to_seconds(frame["timestamp"], readings.time.unit)
+    else:
+        timestamps = np.zeros(frame.height, np.int64)
+    return Dataset(
+        name=name_of(name, fmt, first),
+        items=frame["item"].to_numpy(),
+        timestamps=timestamps,
+        actions=frame["action"].to_numpy() if "action" in frame.columns else None,
+        user_offsets=offsets_of(np.bincount(frame["user"].to_numpy(), minlength=len(user_ids))),
+        user_ids=user_ids,
+        item_ids=item_ids,
+        has_timestamps=fmt.has_timestamps,
+        fingerprint=fingerprint,
+        action_names=action_names,
+        notes=tuple(notes),
+        features=tuple(
+            features_of("events", name, kind, frame[role], first.name) for role, (kind, name) in fmt.features.items()
+        ),
+    )
+
+
+def no_events(first: RawFile, bad: int) -> DataError:
+    """Return the error of a source that has no good rows and `bad` bad ones."""
+    return DataError(f"{first.name}: the file has no events{f', only {bad:,} bad rows' if bad else ''}")
+
+
+def refuse_duplicates(fmt: RawFormat) -> None:
+    """Raise DataError if data.duplicates=drop makes no sense for this format."""
+    if not fmt.has_timestamps:
+        raise DataError("data.duplicates=drop needs timestamps: without them a repetition is an event of its own")
+
+
+def duplicates_note(count: int) -> str:
+    """Return a sentence about the duplicates that were left out."""
+    return f"{count:,} events equal to an earlier one were left out (data.duplicates: drop)"
+
+
+def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress: Progress):
+    """Return (the good rows of all files, their readings, the bad rows, notes)."""
+    import polars as pl
+
+    size = sum(file.path.stat().st_size for file in files)
+    if fmt.kind != "parquet":  # whose reader checks the memory itself
+        require_memory(2 * size, f"{files[0].name}: {size / 2**30:.1f} GiB of rows")
+    bad, frames, notes = BadRows(handling.on_bad_row == "drop"), [], []
+    readings: Any = None
+    rows = 0
+    for number, file in enumerate(files):
+        part = f" (file {number + 1} of {len(files)}, {rows:,} rows so far)" if len(files) > 1 else ""
+        progress.stage(f"reading {file.name}{part}")
+        before = readings
+        try:
+            frame, readings, file_notes = READERS[fmt.kind](file, fmt, bad, readings)
+        except pl.exceptions.PanicException as error:  # polars' panic, e.g. on a changed file, is no Exception
+            raise DataError(f"{file.name}: cannot be read: {shown(str(error).strip(), 200)}") from None
+        check_unit(file, files[0], before, readings)
+        rows += frame.height
+        frames.append(frame)
+        notes += [note for note in file_notes if note not in notes]
+    if fmt.own_columns and fmt.has_timestamps:
+        notes.append(time_note(fmt, readings))
+    return pl.concat(alike(frames, files)), readings, bad, notes
+
+
+def check_unit(file: RawFile, first: RawFile, before: Readings | None, readings: Readings) -> None:
+    """Raise DataError if a file's times are in another unit than those of the earlier files."""
+    if before is not None and before.time.unit != readings.time.unit:
+        raise DataError(
+            f"{file.name}: times in {NAMES[readings.time.unit]}, in {first.name} they are in {NAMES[before.time.unit]}"
+        )
+
+
+def alike(frames: list, files: list[RawFile]) -> list:
+    """Convert ids to text in all frames if any has text ids, and check that all times have one type; DataError if
+    not.
+    """
+    import polars as pl
+
+    for role in frames[0].columns:
+        kinds = {frame[role].dtype for frame in frames}
+        if len(kinds) == 1:
+            continue
+        if role in ("user", "item"):
+            kind: Any = pl.String
+        elif role == "timestamp" and pl.Float64 not in kinds:
+            kind = pl.Decimal(38, 9)
+        else:
+            other = next(n for n, frame in enumerate(frames) if frame[role].dtype != frames[0][role].dtype)
+            raise DataError(
+                f"{files[other].name}: the column of the {role} holds {frames[other][role].dtype}, in {files[0].name} "
+                f"it holds {frames[0][role].dtype}"
+            )
+        frames = [frame.with_columns(pl.col(role).cast(kind)) for frame in frames]
+    return frames
+
+
+def time_note(fmt: RawFormat, readings: Readings) -> str:
+    """Return a sentence about how the times were read."""
+    reading, column = readings.time, fmt.columns["timestamp"]
+    if reading.kind in ("integer", "decimal"):
+        source = "" if fmt.timestamp_unit else ", detected from the values"
+        return f"times ({shown(column)}) are numbers of {NAMES[reading.unit]}{source}"
+    text = {"iso": "ISO 8601 text", "format": "text", "datetime": "datetimes"}[reading.kind]
+    return f"times ({shown(column)}) are {text}; without a zone they are taken for UTC"
+
+
+def texts_of_actions(counts, first: RawFile):
+    """Return the text of each code, the most frequent first, from a polars frame of texts (`action`) and their
+    `count`.
+    """
+    counts = counts.sort(["count", "action"], descending=[True, False])
+    if counts.height > MOST_TEXT_ACTIONS:
+        raise DataError(
+            f"{first.name}: {counts.height:,} different texts as actions, at most {MOST_TEXT_ACTIONS:,} are supported: "
+            "is this the action's column?"
+        )
+    return counts["action"]
+
+
+def codes_of_actions(texts):
+    """Return the expression that maps the actions' texts to their codes."""
+    import polars as pl
+
+    return pl.col("action").replace_strict(texts, pl.Series(np.arange(len(texts), dtype=np.int32)))
+
+
+def note_of_actions(names: tuple[str, ...]) -> str:
+    """Return a sentence with the code of each text of an action."""
+    codes = [f"{shown(text)} {code}" for code, text in enumerate(names[:NOTED_ACTIONS]) if text]
+    return f"{ACTION_CODES}{', '.join(codes)}{', ...' if len(names) > len(codes) else ''}"
+
+
+def names_of(codes: dict[str, int]) -> tuple[str, ...] | None:
+    """Return the text of each code, "" for a code without one, and the first of several texts with one code. None if
+    the codes have too many gaps.
+    """
+    if max(codes.values()) >= MOST_TEXT_ACTIONS:
+        return None
+    names = [""] * (max(codes.values()) + 1)
+    for text, code in codes.items():
+        names[code] = names[code] or text
+    return tuple(names)
+
+
+def name_of(name: str, fmt: RawFormat, first: RawFile) -> str:
+    """Return the name of a data set: its format, or the file's stem for formats of the user's own files."""
+    if not fmt.own_columns and name not in ("lines", "sequences", "amazon"):
+        return name
+    stem = Path(first.name).name
+    for end in (".gz", ".zst"):
+        stem = stem.removesuffix(end)
+    return Path(stem).stem
+
+
+class Ids:
+    """Number original ids (a polars Series, with repetitions) in ascending order.
+
+    values: [n] numpy int64 or str, the id of each number.
+    """
+
+    def __init__(self, ids, first: RawFile, role: str):
+        import polars as pl
+
+        distinct = ids.unique().sort()
+        if len(distinct) >= 2**31:
+            raise DataError(f"{first.name}: {len(distinct)} distinct {role} ids, at most 2147483647 are supported")
+        self._text = None
+        if distinct.dtype == pl.String:
+            as_int = distinct.cast(pl.Int64, strict=False)
+            # "007" and "7" are different ids: numbers only if no id changes when written back.
+            if as_int.null_count() or not (as_int.cast(pl.String) == distinct).all():
+                self._text = pl.Enum(distinct)
+                self.values = distinct.to_numpy().astype(np.str_)
+                return
+            distinct = as_int.sort()
+        self.values = distinct.to_numpy().astype(np.int64)
+
+    def codes(self, ids):
+        """Return the numbers of ids, as a polars Series of int32."""
+        import polars as pl
+
+        if self._text is not None:
+            return ids.cast(self._text).to_physical().cast(pl.Int32)
+        return pl.Series(np.searchsorted(self.values, ids.cast(pl.Int64).to_numpy()).astype(np.int32))

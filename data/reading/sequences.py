@@ -1,0 +1,82 @@
+"""Read files of whole histories, `user item item ...` a line, as polars frames with the columns user and item."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from data.reading.bad_rows import BadRows
+from data.reading.formats import RawFormat
+from data.reading.lines import SEARCH_BLOCK, blocks, first_line
+from data.reading.sources import RawFile
+from data.reading.times import SECONDS
+from data.reading.values import MAX_ID_LENGTH, Readings
+from data.types import shown
+
+SEPARATORS = {
+    "\t": "a tab",
+    ",": "a comma",
+    ";": "a semicolon",
+    "|": "|",
+}  # the first that the first line has; by default a blank
+
+
+def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
+    """Read one file: (polars frame, readings, notes about the file); a row of the frame is an event.
+
+    A user's lines follow each other in time. Bad lines go to `bad`.
+    """
+    import polars as pl
+
+    notes = []
+    if fmt.detect_separator:
+        line = first_line(source, fmt).decode("utf-8", "replace")
+        separator = next((s for s in SEPARATORS if s in line), " ")
+        fmt = dataclasses.replace(fmt, separator=separator)
+        if separator != " ":
+            notes.append(f"fields are separated by {SEPARATORS[separator]} (data.separator)")
+    frames = []
+    for number, data in blocks(source, fmt, SEARCH_BLOCK):
+        lines = data.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").split(b"\n")[:-1]
+        good: list[str] = []
+        descriptions: list[str] = []
+        count = 0
+        for place, row in enumerate(lines):
+            text = row.removesuffix(b"\r")
+            if (message := _problem(text, fmt)) is None:
+                good.append(text.decode())
+            else:
+                count += 1
+                if len(descriptions) < bad.room:
+                    descriptions.append(f"{source.name} line {number + place}: {message}")
+        bad.add(count, descriptions)
+        fields = pl.Series(good, dtype=pl.String).str.split(fmt.separator)
+        frame = pl.DataFrame({"user": fields.list.first(), "item": fields.list.slice(1)})
+        frames.append(frame.explode("item"))
+    bad.check(source.name)
+    frame = pl.concat(frames) if frames else pl.DataFrame(schema={"user": pl.String, "item": pl.String})
+    return frame, Readings(SECONDS), notes
+
+
+def _problem(line: bytes, fmt: RawFormat) -> str | None:
+    """Return what is wrong with a line, or None."""
+    separator = fmt.separator.encode()
+    if not line.strip():
+        return "empty line"
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return "not valid UTF-8"
+    if b"\0" in line:
+        return "a NUL character"
+    if separator not in line:
+        return f"expected a user and items between {fmt.separator!r}, got {shown(line.decode())!r}"
+    if separator * 2 in line or line.startswith(separator) or line.endswith(separator):
+        return f"an empty field: {fmt.separator!r} at an end of the line, or twice in a row"
+    if len(line) > MAX_ID_LENGTH:
+        values = np.frombuffer(separator + line + separator, np.uint8)
+        longest = np.diff(np.flatnonzero(values == separator[0])).max() - 1  # bytes
+        if longest > MAX_ID_LENGTH and max(map(len, line.decode().split(fmt.separator))) > MAX_ID_LENGTH:
+            return f"an id of more than {MAX_ID_LENGTH} characters"
+    return None

@@ -1,0 +1,208 @@
+"""Find and unpack the files of a source; a path is a pattern only if nothing has that literal name."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from data.atomic import sweep, temporary_beside
+from data.reading.formats import RawFormat
+from data.types import DataError, shown
+
+PACKED = (".gz", ".zst")
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+OTHERS = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ")  # zip, bzip2, xz
+MOST_HOLE = 1 << 26  # bytes of the largest accepted hole in a Parquet file: a copy may leave out runs of zeros
+
+
+@dataclass(frozen=True)
+class RawFile:
+    """A file to read; `name` is its name in error messages."""
+
+    path: Path
+    name: str
+
+
+def literal(path: Path) -> io.BufferedReader:
+    """Open the file. Libraries get the open file instead of a user's path, which they might read as a pattern or a
+    URL.
+    """
+    return open(path, "rb")
+
+
+def local_path(path: str | Path, key: str) -> Path:
+    """Expand `~` in a user's path; DataError for a path that no file system can have."""
+    if "\0" in str(path):
+        raise DataError(f"{key}: a path cannot hold a NUL character, got {shown(path)}")
+    try:
+        expanded = Path(path).expanduser()
+        str(expanded).encode("utf-8")
+        os.fsencode(expanded)
+    except RuntimeError as error:
+        raise DataError(f"{key}: {shown(path)}: {error}") from None
+    except UnicodeEncodeError:
+        raise DataError(f"{key}: {shown(path)} is not valid text, or none for {sys.getfilesystemencoding()}") from None
+    return expanded
+
+
+def find_sources(name: str, fmt: RawFormat, path: str | Path | None) -> tuple[list[RawFile], str | None]:
+    """Return the raw files of a source, and a sentence about how they were found if that is not obvious.
+
+    `path` is the file itself, the folder that holds it, a folder of parts for csv and parquet, or, if nothing has that
+    name, a pattern for those two. DataError if nothing matches.
+    """
+    if not path:
+        raise DataError(
+            f"{fmt.path_option}: format {name} needs the path of {fmt.files[0]} or of its folder{_fetch(fmt)}"
+        )
+    path = local_path(path, fmt.path_option)
+    try:
+        return _find(fmt, path)
+    except OSError as error:
+        raise DataError(f"{shown(error.filename or path, 200)}: cannot be read: {error.strerror or error}") from error
+
+
+def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if fmt.own_columns and not os.path.lexists(path) and glob.has_magic(str(path)):
+            if files := _sorted(Path(file) for file in glob.glob(str(path), recursive=True)):
+                root = Path(os.path.commonpath([file.parent for file in files]))
+                return _named(files, root), f"{fmt.path_option} is no file, but a pattern that {len(files)} files match"
+            raise DataError(f"{shown(path, 200)}: no such file, and no file matches it as a pattern") from None
+        raise DataError(f"{shown(path, 200)}: no such file or folder{_fetch(fmt)}") from None
+    if stat.S_ISREG(mode):
+        return [RawFile(path, shown(path.name, 200))], None
+    if not stat.S_ISDIR(mode):
+        raise DataError(f"{shown(path, 200)}: neither a file nor a folder")
+    os.listdir(path)  # glob treats a folder without read permission as empty
+    for pattern in fmt.files:
+        files = _sorted(file for end in ("", *PACKED) for file in path.glob(pattern + end))
+        if len(files) > 1 and not fmt.all_files:
+            names = ", ".join(shown(file.name) for file in files[:4])
+            raise DataError(f"{path}: {len(files)} files match {pattern} ({names}); give the path of one")
+        if files:
+            return _named(files, path), f"{fmt.path_option} is a folder of {len(files)} files" if len(
+                files
+            ) > 1 else None
+    raise DataError(f"{shown(path, 200)}: no {fmt.files[0].removeprefix('**/')} in this folder{_fetch(fmt)}")
+
+
+def _sorted(files: Iterator[Path]) -> list[Path]:
+    """Return the regular files, sorted, without those that are hidden or hold no data (`_SUCCESS`, `_metadata`)."""
+    return sorted(file for file in files if file.is_file() and not file.name.startswith((".", "_")))
+
+
+def _named(files: list[Path], root: Path) -> list[RawFile]:
+    return [RawFile(file, shown(file.relative_to(root), 200)) for file in files]
+
+
+def _fetch(fmt: RawFormat) -> str:
+    """Return how to get the data, if `data.download` can fetch them."""
+    if not fmt.downloads:
+        return ""
+    name = fmt.downloads[0] if len(fmt.downloads) == 1 else f"NAME (NAME is one of {', '.join(fmt.downloads)})"
+    return f"; to fetch it: python -m data.download {name}"
+
+
+def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
+    """Return (bytes, time of change) of a file; DataError if it is empty or has a hole, which would take hours to
+    read.
+    """
+    status = source.path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{source.name}: not a regular file")
+    if status.st_size == 0:
+        raise DataError(f"{source.name}: the file is empty")
+    with literal(source.path) as f:
+        hole = os.lseek(f.fileno(), 0, os.SEEK_HOLE)
+        if hole < status.st_size:
+            try:
+                end = os.lseek(f.fileno(), hole, os.SEEK_DATA)
+            except OSError:  # there is no data after the hole
+                end = status.st_size
+            if end - hole > (MOST_HOLE if fmt.kind == "parquet" else 0):
+                raise DataError(f"{source.name}: {end - hole:,} bytes from byte {hole:,} on were never written")
+    return status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def unpacked(sources: list[RawFile], scratch: Path | None) -> Iterator[list[RawFile]]:
+    """Yield the same sources with gzip and Zstandard files unpacked into a temporary folder below `scratch`.
+
+    scratch: by default the system's temporary folder. DataError for a damaged file and other kinds of compression.
+    """
+    packed = {}
+    for number, source in enumerate(sources):
+        with literal(source.path) as f:
+            magic = f.read(6)
+        if magic.startswith(OTHERS):
+            raise DataError(f"{source.name}: the file is compressed; unpack it first (.gz and .zst need not be)")
+        if magic.startswith((GZIP, ZSTD)):
+            packed[number] = magic
+    if not packed:
+        yield sources
+        return
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.gettempdir()) if scratch is None else scratch
+    sweep(scratch, "unpacked")
+    folder = temporary_beside(scratch / "unpacked")
+    folder.mkdir()
+    try:
+        result = list(sources)
+        for number, magic in packed.items():
+            result[number] = replace(sources[number], path=folder / str(number))
+            _unpack(sources[number], magic, result[number].path)
+        yield result
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unpack(source: RawFile, magic: bytes, target: Path) -> None:
+    errors: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error)
+    with literal(source.path) as packed, open(target, "wb") as out:
+        if magic.startswith(GZIP):
+            parts = iter(partial(gzip.GzipFile(fileobj=packed).read, 1 << 20), b"")
+        else:
+            try:
+                import zstandard
+            except ImportError:
+                raise DataError(f"{source.name}: reading .zst needs zstandard (pip install zstandard)") from None
+            errors += (zstandard.ZstdError,)
+            parts = _zstd_parts(packed, zstandard.ZstdDecompressor())
+        try:
+            for part in parts:
+                out.write(part)
+        except errors as error:
+            raise DataError(f"{source.name}: damaged, cannot be unpacked: {shown(error)}") from None
+    if target.stat().st_size == 0:
+        raise DataError(f"{source.name}: the file is empty")
+
+
+def _zstd_parts(packed: BinaryIO, decompressor) -> Iterator[bytes]:
+    """Yield the content of the frames one after another; EOFError if the last one is cut short (a stream reader of the
+    library ends there silently).
+    """
+    frame = None
+    while part := packed.read(1 << 13):  # small, since the output may be thousands of times larger
+        while part:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(part)
+            part, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("it ends in the middle of a frame")

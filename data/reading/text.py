@@ -1,0 +1,284 @@
+"""Read text files as polars frames with the columns user, item, timestamp and action, and name bad rows.
+
+The shape of rows is checked first, then the file is parsed as a whole, strictly; only if that fails is it read again,
+block by block and value by value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from data.reading.bad_rows import BadRows
+from data.reading.formats import RawFormat
+from data.reading.lines import SEARCH_BLOCK, Shape, are_whole, blocks, first_line, read_header, split_row
+from data.reading.sources import RawFile, literal
+from data.reading.times import SECONDS
+from data.reading.values import Readings, checks, choose_readings, problem, typed
+from data.types import DataError, did_you_mean, shown
+
+SEPARATORS = ",;\t|"
+NAMES = {"\t": "a tab", " ": "a blank", ",": "a comma", ";": "a semicolon"}
+BETWEEN = "\x1f"  # separates the values of a list
+SAMPLE = 1 << 20  # bytes of the first rows, from which the readings of the user's columns are chosen
+
+
+def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
+    """Read one file: (polars frame, the readings of its columns, notes about the file).
+
+    readings: those of the earlier files. Bad rows go to `bad`; DataError for faults after which nothing can be read.
+    """
+    import polars as pl
+
+    fmt, notes = with_separator(source, fmt)
+    names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
+    require_columns(source, fmt, names)
+    all_whole = are_whole(source, fmt, len(names))
+    if readings is None:
+        readings = _readings(source, fmt, names)
+    if all_whole:
+        try:
+            with literal(source.path) as file:
+                frame = typed(_parse(file, fmt, names, readings), fmt, readings)
+            if is_valid(frame, fmt, readings):
+                return finish(with_lists(frame, fmt), fmt), readings, notes
+        except pl.exceptions.PolarsError:
+            pass
+    before = bad.count
+    frame = _read_in_blocks(source, fmt, names, readings, bad)
+    if all_whole and bad.count == before and frame.height:
+        raise DataError(f"{source.name}: cannot be read")  # the parser and the search for bad rows do not agree
+    bad.check(source.name)
+    return finish(with_lists(frame, fmt), fmt), readings, notes
+
+
+def text_pieces(
+    source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None, size: int, begin: tuple[int, int] | None
+) -> Iterator[tuple]:
+    """Yield a file in pieces of about `size` bytes: (frame, readings, notes, where the next piece begins).
+
+    begin: the start that an earlier piece returned; None is the first row. The rest is as in `read_text`, except that
+    `bad.check` is not called.
+    """
+    fmt, notes = with_separator(source, fmt)
+    names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
+    require_columns(source, fmt, names)
+    readings = readings or _readings(source, fmt, names)
+    place = len(first_line(source, fmt)) if fmt.header else 0
+    for line, data in blocks(source, fmt, size, begin):
+        place = begin[0] if begin is not None else place
+        frame = _strictly(data, fmt, names, readings)
+        if frame is None:
+            frame = _good_rows(source, line, data, fmt, names, readings, bad)
+        begin = place + len(data), line + data.count(b"\n")
+        yield finish(with_lists(frame, fmt), fmt), readings, notes, begin
+
+
+def _strictly(data: bytes, fmt: RawFormat, names: list, readings: Readings):
+    """Return the rows of a block, or None if one of them is bad."""
+    import polars as pl
+
+    shape = Shape(data, fmt, len(names))
+    if len(shape.wrong) or shape.misquoted:
+        return None
+    try:
+        frame = typed(_parse(data, fmt, names, readings), fmt, readings)
+    except pl.exceptions.PolarsError:
+        return None
+    return frame if frame.height == len(shape.ends) and is_valid(frame, fmt, readings) else None
+
+
+def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str]]:
+    """Return the format with this file's separator, and a sentence if that is not the format's own separator."""
+    if fmt.separator == " " and not fmt.own_columns:
+        tabs = b"\t" in first_line(source, fmt)
+        return dataclasses.replace(fmt, separator="\t" if tabs else " "), []
+    if not fmt.detect_separator:
+        return fmt, []
+    fits = []
+    for separator in SEPARATORS:
+        candidate = dataclasses.replace(fmt, separator=separator, detect_separator=False)
+        names = read_header(source, candidate)
+        if all(column in names for column in source_columns(fmt).values()):
+            fits.append(candidate)
+    chosen = fits[0] if fits else dataclasses.replace(fmt, detect_separator=False)
+    name = NAMES.get(chosen.separator, chosen.separator)
+    return chosen, [f"fields are separated by {name} (data.separator)"] if chosen.separator != fmt.separator else []
+
+
+def source_columns(fmt: RawFormat) -> dict[str, str | int]:
+    """Map each role or flag to its source column."""
+    return {**fmt.columns, **{flag: flag for flag in fmt.flags}}
+
+
+def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
+    """Raise DataError unless every column of the format is there exactly once."""
+    for role, column in source_columns(fmt).items():
+        if column not in present:
+            owned = f" ({fmt.option}.{role.rpartition(':')[2]})" if fmt.own_columns else ""
+            has = ", ".join(shown(c) for c in present[:20])[:400]
+            raise DataError(f"{source.name}: no column {column!r}{owned}{did_you_mean(column, present)}; it has {has}")
+        if present.count(column) > 1:
+            raise DataError(f"{source.name}: the header names column {column!r} twice")
+
+
+def _readings(source: RawFile, fmt: RawFormat, names: list) -> Readings:
+    """Choose the readings that fit the first rows of the right shape."""
+    if not fmt.own_columns and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
+        return Readings(SECONDS)
+    for _, data in blocks(source, fmt, SAMPLE):
+        shape = Shape(data, fmt, len(names))
+        if shape.misquoted is None and len(shape.wrong) < len(shape.ends):
+            frame = _parse(shape.without(shape.wrong), fmt, names, None, lossy=True)
+            return choose_readings(frame, fmt)
+    return Readings(SECONDS)
+
+
+def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy: bool = False):
+    """Parse a file, or rows in bytes, into a frame with the roles as columns, which have their types, or are text if
+    `readings` is None or requires it; PolarsError for a value that is not of its type.
+    """
+    import polars as pl
+
+    # polars splits at one byte: if the separator is "::", it splits at ":" and every other column is empty.
+    step = len(fmt.separator)
+    columns = {role: names.index(column) * step for role, column in source_columns(fmt).items()}
+    schema: dict[str, Any] = {str(i): pl.String for i in range((len(names) - 1) * step + 1)}
+    if readings is not None:
+        types: dict[str, Any] = {"action": pl.String if readings.text_actions else pl.Float64}
+        types |= {"timestamp": pl.Int64 if readings.time.kind == "integer" else pl.String}
+        types |= dict.fromkeys(("user", "item"), pl.Int64 if fmt.integer_ids else pl.String)
+        types |= dict.fromkeys(fmt.features, pl.String)
+        schema |= {str(i): types.get(role, pl.UInt8) for role, i in columns.items()}
+    chosen = sorted(columns.values())
+    # Columns are named by index: polars treats a user's column name as a pattern if it looks like one.
+    frame = pl.read_csv(
+        source,
+        separator=fmt.separator[0],
+        has_header=False,
+        skip_rows=int(fmt.header and not isinstance(source, bytes)),
+        quote_char='"' if fmt.quoting else None,
+        infer_schema=False,
+        schema=schema,
+        columns=chosen,
+        encoding="utf8-lossy" if lossy or fmt.other_text else "utf8",
+        glob=False,
+    )
+    frame.columns = [str(i) for i in chosen]
+    return frame.select(pl.col(str(i)).alias(role) for role, i in columns.items())
+
+
+def is_valid(frame, fmt: RawFormat, readings: Readings) -> bool:
+    """Return whether all values of a typed frame are valid."""
+    return all(frame.select(check.all().alias(role) for role, check in checks(frame, fmt, readings).items()).row(0))
+
+
+def _read_in_blocks(source: RawFile, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
+    """Return the good rows of a file; the bad ones go to `bad`."""
+    import polars as pl
+
+    frames = [
+        _good_rows(source, line, data, fmt, names, readings, bad) for line, data in blocks(source, fmt, SEARCH_BLOCK)
+    ]
+    return pl.concat(frames or [_no_rows(fmt, readings)])
+
+
+def _no_rows(fmt: RawFormat, readings: Readings):
+    import polars as pl
+
+    return typed(pl.DataFrame(schema=dict.fromkeys(source_columns(fmt), pl.String)), fmt, readings)
+
+
+def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
+    """Return the good rows of a block whose first line has the number `line`; the bad ones go to `bad`."""
+    import numpy as np
+    import polars as pl
+
+    shape, good_rows = Shape(data, fmt, len(names)), _no_rows(fmt, readings)
+    order = shape.wrong if shape.misquoted is None else shape.wrong[shape.wrong < shape.misquoted[0]]
+    misshapen = set(order.tolist())
+    if not fmt.other_text and not _is_text(data):  # in any column
+        rows = range(len(shape.ends))
+        order = np.union1d(order, [row for row in rows if not _is_text(shape.row(row))]).astype(np.int64)
+    remaining = np.setdiff1d(np.arange(len(shape.ends)), order)
+    failed: dict[int, list[str]] = {}
+    if not shape.misquoted and len(remaining):
+        frame = _parse(shape.without(order), fmt, names, None)
+        if frame.height != len(remaining):
+            raise DataError(f"{source.name} line {line}: cannot be read: rows are not where they seem to be")
+        frame = typed(frame, fmt, readings)
+        by_role = frame.select(good.alias(role) for role, good in checks(frame, fmt, readings).items())
+        good = by_role.select(pl.all_horizontal(pl.all())).to_series()
+        good_rows = frame.filter(good)
+        bad_rows = remaining[~good.to_numpy()]
+        order = np.union1d(order, bad_rows)
+        failed = {
+            row: [role for role in checked if not checked[role]]
+            for row, checked in zip(bad_rows[: bad.room].tolist(), by_role.filter(~good).iter_rows(named=True))
+        }
+    descriptions: list[str] = []
+    for row in order.tolist():
+        if len(descriptions) == bad.room:
+            break
+        message = (
+            f": {shape.problem(row)}"
+            if row in misshapen
+            else _problem(shape.row(row), fmt, names, readings, failed.get(row))
+        )
+        descriptions.append(f"{source.name} line {line + shape.lines_before(row)}{message}")
+    bad.add(len(order), descriptions)
+    if shape.misquoted:
+        row, message = shape.misquoted
+        bad.stop(f"{source.name} line {line + shape.lines_before(row)}: {message}")
+    return good_rows
+
+
+def _problem(row: bytes, fmt: RawFormat, names: list, readings: Readings, failed: list[str] | None) -> str:
+    """Return `, column user: message` for the first bad value of a row; failed: the roles of bad columns, if known."""
+    fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\r"), fmt)
+    for role, column in source_columns(fmt).items():
+        index = names.index(column)
+        if (
+            (failed is None or role in failed)
+            and index < len(fields)
+            and (message := problem(role, fields[index], fmt, readings))
+        ):
+            return f", column {column if fmt.header else role}: {message}"
+    return ": not valid UTF-8" if not _is_text(row) else ": cannot be read"
+
+
+def _is_text(row: bytes) -> bool:
+    try:
+        row.decode()
+        return True
+    except UnicodeDecodeError:
+        return False
+
+
+def finish(frame, fmt: RawFormat):
+    """Select user, item, timestamp, features and an int32 action code, or the action's text."""
+    import polars as pl
+
+    code = None
+    if "action" in frame.columns:
+        code = pl.col("action")
+        if frame["action"].dtype != pl.String:
+            code = (code * fmt.action_scale).cast(pl.Int32)
+    elif fmt.flags:
+        code = pl.sum_horizontal(pl.col(flag).cast(pl.Int32) * (1 << bit) for bit, flag in enumerate(fmt.flags))
+    if code is not None:
+        frame = frame.with_columns(code.alias("action"))
+    columns = dict.fromkeys(("user", "item", "timestamp", "action", *fmt.columns))
+    return frame.select(r for r in columns if r in frame.columns)
+
+
+def with_lists(frame, fmt: RawFormat):
+    """Replace the separators of lists by BETWEEN."""
+    import polars as pl
+
+    return frame.with_columns(
+        pl.col(role).str.replace_all(separator, BETWEEN, literal=True)
+        for role, separator in fmt.list_separators.items()
+        if role in frame.columns
+    )

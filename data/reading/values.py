@@ -1,0 +1,185 @@
+"""Check single values of raw files: as polars expressions for whole columns, and in words for a bad value."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from data.reading import times
+from data.reading.formats import RawFormat
+from data.reading.times import Reading
+from data.types import shown
+
+MAX_ID_LENGTH = 256  # characters; ids are stored at fixed width, so that one absurd id would blow up the whole column
+MAX_LIST_LENGTH = 65_536  # characters of all values of a list together
+FLAG = r"^ *\+?[01]$"
+
+
+@dataclass(frozen=True)
+class Readings:
+    """The way in which the columns of a source are read: the reading of its times, and whether its actions are text."""
+
+    time: Reading
+    text_actions: bool = False
+
+
+def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Readings:
+    """Choose readings from the first rows of a source, a polars frame with the roles as columns; DataError.
+
+    numbers_as_text: text in the time's column may hold numbers, as in a text file.
+    """
+    import polars as pl
+
+    time = times.SECONDS
+    if "timestamp" in sample.columns:
+        time = times.choose(
+            sample["timestamp"], fmt.timestamp_unit, fmt.own_columns, fmt.timestamp_format, numbers_as_text
+        )
+    text = False
+    if fmt.own_columns and "action" in sample.columns:
+        actions = sample["action"]
+        text = fmt.action_codes is not None
+        if not text and actions.dtype == pl.String:
+            actions = actions.filter(actions.str.strip_chars() != "")
+            text = bool(len(actions)) and not actions.cast(pl.Float64, strict=False).is_not_null().any()
+    return Readings(time, text)
+
+
+def typed(frame, fmt: RawFormat, readings: Readings):
+    """Convert the text columns of a polars frame to their types, with null for a value that does not fit."""
+    import polars as pl
+
+    columns = []
+    for role, kind in frame.schema.items():
+        value = pl.col(role)
+        bare = value.str.strip_chars_start(" ").str.strip_prefix("+")
+        if role == "action" and readings.text_actions:
+            value = value.cast(pl.String)
+            if fmt.action_codes is not None:
+                codes = pl.Series(list(fmt.action_codes.values()), dtype=pl.Int64)
+                value = value.replace_strict(pl.Series(list(fmt.action_codes)), codes, default=None)
+        elif kind != pl.String:
+            pass
+        elif role in fmt.features:
+            if fmt.features[role][0] == "number":  # a missing value is null, text that is no number NaN
+                missing = value.is_null() | (value.str.strip_chars() == "")
+                number = bare.cast(pl.Float64, strict=False).fill_null(float("nan"))
+                value = pl.when(missing).then(None).otherwise(number)
+        elif role in ("user", "item"):
+            if fmt.integer_ids:
+                value = pl.when(value.str.contains(times.INTEGER)).then(bare).cast(pl.Int64, strict=False)
+        elif role == "timestamp":
+            value = times.from_text(value, readings.time)
+        elif role == "action":
+            value = bare.cast(pl.Float64, strict=False)
+        else:
+            value = pl.when(value.str.contains(FLAG)).then(bare).cast(pl.UInt8, strict=False)
+        columns.append(value.alias(role))
+    return frame.select(columns)
+
+
+def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
+    """Map each role to an expression that is true for each row of the typed frame with a good value, and never null."""
+    import polars as pl
+
+    checks = {}
+    for role, kind in frame.schema.items():
+        value = pl.col(role)
+        good = value.is_not_null()
+        if role in fmt.features:  # which may be missing
+            if kind == pl.String:
+                most = MAX_LIST_LENGTH if fmt.features[role][0] == "list" else MAX_ID_LENGTH
+                good = (value.str.len_chars() <= most) & ~value.str.contains("\0", literal=True)
+            else:
+                good = value.is_finite()
+            good |= value.is_null()
+        elif kind == pl.String:  # ids, and actions that are text
+            good &= (value != "") & (value.str.len_chars() <= MAX_ID_LENGTH)
+            good &= ~value.str.contains("\0", literal=True)  # numpy drops a trailing NUL, which could merge two ids
+        elif role == "timestamp":
+            good &= times.is_good(value, readings.time)
+        elif role == "action":
+            code = value * fmt.action_scale
+            good &= code.is_between(0, fmt.most_action)
+            if not kind.is_integer():
+                good &= code == code.floor()
+        elif role not in ("user", "item"):  # a flag
+            good &= value <= 1
+        checks[role] = good.fill_null(False)
+    return checks
+
+
+def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: float | None = None) -> str | None:
+    """Return what is wrong with one value, as it stands in the file, or None.
+
+    number: the value as a number, if it is not from a text file.
+    """
+    if value == "" and role not in fmt.features:
+        return "the value is missing"
+    if any("\udc80" <= c <= "\udcff" for c in value):
+        return f"not valid UTF-8: {shown(ascii(value))}"
+    got = shown(repr(value))
+    if role in fmt.features:
+        return _feature_problem(fmt.features[role][0], value, got)
+    if role == "action" and readings.text_actions:
+        if fmt.action_codes is not None:
+            codes = ", ".join(fmt.action_codes)
+            return None if value in fmt.action_codes else f"expected one of {shown(codes, 200)}, got {got}"
+        return _text_problem(value, got, "an action")
+    if role in ("user", "item"):
+        return _integer_problem(value, got) if fmt.integer_ids else _text_problem(value, got, "an id")
+    if role == "timestamp":
+        return _time_problem(value, got, fmt, readings.time, number)
+    if role == "action":
+        try:
+            # Python accepts blanks behind a number, and underscores in it; polars does not.
+            code = float(value) * fmt.action_scale if re.fullmatch(r" *[^\s_]+", value) else -1.0
+        except ValueError:
+            code = -1.0
+        kind = "an integer" if fmt.action_scale == 1 else f"a multiple of 1/{fmt.action_scale}"
+        most = f"{fmt.most_action / fmt.action_scale:.15g}"
+        return None if 0 <= code <= fmt.most_action and code.is_integer() else f"expected {kind} 0 to {most}, got {got}"
+    return None if re.fullmatch(FLAG[1:-1], value) else f"expected 0 or 1, got {got}"
+
+
+def _feature_problem(kind: str, value: str, got: str) -> str | None:
+    if kind == "number":
+        try:
+            finite = math.isfinite(float(value)) if re.fullmatch(r" *[^\s_]+", value) else not value.strip()
+        except ValueError:
+            finite = False
+        comma = " (with a decimal point, not a comma)" if re.fullmatch(r" *[+-]?[0-9]+,[0-9]+", value) else ""
+        return None if finite else f"expected a number, got {got}{comma}"
+    if kind == "list" and len(value) > MAX_LIST_LENGTH:
+        return f"a list of more than {MAX_LIST_LENGTH:,} characters: {got}"
+    return None if kind == "list" and "\0" not in value else _text_problem(value, got, "a value")
+
+
+def _text_problem(value: str, got: str, noun: str) -> str | None:
+    if len(value) > MAX_ID_LENGTH:
+        return f"{noun} of more than {MAX_ID_LENGTH} characters: {got}"
+    return f"{noun} with a NUL character" if "\0" in value else None
+
+
+def _time_problem(value: str, got: str, fmt: RawFormat, reading: Reading, number: float | None) -> str | None:
+    if number is None and reading.kind == "integer":
+        if wrong := _integer_problem(value, got):
+            a_date = fmt.own_columns and re.search(r"[0-9]+[/.-][0-9]+[/.-][0-9]+", value)
+            hint = "dates like this need data.columns.timestamp_format, for example '%d.%m.%Y %H:%M'"
+            return f"{wrong} ({hint})" if a_date else wrong
+        number = int(value)
+    elif number is None and reading.kind == "decimal" and re.fullmatch(times.DECIMAL[1:-1], value):
+        number = float(value)
+    if number is not None and number == number:
+        return times.problem(number, reading, fmt.own_columns)
+    return f"expected {reading.expected}{' from 1970 to 2262' if reading.kind in ('iso', 'format') else ''}, got {got}"
+
+
+def _integer_problem(value: str, got: str) -> str | None:
+    if not re.fullmatch(r" *[+-]?[0-9]+", value):  # polars skips spaces before a number
+        return f"expected an integer, got {got}"
+    # Python refuses to read an integer of thousands of digits.
+    if len(value) > 100 or not -(2**63) <= int(value) < 2**63:
+        return f"expected a 64-bit integer, got {got}"
+    return None

@@ -1,0 +1,157 @@
+"""Read the plan of a comparison: a strict YAML file of settings, each a run's configuration with some changed options.
+
+    base: configs/synthetic-hstu.yaml      what train.py would be given
+    baseline: dense                        by default the first setting
+    seeds: [1, 2, 3, 4, 5]                 the default
+    common: {model.num_layers: 4}          changed in all settings, which may change it again
+    settings:
+      dense: {}
+      bsa: {model.attention.kind: bsa, model.attention.block_size: 16}
+      large: {base: configs/ml-1m-hstu-large.yaml}
+    runs: {old: runs/ml-1m-hstu/20260101-120000}   finished runs, a folder of one or of several, or a list
+    quick: {train.epochs: 2}               changed too with --quick
+
+Paths are taken from the working directory, as train.py does.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from data.explain import explain
+from data.types import shown
+from models.attention.contract import Strict
+from training.config import RunConfig, differences, load_config
+from training.strict_yaml import ConfigError, parse_yaml, read_config
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+DEFAULT_SEEDS = [1, 2, 3, 4, 5]
+TAKEN = {"comparison.json", "comparison.csv", "report.html"}  # files of the result, beside the settings' folders
+
+
+class PlanFile(Strict):
+    """The content of the YAML file of a plan."""
+
+    base: str | None = None
+    baseline: str | None = None
+    seeds: list[Seed] = Field(default_factory=lambda: list(DEFAULT_SEEDS), min_length=1)
+    common: dict[str, Any] = Field(default_factory=dict)
+    settings: dict[Name, dict[str, Any] | None] = Field(default_factory=dict)
+    runs: dict[Name, str | list[str]] = Field(default_factory=dict)
+    quick: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """A comparison: settings to train, name -> configuration, each with all seeds; existing runs, name -> folders; and
+    baseline, the name of a setting or of existing runs.
+    """
+
+    settings: dict[str, RunConfig]
+    runs: dict[str, list[Path]]
+    baseline: str
+    seeds: list[int]
+
+    @property
+    def names(self) -> list[str]:
+        """All names that are compared, the baseline first."""
+        return sorted([*self.settings, *self.runs], key=lambda name: name != self.baseline)
+
+
+def load_plan(
+    path: Path | None,
+    *,
+    seeds: Sequence[int] | None = None,
+    runs: dict[str, list[Path]] | None = None,
+    baseline: str | None = None,
+    quick: bool = False,
+    overrides: Sequence[str] = (),
+) -> Plan:
+    """Load the plan of a file, or one of `runs` alone; the other arguments extend the file's values or replace them.
+
+    overrides: `key=value` with dotted keys, changed in all settings after what the file says.
+
+    ConfigError names all errors of the file and of its settings' configurations, a line each.
+    """
+    file = PlanFile() if path is None else _read(path)
+    where = "--runs" if path is None else str(path)
+    seeds = list(file.seeds if seeds is None else seeds)
+    if twice := {seed for seed in seeds if seeds.count(seed) > 1}:
+        raise ConfigError(f"{where}: seeds: {min(twice)} given twice")
+    existing_runs = {
+        name: [Path(x) for x in ([paths] if isinstance(paths, str) else paths)] for name, paths in file.runs.items()
+    }
+    existing_runs |= runs or {}
+    settings, errors = {}, []
+    for name, changed in file.settings.items():
+        try:
+            settings[name] = _setting(file, name, dict(changed or {}), quick, overrides)
+        except ConfigError as error:
+            errors += [f"{where}: settings.{name}: {line}" for line in str(error).split("\n")]
+    names = [*file.settings, *existing_runs]
+    errors += [f"{where}: {name}: both a setting and a run" for name in file.settings if name in existing_runs]
+    errors += [f"{where}: settings.{name}: the name of a file of the result" for name in names if name in TAKEN]
+    chosen = baseline or file.baseline or next(iter(names), "")
+    if len(names) < 2:
+        errors.append(f"{where}: expected at least two settings or runs to compare, got {len(names)}")
+    elif chosen not in names:
+        errors.append(f"{where}: baseline: {shown(chosen)} is none of {', '.join(names)}")
+    if quick and file.settings and not file.quick:
+        errors.append(f"{where}: --quick: the plan does not say what to change, like quick: {{train.epochs: 2}}")
+    errors = errors or [f"{where}: {line}" for line in _not_comparable(settings)]
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return Plan(settings, existing_runs, chosen, seeds)
+
+
+def _read(path: Path) -> PlanFile:
+    tree = parse_yaml(read_config(path), str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping with base and settings")
+    try:
+        return PlanFile.model_validate(tree)
+    except ValidationError as error:
+        lines = [explain(item, lambda _: PlanFile.model_fields) for item in error.errors()]
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def _setting(
+    file: PlanFile, name: str, changed: dict[str, Any], quick: bool, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """Return the configuration of a setting, with the base's seed."""
+    base = changed.pop("base", file.base)
+    if not isinstance(base, str):
+        raise ConfigError("base: missing, the YAML file of a run, here or for the whole plan")
+    changed = file.common | changed | (file.quick if quick else {})
+    if "seed" in changed or any(override.partition("=")[0] == "seed" for override in overrides):
+        raise ConfigError("seed: a setting has none of its own, the plan's seeds are for all")
+    config = load_config(base, [*(f"{key}={json.dumps(value)}" for key, value in changed.items()), *overrides])
+    return config.model_copy(update={"name": name, "seed": 0})
+
+
+def _not_comparable(settings: dict[str, RunConfig]) -> list[str]:
+    """Return errors for settings that are not evaluated on the same events in the same way."""
+    lines: list[str] = []
+    judged = {name: _judged_by(config) for name, config in settings.items()}
+    first = next(iter(judged), "")
+    for name, options in judged.items():
+        if options["data"]["protocol"] == "all":
+            lines.append(f"settings.{name}: data.protocol=all has no held-out events to compare settings on")
+        if not settings[name].eval.test:
+            lines.append(f"settings.{name}: eval.test=false skips the test split, on which settings are compared")
+        lines += [
+            f"settings.{name}: {line}: settings of a comparison must be judged by the same events in the same way"
+            for line in differences(judged[first], options)
+        ]
+    return lines
+
+
+def _judged_by(config: RunConfig) -> dict:
+    tree = config.model_dump(mode="json")
+    del tree["data"]["train_on_valid"], tree["data"]["cache_dir"], tree["data"]["features"]
+    return {"task": tree["task"], "data": tree["data"], "eval": {"filter_seen": tree["eval"]["filter_seen"]}}

@@ -1,0 +1,216 @@
+"""Run the runs of a comparison: train.py as processes, OUT/SETTING/seed-N, each resumable on its own."""
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cli.interrupt import Interrupts
+from cli.terminal import terminal
+from data.types import shown
+from experiments.plan import Plan
+from training.config import FREE, ConfigError, RunConfig, as_yaml, differences, load_config
+from training.folder import FolderError, access, read_regular, wait_until_free, write_file
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTING, RESULT, SPEED = "setting.yaml", "result.json", "speed.json"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LIBC = ctypes.CDLL(None)
+MOST_LOG = 2**16  # bytes of a log's end that are searched for its last line
+
+
+class Job(NamedTuple):
+    """A process to start: its name, its command behind `python`, its log."""
+
+    name: str
+    command: list[str]
+    log: Path
+
+
+class Failed(NamedTuple):
+    """A job that ended with an error, and the last line of its log."""
+
+    name: str
+    reason: str
+
+
+def run_folder(out: Path, setting: str, seed: int) -> Path:
+    """Return the folder of the run of a setting with a seed."""
+    return out / setting / f"seed-{seed}"
+
+
+def write_settings(plan: Plan, out: Path) -> None:
+    """Write the settings' configurations into their folders; ConfigError, before any is written, if one is
+    different.
+    """
+    for name, config in plan.settings.items():
+        path = out / name / SETTING
+        if not os.path.lexists(path):
+            continue
+        changed = differences(load_config(path).model_dump(mode="json"), config.model_dump(mode="json"))
+        if changed:
+            raise ConfigError(
+                f"{shown(out / name, 200)}: has runs of another configuration ({'; '.join(changed)}): give another "
+                "--out, or remove that folder"
+            )
+    for name, config in plan.settings.items():
+        with access(out / name, "written"):
+            (out / name).mkdir(parents=True, exist_ok=True)
+        write_file(out / name / SETTING, as_yaml(config))
+
+
+def training_jobs(plan: Plan, out: Path) -> list[Job]:
+    """Return the jobs that remain to train: interrupted runs are resumed, finished ones skipped.
+
+    They are ordered by seed, so that every setting has a run when half of the time is over.
+    """
+    jobs = []
+    for seed in plan.seeds:
+        for name in plan.settings:
+            folder = run_folder(out, name, seed)
+            if is_finished(folder):
+                continue
+            if (folder / "config.yaml").exists():
+                wait_until_free(folder)
+                command = ["--resume", str(folder)]
+            else:
+                if folder.exists():  # killed before it was complete
+                    shutil.rmtree(folder)
+                command = [str(out / name / SETTING), f"seed={seed}", "--run", str(folder)]
+            jobs.append(Job(f"{name}, seed {seed}", [str(ROOT / "train.py"), *command], folder.with_suffix(".log")))
+    return jobs
+
+
+def speed_jobs(configs: dict[str, Path], out: Path) -> list[Job]:
+    """Return the jobs that remain to measure a step: name -> the configuration of one of its runs."""
+    with access(out, "written"):
+        for name in configs:
+            (out / name).mkdir(parents=True, exist_ok=True)
+    return [
+        Job(
+            f"{name}, speed",
+            [str(ROOT / "benchmarks/train.py"), "--step", str(config), "--out", str(out / name / SPEED)],
+            out / name / "speed.log",
+        )
+        for name, config in configs.items()
+        if not (out / name / SPEED).exists()
+    ]
+
+
+def read_speed(out: Path, name: str) -> dict:
+    """Return the measurement of a setting's step; empty if it failed."""
+    path = out / name / SPEED
+    return _read_json(path) if path.exists() else {}
+
+
+def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> list[Failed]:
+    """Run the jobs, `parallel` at a time, and return those that failed. A signal ends all of them with a checkpoint."""
+    waiting, failed = list(jobs), []
+    running: dict[Any, Any] = {}
+    total = len(waiting)
+    try:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                job = waiting.pop(0)
+                running[launch(job, parallel)] = job
+                terminal.say(f"{job.name}: started, {total - len(waiting)} of {total}")
+            for process in ended(list(running)):
+                job = running.pop(process)
+                if process.returncode:
+                    failed.append(Failed(job.name, last_line(job.log, process.returncode)))
+                    terminal.say(f"{job.name}: failed, the others go on: {failed[-1].reason} ({job.log})")
+                else:
+                    terminal.say(f"{job.name}: done")
+    finally:
+        interrupts.stage = "running. The state of all runs is saved. To continue: the same command again"
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+    return failed
+
+
+def launch(job: Job, parallel: int) -> subprocess.Popen:
+    """Start the job's process, its output in the log, the cores shared with the others; it ends when this process
+    does.
+    """
+    environment = dict(os.environ)
+    if parallel > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // parallel)))
+    with access(job.log, "written"), job.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *job.command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # only this process receives Ctrl-C, and forwards it once
+            preexec_fn=_end_with_parent,
+        )
+
+
+def _end_with_parent() -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def ended(processes: list[subprocess.Popen], seconds: float | None = None) -> list[subprocess.Popen]:
+    """Wait until at least one of the processes has ended, or for so many seconds; return all that have ended."""
+    if not (finished_processes := [process for process in processes if process.poll() is not None]):
+        handles = [os.pidfd_open(process.pid) for process in processes]
+        try:
+            select.select(handles, [], [], seconds)
+        finally:
+            for handle in handles:
+                os.close(handle)
+        finished_processes = [process for process in processes if process.poll() is not None]
+    return finished_processes
+
+
+def last_line(log: Path, status: int) -> str:
+    """Return the last line of a log, or the signal that ended the process."""
+    with access(log, "read"):
+        lines = read_regular(log)[-MOST_LOG:].decode("utf-8", "replace").split("\n")
+    message = next((line for line in reversed(lines) if line.strip()), "no output")
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else shown(message.strip(), 300)
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a run is finished; an interrupted one has a result.json too, which says so."""
+    return (folder / RESULT).exists() and _read_json(folder / RESULT).get("finished", True)
+
+
+def read_result(folder: Path) -> dict:
+    """Read result.json of a finished run; FolderError if it is missing or the run was not evaluated."""
+    result = _read_json(folder / RESULT)
+    if not result.get("finished", True):
+        raise FolderError(f"{shown(folder / RESULT, 200)}: the run was interrupted")
+    if "split" not in result:
+        raise FolderError(
+            f"{shown(folder / RESULT, 200)}: the run was not evaluated (data.protocol=all or eval.test=false)"
+        )
+    return result
+
+
+def _read_json(path: Path) -> dict:
+    with access(path, "read"):
+        content = read_regular(path)
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise FolderError(f"{shown(path, 200)}: damaged, expected a JSON object")
+    return values
+
+
+def settings_differ(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return how a setting differs from another one, `train.lr: 0.001 -> 0.01`, except in seeds and places."""
+    old, new = (config.model_dump(mode="json") for config in (before, after))
+    return [line for line in differences(old, new) if line.partition(":")[0] not in FREE | {"seed"}]

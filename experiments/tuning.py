@@ -1,0 +1,252 @@
+"""Search for good options: Optuna proposes, train.py trains each trial, the validation split judges.
+
+One process queries Optuna and watches the trials, each a train.py of its own, whose metrics.jsonl it reads. Optuna's
+state is in OUT/study.db. An interrupted trial is still RUNNING there, and its run, OUT/trial-N, is resumed.
+"""
+
+import json
+import math
+import shutil
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.pool import NullPool
+
+from cli.interrupt import Interrupts
+from cli.program import TrainingError
+from cli.terminal import terminal
+from experiments.runs import RESULT, ROOT, Job, ended, last_line, launch, wait_until_free
+from experiments.space import Space, assignments, default_values
+from training.config import ConfigError, RunConfig, as_yaml, differences, load_config
+from training.folder import access, read_regular, write_file
+
+CHECK_SECONDS = 0.5  # between two reads of the trials' metrics
+STARTUP_DRAWS = 6  # trials that are drawn at random before the sampler learns from them
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+
+
+class Limits(NamedTuple):
+    """The limits of a search. trials: of the whole study, existing ones included; hours: after which none is started;
+    either may be None. parallel: trials at a time.
+    """
+
+    trials: int | None
+    hours: float | None
+    parallel: int
+
+
+@dataclass
+class Search:
+    """A study and the inputs of its trials. configured: maps values by dotted key to a trial's configuration."""
+
+    study: optuna.Study
+    space: Space
+    metric: str
+    out: Path
+    configured: Callable[[dict[str, Any]], RunConfig]
+
+    def folder(self, number: int) -> Path:
+        return self.out / f"trial-{number}"
+
+    def trials(self, *states: TrialState) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=states or None)
+
+    def best(self) -> FrozenTrial | None:
+        """Return the completed trial with the greatest value, the first of equal ones."""
+        completed = self.trials(TrialState.COMPLETE)
+        return max(completed, key=lambda trial: (trial.values[0], -trial.number), default=None)
+
+    def values(self, trial: FrozenTrial) -> dict[str, Any]:
+        """Return the values that a trial drew, by dotted key."""
+        return self.space.draw(cast(Any, optuna.trial.FixedTrial(trial.params)))
+
+
+@dataclass
+class Running:
+    """A running trial: its process, and the epochs that were reported to Optuna."""
+
+    trial: optuna.Trial
+    process: subprocess.Popen
+    reported: set[int] = field(default_factory=set)
+
+
+def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides: list[str]) -> Search:
+    """Open or create the study of a folder; ConfigError if it belongs to another configuration or space.
+
+    The first trial of a new study has the configuration's own values, if the space has them.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    base, space_file = out / "base.yaml", out / "space.json"
+    if base.exists():
+        changed = differences(load_config(base).model_dump(mode="json"), config.model_dump(mode="json"))
+        with access(space_file, "read"):
+            changed += differences(json.loads(read_regular(space_file)), space.model_dump(mode="json"))
+        if changed:
+            raise ConfigError(f"{out}: has trials of another search ({'; '.join(changed)}): give another --out")
+    else:
+        write_file(space_file, json.dumps(space.model_dump(mode="json"), indent=1))
+        write_file(base, as_yaml(config))
+    threads = load_config(base).threads  # bits of a CPU's results depend on them
+
+    def configured(values: dict[str, Any]) -> RunConfig:
+        drawn = load_config(path, [*overrides, *assignments(space.fixed | values)])
+        return drawn.model_copy(update={"threads": threads})
+
+    storage = optuna.storages.RDBStorage(
+        # Passed as an object, not a URL, in which a path may have another meaning.
+        "sqlite://",
+        engine_kwargs={"creator": lambda: sqlite3.connect(out / "study.db", timeout=60), "poolclass": NullPool},
+    )
+    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+    if space.pruning:
+        pruner = optuna.pruners.MedianPruner(space.pruning.startup_trials, space.pruning.warmup_epochs + 1)
+    study = optuna.create_study(
+        storage=storage, study_name="tune", direction="maximize", load_if_exists=True, pruner=pruner
+    )
+    if not study.get_trials(deepcopy=False) and (default := default_values(path, space, overrides)) is not None:
+        study.enqueue_trial(default, user_attrs={"default": True})
+    return Search(study, space, config.best_metric, out, configured)
+
+
+def search(tuning: Search, interrupts: Interrupts, limits: Limits) -> None:
+    """Run trials until the limits are reached: first those that were interrupted, then new ones."""
+    until = math.inf if limits.hours is None else time.monotonic() + 3600 * limits.hours
+    waiting = [optuna.Trial(tuning.study, trial._trial_id) for trial in tuning.trials(TrialState.RUNNING)]
+    running: list[Running] = []
+    try:
+        while True:
+            while len(running) < limits.parallel and (waiting or _may_begin(tuning, limits, until)):
+                trial = waiting.pop(0) if waiting else _ask(tuning)
+                if (begun := _begin(tuning, trial, limits.parallel)) is not None:
+                    running.append(begun)
+            if not running:
+                return
+            ended_processes = ended([run.process for run in running], CHECK_SECONDS)
+            running = [run for run in running if not _follow(tuning, run, run.process in ended_processes)]
+    finally:
+        interrupts.stage = "searching. What was running is saved. To continue: the same command again"
+        for run in running:
+            run.process.terminate()
+        for run in running:
+            run.process.wait()
+
+
+def _may_begin(tuning: Search, limits: Limits, until: float) -> bool:
+    begun = len(tuning.trials(TrialState.RUNNING, *ENDED))
+    return (limits.trials is None or begun < limits.trials) and time.monotonic() < until
+
+
+def _sampler(tuning: Search, number: int) -> optuna.samplers.BaseSampler:
+    """Return a sampler for one trial; its draws depend on the earlier trials, not on interruptions of the search."""
+    return optuna.samplers.TPESampler(
+        seed=tuning.space.seed + number, n_startup_trials=STARTUP_DRAWS, multivariate=True, constant_liar=True
+    )
+
+
+def _ask(tuning: Search) -> optuna.Trial:
+    tuning.study.sampler = _sampler(tuning, len(tuning.trials()))
+    return tuning.study.ask()
+
+
+def _begin(tuning: Search, trial: optuna.Trial, parallel: int) -> Running | None:
+    """Start or resume the trial's process; None if its values make no valid run."""
+    folder = tuning.folder(trial.number)
+    values = tuning.space.draw(trial)
+    label = f"trial {trial.number} ({', '.join(f'{key}={value}' for key, value in values.items())})"
+    try:
+        config = tuning.configured(values)
+    except ConfigError as error:
+        _fail(tuning, trial, str(error).replace("\n", "; "))
+        return None
+    wait_until_free(folder)
+    if (folder / "config.yaml").exists():
+        command = ["--resume", str(folder)]
+    else:
+        if folder.exists():  # killed before it was a run
+            shutil.rmtree(folder)
+        settings = folder.with_suffix(".yaml")
+        write_file(settings, as_yaml(without_test(config)))
+        command = [str(settings), "--run", str(folder)]
+    terminal.say(f"{label}: {'resumed' if command[0] == '--resume' else 'started'}")
+    job = Job(label, [str(ROOT / "train.py"), *command], folder.with_suffix(".log"))
+    reported = tuning.trials()[trial.number].intermediate_values
+    return Running(trial, launch(job, parallel), set(reported))
+
+
+def without_test(config: RunConfig) -> RunConfig:
+    """Return the configuration without evaluation on the test split."""
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"test": False})})
+
+
+def _follow(tuning: Search, run: Running, has_ended: bool) -> bool:
+    """Report to Optuna what a trial has written since the last call; return whether the trial has ended or was
+    pruned.
+    """
+    folder = tuning.folder(run.trial.number)
+    for epoch, value in _evaluations(folder, tuning.metric):
+        if epoch in run.reported:
+            continue
+        run.reported.add(epoch)
+        run.trial.report(value, epoch)
+        if run.trial.should_prune():
+            run.process.terminate()
+            run.process.wait()
+            tuning.study.tell(run.trial, state=TrialState.PRUNED)
+            terminal.say(f"trial {run.trial.number}: pruned after epoch {epoch}, {tuning.metric} {value:.4f}")
+            _drop_weights(folder)
+            return True
+    if not has_ended:
+        return False
+    if run.process.returncode:
+        _fail(tuning, run.trial, last_line(folder.with_suffix(".log"), run.process.returncode))
+        return True
+    with access(folder / RESULT, "read"):
+        value = json.loads(read_regular(folder / RESULT)).get("best")
+    if value is None:
+        _fail(
+            tuning, run.trial, "no evaluation on the validation split chose weights (warm-ups are longer than the run?)"
+        )
+        return True
+    before = tuning.best()
+    tuning.study.tell(run.trial, value)
+    terminal.say(f"trial {run.trial.number}: {tuning.metric} {value:.4f}")
+    best = tuning.best()
+    assert best is not None  # at least this trial
+    # Only the weights of the best trial stay: any other's configuration can train them again.
+    for number in {run.trial.number, before.number if before else run.trial.number} - {best.number}:
+        _drop_weights(tuning.folder(number))
+    return True
+
+
+def _fail(tuning: Search, trial: optuna.Trial, reason: str) -> None:
+    trial.set_user_attr("reason", reason)
+    tuning.study.tell(trial, state=TrialState.FAIL)
+    terminal.say(f"trial {trial.number}: failed, the others go on: {reason}")
+    _drop_weights(tuning.folder(trial.number))
+
+
+def _drop_weights(folder: Path) -> None:
+    for name in ("checkpoints", "best"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
+    """Return (epoch, metric) of the complete lines of metrics.jsonl; TrainingError if they lack the validation
+    split.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    with access(path, "read"):
+        lines = read_regular(path).decode().split("\n")[:-1]
+    records = [record for record in map(json.loads, lines) if metric in record]
+    if records and records[0]["split"] != "valid":
+        raise TrainingError("the data have no validation split, and nothing may be chosen on the test split")
+    return [(record["epoch"], record[metric]) for record in records]

@@ -1,0 +1,152 @@
+"""Write the results of a search: best.yaml, report.md, trials.csv and a table on the terminal."""
+
+import csv
+import io
+import json
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+from rich import box
+from rich.table import Table
+
+from cli.program import TrainingError
+from cli.terminal import terminal
+from experiments.tuning import ENDED, Search
+from training.config import RunConfig, as_yaml
+from training.folder import write_file
+from training.report import markdown_table
+
+LEAST_TRIALS = 5  # completed trials needed to estimate the importance of options
+LISTED = 10
+
+
+def conclude(tuning: Search, config: RunConfig) -> None:
+    """Write the results of a search; TrainingError if no trial was completed."""
+    trials = tuning.trials(*ENDED)
+    write_file(tuning.out / "trials.csv", as_csv(tuning, trials))
+    best = tuning.best()
+    if best is None:
+        reasons = "; ".join(sorted({trial.user_attrs["reason"] for trial in trials if "reason" in trial.user_attrs}))
+        raise TrainingError(f"none of {len(trials)} trials was completed{f': {reasons}' if reasons else ''}")
+    chosen = tuning.configured(tuning.values(best))
+    write_file(tuning.out / "best.yaml", as_yaml(chosen))
+    default = next((trial for trial in trials if trial.user_attrs.get("default")), None)
+    rows = option_rows(tuning, best, default)
+    write_file(tuning.out / "report.md", "\n".join(report(tuning, config, trials, best, default, rows)) + "\n")
+    table = Table(title=f"{tuning.metric} {best.values[0]:.4f}, validation", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for place, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    terminal.table(table)
+    terminal.say(summary(tuning, trials, best, default))
+    terminal.say(f"Written: {tuning.out}/best.yaml, report.md, trials.csv")
+
+
+HEADINGS = ["option", "importance", "default", "best"]
+
+
+def importances(tuning: Search) -> dict[str, float]:
+    """Return each option's share in what makes trials good (PED-ANOVA, Watanabe et al., IJCAI 2023), empty if
+    unknown.
+    """
+    values = {trial.values[0] for trial in tuning.trials(TrialState.COMPLETE)}
+    if len(values) < LEAST_TRIALS:
+        return {}
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    return optuna.importance.get_param_importances(tuning.study, evaluator=evaluator)
+
+
+def option_rows(tuning: Search, best: FrozenTrial, default: FrozenTrial | None) -> list[list[str]]:
+    """Return a row of HEADINGS for each option, the most important one first."""
+    shares = importances(tuning)
+    chosen, before = tuning.values(best), tuning.values(default) if default else {}
+    order = sorted(chosen, key=lambda key: -shares.get(key, 0))
+    return [
+        [
+            key,
+            f"{shares[key]:.2f}" if key in shares else "-",
+            _shown(before[key]) if key in before else "-",
+            _shown(chosen[key]),
+        ]
+        for key in order
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
+
+
+def summary(tuning: Search, trials: list[FrozenTrial], best: FrozenTrial, default: FrozenTrial | None) -> str:
+    """Return a sentence about the number of trials and the best one."""
+    counts = [f"{sum(trial.state is state for trial in trials)} {word}" for state, word in STATES.items()]
+    against = ""
+    if default is not None and default.state is TrialState.COMPLETE:
+        against = f", {best.values[0] / default.values[0]:.3f} of the default's {default.values[0]:.4f}"
+    return f"{len(trials)} trials ({', '.join(counts)}); the best is trial {best.number}{against}."
+
+
+STATES = {TrialState.COMPLETE: "completed", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+
+
+def report(
+    tuning: Search,
+    config: RunConfig,
+    trials: list[FrozenTrial],
+    best: FrozenTrial,
+    default: FrozenTrial | None,
+    rows: list[list[str]],
+) -> list[str]:
+    """Return the lines of report.md."""
+    completed = sorted((trial for trial in trials if trial.state is TrialState.COMPLETE), key=lambda x: -x.values[0])
+    keys = list(tuning.space.space)
+    listed = [
+        [str(trial.number), f"{trial.values[0]:.4f}", *(_shown(tuning.values(trial)[key]) for key in keys)]
+        for trial in completed[:LISTED]
+    ]
+    failed = [
+        f"- trial {trial.number}: {trial.user_attrs['reason']}" for trial in trials if "reason" in trial.user_attrs
+    ]
+    return [
+        f"# {config.name}: a search",
+        "",
+        f"Validation split of protocol {config.data.protocol}, {tuning.metric} of the best epoch, seed {config.seed}. "
+        + summary(tuning, trials, best, default),
+        "",
+        "The best of many trials with one seed is good partly by luck: before reporting its figure, compare it with "
+        "the default over other seeds, on the test split (`compare.py`, docs/comparing.md).",
+        "",
+        "## What mattered",
+        "",
+        *markdown_table(HEADINGS, rows),
+        "",
+        "Importance: the share of each option in what separates the better trials from all (PED-ANOVA), over completed "
+        f"trials; at least {LEAST_TRIALS} are needed.",
+        "",
+        f"## The best {len(listed)} trials",
+        "",
+        *markdown_table(["trial", tuning.metric, *keys], listed),
+        "",
+        *(["## Failed", "", *failed, ""] if failed else []),
+        f"Train the best one: `python train.py {tuning.out / 'best.yaml'}`",
+    ]
+
+
+def as_csv(tuning: Search, trials: list[FrozenTrial]) -> str:
+    """Format a row for each trial that has ended."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    keys = list(tuning.space.space)
+    writer.writerow(["trial", "state", tuning.metric, "epochs", "reason", *keys])
+    for trial in trials:
+        last = trial.intermediate_values.get(max(trial.intermediate_values, default=0))
+        value = trial.values[0] if trial.state is TrialState.COMPLETE else last
+        drawn = tuning.values(trial) if trial.params.keys() >= set(keys) else {}
+        facts = [trial.number, trial.state.name.lower(), value, len(trial.intermediate_values)]
+        writer.writerow([*facts, trial.user_attrs.get("reason", ""), *(_plain(drawn.get(key)) for key in keys)])
+    return text.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, (dict, list)) else value

@@ -1,0 +1,144 @@
+"""The pages of users: which of a user's tokens they hold, and who gives way where there is no room.
+
+Letters: H heads, S blocks that bsa chooses.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+import hstu_sparse
+from serving.errors import CacheFull
+
+
+@dataclass
+class Entry:
+    """The pages of one user.
+
+    row      what the pool knows the user's pages by
+    begin    the first event of the window that they are of
+    length   tokens of that window that they hold, from its first on
+    choices  layer -> [H, S] int32, bsa: the choice of the open group; None where no group is open, and without bsa
+    """
+
+    row: Sequence[int] = ()
+    begin: int = 0
+    length: int = 0
+    choices: dict[int, Tensor] | None = None
+    _table: tuple[Sequence[int], np.ndarray] | None = None
+
+    def table(self, width: int) -> np.ndarray:
+        """Return the row of a page table, [width] int32: the pages, then -1."""
+        if self._table is None or self._table[0] is not self.row or len(self._table[1]) != width:
+            table = np.full(width, -1, np.int32)
+            table[: len(self.row)] = self.row
+            self._table = self.row, table
+        return self._table[1]
+
+
+class Caches:
+    """The entries of all users who have pages, the least recently used first.
+
+    group: number of tokens by which a length may be cut, 1 but for bsa, whose open groups would lack their choice.
+    """
+
+    def __init__(self, pool: hstu_sparse.PagePool, group: int = 1):
+        self.pool, self.group = pool, group
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
+        self.pinned: set[str] = set()
+        self.evictions = 0
+
+    def __contains__(self, user: str) -> bool:
+        return user in self.entries
+
+    def length(self, user: str, begin: int) -> int:
+        """Return the number of tokens in the pages for the window that begins at event `begin`; drop those of another
+        window.
+        """
+        entry = self.entries.get(user)
+        if entry is None:
+            return 0
+        if entry.begin != begin:
+            self.cut(user, 0)
+            entry.begin = begin
+        return entry.length
+
+    def cut(self, user: str, length: int) -> None:
+        """Drop the user's tokens after the first `length` from the pages."""
+        entry = self.entries.get(user)
+        if entry is None or length >= entry.length:
+            return
+        entry.length = max(0, length - length % self.group)
+        entry.row = self.pool.shrink(entry.row, entry.length)
+        entry.choices = None
+
+    def drop(self, user: str) -> bool:
+        """Free a user's pages; return whether there were any."""
+        entry = self.entries.pop(user, None)
+        if entry is not None:
+            self.pool.shrink(entry.row, 0)
+        return entry is not None
+
+    def fitting(self, users: Sequence[str], tokens: Sequence[int]) -> int:
+        """Return how many of `users`, from the first on, can have pages for `tokens` at the same time.
+
+        Raises CacheFull if not even the first can, since others are pinned.
+        """
+        rows = int(self.pool.format.sink_tokens > 0)
+        pinned = {user: len(entry.row) for user in self.pinned if (entry := self.entries.get(user)) and len(entry.row)}
+        pages = self.pool.num_pages - sum(pinned.values()) + rows * len(pinned)
+        sequences = self.pool.num_sequences - len(pinned) if rows else math.inf
+        if not pinned and len(users) <= sequences:
+            num_pages = self.pool.format.num_pages
+            if len(users) * num_pages(max(tokens, default=0)) <= pages or sum(map(num_pages, tokens)) <= pages:
+                return len(users)
+        chosen: set[str] = set()
+        for count, (user, length) in enumerate(zip(users, tokens)):
+            if user not in chosen:
+                chosen.add(user)
+                if user in pinned:
+                    pages += pinned[user] - rows
+                    sequences += 1
+                pages -= self.pool.format.num_pages(length)
+                sequences -= 1
+            if pages < 0 or sequences < 0:
+                if not count:
+                    raise CacheFull(
+                        f"no room for {length:,} tokens of a user: {len(pinned):,} pinned users hold the cache"
+                    )
+                return count
+        return len(users)
+
+    def reserve(self, users: Sequence[str], begins: Sequence[int], tokens: Sequence[int]) -> list[Entry]:
+        """Return the entries of `users`, who must fit, with room for `tokens` of the windows from `begins` on.
+
+        Other users' pages are evicted if needed, the least recently used first.
+        """
+        entries, size = self.entries, self.pool.format.page_size
+        sinks = int(self.pool.format.sink_tokens > 0)
+        for user, begin in zip(users, begins):
+            entry = entries.get(user)
+            if entry is None:
+                entries[user] = Entry(begin=begin)
+            elif entry.begin != begin:
+                self.length(user, begin)
+        reserved, chosen = [], set(users)
+        for user, length in zip(users, tokens):
+            entry = entries[user]
+            entries.move_to_end(user)
+            reserved.append(entry)
+            while not (length and sinks * size + length <= len(entry.row) * size):
+                try:
+                    entry.row = self.pool.reserve(entry.row, max(length, entry.length))
+                    break
+                except hstu_sparse.PoolFull:
+                    other = next((x for x in entries if x not in chosen and x not in self.pinned), None)
+                    if other is None:
+                        raise
+                    self.drop(other)
+                    self.evictions += 1
+        return reserved

@@ -1,0 +1,364 @@
+"""The model on top of its users' pages: brings pages up to date, and answers requests from them.
+
+The pages of a user hold the window's tokens but the last, whose query time the next event or request decides. A request
+runs that token with its own time and leaves no trace; of ranking, candidates follow behind it.
+
+Letters: B users, T new tokens, E embedding size, M candidates of a user.
+"""
+
+import math
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import hstu_sparse
+from data.batch import Cut
+from models.attention import BlockSparseAttention
+from models.hstu import SequenceModel
+from serving.block_sums import BlockSums
+from serving.caches import Caches, Entry
+from serving.errors import ServingError
+from serving.graphs import Graphs
+from serving.histories import History, Window
+from serving.options import ServingOptions, page_format
+from serving.paged_group import Part, Pass, ServedBatch, ServedRankingBatch
+from serving.paged_pass import run, served_layers
+from serving.token_batch import FEW, Sizes, Work
+from serving.tokens import Columns, single_tokens, window_tokens
+from training.config import RunConfig
+
+TOKENS = {"cpu": 2**14, "cuda": 2**17}  # new tokens of one pass
+
+
+class Ask(NamedTuple):
+    """A request: what the user's window says at the time `at` (seconds), of ranking about `candidates` [M], rows."""
+
+    user: str
+    history: History
+    at: int
+    candidates: np.ndarray | None = None
+
+
+class Piece(NamedTuple):
+    """Tokens `start` to `stop` of a user's window, which are to be written."""
+
+    window: "Seen"
+    entry: Entry
+    start: int
+    stop: int
+
+
+class Seen(NamedTuple):
+    """The part of a user's history that the model sees: `tokens` tokens of the window that begins at event `begin`.
+
+    The last of them is not in the pages: they hold those before it once they are up to date.
+    """
+
+    user: str
+    history: History
+    begin: int
+    tokens: int
+
+    @property
+    def origin(self) -> int:
+        """The time of the window's first event."""
+        return self.history.timestamps.item(self.begin - self.history.first)
+
+
+class Engine:
+    """A model in evaluation mode, its layers reading from pages, and the pages of its users. Not safe for threads."""
+
+    def __init__(self, model: SequenceModel, config: RunConfig, window: Window, options: ServingOptions):
+        self.model, self.window = model.eval(), window
+        self.device = model.item_weight.device
+        self.ranking = config.task.kind == "ranking"
+        self.per_event = 2 if self.ranking else 1
+        self.autocast = config.train.autocast == "bf16"
+        context = model.embedding.context
+        if context is not None and (context.num_users or context.num_events):
+            raise ServingError(
+                "data.features: a run with features of users or events cannot be served, since requests do not carry "
+                "them; features of items and of the calendar are served"
+            )
+        self.layers = served_layers(model, torch.bfloat16 if self.autocast else None)
+        form = page_format(model, options)
+        sparse = [layer.attention.inner.config for layer in self.layers if self._is_sparse(layer)]
+        if sparse and form.bits:
+            raise ServingError(f"cache={options.cache}: bsa is served from keys and values as they are, not from codes")
+        self._choices = {
+            place: (form.heads, layer.attention.inner.config.block_counts)
+            for place, layer in enumerate(self.layers)
+            if self._is_sparse(layer)
+        }
+        sizes = {
+            place: layer.attention.inner.config.block_size
+            for place, layer in enumerate(self.layers)
+            if self._is_sparse(layer)
+        }
+        longest = self.per_event * window.capacity
+        plain, beside = (
+            form.bytes(longest, len(self.layers)),
+            form.num_pages(longest) * BlockSums.page_bytes(form, sizes),
+        )
+        try:
+            pool = hstu_sparse.PagePool.within(
+                form,
+                max(1, options.cache_bytes * plain // (plain + beside)),
+                longest,
+                layers=len(self.layers),
+                device=self.device,
+            )
+        except ValueError:
+            least = plain + beside
+            raise ServingError(
+                f"cache_bytes: a window of {longest:,} tokens takes {least:,} bytes, got {options.cache_bytes:,}"
+            ) from None
+        self.caches = Caches(pool, math.lcm(*(c.selection_group for c in sparse)))
+        self.sums = BlockSums(pool, sizes) if sizes else None
+        # The host makes the choices of bsa from the device's results.
+        self.padded = options.cuda_graphs and self.device.type == "cuda" and not sparse
+        self.graphs = Graphs(self.device) if self.padded else None
+        self._widest = form.num_pages(longest) + (form.sink_tokens > 0)
+        self.encoded = 0  # tokens that were written into pages, for metrics
+
+    @staticmethod
+    def _is_sparse(layer: Any) -> bool:
+        return isinstance(layer.attention.inner, BlockSparseAttention)
+
+    @property
+    def bytes_per_user(self) -> int:
+        """The number of bytes of the pages of a user with a full window, and of the sums of their blocks."""
+        pool, tokens = self.caches.pool, self.per_event * self.window.capacity
+        sizes = {} if self.sums is None else self.sums.sizes
+        beside = pool.format.num_pages(tokens) * BlockSums.page_bytes(pool.format, sizes)
+        return pool.format.bytes(tokens, pool.layers) + beside
+
+    @property
+    def page_bytes(self) -> int:
+        """The number of bytes of all pages and of the sums of their blocks."""
+        return self.caches.pool.nbytes + (0 if self.sums is None else self.sums.nbytes)
+
+    def restored(self) -> None:
+        """Compute the sums of blocks for pages that were read from a file."""
+        entries = [entry for entry in self.caches.entries.values() if entry.length]
+        if self.sums is None or not entries:
+            return
+        tables = np.stack([entry.table(self._widest) for entry in entries])
+        pages, lengths = (torch.from_numpy(x).to(self.device) for x in (tables, np.array([e.length for e in entries])))
+        for one in range(len(entries)):
+            for layer in self.sums.sizes:
+                self.sums.write(layer, pages[one : one + 1], torch.zeros_like(lengths[:1]), lengths[one : one + 1])
+
+    @property
+    def description(self) -> dict:
+        """The pages' format in words, and the bytes of a full window in it and in bf16."""
+        form, layers, tokens = self.caches.pool.format, len(self.layers), self.per_event * self.window.capacity
+        whole = hstu_sparse.PageFormat(form.heads, form.head_size, form.value_size, torch.bfloat16)
+        facts: dict[str, Any] = {"cache": str(form.dtype).removeprefix("torch.")}
+        if form.bits:
+            facts = {"cache": f"{form.bits}bit", "sink_tokens": form.sink_tokens, "clip": form.clip}
+        return facts | {"bytes_per_user": self.bytes_per_user, "bytes_per_user_bf16": whole.bytes(tokens, layers)}
+
+    # What pages hold.
+
+    def _seen(self, user: str, history: History) -> Seen:
+        begin = self.window.begin(history.count)
+        return Seen(user, history, begin, self.per_event * (history.count - begin))
+
+    def changed(self, user: str, history: History, unchanged: int) -> None:
+        """Drop the user's tokens after the first `unchanged` events from the pages; the last of these gets a new query.
+
+        history: the history after the change.
+        """
+        entry = self.caches.entries.get(user)
+        if entry is None:
+            return
+        begin = self.window.begin(history.count)
+        if entry.begin != begin:
+            self.caches.length(user, begin)
+        if entry.length >= self.per_event * (unchanged - begin):
+            self.caches.cut(user, max(0, self.per_event * (unchanged - begin) - 1))
+
+    def update(self, users: list[str], histories: list[History]) -> None:
+        """Bring the pages of distinct users up to date; other users' pages are evicted if needed."""
+        windows = [self._seen(user, history) for user, history in zip(users, histories)]
+        for chunk in self._chunks(windows, [0] * len(windows)):
+            self._encode(windows[chunk])
+
+    def _chunks(self, windows: list[Seen], num_outputs: list[int]):
+        """Yield slices of users whose pages fit at the same time, with at most TOKENS outputs."""
+        users, tokens = [window.user for window in windows], [window.tokens for window in windows]
+        most, begin = TOKENS[self.device.type], 0
+        while begin < len(users):
+            fit = self.caches.fitting(users[begin:], tokens[begin:])
+            if begin + fit == len(users) and sum(num_outputs[begin:]) <= most and len(set(users)) == len(users):
+                yield slice(begin, len(users))
+                return
+            end, total, chosen = begin, 0, set()
+            while end < begin + fit and (end == begin or total + num_outputs[end] <= most):
+                # The last action of a user is written after the pages' tokens: one request at a time.
+                if self.ranking and users[end] in chosen:
+                    break
+                chosen.add(users[end])
+                total += num_outputs[end]
+                end += 1
+            yield slice(begin, end)
+            begin = end
+
+    def _encode(self, windows: list[Seen]) -> None:
+        """Write the tokens that the pages of users lack; the users' pages must fit at the same time."""
+        most = TOKENS[self.device.type]
+        users, _, begins, tokens = zip(*windows)
+        entries = self.caches.reserve(users, begins, tokens)
+        pieces: list[Piece] = []
+        room, done = most, set()
+        for window, entry in zip(windows, entries):
+            start, end = entry.length, window.tokens - 1
+            if start >= end or window.user in done:
+                continue
+            done.add(window.user)
+            while start < end:
+                stop = min(end, start + room)
+                # A window is encoded in one piece if it fits (`Part.whole`).
+                if stop < end and pieces:
+                    stop = start
+                else:
+                    pieces.append(Piece(window, entry, start, stop))
+                room -= stop - start
+                if not room or stop == start:
+                    self._write(pieces)
+                    pieces, room = [], most
+                start = stop
+        if pieces:
+            self._write(pieces)
+
+    def _write(self, pieces: list[Piece]) -> None:
+        if self.padded:
+            few = [piece for piece in pieces if piece.stop - piece.start <= FEW]
+            if few and len(few) < len(pieces):
+                self._write(few)
+                pieces = [piece for piece in pieces if piece.stop - piece.start > FEW]
+        starts, stops = (np.array([piece[place] for piece in pieces]) for place in (2, 3))
+        counts = stops - starts
+        if (counts == 1).all():
+            seen = [piece.window for piece in pieces]
+            events = [x.begin - x.history.first + start // self.per_event for x, _, start, _ in pieces]
+            columns = single_tokens([x.history for x in seen], events, starts, self.per_event)
+        else:
+            order = np.argsort(starts > 0, kind="stable")
+            pieces, starts, counts = [pieces[i] for i in order], starts[order], counts[order]
+            seen = [piece.window for piece in pieces]
+            columns = Columns.joined(
+                [window_tokens(x.history, x.begin, start, stop, self.per_event) for x, _, start, stop in pieces]
+            )
+        origins = np.array([x.origin for x in seen], np.int64)
+        entries = [piece.entry for piece in pieces]
+        _, choices = self._run(Work("write", entries, columns, origins, starts, counts))
+        for place, (_, entry, _, stop) in enumerate(pieces):
+            entry.length = stop
+            if choices:
+                entry.choices = {layer: choice[place] for layer, choice in choices.items()}
+        self.encoded += len(columns.items)
+
+    # Requests.
+
+    def answer(self, requests: list[Ask]) -> Tensor:
+        """Return the outputs of requests, fp32, not normalised: [B, E]; for ranking, of all candidates end to end."""
+        windows = [self._seen(request.user, request.history) for request in requests]
+        counts = [1 if request.candidates is None else 1 + len(request.candidates) for request in requests]
+        outputs = []
+        for chunk in self._chunks(windows, counts):
+            self._encode(windows[chunk])
+            outputs.append(self._ask(requests[chunk], windows[chunk]))
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs) if outputs else torch.zeros(0, self.model.item_weight.shape[1], device=self.device)
+
+    def _ask(self, requests: list[Ask], windows: list[Seen]) -> Tensor:
+        histories, at = [request.history for request in requests], [request.at for request in requests]
+        entries = [self.caches.entries[request.user] for request in requests]
+        events, last = [len(history.items) - 1 for history in histories], np.array([x.tokens for x in windows]) - 1
+        columns = single_tokens(histories, events, last, self.per_event, at)
+        origins = np.array([x.origin for x in windows], np.int64)
+        if not self.ranking:
+            return self._run(Work("ask", entries, columns, origins, last, np.ones(len(requests), np.int64)))[0]
+        candidates = [cast(np.ndarray, request.candidates) for request in requests]
+        counts, items = np.array([len(mine) for mine in candidates]), np.concatenate(candidates)
+        return self._run(Work("rank", entries, columns, origins, last, counts, np.array(at), items))[0]
+
+    # Passes.
+
+    def _run(self, work: Work) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return (the outputs [.., E] of `Work.output_tokens`, `Pass.choices` after the pass).
+
+        Passes of few tokens are padded to one of a few sizes, and replayed where they were captured.
+        """
+        rows, of_sparse = [entry.table(self._widest) for entry in work.entries], bool(self._choices)
+        if not self.padded or not work.small:
+            sizes, whole = Sizes(work.tokens, len(work.entries), self._widest), (0, 0)
+            served = Pass(self.caches.pool, [], choices=self._open_choices(work.entries), sums=self.sums)
+            if work.kind == "write" and not of_sparse:
+                whole = work.whole
+            out = self._pass(work.kind, sizes, work.numbers(sizes, rows).to(self.device), served, whole)
+            return out[work.output_tokens(sizes)], served.choices
+        sizes = work.padded_sizes(self._widest)
+        call = lambda numbers: self._pass(work.kind, sizes, numbers, Pass(self.caches.pool, []))
+        if self.graphs is None:
+            return call(work.numbers(sizes, rows).to(self.device))[work.output_tokens(sizes)], {}
+        key = work.kind, sizes
+        out = self.graphs(key, call, work.numbers(sizes, rows, self.graphs.staged(key, 0)))[work.output_tokens(sizes)]
+        return (out.clone() if len(out) else out), {}
+
+    def _pass(self, kind: str, sizes: Sizes, numbers: Tensor, served: Pass, whole: tuple[int, int] = (0, 0)) -> Tensor:
+        """Return the outputs [T, E] of the tokens described by `numbers` (`Work.numbers`), and write tokens to the
+        pages.
+
+        whole: of kind "write": the numbers of users and tokens, at the beginning, with nothing in their pages.
+        """
+        columns, lengths, seen, at, offsets, pages = sizes.split(numbers)
+        items, actions, times, query_times, positions, origins = columns.unbind()
+        total, users = sizes.tokens, sizes.users
+        ones = torch.arange(total + 1, device=self.device)
+        common: dict[str, Any] = dict(
+            item_ids=items,
+            timestamps=times,
+            target_ids=torch.full_like(items, -1),
+            query_timestamps=query_times,
+            seq_offsets=ones,
+            users=ones[:-1],
+            actions=actions,
+            cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank has no plan
+            served=served,
+        )
+        batch = ServedRankingBatch(is_action=positions % 2 == 1, **common) if self.ranking else ServedBatch(**common)
+
+        def part(tokens: slice, mine: slice, begins: Tensor, candidates: bool, whole: bool = False) -> Part:
+            part_times = times[tokens], query_times[tokens]
+            return Part(tokens, begins, pages[mine], lengths[mine], candidates, *part_times, whole)
+
+        everyone, first = slice(0, users), slice(0, users)
+        if kind == "ask":
+            served.parts = [part(slice(0, total), everyone, ones, True)]
+        elif kind == "rank":
+            candidates = Part(slice(users, total), offsets, pages, seen, True, at, at)
+            served.parts = [part(first, everyone, ones[: users + 1], False), candidates]
+        else:
+            served.last = len(self.layers) - 1
+            of_users, of_tokens = whole
+            if of_users:
+                served.parts.append(part(slice(0, of_tokens), slice(0, of_users), offsets[: of_users + 1], False, True))
+            if of_users < users:
+                begins = offsets[of_users:] - of_tokens if of_users else offsets
+                served.parts.append(part(slice(of_tokens, total), slice(of_users, users), begins, False))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+            return run(self.model, self.layers, batch)
+
+    def _open_choices(self, entries: list[Entry]) -> dict[int, Tensor]:
+        choices = {}
+        for layer, shape in self._choices.items():
+            none = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            known = [none if entry.choices is None else entry.choices[layer] for entry in entries]
+            choices[layer] = torch.stack(known)
+        return choices

@@ -1,0 +1,132 @@
+"""Check each request before its route: the bearer token, the limit on bodies, metrics. Plain ASGI."""
+
+import asyncio
+import functools
+import hmac
+import json
+import logging
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from serving.errors import RequestError
+from serving.recommender import Recommender
+
+BODY_SECONDS = 30.0  # a client may take to send a body
+OPEN = ("/health",)  # routes that need no token
+log = logging.getLogger("hstu_sparse.serve")
+
+
+class Metrics:
+    """The metrics for Prometheus: requests by route and status, their time, rounds of the model, sizes of the store."""
+
+    def __init__(self, recommender: Recommender):
+        self.registry = CollectorRegistry()
+        common: dict[str, Any] = dict(registry=self.registry)
+        self.requests = Counter("requests", "Answered requests", ["route", "status"], namespace="hstu_sparse", **common)
+        self.seconds = Histogram(
+            "request_seconds", "Time of a request", ["route"], namespace="hstu_sparse",
+            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10), **common,
+        )  # fmt: skip
+        self.together = Histogram(
+            "round_requests", "Requests that the model thread answered together", namespace="hstu_sparse",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256), **common,
+        )  # fmt: skip
+        for name in recommender.statistics:
+            gauge = Gauge(f"store_{name}", f"{name.replace('_', ' ')} of the store", namespace="hstu_sparse", **common)
+            gauge.set_function(functools.partial(lambda of: recommender.statistics[of], name))
+
+
+def answer_of(name: str, message: str) -> bytes:
+    """Return the body of an error: its name, and its message in one line."""
+    return json.dumps({"error": {"name": name, "message": " ".join(message.split())}}).encode()
+
+
+class Guard:
+    """Refuse requests without the token and bodies over `most_body` bytes, and measure the others.
+
+    token: None for none. Each body is read as a whole before the route is called.
+    """
+
+    def __init__(self, app, *, metrics: Metrics, token: str | None, most_body: int):
+        self.app, self.metrics, self.token, self.most_body = app, metrics, token, most_body
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 500
+
+        async def watched(message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.answer(scope, receive, watched)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            seconds = time.monotonic() - began
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(seconds)
+            log.debug("%s %s %d %.1f ms", scope["method"], route, status, 1000 * seconds)
+
+    async def answer(self, scope, receive, send) -> None:
+        headers = dict(scope["headers"])
+        if self.token is not None and scope["path"] not in OPEN:
+            authorization = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(authorization, b"Bearer " + self.token.encode()):
+                await refuse(send, 401, "Unauthorized", "expected the header Authorization: Bearer TOKEN")
+                return
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self.most_body:
+            await refuse(send, 413, "BodyTooLarge", f"a body may have {self.most_body:,} bytes")
+            return
+        body, more = b"", True
+        while more:
+            try:
+                message = await asyncio.wait_for(receive(), BODY_SECONDS)
+            except TimeoutError:
+                await refuse(send, 408, "Timeout", f"the body did not come within {BODY_SECONDS:g} seconds")
+                return
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self.most_body:
+                await refuse(send, 413, "BodyTooLarge", f"a body may have {self.most_body:,} bytes")
+                return
+        sent = False
+
+        async def whole():
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, whole, send)
+
+
+async def refuse(send, status: int, name: str, message: str) -> None:
+    body = answer_of(name, message)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status in (408, 413):  # what is left of the body is not read
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def status_of(error: RequestError) -> int:
+    """Return the HTTP status of an error."""
+    return {
+        "NoHistory": 404,
+        "TooEarly": 409,
+        "LimitReached": 409,
+        "CacheFull": 503,
+        "Busy": 503,
+        "Stopping": 503,
+        "NotStored": 507,
+    }.get(type(error).__name__, 422)

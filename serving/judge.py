@@ -1,0 +1,99 @@
+"""Evaluate a recommender in place of a model: the metrics are those of the service's answers.
+
+Letters: T tokens, B sequences, E embedding size.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.batch import Batch
+from data.ranking import RankingBatch
+from data.types import Dataset
+from models.attention.contract import AuxLoss
+from serving.recommender import Recommender
+
+
+class ServedModel:
+    """A model for evaluation whose outputs are computed by a recommender.
+
+    Each sequence's user begins without a past. For retrieval the whole history before the target is appended in two
+    portions, the last event by itself, and the last output is asked for at the time of the target; the other outputs
+    are 0. For ranking every scored event is first asked about, as a candidate at its own time, and then appended; a
+    user's first event has no past to be asked with (NoHistory).
+    """
+
+    def __init__(self, recommender: Recommender, dataset: Dataset):
+        self.recommender, self.dataset = recommender, dataset
+        self.model = recommender.model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def eval(self) -> "ServedModel":
+        return self
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        """Return (outputs [T, E] of length one at the last token of each sequence, no auxiliary losses)."""
+        users = batch.users.cpu().numpy()
+        assert batch.seen_offsets is not None
+        ends = self.dataset.user_offsets[users] + batch.seen_offsets.diff().cpu().numpy()
+        keys = [f"{user}" for user in users.tolist()]
+        for portion in ((None, 1), (1, 0)):
+            self._append(keys, users, ends, *portion)
+        last = batch.seq_offsets[1:] - 1
+        at = batch.query_timestamps[last].cpu().numpy()
+        user_outputs = self.recommender.outputs(keys, at)
+        self._forget(keys)
+        out = torch.zeros(batch.num_tokens, user_outputs.shape[1], device=user_outputs.device)
+        return out.index_copy_(0, last, user_outputs), {}
+
+    def _append(self, keys: list[str], users: np.ndarray, ends: np.ndarray, start: int | None, stop: int) -> None:
+        """Append each user's events from `start` before the end (None: all) up to `stop` before it."""
+        begins = self.dataset.user_offsets[users] if start is None else ends - start
+        counts = ends - stop - begins
+        events = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        self._add(np.repeat(np.array(keys), counts).tolist(), events)
+
+    def _add(self, keys: list[str], events: np.ndarray) -> None:
+        data = self.dataset
+        self.recommender.append_rows(
+            keys,
+            data.items[events].astype(np.int64),
+            data.timestamps[events],
+            None if data.actions is None else data.actions[events],
+        )
+
+    def _forget(self, keys: list[str]) -> None:
+        for key in keys:
+            self.recommender.forget(key)
+
+    def raw_output(self, batch: RankingBatch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        """Return (outputs [T, E] before normalisation at the scored item tokens of a ranking batch, no auxiliary
+        losses).
+        """
+        tokens = (batch.labels[:, 0] >= 0).nonzero()[:, 0]
+        events = batch.events[tokens].cpu().numpy()
+        users = np.searchsorted(self.dataset.user_offsets, events, side="right") - 1
+        # The scored events of each user in order; round i asks about every user's i-th.
+        order = np.lexsort((events, users))
+        starts = np.flatnonzero(np.diff(users[order], prepend=-1))
+        counts = np.diff(np.append(starts, len(order)))
+        first = events[order[starts]]
+        keys = np.array([f"{user}" for user in users[order[starts]].tolist()])
+        everyone = np.arange(len(starts))
+        self._append(keys.tolist(), users[order[starts]], first, None, 0)
+        out = torch.zeros(batch.num_tokens, self.model.item_weight.shape[1], device=tokens.device)
+        for turn in range(int(counts.max(initial=0))):
+            active = everyone[counts > turn]
+            mine = order[starts[active] + turn]
+            candidates = list(self.dataset.items[events[mine], None].astype(np.int64))
+            candidate_outputs = self.recommender.candidate_outputs(
+                keys[active].tolist(), candidates, self.dataset.timestamps[events[mine]]
+            )
+            out[tokens[torch.from_numpy(mine).to(tokens.device)]] = candidate_outputs
+            self._add(keys[active].tolist(), events[mine])
+        self._forget(keys.tolist())
+        return out, {}

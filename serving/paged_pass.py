@@ -1,0 +1,165 @@
+"""Run new tokens of users through the model, on top of the pages of earlier tokens.
+
+Letters: T new tokens, E embedding size, H heads, D query/key and V value head size.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hstu_sparse
+from hstu_sparse.bias.relative import RelativeBias
+from models.attention import BlockSparseAttention, DenseAttention, RotateKVAttention, SoftmaxAttention
+from models.attention.contract import AttentionKind, AuxLoss
+from models.hstu import HSTULayer, SequenceModel
+from serving.block_sparse import paged_block_sparse
+from serving.errors import ServingError
+from serving.paged_group import Part, Pass, ServedBatch, ServedRankingBatch
+
+SERVED = (DenseAttention, SoftmaxAttention, RotateKVAttention, BlockSparseAttention)
+
+
+class ServedAttention(nn.Module):
+    """An attention kind whose new tokens read what came before them from pages."""
+
+    inner: Any  # one of SERVED
+
+    def __init__(self, inner: AttentionKind, layer: int):
+        super().__init__()
+        self.inner, self.layer = inner, layer
+
+    @property
+    def sizes(self):
+        return self.inner.sizes
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> tuple[Tensor, dict[str, AuxLoss]]:
+        outputs = []
+        for part in batch.served.parts:
+            own_q, own_k, own_v = (y[part.tokens] for y in (q, k, v))
+            if not part.candidates:
+                batch.served.pool.write(self.layer, own_k, own_v, part.offsets, part.pages, part.lengths)
+            if self.layer == batch.served.last and not isinstance(self.inner, BlockSparseAttention):
+                outputs.append(torch.zeros_like(own_v))  # nobody reads the outputs of the last layer
+            else:
+                outputs.append(self.attend(own_q, own_k, own_v, batch.served, part))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, served: Pass, part: Part) -> Tensor:
+        """Return [T, H, V] of a part's tokens."""
+        inner, bias = self.inner, None
+        if inner.position_bias is not None or inner.time_bias is not None:
+            bias = RelativeBias(inner.position_bias, inner.time_bias)
+            if inner.time_bias is not None:
+                bias = bias._replace(timestamps=part.times, query_timestamps=part.query_times)
+        if isinstance(inner, BlockSparseAttention):
+            return paged_block_sparse(inner, self.layer, q, k, v, bias, served, part)
+        if part.whole and (out := whole_attention(inner, q, k, v, bias, served.pool.format, part)) is not None:
+            return out
+        softmax = isinstance(inner, SoftmaxAttention)
+        one_each = len(q) == len(part.lengths)  # the result is the same as with candidates, which are faster
+        return hstu_sparse.paged_attention(
+            q,
+            k,
+            v,
+            part.offsets,
+            served.pool,
+            part.pages,
+            part.lengths,
+            inner.sizes.max_seq_len,
+            layer=self.layer,
+            candidates=part.candidates or one_each,
+            activation="softmax" if softmax else "silu",
+            scale=None if softmax else inner.config.scale,
+            normalizer=None if softmax else inner.normalizer,
+            bias=bias,
+        )
+
+
+def whole_attention(
+    inner: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: RelativeBias | None,
+    form: hstu_sparse.PageFormat,
+    part: Part,
+) -> Tensor | None:
+    """Return [T, H, V] of tokens that only see one another, by the kernels for whole sequences; None if these do not
+    apply.
+
+    Paged attention looks up a time bias pair by pair, which makes it ten times as slow. As there, a token sees the
+    others as decoded from the pages and itself exactly; for pages that round keys and values `rotatekv_self_attention`
+    can do that for codes, so far only on a CPU.
+    """
+    exact = form.bits is None and (form.dtype == k.dtype or form.dtype.itemsize > k.dtype.itemsize)
+    if isinstance(inner, SoftmaxAttention) or (not exact and (form.bits is None or q.is_cuda)):
+        return None
+    # Coded keys are padded to a size that the Hadamard transform supports.
+    q, k = (F.pad(x, (0, form.coded_size - form.head_size)) if form.bits else x for x in (q, k))
+    offsets, longest = part.offsets, inner.sizes.max_seq_len
+    options: dict[str, Any] = dict(bias=bias)
+    options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, **options, once=part.once)
+    options |= dict(scale=inner.config.scale, normalizer=inner.normalizer)
+    if exact:
+        return hstu_sparse.hstu_attention(q, k, v, offsets, longest, **options)
+    codes = {name: getattr(form, name) for name in ("bits", "head_group", "quant_group", "sink_tokens", "clip")}
+    return hstu_sparse.rotatekv_self_attention(q, k, v, offsets, longest, **options, **codes)
+
+
+def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> list[Any]:
+    """Return the model's layers with the same weights and attention that reads from pages; ServingError if one cannot.
+
+    dtype: the dtype to which autocast would cast the weights of an HSTU layer's products in each pass: they are cast
+    here.
+    """
+    layers = []
+    for place, layer in enumerate(cast(Iterable[Any], model.layers)):
+        inner = layer.attention
+        check_kind(inner, place)
+        twin = copy.copy(layer)
+        twin._modules = layer._modules | {"attention": ServedAttention(inner, place)}
+        if dtype is not None and isinstance(layer, HSTULayer):
+            twin._parameters = {"uvqk": nn.Parameter(layer.uvqk.to(dtype), requires_grad=False)}
+            output = copy.copy(layer.output)
+            output._parameters = output._parameters | {
+                "weight": nn.Parameter(layer.output.weight.to(dtype), requires_grad=False)
+            }
+            twin._modules["output"] = output
+        layers.append(twin)
+    return layers
+
+
+def check_kind(inner: AttentionKind, place: int) -> None:
+    """Raise ServingError for an attention whose past cannot be kept in pages."""
+    c: Any = inner.config
+    if not isinstance(inner, SERVED):
+        raise ServingError(f"layer {place} ({c.kind}) cannot be served: dense, softmax, rotatekv and bsa can")
+    if isinstance(inner, DenseAttention) and c.window_size:
+        raise ServingError(f"layer {place} has window_size={c.window_size}, which paged attention does not have")
+    heads = inner.kv_heads(c, inner.sizes.num_heads)
+    if heads != inner.sizes.num_heads:
+        raise ServingError(f"layer {place} shares {heads} key heads between {inner.sizes.num_heads}, pages do not")
+    if isinstance(inner, RotateKVAttention):
+        if c.bits == 3:
+            raise ServingError(f"layer {place} has bits=3, pages have 2, 4 or 8")
+        if c.sparsity:
+            raise ServingError(f"layer {place} has sparsity={c.sparsity}, pages have none")
+
+
+@torch.inference_mode()
+def run(model: SequenceModel, layers: list[Any], batch: ServedBatch | ServedRankingBatch) -> Tensor:
+    """Return the outputs [T, E] of new tokens, in fp32, before normalisation, and write tokens to the pages."""
+    served = batch.served
+    for part in served.parts:
+        if not part.candidates:
+            served.pool.write_timestamps(part.times, part.offsets, part.pages, part.lengths)
+    embedding = model.embedding
+    # A plain look-up: torchrec's needs a dozen launches more.
+    x = embedding(batch, None if embedding.sharded else embedding.item_rows(batch.item_ids))
+    for layer in layers:
+        x, _ = layer(x, batch)
+    return x.float()

@@ -1,0 +1,497 @@
+"""Define `Recommender`: a trained run that takes events and answers with recommendations, from Python.
+
+Letters: E events of a call, B users, M candidates of a user, A kinds of action, k length of a list.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Self, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from data.types import Dataset, shown
+from data.vocabulary import Vocabulary
+from hstu_sparse.launch import cdiv
+from models.heads import normalized
+from models.hstu import SequenceModel
+from models.tasks.scoring import Scores, best_items, normalized_items, output_scorer
+from serving import snapshot
+from serving.actions import ActionCodes
+from serving.engine import Ask, Engine
+from serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError, TooEarly
+from serving.histories import Histories, History, no_garbage_collection
+from serving.ids import ItemIds, user_keys
+from serving.options import ServingOptions, window_of
+from serving.token_batch import MOST_USERS, rounded_up
+from training.config import RunConfig
+from training.outputs import export_items
+from training.run import find_data, open_weights, trained_model
+
+LATEST = 2**62  # no time is later
+
+
+class UserHistory(NamedTuple):
+    """The part of a user's history that the model sees: the latest of `count` events, in time order.
+
+    items [W] original ids; timestamps [W] int64, seconds; actions [W] int32 codes, or None
+    """
+
+    items: np.ndarray
+    timestamps: np.ndarray
+    actions: np.ndarray | None
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
+
+
+class Recommender:
+    """A served run: takes events and returns recommendations and scores, in the ids of the run's data.
+
+    The keys and values of each user's window are cached in pages, so that a request computes one token and an event one
+    more. User ids may be new; 7 and "7" are the same user. Every call takes many users. Any number of threads may call;
+    one at a time is served.
+    """
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        config: RunConfig,
+        vocabulary: Vocabulary,
+        *,
+        has_timestamps: bool = True,
+        name: str = "",
+        options: ServingOptions | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        """Serve a model.
+
+        Args:
+            model, config: a `SequenceModel` with its weights on its device, and the configuration it was built from.
+            vocabulary: what the rows of its tables stand for.
+            has_timestamps: whether the data had times; without, times order events and tell the model nothing.
+            name: what a saved store must come from, such as the run's id.
+            options: see `ServingOptions`.
+            clock: the time, in seconds, that requests without a time of their own have.
+
+        Raises ServingError for what cannot be served.
+        """
+        options = options or ServingOptions()
+        self.config, self.options, self.name, self.clock = config, options, name, clock
+        self.has_timestamps = has_timestamps
+        self.ranking = config.task.kind == "ranking"
+        self.items = ItemIds(vocabulary.item_ids)
+        has_actions = self.ranking or config.model.action_embedding
+        self._actions = ActionCodes(config, vocabulary) if has_actions else None
+        self.window = window_of(config, options.slide)
+        self._histories = Histories(self.window, has_actions, options.most_users, options.most_events)
+        self._engine = Engine(model, config, self.window, options)
+        self._scores_of = None if self.ranking else output_scorer(model)
+        self._lock = threading.RLock()
+
+    @classmethod
+    def load(cls, run: str | Path, *, history: bool = False, device: str | None = None, **options) -> Self:
+        """Serve the run in the folder `run`.
+
+        Args:
+            history: start with the events of the run's data.
+            device: "cpu" or "cuda"; by default what the run's configuration says.
+            options: see `ServingOptions`.
+
+        Raises ServingError for a run that cannot be served, and the errors of eval.py for one that cannot be read.
+        """
+        run = Path(run)
+        config, known, weights, source, _ = open_weights(run, [f"device={device}"] if device else [])
+        dataset = find_data(config, known.fingerprint) if history else None
+        model = trained_model(config, known, weights, source)
+        served = cls(
+            model,
+            config,
+            known.vocabulary,
+            has_timestamps=known.has_timestamps,
+            name=snapshot.name_of(run, source),
+            options=ServingOptions(**options),
+        )
+        if dataset is not None:
+            served.add_dataset(dataset)
+        return served
+
+    @property
+    def model(self) -> SequenceModel:
+        return self._engine.model
+
+    # Events.
+
+    def append(self, users, items, timestamps=None, actions=None, *, encode: bool = True) -> None:
+        """Add events.
+
+        Args:
+            users, items: [E] ids, integers or text. A user may be new; an item must be one that the run knows.
+            timestamps: [E] integers, seconds; may be left out where the run's data had none. An event before the
+                user's last one takes its place in time, behind events of the same second.
+            actions: [E] where the model reads them, in the units of the run's data: numbers (stars, say) or text.
+            encode: bring the pages of new users and of those who have some up to date now; else the next request does.
+
+        Raises, with nothing changed: UnknownItem, MissingActions, InvalidRequest, LimitReached.
+        """
+        self.append_rows(*self.checked(users, items, timestamps, actions), encode=encode)
+
+    def checked(
+        self, users, items, timestamps=None, actions=None
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return events in the form of `append_rows`; raises the errors of `append` except LimitReached."""
+        keys, rows = user_keys(users), self.items.rows("items", items)
+        if len(keys) != len(rows):
+            raise InvalidRequest(f"users and items: expected as many of each, got {len(keys)} and {len(rows)}")
+        times = self._times(timestamps, len(rows))
+        if self._actions is None and actions is not None:
+            raise InvalidRequest("actions: the run reads none, leave them out")
+        return keys, rows, times, None if self._actions is None else self._actions.codes(actions, len(rows))
+
+    def check_room(self, users: Sequence[str]) -> None:
+        """Raise LimitReached if one more event of each of `users` (as often as they occur) would be too many."""
+        counts = Counter(users)
+        with self._lock:
+            self._histories.check_room(list(counts), list(counts.values()))
+
+    @property
+    def num_users(self) -> int:
+        """Users who have events."""
+        return len(self._histories)
+
+    def append_rows(
+        self,
+        users: Sequence[str],
+        rows: np.ndarray,
+        times: np.ndarray,
+        codes: np.ndarray | None,
+        *,
+        encode: bool = True,
+    ) -> None:
+        """Append events as `append` does; users are texts, items rows of the item table, actions codes: [E] each."""
+        places: dict[str, list[int]] = {}
+        for place, key in enumerate(users):
+            places.setdefault(key, []).append(place)
+        histories, engine = self._histories, self._engine
+        with self._lock:
+            histories.check_room(list(places), [len(mine) for mine in places.values()])
+            stale = []
+            items, seconds = rows.tolist(), times.tolist()
+            actions = [None] * len(items) if codes is None else codes.tolist()
+            for key, mine in places.items():
+                if encode and (key not in histories or key in engine.caches):
+                    stale.append(key)
+                if len(mine) == 1:
+                    (place,) = mine
+                    unchanged = histories.add_one(key, items[place], seconds[place], actions[place])
+                else:
+                    unchanged = histories.add(key, rows[mine], times[mine], None if codes is None else codes[mine])
+                engine.changed(key, self._history(key), unchanged)
+            if stale:
+                # If pinned users fill the cache, the events are stored all the same, and a request raises CacheFull.
+                with suppress(CacheFull):
+                    self._engine.update(stale, [self._history(key) for key in stale])
+
+    def lookup(self, items: list, actions: list) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """Return (rows of the item table, codes of actions or None, which events the run knows) of events as a log has
+        them: items integers or text, actions numbers, text or None.
+        """
+        if not all(isinstance(item, int) for item in items):
+            items = [str(item) for item in items]
+        rows, known = self.items.lookup(np.array(items))
+        if self._actions is None:
+            return rows, None, known & np.array([action is None for action in actions])
+        codes, known_actions = self._actions.lookup(actions)
+        return rows, codes, known & known_actions
+
+    def add_many(
+        self, users: list[str], places: np.ndarray, rows: np.ndarray, times: np.ndarray, codes: np.ndarray | None
+    ) -> None:
+        """Add events of many users at once, without encoding them.
+
+        users: distinct, each with an event; places: [E] the place of each event's user in `users`; the rest as in
+        `append_rows`. Raises LimitReached, with nothing changed.
+        """
+        with self._lock, no_garbage_collection():
+            self._histories.check_room(users, np.bincount(places, minlength=len(users)).tolist())
+            self._histories.add_many(users, places, rows, times, codes)
+            for user in set(users).intersection(self._engine.caches.entries):
+                self._engine.changed(user, self._history(user), 0)
+
+    def add_dataset(self, dataset: Dataset) -> None:
+        """Add the events of a data set whose items are the run's, without encoding them."""
+        counts = np.diff(dataset.user_offsets)
+        users = [str(user) for user in np.asarray(dataset.user_ids)[counts > 0].tolist()]
+        places = np.repeat(np.arange(len(users)), counts[counts > 0])
+        actions = None if self._actions is None else dataset.actions
+        self.add_many(users, places, dataset.items, dataset.timestamps, actions)
+
+    def _times(self, timestamps, count: int) -> np.ndarray:
+        if timestamps is None:
+            if self.has_timestamps:
+                raise InvalidRequest("timestamps: the run's data had times, expected one for each event")
+            return np.zeros(count, np.int64)
+        times = np.asarray(timestamps)
+        if times.shape != (count,):
+            raise InvalidRequest(f"timestamps: expected {count}, one for each event, got shape {list(times.shape)}")
+        if count and times.dtype.kind not in "iu":
+            raise InvalidRequest(f"timestamps: expected whole seconds, got {times.dtype}")
+        if count and not (times.min() >= 0 and times.max() < LATEST):
+            raise InvalidRequest("timestamps: expected seconds since 1970, from 0 on")
+        return times.astype(np.int64)
+
+    # Requests.
+
+    def recommend(self, users, k: int = 10, at=None, exclude_seen: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Return the k best items for each user: (items [B, k] original ids, scores [B, k] float32), best first.
+
+        Args:
+            users: [B] ids.
+            k: at least 1. Where fewer items are left, -1 or the empty text follows, with scores of -inf.
+            at: seconds, one for all or [B]; by default now, or the user's last event where that is later.
+            exclude_seen: leave out every item that the user ever met.
+
+        Raises NoHistory, TooEarly, InvalidRequest, CacheFull; ServingError for a run that ranks given candidates.
+        """
+        if self.ranking:
+            raise InvalidRequest("the run ranks the candidates that it is given: ask for score, not recommend")
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+            raise InvalidRequest(f"k: expected a whole number of at least 1, got {k!r}")
+        keys = user_keys(users)
+        if not keys:
+            return self.items.original(np.zeros((0, k), np.int64)), np.zeros((0, k), np.float32)
+        with self._lock:
+            requests = self._asks(keys, at)
+            values, rows = self._best(
+                self._engine.answer(requests), k, [x.history.seen for x in requests] if exclude_seen else []
+            )
+        if values.shape[1] < k:
+            more = ((0, 0), (0, k - values.shape[1]))
+            values, rows = np.pad(values, more, constant_values=-np.inf), np.pad(rows, more, constant_values=-1)
+        rows = np.where(values == -np.inf, -1, rows)
+        return self.items.original(rows), values
+
+    def _best(self, out: Tensor, k: int, seen: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (scores, rows) [B, up to k] of the best items by outputs [B, E], without those that each user saw."""
+        users, counts = len(out), [len(mine) for mine in seen]
+        padded = self._engine.padded and users <= MOST_USERS
+        rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)), 4)) if padded else (users, sum(counts))
+        # Offsets, then items, two to a number. Padding items belong to the last user and are not in the catalogue.
+        key, graphs = ("lists", rows, items if seen else None, k), self._engine.graphs if padded else None
+        numbers = graphs.staged(key, 1) if graphs else None
+        if numbers is None:
+            numbers = torch.empty(rows + 1 + cdiv(items, 2), dtype=torch.int64)
+        if seen:
+            offsets, of_users = numbers[: rows + 1].numpy(), numbers[rows + 1 :].view(torch.int32).numpy()
+            offsets[0] = 0
+            np.cumsum(counts, out=offsets[1 : users + 1])
+            offsets[users:] = items
+            np.concatenate(seen, out=of_users[: sum(counts)])
+            of_users[sum(counts) :] = -1
+
+        def lists(out: Tensor, numbers: Tensor) -> Tensor:
+            without = (numbers[rows + 1 :].view(torch.int32)[:items], numbers[: rows + 1]) if seen else None
+            scores_of = cast(Callable[[Tensor], Scores], self._scores_of)
+            values, best = best_items(scores_of(normalized(out)), k, without)
+            return torch.cat([values.float().view(torch.int32), best.int()], 1)
+
+        if rows > users:
+            out = F.pad(out, (0, 0, 0, rows - users))
+        packed = graphs(key, lists, out, numbers) if graphs else lists(out, numbers.to(out.device))
+        values, best = np.split(packed[:users].cpu().numpy(), 2, axis=1)
+        return values.copy().view(np.float32), best
+
+    def score(self, users, candidates, at=None) -> np.ndarray:
+        """Return the scores of candidates: [B, M] float32; of a ranking run with A > 1 kinds of action, [B, M, A].
+
+        A score is the cosine or the head's value for retrieval, the probability of an action for ranking. Candidates
+        do not see one another: their order and their company change nothing.
+
+        Args:
+            users: [B] ids; candidates: [B, M] ids of items.
+            at: as in `recommend`.
+
+        Raises UnknownItem, NoHistory, TooEarly, InvalidRequest, CacheFull.
+        """
+        keys, rows = user_keys(users), self.items.rows("candidates", candidates, 2)
+        if len(rows) != len(keys) and (len(keys) or rows.size):
+            raise InvalidRequest(f"candidates: expected a row for each of {len(keys)} users, got {len(rows)}")
+        scores = self.score_rows(keys, list(rows), at)
+        return np.stack(scores) if scores else np.zeros(rows.shape, np.float32)
+
+    def score_rows(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> list[np.ndarray]:
+        """Score candidates, as `score` does; any number for each user, given as rows of the item table."""
+        # Sorted and distinct, so that their order does not change the arithmetic of their scores.
+        unique = [np.unique(mine, return_inverse=True) for mine in candidates]
+        distinct = [mine for mine, _ in unique]
+        if self.ranking:
+            scores = self._probabilities(self.candidate_outputs(users, distinct, at))
+        else:
+            scores = self._cosines(self.outputs(users, at), distinct)
+        parts = np.split(scores, np.cumsum([len(mine) for mine in distinct])[:-1])
+        return [values[place] for values, (_, place) in zip(parts, unique)] if distinct else []
+
+    @torch.no_grad()
+    def _probabilities(self, out: Tensor) -> np.ndarray:
+        """Return the probabilities of the actions by outputs [M, E]: [M], or [M, A] if A > 1."""
+        probabilities = self.model.task_head(out).sigmoid().float().cpu().numpy()
+        return probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities
+
+    def outputs(self, users: Sequence[str], at=None) -> Tensor:
+        """Return the model's outputs for users (their ids as texts) at the time `at`: [B, E] of length one."""
+        with self._lock:
+            return normalized(self._engine.answer(self._asks(users, at)))
+
+    def candidate_outputs(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> Tensor:
+        """Return outputs at a ranking run's candidates, rows of the item table, end to end: [sum of M, E], not
+        normalised.
+        """
+        with self._lock:
+            requests = self._asks(users, at)
+            return self._engine.answer(
+                [request._replace(candidates=mine) for request, mine in zip(requests, candidates)]
+            )
+
+    @torch.no_grad()
+    def _cosines(self, out: Tensor, candidates: list[np.ndarray]) -> np.ndarray:
+        """Return the scores of candidates, end to end, by the outputs [B, E]."""
+        model = self.model
+        scores = []
+        for one, rows in zip(out[:, None], candidates):
+            mine = model.item_rows(torch.from_numpy(rows).to(out.device))
+            if model.head is None:
+                scores.append((one @ normalized_items(mine).T)[0])
+            else:
+                scores.append(model.head.scores_of_all(one, model.head.items(mine))[0])
+        return torch.cat(scores).float().cpu().numpy() if scores else np.zeros(0, np.float32)
+
+    def _history(self, user: str) -> History:
+        """Return the history of a user; NoHistory if there is none."""
+        history = self._histories.get(user)
+        if history is None:
+            raise NoHistory(f"user {shown(user)} has no event")
+        return history
+
+    def _asks(self, users: Sequence[str], at) -> list[Ask]:
+        histories = [self._history(user) for user in users]
+        last = np.array([history.last for history in histories], np.int64)
+        if not self.has_timestamps:
+            return [Ask(*each) for each in zip(users, histories, last.tolist())]
+        if at is None:
+            times = np.maximum(last, int(self.clock()))
+        else:
+            times = np.asarray(at)
+            if times.dtype.kind not in "iu" or times.shape not in ((), (len(users),)):
+                raise InvalidRequest(f"at: expected whole seconds, one or {len(users)} of them")
+            times = np.broadcast_to(times, last.shape)
+            if len(times) and (times.min() < 0 or times.max() >= LATEST):
+                raise InvalidRequest("at: expected seconds since 1970, from 0 on")
+            if (early := times < last).any():
+                first = int(np.argmax(early))
+                raise TooEarly(
+                    f"at: {times[first]} is before the last event of user {shown(users[first])}, at {last[first]}"
+                )
+        return [Ask(*each) for each in zip(users, histories, times.tolist())]
+
+    def export(self, folder: str | Path) -> tuple[int, int]:
+        """Write item vectors and ids into `folder`, as `eval.py --export-items`; returns (items, size of a vector).
+
+        Raises ServingError for a head that has no single vector for an item.
+        """
+        if self.model.head is not None or self.ranking:
+            what = "a ranking run" if self.ranking else f"model.head.kind={self.config.model.head.kind}"
+            raise ServingError(f"{what} has no single vector for an item")
+        return export_items(Path(folder), self.model, self.items.ids)
+
+    # Users.
+
+    def history(self, user) -> UserHistory:
+        """Return what the model sees of a user; NoHistory for one without events."""
+        (key,) = user_keys([user])
+        with self._lock:
+            (request,) = self._asks([key], None)
+            h = request.history
+            cut = self.window.begin(h.count) - h.first
+            actions = None if h.actions is None else h.actions[cut:].copy()
+            return UserHistory(self.items.original(h.items[cut:]), h.timestamps[cut:].copy(), actions, h.count)
+
+    def forget(self, user) -> bool:
+        """Drop all that is known of a user, pages and pin included; returns whether there was something."""
+        (key,) = user_keys([user])
+        with self._lock:
+            self._engine.caches.pinned.discard(key)
+            self._engine.caches.drop(key)
+            return self._histories.forget(key)
+
+    def pin(self, users) -> None:
+        """Protect the pages of these users from eviction; NoHistory for a user without events."""
+        keys = user_keys(users)
+        with self._lock:
+            for key in keys:
+                if key not in self._histories:
+                    raise NoHistory(f"user {shown(key)} has no event")
+            self._engine.caches.pinned.update(keys)
+
+    def unpin(self, users) -> None:
+        """Take a pin back."""
+        with self._lock:
+            self._engine.caches.pinned.difference_update(user_keys(users))
+
+    def evict(self, users) -> int:
+        """Drop the pages of users, pinned or not; their events stay. Returns how many had pages."""
+        with self._lock:
+            return sum(self._engine.caches.drop(key) for key in user_keys(users))
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Count users, those with pages, pinned ones, pages in use, bytes of pages and of events, and so on."""
+        with self._lock:
+            caches = self._engine.caches
+            pool = caches.pool
+            return {
+                "users": len(self._histories),
+                "users_with_pages": len(caches.entries),
+                "users_pinned": len(caches.pinned),
+                "pages": pool.num_pages,
+                "pages_in_use": pool.num_pages - pool.free_pages,
+                "page_bytes": self._engine.page_bytes,
+                "bytes_per_user": self._engine.bytes_per_user,
+                "evictions": caches.evictions,
+                "tokens_encoded": self._engine.encoded,
+            }
+
+    @property
+    def description(self) -> dict:
+        """The pages' format, the bytes of a full window in it and in bf16, the events of a window, and the slide."""
+        return self._engine.description | {"events_of_a_window": self.window.capacity, "slide": self.window.slide}
+
+    # The store.
+
+    def save(self, folder: str | Path) -> None:
+        """Write events and pages of all users into `folder`, whole or not at all; StoreError where that cannot be."""
+        with self._lock:
+            snapshot.save(Path(folder), self._facts(), self._histories, self._engine.caches)
+
+    def restore(self, folder: str | Path) -> None:
+        """Load a store that `save` wrote, in place of all current events.
+
+        Pages are loaded if they have the same format, else encoded when they are needed. StoreError for a folder that
+        is damaged or of another run; nothing is changed then.
+        """
+        with self._lock:
+            self._histories = snapshot.restore(Path(folder), self._facts(), self._histories, self._engine.caches)
+            self._engine.restored()
+
+    def _facts(self) -> dict:
+        """Return the properties of the run that a saved store must agree with."""
+        return {
+            "run": self.name,
+            "items": len(self.items),
+            "actions": self._actions is not None,
+            "capacity": self.window.capacity,
+            "slide": self.window.slide,
+        }

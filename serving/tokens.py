@@ -1,0 +1,65 @@
+"""Compute the tokens of a window as the model's inputs, with numpy only.
+
+Retrieval has one token an event; ranking two, the item's and then the action's. The query time of a token is when what
+it predicts happens: the next event's time, or, of a ranking batch's item token, its own. For the last token that is the
+request's time, since the next event has not come yet.
+
+Letters: n events of a user, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.histories import History
+
+
+@dataclass
+class Columns:
+    """T tokens as columns of int64: `items`, `actions`, `times`, `query_times`, and `positions` in their windows."""
+
+    items: np.ndarray
+    actions: np.ndarray
+    times: np.ndarray
+    query_times: np.ndarray
+    positions: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: "list[Columns]") -> "Columns":
+        return cls(*(np.concatenate(columns) for columns in zip(*(vars(part).values() for part in parts))))
+
+
+def window_tokens(history: History, begin: int, start: int, stop: int, per_event: int, at: int = 0) -> Columns:
+    """Return the tokens start .. stop-1 of the window that begins at event `begin`.
+
+    per_event: tokens of an event, 1 or 2. at: the query time of the window's last token, seconds.
+    """
+    positions = np.arange(start, stop)
+    events = positions // per_event + (begin - history.first)
+    times = history.timestamps
+    following = np.append(times, at)[events + 1]
+    event_times = times[events]
+    # The item token of a ranking event predicts the action at the event's own time.
+    query_times = following if per_event == 1 else np.where(positions % 2 == 1, following, event_times)
+    actions = (
+        np.zeros(len(positions), np.int64) if history.actions is None else history.actions[events].astype(np.int64)
+    )
+    return Columns(history.items[events].astype(np.int64), actions, event_times, query_times, positions)
+
+
+def single_tokens(
+    histories: list[History], events: list[int], positions: np.ndarray, per_event: int, at: list[int] | None = None
+) -> Columns:
+    """Return one token of each of B users, as `window_tokens` does, in a tenth of its time for many users.
+
+    events: [B] which of a history's kept events the tokens belong to. positions: [B] of the tokens in their windows.
+    at: [B] query times, where the tokens are the last ones of their windows.
+    """
+    items = [h.items.item(event) for h, event in zip(histories, events)]
+    times = [h.timestamps.item(event) for h, event in zip(histories, events)]
+    if at is None:
+        # An item token of ranking has its own event's time as query time; all others that of the next event.
+        later = [per_event == 1 or place % 2 == 1 for place in positions.tolist()]
+        at = [h.timestamps.item(event + more) for h, event, more in zip(histories, events, later)]
+    actions = [h.actions.item(event) for h, event in zip(histories, events) if h.actions is not None]
+    return Columns(*(np.array(x, np.int64) for x in (items, actions or [0] * len(items), times, at, positions)))

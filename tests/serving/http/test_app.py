@@ -1,0 +1,252 @@
+"""The service over HTTP: routes, errors, limits, the token, hostile input, the log of events. In this process."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from serving.http.app import Limits, create_app
+from serving.http.event_log import EventLog, LogError, NotStored
+from serving.http.worker import Recommend, Worker, replay
+from tests.serving.plain import NUM_ITEMS, item_ids, make_config, make_model, serve
+
+NOW = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def small():
+    config = make_config()
+    return config, make_model(config)
+
+
+@pytest.fixture
+def recommender(small):
+    return serve(*small, lambda: NOW, cache_bytes=2**22, most_users=50)
+
+
+@pytest.fixture
+def client(recommender, tmp_path):
+    log = EventLog(tmp_path / "events.log")
+    limits = Limits(body=2000, events=20, candidates=50, list=30)
+    with TestClient(create_app(recommender, log, limits=limits, clock=lambda: NOW)) as client:
+        yield client
+    log.close()
+
+
+def events(*rows):
+    return {"events": [dict(zip(("user", "item", "timestamp", "action"), row)) for row in rows]}
+
+
+def test_a_day_of_a_user(client, recommender):
+    assert client.get("/users/ann/recommendations").status_code == 404
+    assert client.post("/events", json=events(("ann", 100, 5), ("bob", "103", 6), (7, 100))).json() == {"accepted": 3}
+    response = client.get("/users/ann/recommendations", params={"k": 5, "at": 9}).json()["items"]
+    items, scores = recommender.recommend(["ann"], 5, 9)
+    assert [row["item"] for row in response] == items[0].tolist()
+    assert [row["score"] for row in response] == pytest.approx(scores[0].tolist())
+    # What is left is fewer than asked for; `now` by default.
+    assert len(client.get("/users/7/recommendations", params={"k": 30}).json()["items"]) == 30
+    everything = client.get("/users/ann/recommendations", params={"exclude_seen": False, "k": 30}).json()
+    assert len(everything["items"]) == 30
+    response = client.post("/scores", json={"user": "bob", "candidates": [106, 100, "103"], "at": 9}).json()["scores"]
+    assert response == pytest.approx(recommender.score(["bob"], [[106, 100, 103]], 9)[0].tolist())
+    assert client.get("/users/7").json() == {"items": [100], "timestamps": [NOW], "actions": None, "count": 1}
+    assert client.delete("/users/ann").json() == {"forgotten": True}
+    assert client.delete("/users/ann").json() == {"forgotten": False}
+    assert client.get("/users/ann").status_code == 404
+    assert client.get("/health").json() == {"status": "ok", "users": 2}
+    text = client.get("/metrics").text
+    assert 'hstu_sparse_requests_total{route="/events",status="200"} 1.0' in text
+    assert "hstu_sparse_store_users 2.0" in text and "hstu_sparse_request_seconds_bucket" in text
+    schema = client.get("/openapi.json").json()
+    assert {"/events", "/scores", "/users/{user}/recommendations", "/health", "/metrics"} <= schema["paths"].keys()
+    assert client.get("/docs").status_code == 200
+
+
+HOSTILE = [
+    ("POST", "/events", b"{", 422, "the body is not JSON"),
+    ("POST", "/events", b"", 422, "expected a JSON object"),
+    ("POST", "/events", b"[]", 422, "expected a JSON object"),
+    ("POST", "/events", b'{"events": []}', 422, "events"),
+    ("POST", "/events", b'{"events": [1]}', 422, "events.0"),
+    ("POST", "/events", b'{"events": [{"user": 1}]}', 422, "events.0.item"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "more": 1}]}', 422, "events.0.more"),
+    ("POST", "/events", b'{"events": [{"user": null, "item": 100}]}', 422, "events.0.user"),
+    ("POST", "/events", b'{"events": [{"user": 1.5, "item": 100}]}', 422, "events.0.user"),
+    ("POST", "/events", b'{"events": [{"user": true, "item": 100}]}', 422, "events.0.user"),
+    ("POST", "/events", b'{"events": [{"user": "", "item": 100}]}', 422, "events.0.user"),
+    ("POST", "/events", b'{"events": [{"user": "\\ud800", "item": 100}]}', 422, ""),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 101}]}', 422, "items: 1 of 1 items are not known"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": "x"}]}', 422, "not known"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 1' + b"0" * 30 + b"}]}", 422, "events.0.item"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 1' + b"0" * 1500 + b"}]}", 422, ""),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "timestamp": -1}]}', 422, "timestamp"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "timestamp": 1e3}]}', 422, "timestamp"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "timestamp": "5"}]}', 422, "timestamp"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "action": NaN}]}', 422, "actions"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "action": 1}]}', 422, "reads none"),
+    ("POST", "/events", b"[" * 1900, 400, ""),
+    ("POST", "/events", b"\xff\xfe", 422, "not JSON"),
+    ("POST", "/events", json.dumps(events(*[(1, 100)] * 21)).encode(), 422, "at most 20 in a request, got 21"),
+    ("POST", "/events", b" " * 2001, 413, "2,000 bytes"),
+    ("POST", "/scores", b'{"user": 1, "candidates": []}', 422, "candidates"),
+    ("POST", "/scores", b'{"user": 1, "candidates": [[100]]}', 422, "candidates"),
+    ("POST", "/scores", b'{"user": "nobody", "candidates": [100]}', 404, "user nobody has no event"),
+    ("POST", "/scores", b'{"user": 1, "candidates": [100, 101]}', 422, "1 of 2 items are not known"),
+    ("POST", "/scores", b'{"user": 1, "candidates": [100], "at": 4}', 409, "before the last event"),
+    ("POST", "/scores", b'{"user": 1, "candidates": [' + b"100," * 50 + b"100]}", 422, "at most 50"),
+    ("GET", "/users/1/recommendations?k=0", None, 422, "k"),
+    ("GET", "/users/1/recommendations?k=31", None, 422, "k"),
+    ("GET", "/users/1/recommendations?k=x", None, 422, "k"),
+    ("GET", "/users/1/recommendations?at=4", None, 409, "before the last event"),
+    ("GET", "/users/1/recommendations?at=9" + "9" * 40, None, 422, "at"),
+    ("GET", "/users/" + "u" * 257, None, 422, "user"),
+    ("GET", "/users/%00%fe", None, 422, "user"),
+    ("GET", "/users/%00%c3%bf", None, 404, "has no event"),
+    ("GET", "/users/../../etc/passwd", None, 404, ""),
+    ("GET", "/users/..%2f..%2fetc%2fpasswd/recommendations", None, 404, ""),
+    ("GET", "/nothing", None, 404, "Not Found"),
+    ("DELETE", "/events", None, 405, ""),
+]
+
+
+def test_hostile_requests(client):
+    """Check that a bad request ends in 4xx and one line, and that the service goes on."""
+    assert client.post("/events", json=events((1, 100, 5))).status_code == 200
+    for method, path, body, status, message in HOSTILE:
+        headers = {"content-type": "application/json"} if body is not None else {}
+        answer = client.request(method, path, content=body, headers=headers)
+        assert answer.status_code == status, (method, path, body, answer.text)
+        error = answer.json()["error"]
+        assert set(error) == {"name", "message"} and message in error["message"], (body, error)
+        assert "\n" not in error["message"] and len(error["message"]) < 400
+    assert client.get("/users/1").json()["count"] == 1
+
+
+def test_an_event_too_many_changes_nothing(client):
+    rows = [(f"u{i}", 100, 5) for i in range(20)]
+    for begin in (0, 20):
+        more = [(f"{user}-{begin}", *rest) for user, *rest in rows]
+        assert client.post("/events", json=events(*more)).status_code == 200
+    answer = client.post("/events", json=events(*rows))
+    assert answer.status_code == 409 and answer.json()["error"]["name"] == "LimitReached"
+    assert client.get("/health").json()["users"] == 40
+
+
+def test_the_token(recommender):
+    with TestClient(create_app(recommender, None, token="a-secret-of-sixteen")) as client:
+        assert client.get("/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer a-secret"}, {"Authorization": "Basic a-secret-of-sixteen"}):
+            for path in ("/metrics", "/docs", "/openapi.json", "/users/1", "/nothing"):
+                answer = client.get(path, headers=headers)
+                assert answer.status_code == 401 and answer.json()["error"]["name"] == "Unauthorized"
+        assert client.get("/metrics", headers={"Authorization": "Bearer a-secret-of-sixteen"}).status_code == 200
+
+
+def test_requests_together_get_what_each_gets_alone(client, recommender):
+    """Several clients at once, some of them wrong."""
+    assert client.post("/events", json=events(*[(user, 100 + 3 * user, 5) for user in range(8)])).status_code == 200
+    alone = [recommender.recommend([user], 4, 50)[0][0].tolist() for user in range(8)]
+
+    def send(i):
+        user = i % 10  # two of ten are unknown
+        if i % 3 == 0:
+            answer = client.post("/scores", json={"user": user, "candidates": [100, 103 + i % 2], "at": 50})
+            return answer.status_code == (404 if user > 7 and i % 2 == 0 else 422 if i % 2 else 200)
+        answer = client.get(f"/users/{user}/recommendations", params={"k": 4, "at": 50})
+        if user > 7:
+            return answer.status_code == 404
+        return [row["item"] for row in answer.json()["items"]] == alone[user]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(send, range(60)))
+
+
+def test_a_service_that_is_full_or_stopping_says_so(recommender):
+    """Accepted requests are answered before the thread ends."""
+    recommender.append([1], [100], [5])
+    worker = Worker(recommender, None, most_waiting=3)
+    worker.put(Recommend("1", 3, 9, True)).cancel()  # a client that left
+    accepted = [worker.put(Recommend("1", 3, 9, True)) for _ in range(2)]
+    with pytest.raises(Exception, match="more requests wait"):
+        worker.put(Recommend("1", 3, 9, True))
+    worker.start()
+    worker.stop()
+    assert all(len(future.result(0)[0]) == 3 for future in accepted)
+    with pytest.raises(Exception, match="the service is stopping"):
+        worker.put(Recommend("1", 3, 9, True))
+
+
+def test_the_log_is_replayed(recommender, small, tmp_path):
+    path = tmp_path / "events.log"
+    log = EventLog(path)
+    with TestClient(create_app(recommender, log, clock=lambda: NOW)) as client:
+        for i in range(6):
+            assert client.post("/events", json=events((i % 3, 100 + 3 * i, 50 + i))).status_code == 200
+        client.delete("/users/1")
+        assert client.post("/events", json=events((1, 130, 60))).status_code == 200
+    with pytest.raises(LogError, match="another process is serving from it"):
+        EventLog(path)
+    log.close()
+    with path.open("ab") as file:  # half of a line, as a kill leaves it
+        file.write(b'0123abcd {"users": ["0"], "it')
+    for _ in range(2):
+        other, log = serve(*small, lambda: NOW, cache_bytes=2**22), EventLog(path)
+        assert replay(other, log) == {"taken": 5, "left_out": 0}
+        assert log.stale == (2 if _ == 0 else 0)
+        log.compact()
+        log.close()
+        for user in range(3):
+            assert other.history(user).items.tolist() == recommender.history(user).items.tolist()
+        actual, expected = (one.score(range(3), [item_ids()] * 3, 99) for one in (other, recommender))
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b'"users"', b'"Users"'), *lines[2:]]))
+    log = EventLog(path)
+    with pytest.raises(LogError, match="line 2 is damaged"):
+        list(log.events())
+    log.close()
+
+
+def test_events_of_another_catalogue_are_counted(recommender, tmp_path):
+    log = EventLog(tmp_path / "events.log")
+    log.append([{"users": ["1", "1"], "items": [100, 101], "timestamps": [5, 6], "actions": None}])
+    assert replay(recommender, log) == {"taken": 1, "left_out": 1}
+    log.close()
+
+
+def test_a_disk_that_is_full(recommender, tmp_path, monkeypatch):
+    """Nothing is accepted that is not in the log."""
+    import os
+
+    log = EventLog(tmp_path / "events.log")
+    with TestClient(create_app(recommender, log, clock=lambda: NOW)) as client:
+        assert client.post("/events", json=events((1, 100, 5))).status_code == 200
+        whole, write = (tmp_path / "events.log").read_bytes(), os.write
+
+        def full(file, content):
+            if len(content) < 20:
+                raise OSError(28, "No space left on device")
+            return write(file, content[:20])
+
+        with monkeypatch.context() as patch:
+            patch.setattr("serving.http.event_log.os.write", full)
+            patch.setattr("serving.http.event_log.os.fsync", lambda file: full(file, b""))
+            answer = client.post("/events", json=events((1, 103, 6)))
+        assert answer.status_code == 507 and answer.json()["error"]["name"] == NotStored.__name__
+        assert (tmp_path / "events.log").read_bytes() == whole and client.get("/users/1").json()["count"] == 1
+        assert client.post("/events", json=events((1, 103, 6))).status_code == 200
+    log.close()
+
+
+def test_what_waits_is_answered_when_the_application_stops(recommender):
+    """End the service as SIGTERM does: the requests in flight are answered, then the thread ends."""
+    app = create_app(recommender, None, clock=lambda: NOW)
+    with TestClient(app) as client:
+        client.post("/events", json=events((1, 100, 5)))
+        assert any(thread.name == "model" for thread in threading.enumerate())
+        assert NUM_ITEMS > len(client.get("/users/1/recommendations").json()["items"]) == 10
+    assert not any(thread.name == "model" and thread.is_alive() for thread in threading.enumerate())

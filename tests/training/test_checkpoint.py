@@ -1,0 +1,235 @@
+"""Checkpoints: whole or not at all, and a clear line when one is damaged."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from tests.damage import damaged_files
+from training import checkpoint
+from training.average import WeightAverage
+from training.checkpoint import (
+    CheckpointError,
+    Progress,
+    checkpoints,
+    exists,
+    load_checkpoint,
+    load_folder,
+    not_finite,
+    save_checkpoint,
+    save_folder,
+    set_aside_damaged,
+    training_state,
+)
+
+
+def setup(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    return model, optimizer
+
+
+def at(step, **facts):
+    return Progress(**{"run": "r", "fingerprint": "x", "step": step, **facts})
+
+
+def step(model, optimizer):
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_going_on_equals_never_stopping(tmp_path):
+    model, optimizer = setup()
+    for _ in range(3):
+        step(model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, at(3, losses={"loss": [0.1, 3]}))
+    for _ in range(3):
+        step(model, optimizer)
+    other, other_optimizer = setup(seed=1)
+    assert load_checkpoint(tmp_path, other, other_optimizer) == at(3, losses={"loss": [0.1, 3]})
+    for _ in range(3):
+        step(other, other_optimizer)
+    for a, b in zip(model.parameters(), other.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_keeps_the_last_two(tmp_path):
+    model, optimizer = setup()
+    for number in (1, 2, 10):
+        save_checkpoint(tmp_path, model, optimizer, at(number))
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
+
+
+def test_cleaning_up_takes_nothing_of_the_user_s(tmp_path):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    place = tmp_path / "checkpoints"
+    others = ("step-00000001.bak", "step-00000001-before-the-change", "step-00000000-notes", "step-", "step-1")
+    for name in others:
+        (place / name).mkdir()
+    (place / "step-00000000").write_text("a file")
+    shutil.copytree(place / "step-00000001", place / "step-00000002")  # says that it is step 1
+    (place / "step-00000001" / "notes.txt").write_text("mine")
+    (place / "step-00000003").symlink_to(place / "step-00000001")
+    for number in (4, 5, 6):
+        save_checkpoint(tmp_path, model, optimizer, at(number))
+    save_checkpoint(tmp_path, model, optimizer, at(7, run="another"))
+    left = {path.name for path in place.iterdir()}
+    assert left == {*others, *(f"step-0000000{number}" for number in (0, 1, 2, 3, 5, 6, 7))}
+    assert [path.name for path in (place / "step-00000001").iterdir()] == ["notes.txt"]
+    assert len(list((place / "step-00000002").iterdir())) == 3
+
+
+def test_what_is_not_whole_is_set_aside(tmp_path):
+    """Back to the newest checkpoint that is whole; and nothing is lost, or touched where all are whole."""
+    model, optimizer = setup()
+    for number in (1, 2):
+        step(model, optimizer)
+        save_checkpoint(tmp_path, model, optimizer, at(number))
+    assert set_aside_damaged(tmp_path) == []
+    before, last = checkpoints(tmp_path)
+    for damage in damaged_files(last):
+        (aside,) = set_aside_damaged(tmp_path)
+        assert aside == last and checkpoints(tmp_path) == [before], damage
+        assert load_checkpoint(tmp_path, model, optimizer).step == 1
+        (moved,) = (tmp_path / "checkpoints").glob("damaged-step-00000002-*")
+        moved.rename(last)
+    assert load_checkpoint(tmp_path, model, optimizer).step == 2
+
+
+def test_what_cannot_be_read_is_not_set_aside(tmp_path, monkeypatch):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint, "_checksum", refuse)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        set_aside_damaged(tmp_path)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("where", ["weight", "moment", "average"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_named(where, value):
+    model, optimizer = setup()
+    average = WeightAverage(model, 0.9)
+    step(model, optimizer)
+    assert not_finite(training_state(model, optimizer, average)) is None
+    tensor = {
+        "weight": model.weight.data,
+        "moment": optimizer.state[model.weight]["exp_avg_sq"],
+        "average": average.averages[0],
+    }[where]
+    tensor[1, 2] = value
+    name = {"weight": "weight", "moment": "optimizer.weight.exp_avg_sq", "average": "average.weight"}[where]
+    assert not_finite(training_state(model, optimizer, average)) == name
+
+
+def test_nothing_that_is_not_finite_is_written(tmp_path):
+    save_folder(tmp_path / "best", {"model": {"x": torch.ones(3), "n": torch.ones(0)}}, {"value": 1})
+    with pytest.raises(CheckpointError, match="best: not written, x is not finite; the previous content is unchanged"):
+        save_folder(tmp_path / "best", {"model": {"x": torch.tensor([1.0, float("nan")])}}, {"value": 2})
+    assert load_folder(tmp_path / "best", checked=slice(None))[1] == {"value": 1}
+
+
+def test_modes_follow_the_umask(tmp_path):
+    model, optimizer = setup()
+    before = os.umask(0o022)
+    try:
+        save_checkpoint(tmp_path, model, optimizer, at(1))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in checkpoints(tmp_path)[0].iterdir()} == {0o644}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
+def test_what_is_no_regular_file_is_not_read(tmp_path, file, kind):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    path = checkpoints(tmp_path)[-1] / file
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+    with pytest.raises(CheckpointError, match=r"cannot be read: (not a regular file|1,099,511,627,776 bytes)"):
+        load_checkpoint(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_damage_is_told_in_one_line(tmp_path, file, damage):
+    model, optimizer = setup()
+    step(model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    save_checkpoint(tmp_path, model, optimizer, at(2))
+    path = checkpoints(tmp_path)[-1] / file
+    content = bytearray(path.read_bytes())
+    if damage == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        content[len(content) // 2 if file != "state.json" else 0] ^= 0xFF
+        path.write_bytes(content)
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000002.*step-00000001") as error:
+        load_checkpoint(tmp_path, model, optimizer)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_another_model_is_told(tmp_path):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    wide = nn.Linear(4, 2)
+    with pytest.raises(CheckpointError, match="belongs to another model, weight"):
+        load_checkpoint(tmp_path, wide, torch.optim.AdamW(wide.parameters()))
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        load_checkpoint(tmp_path, *setup())
+
+
+def test_progress_of_another_version_is_told(tmp_path):
+    model, optimizer = setup()
+    save_folder(
+        tmp_path / "checkpoints" / "step-00000001", {"model": model.state_dict(), "state": {}}, {"step": 1, "x": 2}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001: written by another version.*\(batch, .*, x in only one of them\)"
+    ):
+        load_checkpoint(tmp_path, model, optimizer)
+
+
+def test_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, model, optimizer, at(2))
+    monkeypatch.undo()
+    assert load_checkpoint(tmp_path, model, optimizer).step == 1
+
+
+def test_replaced_folder_is_never_missing(tmp_path):
+    folder = tmp_path / "best"
+    save_folder(folder, {"model": {"x": torch.zeros(1)}}, {"value": 1})
+    save_folder(folder, {"model": {"x": torch.ones(1)}}, {"value": 2})
+    assert load_folder(folder, "model")[1]["value"] == 2
+    # Killed between the two moves of a replacement, the old folder stands aside and is still found.
+    folder.rename(tmp_path / ".best.old")
+    assert exists(folder) and load_folder(folder, "model")[0]["model"]["x"].item() == 1
+    save_folder(folder, {"model": {"x": torch.zeros(1)}}, {"value": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert not exists(tmp_path / "other")

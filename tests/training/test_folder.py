@@ -1,0 +1,267 @@
+"""A run's folder: one process at a time, whole files, and what a resume makes of a run that was killed or changed."""
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+
+import pytest
+
+import eval as evaluation
+import train
+from training.folder import FolderError, access, check_run, claimed, write_file
+from training.monitor import MetricsLog, explain_faults
+from training.tracking import TensorBoard
+
+CONFIG = """
+name: t
+seed: 1
+device: cpu
+threads: 1
+data: {format: synthetic, protocol: leave_one_out, synthetic: {num_users: 40, num_items: 20, num_clusters: 4,
+  mean_length: 8, max_length: 12}}
+model: {block: hstu, max_seq_len: 12, embedding_dim: 8, num_layers: 1, attention: {kind: dense}}
+loss: {num_negatives: 4}
+train: {epochs: 2, batch_size: 16, checkpoint_seconds: 0}
+"""
+
+
+def test_a_folder_is_one_process_s(tmp_path):
+    folder = tmp_path / "run"
+    with claimed(folder, new=True):
+        write_file(folder / "config.yaml", "x")
+        with pytest.raises(FolderError, match=rf"another process is training in it \(process {os.getpid()} on"):
+            claimed(folder, new=False).__enter__()
+    with claimed(folder, new=False):
+        pass
+    with pytest.raises(FolderError, match="already holds a run"), claimed(folder, new=True):
+        pass
+
+
+def test_a_new_folder_goes_again_when_nothing_came_of_it(tmp_path):
+    with pytest.raises(KeyError), claimed(tmp_path / "a" / "b", new=True):
+        raise KeyError
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "a").mkdir()
+    with claimed(tmp_path / "a" / "b", new=True):
+        write_file(tmp_path / "a" / "b" / "config.yaml", "x")
+    assert (tmp_path / "a" / "b" / "config.yaml").read_text() == "x"
+
+
+def test_runs_that_start_together_get_a_folder_each(tmp_path):
+    """In the same second, and one after the other; a folder that stays empty goes again."""
+    folder, gate = tmp_path / "runs" / "name" / "20260101-120000", threading.Barrier(8)
+    names = []
+
+    def start():
+        gate.wait()
+        with claimed(folder, new=True, another=True) as own:
+            names.append(own.name)
+            write_file(own / "config.yaml", "x")
+            gate.wait()
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(names) == [folder.name, *(f"{folder.name}-{count}" for count in range(2, 9))]
+    with pytest.raises(KeyError), claimed(folder, new=True, another=True):
+        raise KeyError
+    assert sorted(path.name for path in folder.parent.iterdir()) == sorted(names)
+
+
+def test_a_run_without_a_folder_gets_the_next_free_one(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-120000")
+    config = str(finished.parent / "config.yaml")
+    for _ in range(2):
+        assert train.main([config, f"run_dir={tmp_path}", "train.epochs=1"]) == 0
+    assert train.main([config, f"run_dir={tmp_path}", "data.protocol=temporal", "data.valid_fraction=0.99"]) == 2
+    folders = sorted((tmp_path / "t").iterdir())
+    assert [path.name for path in folders] == ["20260101-120000", "20260101-120000-2"]
+    assert all((path / "result.json").exists() for path in folders)
+
+
+def test_what_a_kill_left_is_put_right(tmp_path):
+    for name in (".config.yaml.tmp-1-0000000a", "checkpoints/.step-00000001.tmp-1-0000000a", ".best.old"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("x")
+    with claimed(tmp_path, new=False):
+        assert sorted(path.name for path in tmp_path.rglob("*")) == [".lock", "best", "checkpoints", "config.yaml"]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 5000, "/proc/nope"])
+def test_places_that_cannot_be(path):
+    with pytest.raises(FolderError) as error:
+        claimed(train.Path(path), new=True).__enter__()
+    assert len(str(error.value)) < 400 and "\n" not in str(error.value)
+
+
+def test_errors_of_the_file_system_name_the_path(tmp_path):
+    with pytest.raises(FolderError, match="here: cannot be written: No space"), access(tmp_path / "here", "written"):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(FolderError, match="not a run folder"):
+        check_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "lost"),
+    [
+        (None, True),
+        (b"", True),
+        (b'{"a": 1}\n{"a', True),
+        (b'{"a": 1}\n{"a": 2}\n', False),
+        (b'{"a": 1}\n{"a": 2}\n{"a": 3}\n{"a"', False),
+        (b'{"a": 1}\n{"a": 2}\n\0\0\xff', False),
+        (b'\xff{"a": 1}\n{"a": 2}\n', True),
+    ],
+)
+def test_metrics_are_what_the_checkpoint_knew(tmp_path, content, lost):
+    file = tmp_path / "metrics.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    log = MetricsLog(tmp_path, [{"a": 1}, {"a": 2}], TensorBoard(tmp_path, 0))
+    assert log.lost == lost
+    log.write({"a": 3, "step": 1}, 0.5, {})
+    log.close(finished=True)
+    assert [json.loads(line)["a"] for line in file.read_text().splitlines()] == [1, 2, 3]
+    assert log.records[-1] == {"a": 3, "step": 1, "seconds": 0.5}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "config.yaml").write_text(CONFIG)
+    assert train.main([str(folder / "config.yaml"), "--run", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def metrics(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def test_killed_before_its_first_checkpoint_it_starts_from_the_beginning(finished, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(finished / "config.yaml", run / "config.yaml")
+    assert train.main(["--resume", str(run)]) == 0
+    assert metrics(run) == metrics(finished)
+
+
+@pytest.mark.parametrize("name", ["write_file", "save_vocabulary"])
+def test_killed_as_its_folder_is_filled_it_can_be_resumed(finished, tmp_path, monkeypatch, name):
+    """The first file of a run's folder is the one that a resumed run needs."""
+    run, write = tmp_path / "run", getattr(train, name)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*arguments):
+        write(*arguments)
+        raise Killed
+
+    monkeypatch.setattr(train, name, killed)
+    with pytest.raises(Killed):
+        train.main([str(finished.parent / "config.yaml"), "--run", str(run)])
+    monkeypatch.undo()
+    assert train.main(["--resume", str(run)]) == 0
+    assert metrics(run) == metrics(finished)
+
+
+def test_checkpoints_that_are_gone_are_missed(copy, capsys):
+    shutil.rmtree(copy / "checkpoints")
+    assert train.main(["--resume", str(copy)]) == 2
+    assert "no checkpoint to resume from, though metrics.jsonl has lines" in capsys.readouterr().err
+
+
+def test_changed_configuration_is_refused_or_taken_over(copy, capsys):
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("epochs: 2", "epochs: 3").replace("lr: 0.001", "lr: 0.002"))
+    assert train.main(["--resume", str(copy)]) == 2
+    error = capsys.readouterr().err
+    assert "train.epochs: 2 -> 3; train.lr: 0.001 -> 0.002" in error and "--override" in error
+    assert train.main(["--resume", str(copy), "--override"]) == 0
+    assert len(metrics(copy)) == 3
+    assert train.main(["--resume", str(copy)]) == 0  # it is this run's configuration now
+
+
+def test_weights_know_their_configuration(copy, capsys):
+    """Another configuration with the same shapes, a best/ of another run: named, not evaluated."""
+    config = copy / "config.yaml"
+    text = config.read_text()
+    others = (
+        (text.replace("scale: 1.0", "scale: 5.0"), "model.attention.0.scale: 1.0 -> 5.0"),
+        (text.replace("temperature: 0.05", "temperature: 0.5"), "loss.temperature: 0.05 -> 0.5"),
+        (
+            text[: text.index("  attention:")] + "  attention: {kind: softmax}\n" + text[text.index("loss:") :],
+            "-> softmax",
+        ),
+    )
+    for other, message in others:
+        config.write_text(other)
+        assert evaluation.main([str(copy)]) == 2
+        assert message in capsys.readouterr().err
+    config.write_text(text.replace("filter_seen: history", "filter_seen: none").replace("threads: 1", "threads: 2"))
+    assert evaluation.main([str(copy)]) == 0
+    config.write_text(text)
+    assert evaluation.main([str(copy), "model.attention.0.scale=5.0"]) == 0
+    assert train.main([str(config), "--run", str(copy.parent / "other")]) == 0  # the same weights, even
+    shutil.rmtree(copy / "best")
+    shutil.copytree(copy.parent / "other" / "best", copy / "best")
+    for main, arguments in ((evaluation.main, [str(copy)]), (train.main, ["--resume", str(copy)])):
+        assert main(arguments) == 2
+        assert "best: belongs to another run" in capsys.readouterr().err
+
+
+def test_a_configuration_that_was_taken_over_is_the_best_weights_too(copy):
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("epochs: 2", "epochs: 3").replace("lr: 0.001", "lr: 1.0e-30"))
+    assert train.main(["--resume", str(copy), "--override"]) == 0
+    assert evaluation.main([str(copy)]) == 0
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "best", "tensorboard", ".lock"])
+def test_links_in_place_of_the_run_s_own_are_refused(copy, name, capsys):
+    (copy / name).rename(copy.parent / "moved")
+    (copy / name).symlink_to(copy.parent / "moved")
+    assert train.main(["--resume", str(copy)]) == 2
+    assert f"{name}: a link" in capsys.readouterr().err
+
+
+def test_links_in_place_of_files_are_not_followed(copy):
+    names = ("loss.png", "metrics.png", "result.json", "report.md", "metrics.jsonl", "eval-test.json")
+    (copy.parent / "mine").write_text("mine")
+    for name in names:
+        (copy / name).unlink(missing_ok=True)
+        (copy / name).symlink_to(copy.parent / "mine")
+    assert train.main(["--resume", str(copy)]) == 0
+    assert evaluation.main([str(copy)]) == 0
+    assert (copy.parent / "mine").read_text() == "mine"
+    assert not [name for name in names if (copy / name).is_symlink()]
+
+
+def test_lost_metrics_are_restored_and_said(copy, finished, capsys):
+    (copy / "metrics.jsonl").unlink()
+    assert train.main(["--resume", str(copy)]) == 0
+    assert "restored from the checkpoint" in capsys.readouterr().out
+    assert metrics(copy) == metrics(finished)
+
+
+def test_an_unexpected_exception_keeps_its_traceback_and_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    explain_faults()
+    try:
+        raise LookupError("surprise")
+    except LookupError as error:
+        sys.excepthook(LookupError, error, error.__traceback__)
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "LookupError: surprise" in shown and "Please report it" in shown

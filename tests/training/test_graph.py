@@ -1,0 +1,196 @@
+"""Steps replayed as CUDA graphs train as steps that are not."""
+
+import contextlib
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from data.batches import Batches
+from data.features.vocabulary import fit_features, with_rows
+from data.splits import make_splits
+from data.synthetic import generate
+from models.attention import ATTENTION
+from models.hstu import SequenceModel
+from tests.models.attention.test_contract import ToyAttention
+from tests.models.test_features import FEATURES, with_made_up_features
+from tests.models.test_hstu import make_batch
+from training.config import ConfigError, RunConfig
+from training.graph import GraphedStep, padded_tokens
+
+KINDS = {
+    "dense": {"block": "hstu", "attention": {"kind": "dense"}},
+    "bsa": {"block": "hstu", "attention": {"kind": "bsa", "block_size": 16, "block_counts": 2, "window_size": 8}},
+    "softmax": {"block": "transformer", "feed_forward_dim": 16, "attention": {"kind": "softmax"}},
+    "toy": {"block": "hstu", "attention": {"kind": "toy", "warmup_steps": 12}},
+}
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setitem(ATTENTION, "toy", ToyAttention)
+
+
+def test_few_sizes():
+    sizes = {padded_tokens(n) for n in range(4096, 32768)}
+    assert len(sizes) <= 25
+    for n in (512, 513, 1000, 4095, 4096, 4097, 99999):
+        assert n <= padded_tokens(n) <= 1.125 * n + 64
+
+
+def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy", features=False):
+    """Return (losses by name, weights, initial weights, step) of a few epochs.
+
+    features: with features of items, users and events.
+
+    The batches differ in their number of tokens and, at the end of an epoch, of sequences.
+    """
+    config = RunConfig.model_validate(
+        {
+            "name": "graph",
+            "data": {"format": "synthetic", "protocol": "leave_one_out", "features": FEATURES if features else None},
+            "model": {"max_seq_len": 60, "embedding_dim": 32, "num_layers": 2, "num_heads": 2, "dropout": dropout}
+            | KINDS[kind],
+            "loss": {"kind": loss},
+            "train": {"epochs": 1, "batch_size": 32, "cuda_graphs": graphs, "warmup_steps": 5, "clip_norm": 1.0},
+        }
+    )
+    dataset = generate(num_users=150, num_items=200, mean_length=40.0, max_length=80, seed=0)
+    splits, known = make_splits(dataset, "published", max_seq_len=60), None
+    if features:
+        dataset = with_made_up_features(dataset)
+        known = fit_features(dataset, splits.train_end, config.data.features)
+        dataset = with_rows(dataset, known)
+    torch.manual_seed(0)
+    model = SequenceModel(config.model, dataset.num_items, features=known).cuda()
+    initial = {name: x.detach().clone() for name, x in model.named_parameters()}
+    optimizer, step = train.build_step(config, model, torch.device("cuda"))
+    batches = Batches(dataset, splits.train, batch_size=32, device="cuda")
+    losses = []
+    model.train()
+    for number in range(steps // len(batches) + 1):
+        for batch in batches.epoch(number):
+            train.set_lr(config, optimizer, len(losses), 100)
+            batch = replace(batch, phase=train.phase_at(config, len(losses)))
+            losses.append({name: value.item() for name, value in step(batch).items()})
+    losses = {name: torch.tensor([row[name] for row in losses]) for name in losses[0]}
+    return losses, dict(model.named_parameters()), initial, step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphed_steps_train_as_plain_ones(kind):
+    losses, weights, initial, step = run(kind, graphs=True)
+    expected, plain, _, _ = run(kind, graphs=False)
+    assert losses.keys() == expected.keys()
+    for name in losses:
+        torch.testing.assert_close(losses[name], expected[name], rtol=1e-4, atol=1e-6)
+    # Adam moves even entries whose gradient is rounding alone at full speed. So are all of a key's bias in softmax (not
+    # compared), and some of the bias tables'; of the other tensors' way little may differ.
+    with torch.no_grad():
+        for name in weights:
+            if kind == "softmax" and name.endswith("key.bias"):
+                continue
+            allowed = 0.1 if name.endswith(("position_bias", "time_bias")) else 0.02
+            distance = (plain[name] - initial[name]).norm()
+            assert distance > 0 and (weights[name] - plain[name]).norm() <= allowed * distance, name
+    phases = {phase for _, phase in step.captured}
+    assert phases == ({0, 12} if kind == "toy" else {0})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["cross_entropy", "sampled_softmax"])
+def test_graphed_steps_train_features_as_plain_ones(loss):
+    """With a loss that draws, nothing is drawn alike: its mean is compared."""
+    losses, weights, initial, step = run("dense", graphs=True, features=True, loss=loss, steps=40)
+    expected, _, _, _ = run("dense", graphs=False, features=True, loss=loss, steps=40)
+    assert step.captured
+    if loss == "cross_entropy":
+        torch.testing.assert_close(losses["loss"], expected["loss"], rtol=1e-3, atol=1e-6)
+    assert losses["loss"][-8:].mean() == pytest.approx(expected["loss"][-8:].mean().item(), rel=0.05)
+    tables = [name for name in weights if "embedding_bags" in name]
+    assert len(tables) == 6  # two of items, two of users and events, two of the calendar
+    for name in tables:
+        assert (weights[name] - initial[name]).norm() > 0
+
+
+@pytest.mark.gpu
+def test_replays_draw_new_numbers():
+    losses, expected = (
+        run("dense", graphs=graphs, dropout=0.5, loss="sampled_softmax", steps=40)[0]["loss"]
+        for graphs in (True, False)
+    )
+    assert len(set(losses.tolist())) == len(losses)
+    assert losses[-8:].mean() == pytest.approx(expected[-8:].mean().item(), rel=0.05)
+
+
+STEPS = {
+    "waits": ("batch.item_ids.sum().item()", "ConfigError train.cuda_graphs: a step of this model cannot be captured"),
+    "too large": ("torch.empty(2**46, device='cuda')", "OutOfMemoryError CUDA out of memory"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_a_capture_that_fails_says_why(name):
+    """In a process of its own, which a failed capture may leave in any state."""
+    line, expected = STEPS[name]
+    script = f"""
+import torch
+from training.graph import GraphedStep
+from tests.models.test_models import make_batch
+
+calls = []
+def step(batch):
+    calls.append(batch)
+    if len(calls) > 1:  # the first call is not captured
+        {line}
+    return {{"loss": batch.item_ids.float().mean()}}
+
+graphed = GraphedStep(step, batch_size=2, longest=8)
+try:
+    for _ in range(2):
+        graphed(make_batch([3, 4]).to("cuda"))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert expected in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "captured"),
+    [
+        ("CUDA error: operation not permitted when stream is capturing", False),
+        ("CUDA error: operation would make the legacy stream depend on a capturing blocking stream", False),
+        ("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture", False),
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("Triton Error [CUDA]: out of resources", True),
+    ],
+)
+def test_only_what_cannot_be_captured_is_called_so(monkeypatch, message, captured):
+    """Without a GPU: whatever fails in a capture, its end fails as well, and must not hide the cause."""
+
+    @contextlib.contextmanager
+    def failing_capture(*_, **__):
+        try:
+            yield
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def step(batch):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", failing_capture)
+    graphed = GraphedStep.__new__(GraphedStep)
+    graphed.step, graphed.stream, graphed.pool = step, None, None
+    with pytest.raises(RuntimeError if captured else ConfigError) as error:
+        graphed._capture(make_batch([3]))
+    assert message in str(error.value)
+    assert ("cannot be captured" in str(error.value)) != captured

@@ -1,0 +1,163 @@
+"""Test train.tracking: the same curves in MLflow and W&B, continued by a resumed run; what a stopped run leaves."""
+
+import json
+import signal
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import train
+from cli.interrupt import Stopped
+from experiments.runs import is_finished, read_result
+from tests.programs.tiny import tiny
+from training import tracking
+from training.config import load_config
+from training.folder import FolderError
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(tiny(epochs=3))
+    return tmp_path
+
+
+def interrupt_in_epoch(monkeypatch, epoch):
+    """SIGTERM in the middle of an epoch, counted from 0."""
+    set_lr = train.set_lr
+
+    def signalled(config, optimizer, step, steps):
+        if step == epoch * steps // 3 + 1:
+            signal.raise_signal(signal.SIGTERM)
+        return set_lr(config, optimizer, step, steps)
+
+    monkeypatch.setattr(train, "set_lr", signalled)
+
+
+def test_mlflow_has_the_curves_of_an_interrupted_and_resumed_run(place, monkeypatch, capsys):
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{place}/store.db")
+    arguments = ["tiny.yaml", "train.tracking=mlflow", "--run", "run", "--quiet"]
+    with monkeypatch.context() as patch:
+        interrupt_in_epoch(patch, 1)
+        assert train.main(arguments) == 128 + signal.SIGTERM
+    client = MlflowClient()
+    (experiment,) = [one for one in client.search_experiments() if one.name == "tiny"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "KILLED" and run.data.params["train.lr"] == "0.01"
+    assert run.data.params["model.attention.0.kind"] == "dense"
+    check_what_an_interrupted_run_leaves(place / "run")
+
+    assert train.main(["--resume", "run", "--quiet"]) == 0
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    records = [json.loads(line) for line in (place / "run/metrics.jsonl").read_text().splitlines()]
+    for name, key in (("valid/NDCG_at_10", "NDCG@10"), ("train/loss", "loss")):
+        points = client.get_metric_history(run.info.run_id, name)
+        assert [(x.step, x.value) for x in points] == [(x["step"], pytest.approx(x[key])) for x in records]
+    assert is_finished(place / "run") and read_result(place / "run")["epoch"] in (1, 2, 3)
+    assert "INTERRUPTED" not in (place / "run/report.md").read_text()
+    assert not (place / "run/tensorboard").exists()
+
+
+def check_what_an_interrupted_run_leaves(folder):
+    result, report = json.loads((folder / "result.json").read_text()), (folder / "report.md").read_text()
+    (record,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert result["finished"] is False and result["epoch"] == 1 and result["best"] == record["NDCG@10"]
+    assert result["parameters"] > 0 and result["environment"]["torch"] and "model" not in result
+    assert f"INTERRUPTED after 1 of 3 epochs, saved at step {result['steps']}" in report and "loss.png" in report
+    assert (folder / "loss.png").exists() and not is_finished(folder)
+    with pytest.raises(FolderError, match="the run was interrupted"):
+        read_result(folder)
+
+
+def test_stopped_while_it_is_judged(place, monkeypatch):
+    from training import ending
+
+    def stopped(*arguments):
+        raise Stopped(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ending, "judge", stopped)
+        assert train.main(["tiny.yaml", "--run", "run", "--quiet"]) == 128 + signal.SIGINT
+    result = json.loads((place / "run/result.json").read_text())
+    assert result["finished"] is False and result["epoch"] == 3
+    assert train.main(["--resume", "run", "--quiet"]) == 0 and is_finished(place / "run")
+
+
+class FakeRun:
+    """The used part of the interface of a W&B run; it fails at the `broken`-th point."""
+
+    def __init__(self, options, broken=None):
+        self.options, self.points, self.ends, self.broken = options, [], [], broken
+
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, values):
+        self.points.append(values)
+        if len(self.points) == self.broken:
+            raise ConnectionError("no network\nat all")
+
+    def finish(self, exit_code):
+        self.ends.append(exit_code)
+
+
+def fake_wandb(monkeypatch, broken=None):
+    runs = []
+    module = ModuleType("wandb")
+    module.init = lambda **options: runs.append(FakeRun(options, broken)) or runs[-1]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return runs
+
+
+def test_wandb_goes_on_with_the_same_run(place, monkeypatch):
+    runs = fake_wandb(monkeypatch)
+    with monkeypatch.context() as patch:
+        interrupt_in_epoch(patch, 2)
+        assert train.main(["tiny.yaml", "train.tracking=wandb", "--run", "run", "--quiet"]) == 128 + signal.SIGTERM
+    assert train.main(["--resume", "run", "--quiet"]) == 0
+    first, second = runs
+    assert first.options["id"] == second.options["id"] == json.loads((place / "run/run.json").read_text())["run"]
+    assert first.options["resume"] == "allow" and first.options["config"]["train"]["lr"] == 0.01
+    assert (first.ends, second.ends) == ([1], [0])
+    steps = [json.loads(line)["step"] for line in (place / "run/metrics.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in first.points + second.points] == steps
+    assert {"valid/NDCG@10", "train/loss", "train/lr", "train/events_per_second", "step"} <= first.points[0].keys()
+
+
+def test_a_tracker_that_fails_is_told_once_and_training_goes_on(place, monkeypatch, capsys):
+    (run,) = [fake_wandb(monkeypatch, broken=1)]
+    assert train.main(["tiny.yaml", "train.tracking=wandb", "--run", "run"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        printed.count("train.tracking: wandb failed, training goes on without it: ConnectionError: no network at") == 1
+    )
+    assert len(run[0].points) == 1 and run[0].ends == [] and is_finished(place / "run")
+
+
+def test_a_tracker_that_is_not_there(place, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    assert train.main(["tiny.yaml", "train.tracking=wandb", "--run", "run"]) == 2
+    assert (
+        "train.tracking: wandb cannot be imported" in (error := capsys.readouterr().err)
+        and "hstu_sparse[wandb]" in error
+    )
+    assert not (place / "run").exists()
+
+    def unreachable(**options):
+        raise OSError("unreachable")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=unreachable))
+    assert train.main(["tiny.yaml", "train.tracking=wandb", "--run", "run"]) == 2
+    assert "train.tracking: wandb cannot begin: OSError: unreachable" in capsys.readouterr().err
+
+
+def test_parameters_are_leaves_by_dotted_keys(place):
+    tree = load_config("tiny.yaml").model_dump(mode="json")
+    leaves = tracking.flat(tree)
+    assert leaves["model.attention.0.kind"] == "dense" and leaves["train.betas"] == [0.9, 0.98]
+    assert all(not isinstance(value, dict) for value in leaves.values())

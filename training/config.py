@@ -1,0 +1,596 @@
+"""Load a run's configuration: one strict YAML file, dotted overrides, and all errors reported at once.
+
+An unknown key, a missing key or a wrong type stops the run before anything is loaded; a misspelt key is reported with
+the nearest valid one.
+"""
+
+import contextlib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from data.augment import Augment
+from data.explain import OPTION, WHOLE, custom, explain
+from data.features.options import Features
+from data.options import Columns, RecallOptions, SyntheticOptions, checked_separator
+from data.types import DataError, shown
+from models.attention import ATTENTION, attention_config
+from models.attention.contract import AttentionKind, LayerSizes, Strict
+from models.heads import DotConfig, HeadConfig
+from models.tasks.options import RetrievalConfig, TaskConfig
+from training.strict_yaml import ConfigError, _Loader, parse_yaml, read_config  # noqa: F401 (_Loader: for checks of it)
+
+
+def _possible_path(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a path cannot hold a NUL character")
+    return value
+
+
+def _possible_separator(value: str) -> str:
+    try:
+        checked_separator(value)
+    except DataError as error:
+        raise ValueError(str(error).removeprefix("data.separator: ")) from None
+    return value
+
+
+PathText = Annotated[str, AfterValidator(_possible_path)]
+
+
+class DataConfig(Strict):
+    """The events, and how they are split."""
+
+    format: str
+    """The form of the raw data: `csv`, `parquet` or one of the formats in docs/data.md."""
+    path: PathText | None = None
+    """The raw file, its folder, a pattern (csv and parquet), or a prepared cache; generated data have none."""
+    protocol: Literal["leave_one_out", "published", "temporal", "all", "last_tenth", "held_out_users"]
+    """Which events train, validate and test (docs/data.md)."""
+    cache_dir: PathText = ".cache"
+    """The folder of prepared data."""
+    min_user_events: int = Field(1, ge=1)
+    """Users with fewer events are left out."""
+    min_item_events: int = Field(1, ge=1)
+    """Items with fewer events are left out."""
+    separator: Annotated[str, AfterValidator(_possible_separator)] | None = None
+    """The character between the fields of a csv file, or `tab`; absent, it is detected from the header."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """Whether a row that cannot be read stops the preparation or is left out and reported."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """Whether events that equal an earlier one in user, item, time and action stay."""
+    partitions: int | None = Field(None, ge=1, le=4096)
+    """The number of ranges of users that are prepared one after another, so that memory need not hold all events;
+    absent, one where all fit. The result is the same."""
+    columns: Columns | None = None
+    """The columns of a csv or parquet file."""
+    synthetic: SyntheticOptions | None = None
+    """The sizes of the generated data set."""
+    recall: RecallOptions | None = None
+    """The sizes of the generated memory task."""
+    features: Features | None = None
+    """Features of items, users and events beside their ids (docs/features.md)."""
+    valid_fraction: float = Field(0.1, ge=0, lt=1)
+    """With `protocol: temporal`, the share of events in the validation window; 0 for none."""
+    test_fraction: float = Field(0.1, gt=0, lt=1)
+    """With `protocol: temporal`, the share of events in the test window."""
+    train_on_valid: bool = False
+    """With `protocol: last_tenth`, whether validation events train too: for a final figure only."""
+
+
+def _as_list(value):
+    return value if isinstance(value, list) else [value]
+
+
+def _as_tuple(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _of_its_kind(value):
+    """Read one mapping of `model.attention` as the Config of the kind that it names."""
+    if isinstance(value, AttentionKind.Config):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a mapping with a kind, got {value!r}")
+    if "kind" not in value:
+        raise _located([(("kind",), "missing, one of " + ", ".join(ATTENTION))], WHOLE)
+    try:
+        config = attention_config(str(value["kind"]))
+    except ValueError as error:
+        raise _located([(("kind",), str(error))], WHOLE) from None
+    return config.model_validate(value)
+
+
+def _located(faults: list[tuple[tuple, str]], how: str) -> ValidationError:
+    """Build an error from (location, message) pairs; pydantic prefixes the location of the validator that raises it."""
+    return ValidationError.from_exception_data(
+        "config",
+        [{"type": custom(message, how), "loc": place, "input": None} for place, message in faults],
+    )
+
+
+AttentionConfig = Annotated[SerializeAsAny[AttentionKind.Config], BeforeValidator(_of_its_kind)]
+
+
+class RotaryConfig(Strict):
+    """Rotary embedding of queries and keys, in every layer (`hstu_sparse.rotary`)."""
+
+    position: bool = False
+    """Whether pairs of channels are turned by position."""
+    time: bool = False
+    """Whether pairs of channels are turned by time."""
+
+    @model_validator(mode="after")
+    def _something(self):
+        if not (self.position or self.time):
+            raise ValueError("turns by nothing: set position or time to true, or leave rotary out")
+        return self
+
+
+class ModelConfig(Strict):
+    """The model."""
+
+    block: Literal["hstu", "transformer", "pre_norm"]
+    """The layer around the attention: HSTU's, SASRec's, or a transformer's with norms before attention and SwiGLU."""
+    max_seq_len: int = Field(ge=1)
+    """The longest sequence in tokens; of longer histories the latest events are used."""
+    embedding_dim: int = Field(ge=1)
+    """The size of an item's embedding and of a layer's output."""
+    num_layers: int = Field(ge=1, le=1000)
+    """The number of layers."""
+    num_heads: int = Field(1, ge=1)
+    """The number of attention heads."""
+    attention_dim: int | None = Field(None, ge=1)
+    """The size of a head's queries and keys; absent, embedding_dim / num_heads."""
+    linear_dim: int | None = Field(None, ge=1)
+    """The size of a head's values; absent, embedding_dim / num_heads."""
+    feed_forward_dim: int | None = Field(None, ge=1)
+    """The hidden size of the feed-forward network, which `transformer` and `pre_norm` blocks need; an `hstu` block has
+    a SwiGLU behind each layer by it."""
+    rotary: RotaryConfig | None = None
+    """Rotary embedding of queries and keys; absent, none."""
+    head: HeadConfig = DotConfig()
+    """How outputs are scored against items."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """The dropout of the input and of each layer's output."""
+    input_dropout: float | None = Field(None, ge=0, lt=1)
+    """The dropout of the input; absent, `dropout`."""
+    action_embedding: bool = False
+    """Whether an event's action is embedded and added to its item."""
+    id_dropout: float = Field(0.0, ge=0, lt=1)
+    """The share of items whose own row a training step leaves out, so that their features must stand for them."""
+    table_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the tables of items and actions and of their gradients. In training a weight takes 12 bytes with
+    bfloat16 and 16 with float32, as moments are float32 in any case; updates below 1/256 of a weight are lost."""
+    attention: Annotated[list[AttentionConfig], BeforeValidator(_as_list)]
+    """The attention: one mapping for all layers, or a list with one for each."""
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if len(self.attention) not in (1, self.num_layers):
+            raise ValueError(f"attention lists {len(self.attention)} mappings for num_layers={self.num_layers}")
+        for name in ("attention_dim", "linear_dim"):
+            if getattr(self, name) is None and self.embedding_dim % self.num_heads:
+                raise ValueError(
+                    f"embedding_dim={self.embedding_dim} is not divisible by num_heads={self.num_heads}: give {name}"
+                )
+        if self.block != "hstu" and self.feed_forward_dim is None:
+            raise ValueError(f"block={self.block} needs feed_forward_dim")
+        attentions = [attention.for_model(self.layer_sizes) for attention in self.attention]
+        faults = []
+        for layer, attention in enumerate(attentions):
+            try:
+                attention.check_model(self.layer_sizes)
+            except ValueError as error:
+                faults.append((("attention", layer), str(error)))
+        if faults:
+            raise _located(faults, OPTION)
+        # In place: pydantic drops another object that a validator returns to `ModelConfig(...)`.
+        object.__setattr__(self, "attention", attentions)
+        return self
+
+    @property
+    def layer_sizes(self) -> LayerSizes:
+        """Return the sizes that every layer has: D and V as configured, or the embedding divided by the heads."""
+        default = self.embedding_dim // self.num_heads
+        return LayerSizes(
+            num_heads=self.num_heads,
+            attention_dim=self.attention_dim or default,
+            linear_dim=self.linear_dim or default,
+            embedding_dim=self.embedding_dim,
+            max_seq_len=self.max_seq_len,
+            block=self.block,
+        )
+
+
+class LossConfig(Strict):
+    """The loss of retrieval."""
+
+    kind: Literal["sampled_softmax", "cross_entropy", "bce", "in_batch", "mixed_negatives"] = "sampled_softmax"
+    """`cross_entropy` is over the whole catalogue, `in_batch` over the batch's targets, the others over negatives."""
+    num_negatives: int = Field(128, ge=1)
+    """The number of negatives of a position."""
+    negatives: Literal["per_position", "shared"] = "per_position"
+    """Whether each position draws its own negatives or the whole batch shares them, which is faster."""
+    in_batch_share: float = Field(0.5, gt=0, lt=1)
+    """With `mixed_negatives`, the share of negatives that are targets of the batch; the others are uniform."""
+    temperature: float = Field(0.05, ge=1e-4, le=1e4)
+    """The divisor of the scores."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """With `cross_entropy`, the share of a target's probability that is spread evenly over what competes."""
+    exclude: Literal["none", "history", "sequence"] = "none"
+    """With `cross_entropy`, which items of a user do not compete with a position's target: those up to the position, as
+    in rankings without a user's history, or all of the training sequence."""
+
+    @property
+    def num_in_batch(self) -> int:
+        """The number of negatives of mixed_negatives that are targets of the batch."""
+        return round(self.in_batch_share * self.num_negatives)
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.label_smoothing and self.kind != "cross_entropy":
+            raise ValueError(f"label_smoothing is for kind=cross_entropy, got kind={self.kind}")
+        if self.exclude != "none" and self.kind != "cross_entropy":
+            raise ValueError(f"exclude is for kind=cross_entropy, got kind={self.kind}")
+        if self.kind == "mixed_negatives" and not 0 < self.num_in_batch < self.num_negatives:
+            raise ValueError(
+                f"in_batch_share={self.in_batch_share} of num_negatives={self.num_negatives} leaves none of one kind"
+            )
+        return self
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainConfig(Strict):
+    """Training with AdamW."""
+
+    epochs: int = Field(ge=1)
+    """The number of passes over the training data."""
+    steps: int | None = Field(None, ge=1)
+    """The number of steps after which no further epoch begins; absent, `epochs` alone decides. A budget of steps suits
+    data sets of any size, one of epochs does not."""
+    batch_size: int = Field(128, ge=1)
+    """The number of users in a step."""
+    augment: Augment | None = None
+    """Random changes to the training sequences, drawn in every epoch; absent, none."""
+    lr: float = Field(1e-3, gt=0)
+    """The learning rate."""
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.98)
+    """The decays of AdamW's averages."""
+    weight_decay: float = Field(0.0, ge=0)
+    """The weight decay."""
+    warmup_steps: int = Field(0, ge=0)
+    """The number of first steps over which the learning rate rises."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """What the learning rate does after the warm-up: stay, or fall to 0 at the last step."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """The decay of an exponential moving average of the weights, in fp32, which is then evaluated; absent, no
+    average."""
+    clip_norm: float | None = Field(None, gt=0)
+    """The greatest norm of a step's gradient; absent, gradients are not clipped."""
+    autocast: Literal["none", "bf16"] = "none"
+    """Whether layers compute in bf16."""
+    matmul_precision: Literal["default", "highest", "high"] = "default"
+    """The precision of fp32 products on a GPU: `high` is TF32, `default` is torch's own setting."""
+    compile: bool = False
+    """Whether the model goes through torch.compile."""
+    cuda_graphs: bool = True
+    """Whether steps on a GPU are captured and replayed as CUDA graphs; not together with `compile`."""
+    group_by_length: bool = False
+    """Whether batches hold sequences of similar length, which is faster and slightly less random."""
+    checkpoint_seconds: float = Field(60.0, ge=0)
+    """The seconds between checkpoints, within an epoch too; 0 saves after every step."""
+    tracking: Literal["tensorboard", "mlflow", "wandb"] = "tensorboard"
+    """Where curves are logged, in addition to metrics.jsonl; mlflow and wandb need the extra of that name."""
+
+
+class EvalConfig(Strict):
+    """Evaluation during and after training."""
+
+    every: int = Field(1, ge=0)
+    """The epochs between evaluations, 0 for one at the end. They judge the validation split or, where the protocol has
+    none, watch the test split without choosing anything by it."""
+    batch_size: int = Field(512, ge=1)
+    """The number of users in a batch."""
+    filter_seen: Literal["history", "window", "none"] = "history"
+    """Which of a user's earlier items are removed from the ranking: the whole history, those in the model's window
+    (as in the published figures), or none."""
+    best_metric: str | None = None
+    """The metric that chooses the best weights, greater being better; absent, NDCG@10 or the task's first metric."""
+    patience: int | None = Field(None, ge=1)
+    """The evaluations without a better best_metric after which training stops; absent, never. Evaluations during an
+    attention's warm-up do not count."""
+    test: bool = True
+    """Whether the finished run is evaluated on the test split."""
+
+
+def _count_or_auto(value):
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError(f"expected auto or an integer of at least 1, got {value!r}")
+
+
+class ParallelConfig(Strict):
+    """The distribution of a run over processes, which torchrun starts."""
+
+    data: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = 1
+    """The number of ranks that share each batch; `auto` is as many as torchrun starts for each part of a sequence."""
+    embedding: Literal["replicated", "row_wise", "table_wise", "column_wise", "auto"] = "replicated"
+    """How the item table is divided among the ranks that share a batch; `auto` asks torchrec's planner."""
+    context: int = Field(1, ge=1)
+    """The number of processes that each sequence is cut over, with `model.attention.kind: ring`."""
+    fused: Literal["rowwise_adagrad", "adam"] | None = None
+    """The item table's optimiser, run in the backward pass on the rows of a step alone, in place of AdamW."""
+    balance: bool = True
+    """Whether the ranks' parts of a batch are even in predicted work; `false` deals sequences out in turn."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the item table is divided among the ranks."""
+        return self.embedding != "replicated"
+
+    @property
+    def engine(self) -> bool:
+        """Whether batches or the item table are distributed over ranks, even over a single one."""
+        return self.data != 1 or self.sharded
+
+
+class RunConfig(Strict):
+    """A run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)
+    """The run's name, a folder below run_dir."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """The seed of weights, batches, dropout and negatives."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The device; `auto` is the GPU where there is one."""
+    threads: int | None = Field(None, ge=1, le=4096)
+    """The number of CPU threads; absent, torch's own choice."""
+    run_dir: PathText = "runs"
+    """The folder of runs."""
+    data: DataConfig
+    """The events, and how they are split."""
+    task: TaskConfig = RetrievalConfig()
+    """What is predicted."""
+    model: ModelConfig
+    """The model."""
+    loss: LossConfig = LossConfig()
+    """The loss of retrieval."""
+    train: TrainConfig
+    """How the model is trained."""
+    eval: EvalConfig = EvalConfig()
+    """How the model is evaluated."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the run is spread over processes."""
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that chooses the best weights."""
+        return self.eval.best_metric or self.task.metric_names()[0]
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.best_metric not in (names := self.task.metric_names()):
+            raise ValueError(f"eval.best_metric: {self.best_metric} is none of {', '.join(names)}")
+        if self.task.kind == "ranking":
+            self._check_ranking()
+        elif self.data.protocol == "last_tenth" or self.data.train_on_valid:
+            raise ValueError("data.protocol=last_tenth and data.train_on_valid are for task.kind=ranking")
+        if (self.task.kind == "recall") != (self.data.format == "recall"):
+            raise ValueError(
+                f"task.kind={self.task.kind} on data.format={self.data.format}: task and format recall belong together"
+            )
+        if (self.task.kind == "recall") != (self.data.protocol == "held_out_users"):
+            raise ValueError(
+                f"data.protocol={self.data.protocol} on task.kind={self.task.kind}: recall takes held_out_users, "
+                "and nothing else does"
+            )
+        if self.task.kind == "recall":
+            self._check_recall()
+        if self.eval.patience and self.data.protocol in ("published", "all"):
+            raise ValueError(f"eval.patience: protocol {self.data.protocol} has no validation split to stop by")
+        if self.model.head.kind == "mol" and self.loss.kind == "bce":
+            raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
+        if self.model.head.kind == "mol" and self.model.table_dtype != "float32":
+            raise ValueError("model.table_dtype=bfloat16 is not for model.head.kind=mol")
+        if self.model.head.kind == "mol" and self.loss.kind == "mixed_negatives":
+            raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
+        if self.model.head.kind == "mol" and self.loss.label_smoothing:
+            raise ValueError("loss.label_smoothing is not for model.head.kind=mol")
+        if self.model.head.kind == "mol" and self.loss.exclude != "none":
+            raise ValueError("loss.exclude is not for model.head.kind=mol")
+        if self.parallel != ParallelConfig() and self.loss.exclude != "none":
+            raise ValueError("loss.exclude: not with parallel")
+        features = self.data.features is not None and self.data.features.items
+        if self.model.head.kind == "dot" and self.model.head.separate_targets and (features or self.parallel.sharded):
+            raise ValueError("model.head.separate_targets: not with data.features.items or a sharded table")
+        if self.train.augment is not None and self.task.kind != "retrieval":
+            raise ValueError(f"train.augment is for task.kind=retrieval, got {self.task.kind}")
+        if self.model.id_dropout and not (self.data.features and self.data.features.items):
+            raise ValueError("model.id_dropout: needs data.features.items, which stand for what is left out")
+        if self.data.features is not None and (self.parallel.context > 1 or self.task.kind == "recall"):
+            raise ValueError("data.features: not with parallel.context > 1 or task.kind=recall")
+        if self.parallel.context > 1:
+            if any(attention.kind != "ring" for attention in self.model.attention):
+                raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
+            if self.model.head.kind != "dot":
+                raise ValueError("parallel.context: the loss of heads other than dot sees whole batches only")
+        if self.parallel != ParallelConfig():
+            self._check_parallel()
+        if self.eval.patience and not self.eval.every:
+            raise ValueError("eval.patience needs eval.every >= 1")
+        return self
+
+    def _check_parallel(self) -> None:
+        """Raise ValueError for options that are impossible when ranks share a batch or a table."""
+        p, whole_catalogue = self.parallel, self.loss.kind == "cross_entropy" and self.task.kind == "retrieval"
+        if p.engine and self.task.kind == "recall":
+            raise ValueError("parallel: not supported by task.kind=recall, leave it out")
+        if whole_catalogue and p.embedding in ("table_wise", "column_wise"):
+            raise ValueError(
+                f"parallel.embedding={p.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
+                "of which each rank has whole rows"
+            )
+        if p.sharded and self.loss.label_smoothing:
+            raise ValueError(f"parallel.embedding={p.embedding}: loss.label_smoothing takes replicated")
+        if p.sharded and self.model.table_dtype != "float32":
+            raise ValueError(f"parallel.embedding={p.embedding}: model.table_dtype must be float32")
+        if p.fused is None:
+            return
+        if self.model.embedding_dim % 4:
+            raise ValueError(f"parallel.fused: model.embedding_dim={self.model.embedding_dim} must be a multiple of 4")
+        if not p.sharded:
+            raise ValueError("parallel.fused: needs a sharded table, such as parallel.embedding=row_wise")
+        if whole_catalogue:
+            raise ValueError(
+                "parallel.fused: does not apply the gradient that loss.kind=cross_entropy gives to every row of the "
+                "table: take a sampled loss"
+            )
+        if self.train.clip_norm is not None or self.train.weight_decay:
+            raise ValueError(
+                "parallel.fused: updates only the rows of a step, before the gradient's norm is known: leave out "
+                "train.clip_norm and train.weight_decay"
+            )
+
+    def _check_recall(self) -> None:
+        """Raise ValueError for options that recall does not use."""
+        if self.model.action_embedding or self.model.head != DotConfig() or self.parallel.context > 1:
+            raise ValueError("model.action_embedding, model.head, parallel.context: not supported by task.kind=recall")
+
+    def _check_ranking(self) -> None:
+        """Raise ValueError for options that ranking does not use."""
+        if self.data.protocol not in ("last_tenth", "all"):
+            raise ValueError(f"data.protocol={self.data.protocol} is for retrieval: ranking takes last_tenth or all")
+        if self.model.max_seq_len < 2:
+            raise ValueError("model.max_seq_len counts tokens, two for each event: ranking needs at least 2")
+        for name, value, default in (
+            ("loss", self.loss, LossConfig()),
+            ("model.head", self.model.head, DotConfig()),
+            ("model.action_embedding", self.model.action_embedding, False),
+            ("parallel.context", self.parallel.context, 1),
+        ):
+            if value != default:
+                raise ValueError(f"{name}: not supported by task.kind=ranking, leave it out")
+        if self.eval.patience and self.data.train_on_valid:
+            raise ValueError("eval.patience: data.train_on_valid leaves no validation split to stop by")
+
+
+def _override(tree: dict, assignment: str) -> None:
+    path, equals, text = assignment.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"{assignment}: expected key=value, like train.lr=3e-4")
+    *parents, last = path.split(".")
+    node = tree
+    for part in parents:
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            node = node.setdefault(part, {})
+        else:
+            raise ConfigError(f"{path}: no such key ({part} is not a mapping)")
+    try:
+        value = parse_yaml(text, assignment)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; a value is YAML, text with signs is quoted twice: '{path}=\"...\"'") from None
+    if isinstance(node, list) and last.isdigit() and int(last) < len(node):
+        node[int(last)] = value
+    elif not isinstance(node, dict):
+        raise ConfigError(f"{path}: no such key ({last} is not in a mapping)")
+    else:
+        if last == "kind" and "attention" in parents and node.get("kind") != value:
+            # Another kind starts from its own defaults, since the file's options of the old kind do not apply to it. An
+            # unknown kind is reported when the whole configuration is read.
+            with contextlib.suppress(ValueError):
+                known = attention_config(str(value)).model_fields
+                for key in [key for key in node if key not in known]:
+                    del node[key]
+        if parents == ["model", "head"] and last == "kind" and node.get("kind") != value:
+            node.clear()
+        node[last] = value
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Load the run of the YAML file at `path` with the dotted `overrides`; ConfigError names all errors."""
+    tree = parse_yaml(read_config(Path(path)), str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping with data, model and train")
+    for assignment in overrides:
+        _override(tree, assignment)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item, tree) for item in error.errors()]
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def as_yaml(config: RunConfig) -> str:
+    """Format a configuration as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+# The keys that may differ between the parts of one run: its place, its device, how often it saves.
+FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
+FREE |= {"train.tracking"}
+FREE |= {"data.features.items.path", "data.features.users.path"}
+FREE |= {"eval.batch_size", "data.partitions"}
+FREE |= {"parallel.data", "parallel.embedding", "parallel.context", "parallel.balance"}
+
+
+def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
+    """Return the differences of two configurations (`model_dump`) that make another run: `train.lr: 0.001 -> 0.01`."""
+    changes = []
+    for key in dict.fromkeys([*before, *after]):
+        path, old, new = f"{prefix}{key}", before.get(key), after.get(key)
+        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+            old, new = ({str(place): value for place, value in enumerate(values)} for values in (old, new))
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += differences(old, new, f"{path}.")
+        elif old != new and path not in FREE:
+            changes.append(f"{path}: {shown(old)} -> {shown(new)}")
+    return changes
+
+
+def _explain(item: ErrorDetails, tree: dict) -> str:
+    """Format one pydantic error, its location as in the file."""
+    location = list(item["loc"])
+    if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):
+        del location[2]  # one mapping for all layers, which we have put into a list
+    if location[:2] == ["model", "head"] and location[2:3] in (["dot"], ["mol"]):
+        del location[2]  # the kind by which the mapping was read
+    return explain(item, lambda place: _keys_at(place, tree), location)
+
+
+def _keys_at(location: Sequence[int | str], tree: dict) -> list[str]:
+    """Return the valid keys of the mapping at a location in `tree`."""
+    model: Any = RunConfig
+    path = list(location)
+    if path[:2] == ["model", "attention"]:
+        mapping = tree["model"]["attention"]
+        model = attention_config((mapping if isinstance(mapping, dict) else mapping[typing.cast(int, path[2])])["kind"])
+        path = path[2:]
+    for part in path:
+        if part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+            models = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+            if part == "head":
+                kind = tree["model"]["head"].get("kind")
+                models = [o for o in models if kind in typing.get_args(o.model_fields["kind"].annotation)]
+            model = next(iter(models), model)
+    return list(model.model_fields)

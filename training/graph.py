@@ -1,0 +1,113 @@
+"""Replay training steps as CUDA graphs: the host queues one launch instead of hundreds.
+
+Letters: T tokens of the batch, B sequences.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from data.batch import Batch
+from training.config import ConfigError
+
+
+def padded_tokens(tokens: int) -> int:
+    """Round T up to one of eight sizes an octave, so that few graphs serve all batches."""
+    return -(-tokens // _granule(tokens)) * _granule(tokens)
+
+
+def padded_sequences(batch_size: int, longest: int) -> int:
+    """Return B of every padded batch: `batch_size`, plus the sequences that hold the padding, `longest` tokens each."""
+    return batch_size + -(-_granule(batch_size * longest) // longest)
+
+
+def _granule(tokens: int) -> int:
+    return max(64, 1 << max(0, tokens.bit_length() - 4))
+
+
+Result = TypeVar("Result")
+Losses = dict[str, Tensor]
+Step = Callable[[Batch], Losses]
+
+
+class GraphedStep:
+    """Capture step(batch) -> losses once for each padded size and phase of training, and replay it.
+
+    step: trains on a batch and returns losses by name, 0-d, without waiting for the device; later calls overwrite the
+    returned tensors.
+    batch_size: the greatest number of sequences. longest: the greatest number of tokens of a sequence.
+
+    The first batch of a size runs uncaptured, which compiles kernels and creates the optimiser's state; the second is
+    captured. Everything runs on a side stream, since a captured backward pass must not involve the default stream;
+    callers need not synchronise.
+    """
+
+    def __init__(self, step: Step, *, batch_size: int, longest: int):
+        self.step, self.longest = step, longest
+        self.sequences = padded_sequences(batch_size, longest)
+        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self.warmed_up: set[tuple[int, ...]] = set()
+        self.captured: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Batch, Losses]] = {}
+
+    def __call__(self, batch: Batch) -> Losses:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            losses = self._run(batch)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return losses
+
+    def _run(self, batch: Batch) -> Losses:
+        values = {name: padded_tokens(count) for name, count in batch.num_values.items()}
+        key = padded_tokens(batch.num_tokens), batch.phase, *values.values()
+        if key in self.captured:
+            self.captured[key][1].overwrite(batch, self.longest)
+        else:
+            padded = batch.padded(key[0], self.sequences, self.longest, values)
+            if key not in self.warmed_up:
+                self.warmed_up.add(key)
+                return self.step(padded)
+            self.captured[key] = self._capture(padded)
+        graph, _, losses = self.captured[key]
+        graph.replay()
+        return losses
+
+    def _capture(self, batch: Batch) -> tuple[torch.cuda.CUDAGraph, Batch, Losses]:
+        what = "train.cuda_graphs: a step of this model"
+        graph, losses = captured(lambda: self.step(batch), what, ConfigError, pool=self.pool, stream=self.stream)
+        return graph, batch, losses
+
+
+def captured(
+    function: Callable[[], Result], what: str, refusal: type[Exception], **options
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture a CUDA graph of function(); return the graph and the result. options: of `torch.cuda.graph`.
+
+    Where it cannot be captured, `refusal` says that `what` cannot. Its other errors are raised as they are.
+    """
+    graph, failure = torch.cuda.CUDAGraph(), None
+    try:
+        with torch.cuda.graph(graph, **options):
+            try:
+                result = function()
+            except Exception as error:
+                failure = error  # ending the capture fails after it, and would hide it
+                raise
+    except Exception as error:
+        cause = failure or error
+        if not means_no_capture(cause):
+            raise cause from None
+        raise refusal(f"{what} cannot be captured, set it to false ({cause})") from cause
+    return graph, result
+
+
+def means_no_capture(error: Exception) -> bool:
+    """Return whether `error` says that an operation cannot be captured: such errors of CUDA and torch all mention the
+    capture. Running out of memory and other errors would happen without a capture, too.
+    """
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, torch.OutOfMemoryError)
+        and "captur" in str(error).lower()
+    )

@@ -1,0 +1,93 @@
+"""Write a run's metrics.jsonl and its tracker's curves; report unexpected exceptions."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from training.folder import access, read_regular, write_file
+from training.tracking import Tracker
+
+
+class Means:
+    """Average named losses over the steps of an epoch on the device: only reading the means waits for it."""
+
+    def __init__(self, device: torch.device, state: dict[str, list]):
+        self.sums = {
+            name: torch.tensor(total, dtype=torch.float64, device=device) for name, (total, _) in state.items()
+        }
+        self.steps = {name: steps for name, (_, steps) in state.items()}
+
+    def add(self, losses: dict[str, Tensor]) -> None:
+        """Add losses, 0-d each; a name may be missing in some steps and is then averaged over the others."""
+        for name, loss in losses.items():
+            if name not in self.sums:
+                self.sums[name], self.steps[name] = torch.zeros((), dtype=torch.float64, device=loss.device), 0
+            self.sums[name] += loss
+            self.steps[name] += 1
+
+    def state(self) -> dict[str, list]:
+        """Return name -> [sum, steps], from which the means can be continued, bit by bit."""
+        return {name: [total.item(), self.steps[name]] for name, total in self.sums.items()}
+
+    def values(self) -> dict[str, float]:
+        return {name: total / steps for name, (total, steps) in self.state().items()}
+
+
+class MetricsLog:
+    """Write metrics.jsonl, cut back to the checkpoint's records, and the tracker's curves; FolderError on a full disk.
+
+    records: the lines so far. lost: whether some of them were missing from the file.
+    """
+
+    def __init__(self, folder: Path, records: list[dict], tracker: Tracker):
+        self.path, self.records = folder / "metrics.jsonl", list(records)
+        saved_lines = "".join(json.dumps(record) + "\n" for record in records)
+        with access(self.path, "read"):
+            content = read_regular(self.path) if self.path.exists() else b""
+        # Later lines in the file come from steps after the checkpoint, which will be repeated.
+        self.lost = not content.startswith(saved_lines.encode())
+        write_file(self.path, saved_lines)
+        with access(self.path, "written"):
+            self.file = self.path.open("a", encoding="utf-8")
+        self.tracker = tracker
+
+    def write(self, record: dict, seconds: float, trained: dict[str, float]) -> None:
+        """Write a line of metrics.jsonl; the tracker gets `trained` below train/, the other values below their split.
+
+        trained: losses and rates of training; those that `record` lacks go to the tracker only.
+        """
+        record, step = {**record, "seconds": round(seconds, 3)}, record["step"]
+        with access(self.path, "written"):
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        curves = {
+            f"{'train' if name in trained else record['split']}/{name}": value
+            for name, value in {**record, **trained}.items()
+            if isinstance(value, float) and name != "seconds"
+        }
+        self.tracker.log(curves, step)
+        self.records.append(record)
+
+    def close(self, finished: bool) -> None:
+        with access(self.path, "written"):
+            self.file.close()
+        self.tracker.close(finished)
+
+
+def explain_faults() -> None:
+    """Add advice behind the traceback of an unexpected exception."""
+
+    def hook(kind, error, trace) -> None:
+        sys.__excepthook__(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        print(
+            "\nThis is a fault of the program, not of what you gave it. Please report it, with the lines above, the "
+            "command and what `make doctor` prints: see CONTRIBUTING.md.",
+            file=sys.stderr,
+        )
+
+    sys.excepthook = hook

@@ -1,0 +1,182 @@
+"""Imitate one of several ranks inside `imagined_gpu`: its share of a step runs alone, and exchanges only allocate.
+
+The buffers are those of torchrec 1.6 to 1.8 and of DDP with `gradient_as_bucket_view`.
+
+Letters: I items, E embedding size, W ranks, n ids of a look-up, m rows that this rank reads for all ranks, R distinct
+ids of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import training.run
+from data.batch import Batch, Whole
+from training.config import RunConfig
+from training.ranks import draws
+from training.ranks import step as shared_step
+from training.ranks.processes import Ranks
+from training.ranks.sharding import distinct
+from training.ranks.tables import ShardedTable
+
+SORTING = 6  # int64 for each id while a look-up's or gradient's ids are sorted and counted on a GPU
+
+
+class ImaginedRanks(Ranks):
+    """The first of the ranks that share batches or tables, without a process group; sequences are not divided."""
+
+    def __init__(self, data: int, world: int):
+        self.engine, self.context, self.data, self.world = True, 1, data, world
+        self.rank = self.place = self.context_rank = 0
+        self.group = self.context_group = None
+
+    def _reduced(self, x: Tensor, how) -> Tensor:
+        return x.detach().clone()
+
+    def sequences(self, batch: Batch) -> Batch:
+        begin, end = self.share(batch.num_sequences)
+        tokens = batch.num_tokens * (end - begin) // batch.num_sequences
+        return sized(batch, tokens, end - begin)
+
+    def of_first(self, value):
+        return value
+
+    def of_all(self, value) -> list:
+        return [value] * self.world
+
+
+def sized(batch: Batch, tokens: int, sequences: int, values: dict[str, int] | None = None) -> Batch:
+    """Return a batch like this one, without values, of other sizes; values: S of its jagged fields."""
+    lengths = {"token": tokens, "sequence": sequences, "offsets": sequences + 1}
+    fields: dict[str, Any] = {
+        name: torch.empty(
+            (values or {}).get(name, len(x)) if layout.offsets else lengths[layout.kind], *x.shape[1:], dtype=x.dtype
+        )
+        for name, x, layout in batch._tensors()
+    }
+    return dataclasses.replace(batch, **fields)
+
+
+def part_of_a_step(batch: Batch, ranks: ImaginedRanks) -> Batch:
+    """Return a batch as one rank's part of the batch of all ranks."""
+    rows = torch.empty(batch.num_tokens, dtype=torch.int64)
+    return dataclasses.replace(batch, rows=rows, whole=Whole(0, batch.num_tokens * ranks.data, 1.0))
+
+
+class _Rows(torch.autograd.Function):
+    """Read rows [m, columns] of a shard; the gradient is summed by sorted ids."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, columns: int, fused: bool) -> Tensor:
+        ctx.save_for_backward(weight, ids)
+        ctx.fused = fused
+        return weight.new_empty(len(ids), columns)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        weight, ids = ctx.saved_tensors
+        while_sorted = [torch.empty_like(ids) for _ in range(SORTING)]
+        whole = torch.zeros_like(weight)
+        if not ctx.fused:  # else the optimiser steps the rows here
+            while_sorted.append(torch.empty_like(gradient))  # the sum for each row, before it is stored
+        return whole, None, None, None
+
+
+class _Exchanged(torch.autograd.Function):
+    """Send rows to the ranks that want them: a copy in their order, and what arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, count: int) -> Tensor:
+        ctx.shape = rows.shape
+        ordered = rows.clone()
+        return ordered.new_empty(count, ordered.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        return gradient.new_empty(ctx.shape).clone(), None
+
+
+class ImaginedTable(ShardedTable):
+    """The first rank's shard of an item table."""
+
+    def __init__(self, config: RunConfig, num_items: int, ranks: Ranks, device: torch.device):
+        p, size, world = config.parallel, config.model.embedding_dim, ranks.world
+        self.ranks, self.device, self.num_items, self.size, self.fused = ranks, device, num_items, size, p.fused
+        self.kind, self.kernel = p.embedding, None
+        rows = -(-num_items // world) if self.kind == "row_wise" else num_items
+        columns = size // world if self.kind == "column_wise" else size
+        self.begin, self.end = (0, 0), (rows, columns)
+        self.weight, self.parameter = torch.empty(rows, columns), None
+        if self.fused:
+            count = rows if self.fused == "rowwise_adagrad" else 2 * rows * columns
+            self.anchor, self.state = torch.zeros((), requires_grad=True), torch.empty(count)
+        else:
+            self.parameter = nn.Parameter(self.weight.view(-1))
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        count, world = len(ids), self.ranks.world
+        received = ids.new_empty(count if self.kind == "row_wise" else count * world)
+        while_sorted = [torch.empty_like(ids) for _ in range(SORTING)]
+        source = self.anchor if self.parameter is None else self.parameter
+        rows = _Rows.apply(source, received, self.weight.shape[1], bool(self.fused))
+        del while_sorted
+        arrived = count if self.kind != "column_wise" else count * world
+        order = received.new_empty(arrived)
+        return _Exchanged.apply(rows, arrived).index_select(0, order).view(count, self.size)
+
+    def fill(self, rows) -> None:
+        pass
+
+    def draw(self, trained: Tensor | None) -> None:
+        pass
+
+
+class Summed(nn.Module):
+    """Stand in for DDP: a gradient moves into a bucket as large as all weights, which stays between steps."""
+
+    def __init__(self, module: nn.Module, **options):
+        super().__init__()
+        self.module = module
+        self.buckets: dict[Tensor, Tensor] = {}
+        for p in module.parameters():
+            if p.requires_grad:
+                self.buckets[p] = torch.empty_like(p, requires_grad=False)
+                p.register_post_accumulate_grad_hook(self._move)
+
+    def _move(self, p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad = self.buckets[p].copy_(p.grad)
+
+    def register_comm_hook(self, state, hook) -> None:
+        pass
+
+    def forward(self, *arguments):
+        return self.module(*arguments)
+
+
+@contextmanager
+def imagined_ranks(num_items: int) -> Iterator[None]:
+    """Replace what several ranks need processes or values for; num_items: I, of which ids are uniform draws."""
+
+    def unique(x: Tensor, return_inverse: bool) -> tuple[Tensor, Tensor]:
+        while_sorted = [torch.empty_like(x) for _ in range(SORTING - 1)]
+        del while_sorted
+        return x.new_empty(distinct(num_items, len(x))), torch.empty_like(x)
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (training.run, "ShardedTable", ImaginedTable),
+            (shared_step, "DistributedDataParallel", Summed),
+            (shared_step, "seed_of", lambda *numbers: 0),
+            (draws, "seed_of", lambda *numbers: 0),
+            (torch, "unique", unique),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        yield

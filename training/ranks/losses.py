@@ -1,0 +1,127 @@
+"""Prepare a rank's share of a loss before the forward pass: draw and look up the items of the whole batch.
+
+Letters: T tokens of a rank, K negatives of a token, R rows that a rank looked up, E embedding size.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+import hstu_sparse
+from data.batch import Batch
+from hstu_sparse.cross_entropy import Part
+from models.attention.contract import AuxLoss
+from models.embedding import InputEmbedding
+from models.heads import CataloguePart, as_share, mol_loss, normalized
+from models.hstu import SequenceModel
+from models.losses import Negatives, Share, draw_negatives, places_of
+from training.config import LossConfig
+from training.ranks.draws import Draws
+from training.ranks.processes import Ranks
+
+
+class Prepared(NamedTuple):
+    """A rank's share of the loss, and the representations [T, E] of the batch's items where the table is sharded."""
+
+    share: Share
+    inputs: Tensor | None = None
+
+
+def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: Batch, ranks: Ranks) -> Prepared:
+    """Gather the targets and negatives that a rank needs of the others; config: of a retrieval loss, else None."""
+    embedding = model.embedding
+    targets, drawn = batch.target_ids, None
+    if config is not None:
+        features = embedding.items
+        num_items = embedding.num_items if features is None else len(features.trained)
+        targets = places_of(features, targets)
+        pool = None
+        if config.kind in ("in_batch", "mixed_negatives"):
+            pool = of_the_whole(targets + 1, batch, ranks) - 1
+        assert batch.whole is not None and batch.rows is not None
+        draws = Draws(seed, batch.whole.step, batch.rows)
+        drawn = draw_negatives(config, num_items, targets, pool, draws.below)
+    share = Share(ranks, targets, drawn, ranks.sum((targets >= 0).sum()).clamp(min=1))
+    return Prepared(share) if embedding.sharded is None else looked_up(embedding, batch, share)
+
+
+def looked_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared:
+    """Return the share with the rows of inputs, targets and negatives, each requested once from the ranks that have
+    them.
+    """
+    targets, drawn = share.targets, share.drawn
+    ids_to_look_up = [batch.item_ids]
+    if drawn is not None:
+        trained = None if embedding.items is None else embedding.items.trained
+        items_drawn = drawn.ids.flatten() if trained is None else trained[drawn.ids.flatten()]
+        # A token without a target looks up its input again: fused adam steps every row that is looked up.
+        ids_to_look_up += [torch.where(batch.target_ids < 0, batch.item_ids, batch.target_ids), items_drawn]
+    ids, rows = torch.unique(torch.cat(ids_to_look_up), return_inverse=True)
+    inputs, items = embedding.of_looked_up(ids, rows[: batch.num_tokens])
+    if drawn is None:
+        return Prepared(share, inputs)
+    of_targets, of_negatives = rows[batch.num_tokens :].split([len(targets), drawn.ids.numel()])
+    log_q = None
+    if drawn.log_q is not None:
+        log_q = drawn.log_q[ids if embedding.items is None else embedding.items.place[ids].clamp(min=0)]
+    negatives = Negatives(of_negatives.view(drawn.ids.shape).to(drawn.ids.dtype), log_q)
+    targets = torch.where(targets < 0, -1, of_targets)
+    return Prepared(share._replace(targets=targets, drawn=negatives, items=items), inputs)
+
+
+def of_the_whole(x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
+    """Return `x` [T, ...] of all ranks' tokens, in the order of the whole batch, without a gradient."""
+    assert batch.whole is not None and batch.rows is not None
+    whole = x.new_zeros(batch.whole.tokens, *x.shape[1:])
+    return ranks.sum(whole.index_add_(0, batch.rows, x.detach() * batch.real.view(-1, *[1] * (x.dim() - 1))))
+
+
+class _Gathered(torch.autograd.Function):
+    """Compute `of_the_whole` with the sum of all ranks' gradients of the whole as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
+        ctx.batch, ctx.ranks = batch, ranks
+        return of_the_whole(x, batch, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor):
+        mine = ctx.ranks.sum(gradient).index_select(0, ctx.batch.rows)
+        return mine * ctx.batch.real[:, None], None, None
+
+
+def catalogue_share(
+    model: SequenceModel, config: LossConfig, out: Tensor, batch: Batch, ranks: Ranks, dtype: torch.dtype | None
+) -> tuple[Tensor, dict[str, AuxLoss]]:
+    """Return this rank's shares of the loss over the whole catalogue and of its auxiliary losses; the table is sharded
+    row-wise.
+
+    Each rank multiplies all ranks' outputs [T, E] with its own items; the log-sum-exps are merged, and so are the
+    gradients of the outputs. Source: the vocabulary-parallel cross-entropy of Megatron-LM (Shoeybi et al., arXiv
+    1909.08053).
+    """
+    learned = model.log_temperature
+    items, first = model.embedding.local_items()
+    targets = places_of(model.embedding.items, of_the_whole(batch.target_ids + 1, batch, ranks) - 1)
+
+    def merge(lse: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
+        top = ranks.max(lse)
+        return top + ranks.sum((lse - top).exp()).log(), ranks.sum(logit)
+
+    if model.head is not None:
+        part = CataloguePart(first, -(-model.embedding.num_items // ranks.world), merge)
+        outs = normalized(_Gathered.apply(out, batch, ranks))
+        return mol_loss(model.head, outs, items, targets, None, ranks, part)
+    dtype = dtype if dtype is not None and out.is_cuda else torch.float32
+    loss = hstu_sparse.catalogue_loss(
+        _Gathered.apply(out, batch, ranks).to(dtype),
+        F.dropout(items, model.item_dropout, model.training).to(dtype),
+        targets,
+        temperature=config.temperature if learned is None else config.temperature * learned.exp(),
+        part=Part(first, merge),
+    )
+    return as_share(loss, ranks.world), {}

@@ -1,0 +1,137 @@
+"""A training step over several ranks: each a part of the batch, the dense weights in DDP.
+
+The gradients of DDP are sums here, not means: the ranks' losses are shares of one.
+"""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data.balance import Deal
+from data.batch import Batch
+from models.attention.contract import AuxLoss
+from models.hstu import SequenceModel
+from models.tasks.build import build_task
+from training.average import WeightAverage
+from training.config import ModelConfig, RunConfig
+from training.graph import Losses, Step
+from training.optimizer import AdamW
+from training.ranks.draws import seed_of
+from training.ranks.losses import catalogue_share, prepare
+from training.ranks.processes import Ranks
+
+
+class Shares(nn.Module):
+    """Map a batch to (this rank's share of the loss, its shares of the auxiliary losses by name).
+
+    The whole of a loss is one module's forward, so that DDP sees every weight that it needs.
+    """
+
+    def __init__(self, config: RunConfig, model: SequenceModel, ranks: Ranks):
+        super().__init__()
+        self.model, self.config, self.ranks, self.task = model, config, ranks, build_task(config)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        c, device = self.config, batch.item_ids.device.type
+        share, inputs = prepare(self.model, c.loss if c.task.kind == "retrieval" else None, c.seed, batch, self.ranks)
+        bf16 = c.train.autocast == "bf16"
+        real = batch.real.sum()
+        part_of_tokens = real / self.ranks.sum(real).clamp(min=1)
+
+        def shared(loss: AuxLoss) -> AuxLoss:
+            part = part_of_tokens
+            if loss.num_terms is not None:
+                part = loss.num_terms / self.ranks.sum(loss.num_terms).clamp(min=1)
+            return AuxLoss(part * loss.value, part * loss.weighted)
+
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            out, shares = self.model.raw_output(batch, inputs, shared)
+        dtype = torch.bfloat16 if bf16 else None
+        if inputs is not None and c.task.kind == "retrieval" and share.drawn is None:
+            loss, of_task = catalogue_share(self.model, c.loss, out, batch, self.ranks, dtype)
+        else:
+            loss, of_task = self.task.loss(self.model, out, batch, batch, dtype, share)
+        return loss, shares | of_task
+
+
+def build_shared_step(
+    config: RunConfig, model: SequenceModel, device: torch.device, average: WeightAverage | None, ranks: Ranks
+) -> tuple[torch.optim.Optimizer, Step]:
+    """Return the optimiser and the step function, as train.build_step does, for this rank's part of a batch.
+
+    The step returns the losses of the whole batch, and `imbalance`, see data/balance.py.
+    """
+    c = config.train
+    table = model.embedding.sharded
+    of_table = [] if table is None or table.parameter is None else [table.parameter]
+    weights = [*model.parameters(), *of_table]
+    optimizer = AdamW(weights, lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
+    if c.compile:
+        for layer in model.layers:
+            layer.compile(dynamic=True)
+    with warnings.catch_warnings():
+        # Torch 2.13 has another name for broadcast_buffers, which 2.11 does not know.
+        warnings.simplefilter("ignore", FutureWarning)
+        shares = DistributedDataParallel(
+            Shares(config, model, ranks),
+            device_ids=None if device.type == "cpu" else [torch.cuda.current_device()],
+            process_group=ranks.group,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            # In a phase of its own a layer may leave weights out.
+            find_unused_parameters=any(attention.phase_ends() for attention in config.model.attention),
+        )
+    shares.register_comm_hook(ranks.group, summed)
+
+    def step(batch: Batch) -> Losses:
+        assert batch.whole is not None
+        # Dropout's masks depend on the step and the rank, so that no generator's state has to be saved.
+        seed = seed_of(config.seed, batch.whole.step, ranks.rank)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":  # on a CPU torch.manual_seed keeps a note for CUDA, with a trace, in every step
+            torch.cuda.manual_seed(seed)
+        if table is not None:
+            table.begin_step(optimizer.param_groups[0]["lr"], batch.whole.step)
+        loss, aux = shares(ranks.cut(batch))
+        optimizer.zero_grad(set_to_none=True)
+        (loss + sum(one.weighted for one in aux.values())).backward()
+        whole = loss.detach() + sum(one.weighted.detach() for one in aux.values())
+        values = {"loss": whole} | {name: one.value.detach() for name, one in aux.items()}
+        sums = ranks.sum(torch.stack([value.float() for value in values.values()]))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        if table is not None:  # a fused optimiser leaves no gradient: its table is not in the norm
+            norm = (norm**2 + ranks.sum(sum((p.grad.norm() ** 2 for p in of_table), torch.zeros_like(norm)))).sqrt()
+        if c.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(weights, c.clip_norm, norm)
+        optimizer.step()
+        if average is not None:
+            average.update()
+        imbalance = torch.tensor(batch.whole.imbalance)
+        return dict(zip(values, sums)) | {"grad_norm": norm.detach(), "imbalance": imbalance}
+
+    return optimizer, step
+
+
+def summed(group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum gradients as DDP's communication hook, without its division by the number of ranks."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def deal_of(config: RunConfig, ranks: Ranks) -> Deal | None:
+    """Return the division of each batch among the ranks; None where each rank has all of it."""
+    if not ranks.engine:
+        return None
+    return Deal(ranks.place, ranks.data, token_work(config.model), config.parallel.balance)
+
+
+def token_work(model: ModelConfig) -> float:
+    """Return a token's work in the layer's linear maps, in units of the attention work of a pair of tokens."""
+    sizes, size = model.layer_sizes, model.embedding_dim
+    pair = sizes.num_heads * (sizes.attention_dim + sizes.linear_dim) / 2  # causal: half of the pairs
+    linear = size * sizes.num_heads * (2 * sizes.attention_dim + 3 * sizes.linear_dim)
+    linear += (2 if model.block == "transformer" else 3) * size * (model.feed_forward_dim or 0)
+    return linear / pair

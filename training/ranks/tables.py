@@ -1,0 +1,221 @@
+"""The item table cut over the ranks by torchrec's DistributedModelParallel.
+
+Letters: I items, E embedding size, n ids that are looked up; rows and columns are those of a rank's shard.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.comm_ops import set_gradient_division
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from models.features import truncated_normal_
+from training.config import ConfigError, RunConfig
+from training.ranks.draws import seed_of
+from training.ranks.processes import Ranks
+
+# torchrec logs each of its choices.
+logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
+
+BLOCK = 2**22  # numbers of the table that are drawn or moved at a time
+DRAWN_WHOLE = 2**28  # numbers of a table up to which each rank draws all of it, as one process does
+
+
+class ShardedTable:
+    """The rows of all items, of which each rank has some rows or some columns; not one of a model's modules.
+
+    kind         row_wise, table_wise or column_wise
+    begin, end   (first row, first column) and the ends of this rank's shard; equal where it has none
+    weight       [rows, columns], this rank's shard
+    parameter    what an optimiser steps: the shard's numbers, flat; None for a rank without, and with a fused optimiser
+    """
+
+    def __init__(self, config: RunConfig, num_items: int, ranks: Ranks, device: torch.device):
+        p, size = config.parallel, config.model.embedding_dim
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())  # torchrec compares devices with shards' places
+        self.ranks, self.device, self.num_items, self.size, self.fused = ranks, device, num_items, size, p.fused
+        self.kind: str = p.embedding
+        if self.kind == "auto":
+            from training.ranks.sharding import planned  # imports torchrec's planner, which takes a second
+
+            memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 80 * 2**30
+            self.kind, _ = planned(config, num_items, ranks.world, memory)
+        if self.kind == "column_wise" and size % (4 * ranks.world):
+            raise ConfigError(
+                f"parallel.embedding: column_wise cuts model.embedding_dim={size} into {ranks.world} parts, each of "
+                "which must be a multiple of 4"
+            )
+        set_gradient_division(False)  # the ranks' losses are shares of one
+        with torch.random.fork_rng(devices=[]):  # torchrec draws first rows, which `fill` overwrites
+            self.module = self._sharded(config)
+        # torchrec 1.8 has no public way to a shard's module.
+        modules = [module for lookup in self.module.module._lookups for module in lookup._emb_modules]
+        self.begin = self.end = (0, 0)
+        self.weight, self.parameter, self.kernel = torch.empty(0, size, device=device), None, None
+        (spec,) = (one["item"].sharding_spec for one in self.module.plan.plan.values())
+        for shard in spec.shards if modules else ():
+            if shard.placement.rank() == ranks.rank:
+                self.begin = tuple(shard.shard_offsets)
+                self.end = tuple(b + n for b, n in zip(self.begin, shard.shard_sizes))
+        if not modules:
+            return
+        self.kernel, shape = modules[0]._emb_module, [e - b for b, e in zip(self.begin, self.end)]
+        if self.fused:
+            self.weight = self.kernel.split_embedding_weights()[0]
+            if not len(self.weight):  # fbgemm refuses to look up in a table without rows on a CPU
+                no_rows = torch.empty(0, size, device=device, requires_grad=True)
+                modules[0].forward = lambda features: F.embedding(features.values().long(), no_rows)
+            return
+        self.parameter = self.kernel.weights
+        self.weight = self.parameter.detach().view(shape)
+        # The dense kernel of fbgemm 1.8 sums the ids of each length on a CPU, though no pooling is requested.
+        modules[0].forward = lambda features: F.embedding(features.values().long(), self.parameter.view(shape))
+
+    def _sharded(self, config: RunConfig) -> DistributedModelParallel:
+        table = EmbeddingConfig(
+            name="item", embedding_dim=self.size, num_embeddings=self.num_items, feature_names=["item"]
+        )
+        module, world = EmbeddingCollection(tables=[table], device=torch.device("meta")), self.ranks.world
+        kernel = "fused" if self.fused else "dense"
+        placed = {
+            "row_wise": lambda: row_wise(compute_kernel=kernel),
+            "table_wise": lambda: table_wise(rank=0, compute_kernel=kernel),
+            "column_wise": lambda: column_wise(ranks=list(range(world)), compute_kernel=kernel),
+        }[self.kind]()
+        sharder = EmbeddingCollectionSharder(fused_params=fused_options(config, self.device) or None)
+        plan = construct_module_sharding_plan(
+            module,
+            {"item": placed},
+            sharder,
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            world_size=world,
+            device_type=self.device.type,
+        )
+        return DistributedModelParallel(
+            module,
+            env=ShardingEnv.from_process_group(self.ranks.group),
+            device=self.device,
+            plan=ShardingPlan({"": plan}),
+            sharders=[sharder],
+            init_data_parallel=False,
+            init_parameters=False,
+        )
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Return the rows [n, E] of the items `ids` [n] int64; all ranks must call it, each with own ids or none."""
+        lengths = torch.ones_like(ids) if len(ids) else ids.new_zeros(1)
+        jagged = KeyedJaggedTensor(keys=["item"], values=ids, lengths=lengths, stride=len(lengths))
+        return self.module(jagged)["item"].values()
+
+    def local_rows(self) -> Tensor:
+        """Return the shard [rows, E] of a row-wise table, with its gradient."""
+        return self.weight if self.parameter is None else self.parameter.view(self.weight.shape)
+
+    @torch.no_grad()
+    def between(self, begin: int, end: int) -> Tensor:
+        """Return the rows begin .. end - 1, [end - begin, E]; all ranks must call it, each with its own range."""
+        if self.kind == "row_wise" and (begin, end) == (self.begin[0], self.end[0]):
+            return self.weight
+        return self.look_up(torch.arange(begin, end, device=self.device))
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first item, rows [R, E]) of all items, block by block; ranks but the first get blocks without rows.
+
+        All ranks must walk through all blocks.
+        """
+        step = rows_in_a_block(self.size)
+        for begin in range(0, self.num_items, step):
+            end = min(self.num_items, begin + step) if self.ranks.first else begin
+            yield begin, self.look_up(torch.arange(begin, end, device=self.device)).detach()
+
+    @torch.no_grad()
+    def fill(self, rows: Callable[[int, int], Tensor]) -> None:
+        """Fill the shard, a block at a time; rows(begin, end): those rows of the whole table, [end - begin, E]."""
+        step = rows_in_a_block(self.size)
+        for first in range(self.begin[0] // step * step, self.end[0], step):
+            last = min(self.num_items, first + step)
+            begin, end = max(first, self.begin[0]), min(last, self.end[0])
+            part = rows(first, last)[begin - first : end - first, self.begin[1] : self.end[1]]
+            self.weight[begin - self.begin[0] : end - self.begin[0]].copy_(part)
+
+    @torch.no_grad()
+    def take(self, rows: Callable[[int, int], Tensor], ids: Tensor, places: Tensor) -> None:
+        """Copy rows `places` of another table to the items `ids` of this shard, a block at a time.
+
+        rows(begin, end): those rows of the other table, [end - begin, E]. ids, places: [n] int64 on the CPU.
+        """
+        is_local = (ids >= self.begin[0]) & (ids < self.end[0])
+        places, order = places[is_local].sort()
+        ids, step = (ids[is_local] - self.begin[0])[order], rows_in_a_block(self.size)
+        for first in range(0, int(places.max()) + 1 if len(places) else 0, step):
+            low, high = torch.searchsorted(places, torch.tensor([first, first + step])).tolist()
+            if low == high:
+                continue
+            begin, end = int(places[low]), int(places[high - 1]) + 1
+            block = rows(begin, end)[places[low:high] - begin, self.begin[1] : self.end[1]]
+            self.weight[ids[low:high].to(self.weight.device)] = block.to(self.weight)
+
+    def draw(self, trained: Tensor | None) -> None:
+        """Fill the shard at random, each block of rows with its own seed: the values differ from those of a whole
+        table.
+
+        trained: [I] bool, which items training saw; the others' rows are zero.
+        """
+
+        def rows(begin: int, end: int) -> Tensor:
+            torch.manual_seed(seed_of(seed, begin))
+            block = truncated_normal_(torch.empty(end - begin, self.size), 0.02)
+            return block if trained is None else block * trained[begin:end, None]
+
+        seed = torch.initial_seed()
+        with torch.random.fork_rng(devices=[]):
+            self.fill(rows)
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return the state of a fused optimiser by name: [rows, columns] or [rows] of the shard."""
+        if not self.fused or self.kernel is None:
+            return {}
+        return {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
+
+    def begin_step(self, lr: float, step: int) -> None:
+        """Set the learning rate of a fused optimiser and the number of steps before this one."""
+        if self.fused and self.kernel is not None:
+            self.kernel.set_learning_rate(lr)
+            # fbgemm counts look-ups, those of evaluation too, and adam's bias correction takes their number.
+            self.kernel.iter.fill_(step)
+            self.kernel.iter_cpu.fill_(step)
+
+
+def rows_in_a_block(size: int) -> int:
+    """Return the number of rows of `size` numbers that are moved at a time."""
+    return max(1, BLOCK // size)
+
+
+def fused_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of fbgemm's optimiser; ConfigError if it does not offer the configured one."""
+    if config.parallel.fused is None:
+        return {}
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    if config.parallel.fused == "rowwise_adagrad":
+        return {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": config.train.lr, "eps": 1e-8}
+    if device.type == "cpu":
+        raise ConfigError("parallel.fused: fbgemm has no adam on a CPU: take rowwise_adagrad")
+    beta1, beta2 = config.train.betas
+    return {
+        "optimizer": EmbOptimType.ADAM,
+        "learning_rate": config.train.lr,
+        "eps": 1e-8,
+        "beta1": beta1,
+        "beta2": beta2,
+    }

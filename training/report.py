@@ -1,0 +1,136 @@
+"""Print the table at the end of a run, and write its report.md with plots."""
+
+import functools
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.table import Table
+
+from cli.terminal import duration, terminal
+from data.types import shown
+from models.tasks.contract import Task
+from training.folder import write_file
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Return the hardware and versions that the figures of a run depend on."""
+    facts = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+    }
+    for name in ("torch", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
+        try:
+            facts[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+def protocol_lines(task: Task, result: dict) -> list[str]:
+    """Return sentences about the data and protocol of the figures; for a run without evaluation, its notes."""
+    return task.protocol_lines(result) if "split" in result else result["notes"]
+
+
+def print_result(task: Task, result: dict) -> None:
+    """Print the terminal's table: the model next to the task's baseline, under the same protocol."""
+    for line in protocol_lines(task, result):
+        terminal.say(line)
+    if "split" not in result:
+        return
+    main = task.tables(result)[0]
+    table = Table(title=f"{task.config.name}: {result['split']}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in main.short:
+        heading = main.headings[column]
+        # Words may wrap, numbers not.
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading), overflow="fold")
+    for row in main.rows:
+        table.add_row(*(row[column] for column in main.short))
+    terminal.table(table)
+
+
+def write_report(folder: Path, task: Task, result: dict, history: list[dict], dataset) -> None:
+    """Write report.md in the run's folder, with loss.png and, if the run evaluated during training, metrics.png.
+
+    history: the lines of metrics.jsonl.
+    """
+    config, run, judged = task.config, result["run"], "split" in result
+    plots = _plot(folder, history, task.plotted, result.get("plotted_baseline", {}))
+    plots += task.plots(result, folder) if judged else []
+    lines = [
+        f"# {config.name}",
+        "",
+        f"Data: {shown(dataset.name, 200)}, {dataset.num_users:,} users, {dataset.num_items:,} items, "
+        f"{dataset.num_events:,} events.",
+        *protocol_lines(task, result),
+        "",
+        f"Weights: {result['weights']} (epoch {result['epoch']}). {result['steps']:,} steps in "
+        f"{duration(result['seconds'])}, {result['events_per_second']:,.0f} events a second. Seed {config.seed}.",
+        *(_left_out(split, count) for split, count in result["skipped"].items()),
+        "",
+        *(
+            line
+            for table in (task.tables(result) if judged else [])
+            for line in (f"## {table.title}", "", *markdown_table(table.headings, table.rows), "")
+        ),
+        *(f"![{plot}]({plot})\n" for plot in plots),
+        "## Environment",
+        "",
+        f"- begun: {run.get('created')}",
+        f"- command: `{' '.join(map(str, run.get('command', [])))}`",
+        f"- commit: {run.get('commit')}",
+        *(f"- {name}: {value}" for name, value in result["environment"].items()),
+        "",
+        f"Reproduce: `python train.py {shown(folder / 'config.yaml', 1000)}`",
+    ]
+    write_file(folder / "report.md", "\n".join(lines) + "\n")
+
+
+def _left_out(split_and_reason: str, count: int) -> str:
+    split, reason = split_and_reason.split(": ", 1)
+    return f"Left out of {split}: {count:,} {'user' if count == 1 else 'users'}, {reason}."
+
+
+def markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
+    """Format a table as lines of Markdown."""
+    return [
+        "| " + " | ".join(headings) + " |",
+        "|" + " --- |" * len(headings),
+        *("| " + " | ".join(re.sub(r"([\\|`*_\[\]<>])", r"\\\1", cell) for cell in row) + " |" for row in rows),
+    ]
+
+
+def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline: dict[str, float]) -> list[str]:
+    """Plot the curves, with the baseline's metrics as lines; return the names of the files."""
+    os.environ["MPLBACKEND"] = "agg"  # the environment may name an invalid backend
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    evaluated = [row for row in history if plotted[0] in row]
+    split = evaluated[0]["split"] if evaluated else ""
+    figures: dict[str, tuple[list[dict], tuple[str, ...], str]] = {"loss.png": (history, ("loss",), "training loss")}
+    if evaluated:
+        figures["metrics.png"] = (evaluated, plotted, f"{split} metrics")
+    for file, (rows, names, title) in figures.items():
+        figure, axes = plt.subplots(figsize=(7, 4))
+        figure.subplots_adjust(
+            left=0.1, right=0.97, bottom=0.14, top=0.92
+        )  # finding the margins draws everything twice
+        for name in names:
+            (line,) = axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], marker=".", label=name)
+            if name in baseline:
+                label = "baseline" if name == names[0] else None
+                axes.axhline(baseline[name], color=line.get_color(), linestyle=":", label=label)
+        axes.set(xlabel="epoch", title=title)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        if len(names) > 1:
+            axes.legend()
+        write_file(folder / file, functools.partial(figure.savefig, dpi=120, format="png"))
+        plt.close(figure)
+    return list(figures)

@@ -1,0 +1,461 @@
+"""Open what training and evaluation of a run share: its data, its model, its final weights, its evaluation."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from cli.terminal import terminal
+from data.batch import Batch
+from data.batches import Batches
+from data.datasets import FORMATS, DataError, Dataset, Vocabulary, load_dataset
+from data.explain import dotted
+from data.features.vocabulary import FeatureVocabulary, fit_features, with_rows
+from data.prepare import find_prepared
+from data.splits import Splits
+from data.types import shown
+from data.vocabulary import index_of, vocabulary_of
+from hstu_sparse.ring.flash.cute import check_available
+from hstu_sparse.validation import choose_backend
+from models.hstu import SequenceModel
+from models.tasks.build import build_task
+from models.tasks.contract import Task
+from training.checkpoint import CheckpointError, Progress, checkpoints, exists, last_facts, load_folder, load_weights
+from training.config import ConfigError, RunConfig, differences, load_config
+from training.folder import access, check_run, read_manifest, write_judged
+from training.ranks.processes import Ranks
+from training.ranks.saving import checked_facts, load_slices, open_slices
+from training.ranks.tables import ShardedTable
+from training.vocabulary import Known, load_vocabulary
+
+# Matches the weights of a table of features, and captures its name.
+FEATURE_TABLE = re.compile(r"embedding\.(?:items|context)\..*embedding_bags\.([^.]+)\.weight")
+MOST_THREADS = 16  # for each core; more would not help, and many more cannot be started
+
+
+class Tracked:
+    """Show the progress of the batches of a split during an epoch, and call `check` at each batch."""
+
+    def __init__(self, batches: Batches, label: str, check: Callable[[], None] = lambda: None):
+        self.batches, self.label, self.check = batches, label, check
+
+    def __getattr__(self, name: str):
+        return getattr(self.batches, name)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        for batch in terminal.track(self.batches.epoch(epoch), len(self.batches), self.label):
+            self.check()
+            yield batch
+
+
+@dataclass
+class Data:
+    """The data of a run: the data set, its splits, the device and the configuration that the data decide."""
+
+    dataset: Dataset
+    splits: Splits
+    device: torch.device
+    config: RunConfig
+    task: Task
+    vocabulary: Vocabulary
+
+    def batches(self, split: str, **options) -> Batches:
+        return self.task.batches(self.dataset, getattr(self.splits, split), device=self.device, **options)
+
+    def eval_batches(self, split: str) -> Batches:
+        return self.batches(split, batch_size=self.config.eval.batch_size, shuffle=False, with_seen=True)
+
+
+def open_device(config: RunConfig) -> torch.device:
+    """Return the configured device, after setting its threads and precision; ConfigError."""
+    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
+    if config.threads:
+        if config.threads > (most := MOST_THREADS * (os.cpu_count() or 1)):
+            raise ConfigError(
+                f"threads: {config.threads} on a machine of {os.cpu_count()} cores, expected at most {most}"
+            )
+        torch.set_num_threads(config.threads)
+    if kind == "cuda":
+        set_matmul_precision(config.train.matmul_precision)
+    check_backends(config, torch.device(kind))
+    return torch.device(kind)
+
+
+def open_data(
+    config: RunConfig,
+    *,
+    trained_on: str | None = None,
+    vocabulary: Vocabulary | None = None,
+    device: torch.device | None = None,
+    ranks: Ranks | None = None,
+) -> Data:
+    """Open the run's data set, prepared or from the cache, with its splits and device, and the configuration with all
+    values that depend on the data: the run is built and stored with `Data.config`.
+
+    trained_on: the fingerprint that the data must have; if the source has another one or is gone, the prepared copy is
+    used. vocabulary: the model's vocabulary, into which other data are translated. device: replaces the
+    configuration's. ranks: those that evaluate together; the first one prepares the data.
+    """
+    device = device or open_device(config)
+    if ranks is not None and not ranks.first:
+        ranks.of_first(None)
+    dataset = find_data(config, trained_on) if vocabulary is None else load_data(config, vocabulary=vocabulary)
+    if ranks is not None and ranks.first:
+        ranks.of_first(None)
+    config = for_data(config, dataset)
+    task = build_task(config, ranks)
+    task.check_data(dataset)
+    splits = task.splits(dataset)
+    if vocabulary is None:
+        feature_vocabulary = (
+            None if config.data.features is None else fit_features(dataset, splits.train_end, config.data.features)
+        )
+        vocabulary = vocabulary_of(dataset, feature_vocabulary)
+    if vocabulary.features is not None:
+        dataset = with_rows(dataset, vocabulary.features)
+    return Data(dataset, splits, device, config, task, vocabulary)
+
+
+def load_data(config: RunConfig, **others) -> Dataset:
+    """Call `load_dataset` with the options of `config.data`, of which `others` replaces some."""
+    c = config.data
+    options = {
+        "format": c.format,
+        "path": c.path,
+        "cache_dir": c.cache_dir,
+        "min_user_events": c.min_user_events,
+        "min_item_events": c.min_item_events,
+        "columns": c.columns,
+        "synthetic": c.synthetic,
+        "recall": c.recall,
+        "separator": c.separator,
+        "on_bad_row": c.on_bad_row,
+        "duplicates": c.duplicates,
+        "features": c.features,
+        "partitions": c.partitions,
+        "tell": terminal.say,
+    }
+    return load_dataset(**options | others)
+
+
+def find_data(config: RunConfig, trained_on: str | None) -> Dataset:
+    """Return the data set of `config.data`, with the fingerprint `trained_on` if that is given; DataError if it
+    differs.
+    """
+    c = config.data
+    try:
+        dataset = load_data(config)
+        if trained_on in (None, dataset.fingerprint):
+            return dataset
+        reason = f"the run was trained on other data than {shown(c.path or dataset.name, 200)} has now"
+    except DataError as error:
+        if trained_on is None:
+            raise
+        reason = str(error)
+    generated = FORMATS[c.format].kind == "generated"
+    if not generated and (prepared := find_prepared(c.format, c.cache_dir, trained_on)) is not None:
+        terminal.say(f"{reason}: using the prepared copy of the run's data in {c.cache_dir}")
+        return prepared
+    raise DataError(
+        f"{reason}, and there is no prepared copy of the run's data in data.cache_dir={shown(c.cache_dir, 200)}. "
+        "Without it eval.py RUN can --recommend OUT --history FILE, --export-items OUT and evaluate --data NEW; "
+        "train.py CONFIG --init-from RUN continues training with other data"
+    )
+
+
+def set_matmul_precision(precision: str) -> None:
+    """Set `train.matmul_precision` for the process: torch's products of fp32, and those of the kernels."""
+    if precision != "default":
+        torch.set_float32_matmul_precision(precision)
+
+
+def check_backends(config: RunConfig, device: torch.device) -> None:
+    """Raise ConfigError if kernels that the configuration requires cannot run on the device."""
+    # With torch 2.13 the reference's loops over levels are unrolled again for every shape, and compilation never ends.
+    if config.train.compile and device.type == "cpu" and any(a.kind == "htree" for a in config.model.attention):
+        raise ConfigError("train.compile: torch's compiler does not finish with htree on a CPU, set it to false")
+    option = "model.attention.backend"
+    for layer in config.model.attention:
+        backend = getattr(layer, "backend", "auto")
+        try:
+            if backend == "hopper":
+                if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+                    raise ValueError(f"{option}=hopper needs a GPU with sm_90, got {device}: use backend=triton")
+            elif backend == "cute":
+                check_available(option, device)
+            else:
+                choose_backend(backend, torch.empty(0, device=device), option)
+                continue
+            if config.train.autocast != "bf16":
+                raise ValueError(f"{option}={backend} takes 16 bits: set train.autocast to bf16, or use backend=triton")
+            if backend == "cute" and config.parallel.context > 1 and getattr(layer, "window_size", False):
+                raise ValueError(f"{option}=cute has no window_size with parallel.context: use backend=triton")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Return the configuration with values that depend on the data; ConfigError if the data lack what options need."""
+    layers = [attention.for_data(dataset) for attention in config.model.attention]
+    for layer, attention in enumerate(layers):
+        try:
+            attention.check_data(dataset)
+        except ValueError as error:
+            raise ConfigError(f"model.attention.{f'{layer}.' if len(layers) > 1 else ''}{error}") from None
+    if config.model.rotary and config.model.rotary.time and not dataset.has_timestamps:
+        raise ConfigError(f"model.rotary.time: {dataset.name} has no timestamps, set it to false")
+    if config.model.action_embedding and dataset.actions is None:
+        raise ConfigError(f"model.action_embedding: {dataset.name} has no actions, set it to false")
+    return config.model_copy(update={"model": config.model.model_copy(update={"attention": layers})})
+
+
+def build_model(
+    config: RunConfig, vocabulary: Vocabulary, device: torch.device, ranks: Ranks | None = None
+) -> SequenceModel:
+    """Build the model of a configuration that fits the data, on the device, with freshly drawn weights.
+
+    ranks: those over which parallel.embedding divides the item table.
+    """
+    embedded = config.model.action_embedding or config.task.kind == "ranking"
+    num_actions = vocabulary.num_actions or 0 if embedded else 0
+    head = build_task(config).head()
+    num_items, table = len(vocabulary.item_ids), None
+    if ranks is not None and config.parallel.sharded:
+        table = ShardedTable(config, num_items, ranks, device)
+    return SequenceModel(config.model, num_items, num_actions, head, vocabulary.features, table).to(device)
+
+
+def final_weights(folder: Path) -> tuple[dict, dict, Path]:
+    """Load a run's final weights: the best on the validation split if it had one, else the last."""
+    facts, source = final_facts(folder)
+    return load_folder(source, "model")[0]["model"], facts, source
+
+
+def final_facts(folder: Path) -> tuple[dict, Path]:
+    """Return the facts about a run's final weights, and their folder."""
+    folders = [folder / "best"] if exists(folder / "best") else checkpoints(folder)[-1:]
+    if not folders:
+        raise CheckpointError(f"{folder}: no weights in this run folder yet")
+    _, facts = load_folder(folders[0])
+    check_of_this_run(facts.get("run"), folder, folders[0])
+    if type(facts.get("epoch")) is not int or facts["epoch"] < 0:
+        raise CheckpointError(f"{folders[0]}: damaged, epoch cannot be {facts.get('epoch')!r}")
+    return facts, folders[0]
+
+
+def open_weights(folder: Path, overrides: list[str], read: bool = True) -> tuple[RunConfig, Known, dict, Path, int]:
+    """Return (config, the run's vocabulary, weights, their folder, their epoch) from a run's folder alone.
+
+    read: whether to read the weights; else they are empty.
+    """
+    check_run(folder)
+    config = load_config(folder / "config.yaml", overrides)
+    weights: dict = {}
+    if read:
+        weights, facts, source = final_weights(folder)
+    else:
+        facts, source = final_facts(folder)
+    check_config(facts, load_config(folder / "config.yaml"), folder, source)
+    known = load_vocabulary(folder)
+    if known.fingerprint != facts.get("fingerprint"):
+        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
+    return config, known, weights, source, facts["epoch"]
+
+
+def trained_model(
+    config: RunConfig, known: Known, weights: dict, source: Path, ranks: Ranks | None = None
+) -> SequenceModel:
+    """Build the model on its device, with these weights, in evaluation mode.
+
+    ranks: each of them reads its part from `source`, in place of `weights`.
+    """
+    model = build_model(config, known.vocabulary, open_device(config), ranks)
+    if ranks is None:
+        load_weights(model, weights, source)
+    else:
+        load_slices(model, source, ranks)
+    return model.eval()
+
+
+def check_of_this_run(run: object, folder: Path, source: Path) -> None:
+    """Raise CheckpointError unless the content of `source` belongs to the run whose id is `run`."""
+    if not isinstance(run, str):
+        raise CheckpointError(f"{source}: written by another version of this program, it does not name its run")
+    if run != (folder_run := read_manifest(folder)["run"]):
+        raise CheckpointError(
+            f"{source}: belongs to another run ({shown(run)}), run.json says that this one is {shown(folder_run)}"
+        )
+
+
+def check_config(facts: dict, config: RunConfig, folder: Path, source: Path) -> None:
+    """Raise CheckpointError unless the weights `source` were made with the run's config.yaml; eval options may
+    differ.
+    """
+    if changed := changes(facts.get("config"), config, source, ("eval.",)):
+        raise CheckpointError(
+            f"{folder}: config.yaml is not what {source.name} was trained with ({'; '.join(changed)}); undo that, or "
+            "give options that differ from training on the command line (key=value)"
+        )
+
+
+def changes(before: object, config: RunConfig, source: Path, free: tuple[str, ...] = ()) -> list[str]:
+    """Return the changes from a configuration stored in `source` to `config`, except options that begin with `free`."""
+    try:
+        stored = RunConfig.model_validate(before).model_dump(mode="json")
+    except ValidationError as error:
+        place = dotted(error.errors()[0]["loc"])
+        raise CheckpointError(
+            f"{source}: written by another version of this program, its configuration has another {place or 'form'}"
+        ) from None
+    return [line for line in differences(stored, config.model_dump(mode="json")) if not line.startswith(free)]
+
+
+def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Path) -> None:
+    """Raise CheckpointError unless the checkpoint was made with this configuration, of `steps` steps an epoch."""
+    if changed := changes(progress.config, config, folder / "checkpoints"):
+        raise CheckpointError(
+            f"{folder}: config.yaml was changed since the checkpoint was made ({'; '.join(changed)}); undo that, or "
+            "accept the change with --override"
+        )
+    expected_step = progress.epoch * steps + progress.batch
+    if progress.step != expected_step or progress.batch > steps or progress.epoch > config.train.epochs:
+        raise CheckpointError(
+            f"{folder}: the checkpoint is damaged, step {progress.step} is not batch {progress.batch} of epoch "
+            f"{progress.epoch + 1}"
+        )
+
+
+def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, folder: Path) -> None:
+    """Copy the weights of the run in `folder` into a new model: rows of items that both know, and all other tensors.
+
+    Rows of items that the run does not know stay as initialised. ConfigError if another tensor does not fit.
+    """
+    check_run(folder)
+    facts, source = final_facts(folder)
+    source_vocabulary = load_vocabulary(folder)
+    if source_vocabulary.fingerprint != facts.get("fingerprint"):
+        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
+    if config.model.action_embedding and vocabulary.action_names != source_vocabulary.vocabulary.action_names:
+        raise ConfigError(f"--init-from {shown(folder, 200)}: its actions have other names")
+    place = index_of(np.asarray(vocabulary.item_ids), source_vocabulary.vocabulary.item_ids)
+    if vocabulary.features is not None and vocabulary.features.trained is not None:
+        place[~vocabulary.features.trained] = -1  # their rows stay zero
+    copied_items = torch.from_numpy(np.flatnonzero(place >= 0))
+    old_rows, sharded = torch.from_numpy(place[place >= 0]), model.embedding.sharded
+    if sharded is None:
+        weights = load_folder(source, "model")[0]["model"]
+    else:
+        checked_facts(source, sharded.ranks)
+        with open_slices(source, sharded) as (weights, item_rows):
+            if item_rows.get_shape()[1] != sharded.size:
+                raise ConfigError(f"--init-from {shown(folder, 200)}: another model, the item table does not fit")
+            sharded.take(lambda begin, end: item_rows[begin:end], copied_items, old_rows)
+    of_features = feature_places(vocabulary.features, source_vocabulary.vocabulary.features)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in sorted(state.keys() | weights.keys()):
+        feature = FEATURE_TABLE.fullmatch(name)
+        table = name.startswith("embedding.tables.embeddings.") or name == "targets" or feature is not None
+        if name not in state or name not in weights or state[name].shape[table:] != weights[name].shape[table:]:
+            raise ConfigError(f"--init-from {shown(folder, 200)}: another model, {name} does not fit")
+        old, new = weights[name], state[name]
+        if name in ("embedding.tables.embeddings.item.weight", "targets"):
+            new[copied_items.to(new.device)] = old[old_rows].to(new)
+        elif feature is not None and feature[1] in of_features:
+            new_index, old_index = of_features[feature[1]]
+            new[new_index.to(new.device)] = old[old_index].to(new)
+        elif table:
+            rows = min(len(old), len(new))
+            new[:rows] = old[:rows].to(new)
+        else:
+            state[name] = old
+    load_weights(model, state, source)
+    terminal.say(f"{source}: weights copied, with the rows of {len(copied_items):,} of {len(place):,} items")
+
+
+def feature_places(
+    features: FeatureVocabulary | None, others: FeatureVocabulary | None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Map the table of each feature to (new rows, old rows) of the same values; tables of numbers are left out."""
+    places = {}
+    new, old = ({(o.entity, o.name): o for o in v.features} if v else {} for v in (features, others))
+    for key in new.keys() & old.keys():
+        new_feature, old_feature = new[key], old[key]
+        if new_feature.kind != "number" and old_feature.kind != "number":
+            rows = old_feature.rows_of(new_feature.values)
+            in_both = np.append(True, rows > 0)  # the unknown rows too
+            new_rows, old_rows = np.arange(len(rows) + 1)[in_both], np.append(0, rows)[in_both]
+            places["_".join(key)] = torch.from_numpy(new_rows), torch.from_numpy(old_rows)
+    return places
+
+
+def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
+    """Compute everything that a report says about one split; see `Task.judge`.
+
+    folder: the run's folder, which gets the task's `judged`, so that compare.py can compare runs user by user.
+    """
+    batches = Tracked(data.eval_batches(split), f"judging on {split}")
+    result = data.task.judge(model, data.dataset, data.splits, split, cast(Batches, batches))
+    judged = result.pop("judged", {})
+    if folder is not None:
+        fingerprint = data.dataset.events_fingerprint or data.dataset.fingerprint
+        write_judged(folder, judged | {"fingerprint": np.array(fingerprint)})
+    return result
+
+
+def new_folder(config: RunConfig) -> Path:
+    """Return the path of a new run's folder below run_dir/name, by the current time; another run may have it."""
+    return Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
+
+
+def absolute_paths(config: RunConfig) -> RunConfig:
+    """Return the same run with absolute paths, so that its folder can be used from anywhere."""
+    paths: dict[str, Any] = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
+    if config.data.path:
+        paths["path"] = os.path.abspath(os.path.expanduser(config.data.path))
+    if (features := config.data.features) is not None:
+        files = {
+            entity: file.model_copy(update={"path": os.path.abspath(os.path.expanduser(file.path))})
+            for entity, file in features.files().items()
+        }
+        paths["features"] = features.model_copy(update=files)
+    return config.model_copy(update={"data": config.data.model_copy(update=paths)})
+
+
+def within_budget(config: RunConfig, steps: int) -> RunConfig:
+    """Return the configuration with the number of epochs of `steps` steps that its train.steps allows."""
+    c = config.train
+    if c.steps is None:
+        return config
+    return config.model_copy(update={"train": c.model_copy(update={"epochs": min(c.epochs, -(-c.steps // steps))})})
+
+
+def was_saved(folder: Path) -> bool:
+    """Return whether the run reached its first checkpoint; CheckpointError when it did and there is none any more."""
+    has_checkpoint = bool(checkpoints(folder))
+    metrics = folder / "metrics.jsonl"
+    with access(metrics, "read"):
+        if not has_checkpoint and metrics.exists() and metrics.stat().st_size:
+            raise CheckpointError(f"{folder}: no checkpoint to resume from, though metrics.jsonl has lines")
+    return has_checkpoint
+
+
+def only_these_change(folder: Path, overrides: list[str]) -> bool:
+    """Return whether there are overrides, and config.yaml differs from the checkpoint only in what they name."""
+    if not overrides or not was_saved(folder):
+        return False
+    facts, source = last_facts(folder)
+    named = tuple(override.partition("=")[0] for override in overrides)
+    changed = changes(facts.get("config"), load_config(folder / "config.yaml"), source)
+    return all(line.startswith(named) for line in changed)

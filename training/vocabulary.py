@@ -1,0 +1,113 @@
+"""Store the original ids behind the rows of a run's tables in its folder.
+
+RUN/vocabulary/ has item_ids.npy, user_ids.npy, the values of features, and state.json with their checksums and whatever
+else a model is built from. With it a run can be used without its data.
+"""
+
+import hashlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.atomic import find_folder, replace_folder
+from data.features.features import ENTITIES, KINDS
+from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
+from data.types import Dataset
+from data.vocabulary import Vocabulary
+from training.folder import FolderError, access, read_regular
+
+NAME = "vocabulary"
+MOST = 2**36  # bytes of a file of ids
+
+
+@dataclass(frozen=True)
+class Known:
+    """The data that a run was trained on, as stored in its folder."""
+
+    vocabulary: Vocabulary
+    user_ids: np.ndarray
+    fingerprint: str
+    name: str
+    has_timestamps: bool
+
+
+def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary) -> None:
+    """Write RUN/vocabulary: the vocabulary of a model trained on the data set; FolderError when e.g. the disk is
+    full.
+    """
+    arrays = {"item_ids": known.item_ids, "user_ids": dataset.user_ids}
+    facts: dict[str, Any] = {
+        "fingerprint": dataset.fingerprint,
+        "name": dataset.name,
+        "has_timestamps": dataset.has_timestamps,
+        "num_actions": known.num_actions,
+        "action_names": known.action_names,
+        "sha256": {},
+    }
+    if known.features is not None:
+        arrays |= feature_arrays(known.features)
+        described = [[feature.entity, feature.name, feature.kind, feature.known] for feature in known.features.features]
+        facts |= {"features": described, "calendar": known.features.calendar}
+    with access(run / NAME, "written"), replace_folder(run / NAME) as folder:
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", np.asarray(array), allow_pickle=False)
+            facts["sha256"][name] = hashlib.sha256((folder / f"{name}.npy").read_bytes()).hexdigest()
+        (folder / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def load_vocabulary(run: Path) -> Known:
+    """Read the files of `save_vocabulary`; FolderError when something is missing or damaged."""
+    folder = find_folder(run / NAME)
+    path = folder / "state.json"
+    try:
+        with access(path, "read"):
+            facts = json.loads(read_regular(path))
+        arrays = {}
+        for name in facts["sha256"].keys() | {"item_ids", "user_ids"}:
+            path = folder / f"{name}.npy"
+            with access(path, "read"):
+                content = read_regular(path, MOST)
+            if hashlib.sha256(content).hexdigest() != facts["sha256"][name]:
+                raise FolderError(f"{path}: damaged (its checksum differs from the one it was written with)")
+            arrays[name] = np.load(io.BytesIO(content), allow_pickle=False)
+        names, ids = facts["action_names"], arrays["item_ids"]
+        features = None
+        if "features" in facts:
+            features = features_of(facts["features"], facts["calendar"], arrays)
+        known = Vocabulary(ids, facts["num_actions"], None if names is None else tuple(names), features)
+        return Known(known, arrays["user_ids"], facts["fingerprint"], facts["name"], facts["has_timestamps"])
+    except FolderError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError, EOFError) as error:
+        raise FolderError(f"{path}: damaged ({type(error).__name__})") from None
+
+
+def feature_arrays(known: FeatureVocabulary) -> dict[str, np.ndarray]:
+    """Return the arrays of a feature vocabulary by the names of their files."""
+    arrays = {f"feature-{number}-values": one.values for number, one in enumerate(known.features)}
+    for number, (offsets, rows) in enumerate(known.item_rows):
+        arrays |= {f"items-{number}-offsets": offsets, f"items-{number}-rows": rows}
+    return arrays if known.trained is None else arrays | {"trained": known.trained}
+
+
+def features_of(described: list, calendar: list, arrays: dict[str, np.ndarray]) -> FeatureVocabulary:
+    """Rebuild the vocabulary of `feature_arrays`; KeyError, TypeError or ValueError if something is missing."""
+    features = tuple(
+        KnownFeature(entity, name, kind, arrays[f"feature-{number}-values"], known)
+        for number, (entity, name, kind, known) in enumerate(described)
+    )
+    for feature in features:
+        if feature.entity not in ENTITIES or feature.kind not in KINDS or feature.known not in ("before", "after"):
+            raise ValueError(f"{feature.name} has an unknown entity, kind or time")
+    if not CALENDAR.keys() >= set(calendar):
+        raise ValueError("unknown part of a calendar")
+    count = sum(feature.entity == "items" for feature in features)
+    item_rows = tuple((arrays[f"items-{number}-offsets"], arrays[f"items-{number}-rows"]) for number in range(count))
+    items = len(arrays["item_ids"])
+    if count and any(len(x) != items + more for x, more in ((arrays["trained"], 0), *((o, 1) for o, _ in item_rows))):
+        raise ValueError(f"features of items are not those of {items} items")
+    return FeatureVocabulary(features, tuple(calendar), item_rows, arrays["trained"] if count else None)
