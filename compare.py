@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import sys
 
 from cli.interrupt import Interrupts
-from cli.program import TrainingError, guarded
+from cli.program import guarded
 from cli.terminal import terminal
 from experiments.plan import load_plan
 from experiments.report import as_html
@@ -26,6 +26,7 @@ from experiments.runs import run_all, speed_jobs, training_jobs, write_settings
 from experiments.table import print_results
 from training.folder import claimed, write_file
 from training.monitor import explain_faults
+from training.run import TrainingError
 
 
 def work(options, interrupts: Interrupts) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from cli.interrupt import Interrupts
 from cli.program import guarded
 from cli.terminal import terminal
+from data.errors import ConfigError
 from data.features.vocabulary import with_rows
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
@@ -32,7 +33,7 @@ from models.tasks.ranking_metrics import ranking_metrics
 from models.tasks.scoring import model_scorer, rank_targets, sampled_candidates
 from serving import Recommender, ServingOptions
 from serving.judge import ServedModel
-from training.config import ConfigError, ParallelConfig, RunConfig
+from training.config import ParallelConfig, RunConfig
 from training.folder import access, read_regular, write_file
 from training.monitor import explain_faults
 from training.outputs import check_export, check_table, export_items, recommendations, whole_histories, write_table

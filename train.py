@@ -10,10 +10,27 @@
 On the CPU a resumed run ends bit-identical to one that was never stopped, at the same number of threads.
 """
 
+import argparse
+import shutil
+
 from cli.command import answer_early, train_options
 
+
+def check_early(options: argparse.Namespace) -> str | None:
+    """Check the configuration; return the text that --keys prints."""
+    if options.keys is not None:
+        from training.keys import as_text
+
+        return as_text(options.keys, min(100, shutil.get_terminal_size().columns))
+    if options.config is not None:
+        from training.config import load_config  # takes half of the time of all imports
+
+        load_config(options.config, options.overrides)
+    return None
+
+
 if __name__ == "__main__":
-    answer_early(train_options, __doc__)
+    answer_early(train_options, __doc__, check_early)
 
 import json
 import math
@@ -29,10 +46,11 @@ from typing import Any, cast
 import torch
 
 from cli.interrupt import Interrupts, Stopped
-from cli.program import TrainingError, guarded
+from cli.program import guarded
 from cli.terminal import Bar, duration, terminal
 from data.batch import Batch
 from data.batches import Batches
+from data.errors import ConfigError
 from models.tasks.build import build_task
 from training.average import WeightAverage
 from training.best import keep_best, take_over_best
@@ -46,7 +64,7 @@ from training.checkpoint import (
     set_aside_damaged,
     training_state,
 )
-from training.config import ConfigError, RunConfig, as_yaml, load_config
+from training.config import RunConfig, as_yaml, load_config
 from training.ending import finish, leave
 from training.folder import MANIFEST, check_run, claimed, new_manifest, write_file
 from training.graph import GraphedStep, Losses, Step
@@ -58,6 +76,7 @@ from training.ranks.step import build_shared_step, deal_of
 from training.run import (
     Data,
     Tracked,
+    TrainingError,
     absolute_paths,
     build_model,
     changes,

@@ -8,10 +8,20 @@ best.yaml, the best configuration, report.md and trials.csv. experiments/space.p
 spaces.
 """
 
+import argparse
+
 from cli.command import answer_early, tune_options
 
+
+def check_early(options: argparse.Namespace) -> None:
+    """Check the configuration."""
+    from training.config import load_config  # takes half of the time of all imports
+
+    load_config(options.config, options.overrides)
+
+
 if __name__ == "__main__":
-    answer_early(tune_options, __doc__)
+    answer_early(tune_options, __doc__, check_early)
 
 import os
 import sys
@@ -20,7 +30,8 @@ import torch
 
 from cli.interrupt import Interrupts
 from cli.program import guarded
-from training.config import ConfigError, RunConfig
+from data.errors import ConfigError
+from training.config import RunConfig
 from training.folder import claimed
 from training.monitor import explain_faults
 

@@ -32,10 +32,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.trials import curve, work
+from data.checkout import commit
+from data.errors import ConfigError
 from experiments.plan import Plan, load_plan
 from experiments.runs import SETTING, last_line, training_jobs, write_settings
-from training.config import ConfigError
-from training.folder import FolderError, commit
+from training.folder import FolderError
 
 VALID = "valid.jsonl"
 ATTEMPTS = 2  # a run that fails is tried once more, in a new process

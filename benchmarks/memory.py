@@ -16,10 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import RESULTS
+from data.checkout import commit
 from eval import open_run
 from experiments.results import runs_in
 from training.config import load_config
-from training.folder import FolderError, commit
+from training.folder import FolderError
 from training.report import environment
 from training.run import judge
 

@@ -25,9 +25,9 @@ import train
 from benchmarks import parts
 from benchmarks.figures import RESULTS
 from data.batch import Batch
+from data.checkout import commit
 from models.hstu import SequenceModel
 from training.config import load_config
-from training.folder import commit
 from training.graph import padded_sequences, padded_tokens
 from training.planning.imagined import imagined_gpu
 from training.planning.meter import Meter

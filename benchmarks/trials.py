@@ -35,9 +35,11 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data.checkout import commit
+from data.errors import ConfigError
 from models.attention.contract import Strict
-from training.config import ConfigError, load_config
-from training.folder import FolderError, commit, read_judged
+from training.config import load_config
+from training.folder import FolderError, read_judged
 from training.report import environment
 from training.strict_yaml import parse_yaml, read_config
 

@@ -1,6 +1,6 @@
 """Parse the command lines of train.py, eval.py, compare.py, tune.py and serve.py.
 
-Only the standard library is imported here, so that `--help` and wrong arguments are answered before torch is imported.
+Nothing that takes long is imported here, so that `--help` and wrong arguments are answered before torch is imported.
 """
 
 import argparse
@@ -8,17 +8,16 @@ import difflib
 import errno
 import os
 import re
-import shutil
 import signal
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+
+from data.checkout import commit
+from data.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-# The formats of the keys and values of a served run's users: fp32, bf16, or RotateKV codes with a number of bits. auto:
-# the codes that the run was trained for (rotatekv), else fp32.
-CACHES = ("auto", "fp32", "bf16", "fp16", "8bit", "4bit", "2bit")
 
 
 def true_or_false(text: str) -> bool:
@@ -58,8 +57,6 @@ class _Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser, *arguments):
-        from training.folder import commit
-
         try:
             version = metadata.version("hstu_sparse")
         except metadata.PackageNotFoundError:
@@ -167,8 +164,13 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     add("--overwrite", action="store_true", help="replace an output that exists")
     add("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
     add("--seed", type=int, default=0, help="the seed that draws the items of --sampled; by default 0")
-    add("--serve", nargs="?", const="auto", choices=CACHES, metavar="CACHE",
-        help=f"evaluate the run as a service that gets events one by one ({', '.join(CACHES)})")  # fmt: skip
+    add(
+        "--serve",
+        nargs="?",
+        const="auto",
+        metavar="CACHE",
+        help="evaluate the run as a service that gets events one by one; CACHE as in serve.py --cache",
+    )
     _add_serving(add)
     options = parser.parse_intermixed_args(arguments)
     if options.run is None:
@@ -210,7 +212,11 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("--fsync", choices=("always", "never"), default="always",
         help="always: an accepted event survives a power cut; never: only a kill")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="by default what the run's configuration says")
-    add("--cache", choices=CACHES, default="auto", help="the format of cached keys and values; by default auto")
+    add(
+        "--cache",
+        default="auto",
+        help="keys and values as fp32, bf16, fp16 or as 8bit, 4bit, 2bit codes; by default auto",
+    )
     _add_serving(add)
     limits = (
         ("body", 2**20, "bytes of a body"),
@@ -315,37 +321,28 @@ def _seeds(text: str) -> list[int]:
     return seeds
 
 
-def answer_early(parse, description: str | None) -> None:
+def answer_early(
+    parse: Callable[[str | None], argparse.Namespace],
+    description: str | None,
+    check: Callable[[argparse.Namespace], str | None] | None = None,
+) -> None:
     """Exit if the arguments are wrong, before the imports that take seconds.
 
-    parse: train_options or another function of this file. Ctrl-C ends the process in one line until `Interrupts` takes
-    over.
+    parse: train_options or another function of this file. check: raises UserError for other faults of the options, or
+    returns a text that answers them and is printed. Ctrl-C ends the process in one line until `Interrupts` takes over.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     _open_standard_files()
     options = parse(description)
     _check_environment()
-    if getattr(options, "keys", None) is not None:
-        _print_keys(options.keys)
-    if source := getattr(options, "config", None):
-        from training.config import ConfigError, load_config  # takes half of the time of all imports
-
-        try:
-            load_config(source, options.overrides)
-        except ConfigError as error:
-            _Parser().exit(2, f"error: {error}\n")
-
-
-def _print_keys(prefix: str) -> NoReturn:
-    from training.keys import as_text
-    from training.strict_yaml import ConfigError
-
     try:
-        _print(as_text(prefix, min(100, shutil.get_terminal_size().columns)) + "\n")
-    except ConfigError as error:
+        text = None if check is None else check(options)
+    except UserError as error:
         _Parser().exit(2, f"error: {error}\n")
-    sys.exit()
+    if text is not None:
+        _print(text + "\n")
+        sys.exit()
 
 
 def _print(text: str) -> None:

@@ -10,18 +10,7 @@ import torch.distributed as dist
 
 from cli.interrupt import Interrupts, Stopped
 from cli.terminal import terminal
-from data.types import DataError
-from serving.errors import ServingError
-from training.checkpoint import CheckpointError
-from training.config import ConfigError
-from training.folder import FolderError
-
-
-class TrainingError(ValueError):
-    """Training cannot continue; the message is one line."""
-
-
-ERRORS = (ConfigError, DataError, CheckpointError, FolderError, ServingError, TrainingError)
+from data.errors import UserError
 
 
 def guarded(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
@@ -34,7 +23,7 @@ def guarded(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
         except Stopped as stop:
             terminal.say(f"Stopped while {interrupts.stage}")
             return terminal.end(128 + stop.number)
-        except ERRORS as error:
+        except UserError as error:
             fail(error)
         except (MemoryError, RuntimeError) as error:
             if (line := memory_fault(error)) is not None:

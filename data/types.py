@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.errors import UserError
 from data.features.features import Feature
 
 ACTION_CODES = "codes of the actions: "  # the beginning of the note that lists the code of each text of an action
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """The user's data or data options are wrong. `str(error)` is one line that says what is wrong and where."""
 
 

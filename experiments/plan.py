@@ -22,11 +22,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from data.errors import ConfigError
 from data.explain import explain
 from data.types import shown
 from models.attention.contract import Strict
 from training.config import RunConfig, differences, load_config
-from training.strict_yaml import ConfigError, parse_yaml, read_config
+from training.strict_yaml import parse_yaml, read_config
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from data.errors import ConfigError
 from data.types import shown
 from experiments.plan import Plan
 from experiments.runs import RESULT, Failed, is_finished, read_result, read_speed, run_folder, settings_differ
 from experiments.statistics import compare, holm
 from models.tasks.build import build_task
-from training.config import ConfigError, RunConfig, load_config
+from training.config import RunConfig, load_config
 from training.folder import FolderError, access, check_run, read_judged, read_regular
 
 COLUMNS = ("mean", "sd", "ratio", "low", "high", "p", "p_holm")

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from cli.interrupt import Interrupts
 from cli.terminal import terminal
+from data.errors import ConfigError
 from data.types import shown
 from experiments.plan import Plan
-from training.config import FREE, ConfigError, RunConfig, as_yaml, differences, load_config
+from training.config import FREE, RunConfig, as_yaml, differences, load_config
 from training.folder import FolderError, access, read_regular, wait_until_free, write_file
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,9 +17,10 @@ from optuna import Trial
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from data.errors import ConfigError
 from data.explain import explain
 from models.attention.contract import Strict
-from training.config import ConfigError, RunConfig, load_config
+from training.config import RunConfig, load_config
 from training.strict_yaml import parse_yaml, read_config
 
 # Options that decide how trials are evaluated, and where they are stored.

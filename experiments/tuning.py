@@ -20,12 +20,13 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.pool import NullPool
 
 from cli.interrupt import Interrupts
-from cli.program import TrainingError
 from cli.terminal import terminal
+from data.errors import ConfigError
 from experiments.runs import RESULT, ROOT, Job, ended, last_line, launch, wait_until_free
 from experiments.space import Space, assignments, default_values
-from training.config import ConfigError, RunConfig, as_yaml, differences, load_config
+from training.config import RunConfig, as_yaml, differences, load_config
 from training.folder import access, read_regular, write_file
+from training.run import TrainingError
 
 CHECK_SECONDS = 0.5  # between two reads of the trials' metrics
 STARTUP_DRAWS = 6  # trials that are drawn at random before the sampler learns from them

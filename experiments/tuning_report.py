@@ -10,12 +10,12 @@ from optuna.trial import FrozenTrial, TrialState
 from rich import box
 from rich.table import Table
 
-from cli.program import TrainingError
 from cli.terminal import terminal
 from experiments.tuning import ENDED, Search
 from training.config import RunConfig, as_yaml
 from training.folder import write_file
 from training.report import markdown_table
+from training.run import TrainingError
 
 LEAST_TRIALS = 5  # completed trials needed to estimate the importance of options
 LISTED = 10

@@ -1,7 +1,9 @@
 """The errors of serving, each one line; the class's name is what an HTTP answer calls the error."""
 
+from data.errors import UserError
 
-class ServingError(ValueError):
+
+class ServingError(UserError):
     """A run that cannot be served as it was asked for."""
 
 

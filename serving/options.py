@@ -7,13 +7,13 @@ from typing import Any, cast
 import torch
 
 import hstu_sparse
-from cli.command import CACHES
 from models.attention import RotateKVAttention
 from models.hstu import SequenceModel
 from serving.errors import ServingError
 from serving.histories import Window
 from training.config import RunConfig
 
+CACHES = ("auto", "fp32", "bf16", "fp16", "8bit", "4bit", "2bit")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BITS = {"8bit": 8, "4bit": 4, "2bit": 2}
 CLIPS = {2: 0.75}  # bits -> the default of clip: the value that loses the least, see docs/rotatekv.md
@@ -24,7 +24,7 @@ class ServingOptions:
     """The options of a served run.
 
     cache        one of CACHES: keys and values as they are, or RotateKV codes of so many bits; auto is fp32, or the
-                 codes that the run was trained for
+                 codes that the run was trained for (rotatekv)
     sink_tokens  with codes: the first tokens of a window that are kept as they are, in fp32
     clip         with codes: see `hstu_sparse.rotatekv_compress`; by default .75 at 2 bits, else 1
     head_group   with codes: heads that are coded together; by default 2, or 1 where heads are odd

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data.atomic import find_folder, replace_folder
+from data.errors import UserError
 from data.explain import explain
 from data.types import shown
 from training.average import WeightAverage
@@ -30,7 +31,7 @@ STEP = re.compile(r"step-\d{8,}")  # the name of a checkpoint
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint is missing, damaged or belongs to another model; the message is one line."""
 
 

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from data.augment import Augment
+from data.errors import ConfigError
 from data.explain import OPTION, WHOLE, custom, explain
 from data.features.options import Features
 from data.options import Columns, RecallOptions, SyntheticOptions, checked_separator
@@ -32,7 +33,7 @@ from models.attention import ATTENTION, attention_config
 from models.attention.contract import AttentionKind, LayerSizes, Strict
 from models.heads import DotConfig, HeadConfig
 from models.tasks.options import RetrievalConfig, TaskConfig
-from training.strict_yaml import ConfigError, _Loader, parse_yaml, read_config  # noqa: F401 (_Loader: for checks of it)
+from training.strict_yaml import _Loader, parse_yaml, read_config  # noqa: F401 (_Loader: for checks of it)
 
 
 def _possible_path(value: str) -> str:

@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 import stat
-import subprocess
 import sys
 import time
 import zipfile
@@ -28,6 +27,8 @@ from typing import Any
 import numpy as np
 
 from data.atomic import put_back, replace_file, sweep
+from data.checkout import commit
+from data.errors import UserError
 from data.types import shown
 
 LOCK, MANIFEST, JUDGED = ".lock", "run.json", "judged.npz"
@@ -36,7 +37,7 @@ MOST_FACTS = 2**28  # bytes of a JSON file: this program writes no larger one
 MOST_JUDGED = 2**36
 
 
-class FolderError(ValueError):
+class FolderError(UserError):
     """A run's folder cannot be created, claimed, read or written; the message is one line."""
 
 
@@ -90,19 +91,6 @@ def new_manifest() -> dict:
         "command": [shown(part, 500) for part in sys.argv],
         "commit": commit(),
     }
-
-
-def commit() -> str:
-    """Return the commit of this checkout, with `+changes` if files differ from it; `unknown` outside of a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        run = [
-            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        ]
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return run[0] + ("+changes" if run[1] else "")
 
 
 def read_manifest(folder: Path) -> dict:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from training.config import ConfigError
+from data.errors import ConfigError
 
 
 def padded_tokens(tokens: int) -> int:

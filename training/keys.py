@@ -14,10 +14,10 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from data.errors import ConfigError
 from models.attention import ATTENTION
 from models.attention.contract import AttentionKind
 from training.config import RunConfig
-from training.strict_yaml import ConfigError
 
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 

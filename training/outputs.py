@@ -18,9 +18,10 @@ import torch
 
 from data.atomic import replace_folder
 from data.batch import Batch
+from data.errors import ConfigError
 from data.types import Dataset, shown
 from models.tasks.scoring import best_items, model_scorer, normalized_items, seen_by
-from training.config import ConfigError, RunConfig
+from training.config import RunConfig
 from training.folder import access, check_path, write_file
 from training.ranks.processes import Ranks
 from training.ranks.tables import rows_in_a_block

@@ -16,6 +16,7 @@ from cli.terminal import terminal
 from data.batch import Batch
 from data.batches import Batches
 from data.datasets import FORMATS, DataError, Dataset, Vocabulary, load_dataset
+from data.errors import ConfigError, UserError
 from data.explain import dotted
 from data.features.vocabulary import FeatureVocabulary, fit_features, with_rows
 from data.prepare import find_prepared
@@ -28,7 +29,7 @@ from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from models.tasks.contract import Task
 from training.checkpoint import CheckpointError, Progress, checkpoints, exists, last_facts, load_folder, load_weights
-from training.config import ConfigError, RunConfig, differences, load_config
+from training.config import RunConfig, differences, load_config
 from training.folder import access, check_run, read_manifest, write_judged
 from training.ranks.processes import Ranks
 from training.ranks.saving import checked_facts, load_slices, open_slices
@@ -38,6 +39,10 @@ from training.vocabulary import Known, load_vocabulary
 # Matches the weights of a table of features, and captures its name.
 FEATURE_TABLE = re.compile(r"embedding\.(?:items|context)\..*embedding_bags\.([^.]+)\.weight")
 MOST_THREADS = 16  # for each core; more would not help, and many more cannot be started
+
+
+class TrainingError(UserError):
+    """Training cannot continue."""
 
 
 class Tracked:

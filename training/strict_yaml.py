@@ -9,12 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from data.errors import ConfigError
 from data.types import shown
-
-
-class ConfigError(ValueError):
-    """A configuration has errors, one line each."""
-
 
 # Far beyond any configuration, and far below what would harm the parser.
 MOST_BYTES, MOST_NODES, DEEPEST = 1_000_000, 10_000, 30

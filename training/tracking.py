@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cli.terminal import terminal
+from data.errors import ConfigError
 from data.types import shown
-from training.config import ConfigError, RunConfig
+from training.config import RunConfig
 from training.folder import access
 
 # train.tracking -> the module that it imports, and the extra that installs it

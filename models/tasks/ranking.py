@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from data.batch import Batch
 from data.batches import Batches
+from data.errors import ConfigError
 from data.ranking import RankingBatch, RankingBatches, ranking_splits
 from data.reading.formats import FORMATS
 from data.splits import Split, Splits
@@ -29,7 +30,6 @@ from models.tasks.contract import Table, Task, cells
 from models.tasks.options import ActionConfig, RankingConfig
 from models.tasks.ranking_baseline import fit_logistic, history_features, predict_logistic
 from models.tasks.ranking_metrics import LENGTH_EDGES
-from training.config import ConfigError
 from training.folder import write_file
 
 CURVE_POINTS, CALIBRATION_GROUPS = 101, 10

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from data.batches import Batches
+from data.errors import ConfigError
 from data.options import RecallOptions
 from data.recall import RecallBatch, RecallBatches, recall_splits
 from data.splits import Split, Splits
@@ -19,7 +20,6 @@ from models.hstu import SequenceModel
 from models.tasks.contract import Table, cells
 from models.tasks.retrieval import Retrieval
 from models.tasks.scoring import normalized_items
-from training.config import ConfigError
 
 CHUNK = 2**24  # scores computed at a time
 

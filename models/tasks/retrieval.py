@@ -9,6 +9,7 @@ from torch import Tensor
 
 from data.batch import Batch
 from data.batches import Batches
+from data.errors import ConfigError
 from data.splits import Split, Splits, make_splits, train_item_counts
 from data.types import Dataset, shown
 from models.attention.contract import AuxLoss
@@ -28,7 +29,6 @@ from models.tasks.ranking_metrics import (
     user_metrics,
 )
 from models.tasks.scoring import FILTERS, Scores, best_items, model_scorer, popularity_scorer, rank_targets, seen_by
-from training.config import ConfigError
 
 # Sentences of a report for the values of eval.filter_seen.
 FILTERED = {

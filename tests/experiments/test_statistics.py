@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from data.errors import ConfigError
 from experiments.plan import load_plan
 from experiments.plots import Row, Series, curves, groups, scatter, strip
 from experiments.report import as_html, readable_changes
 from experiments.results import Results, Setting
 from experiments.statistics import Error, compare, holm, log_ratio, seed_variance, user_draws
-from training.config import ConfigError
 
 SEEDS, SIMULATED = 5, 1000
 

@@ -7,7 +7,8 @@ import pytest
 
 import eval as evaluation
 import train
-from training.config import ConfigError, load_config
+from data.errors import ConfigError
+from training.config import load_config
 
 pl = pytest.importorskip("polars")  # raw files cannot be read without
 

@@ -92,7 +92,8 @@ def test_the_number_of_processes_must_fit(tmp_path):
     ],
 )
 def test_what_cannot_be_cut_is_refused(overrides, message):
-    from training.config import ConfigError, load_config
+    from data.errors import ConfigError
+    from training.config import load_config
 
     with pytest.raises(ConfigError, match=message):
         load_config(ROOT / "configs/synthetic-hstu.yaml", overrides)

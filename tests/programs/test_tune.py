@@ -17,10 +17,10 @@ import yaml
 import train
 import tune
 from cli.interrupt import Stopped
-from cli.program import TrainingError
+from data.errors import ConfigError
 from tests.programs.tiny import Ended, tiny
-from training.config import ConfigError
 from training.folder import wait_until_free
+from training.run import TrainingError
 
 pytest.importorskip("optuna")
 from experiments import tuning

@@ -11,6 +11,7 @@ import torch
 
 import train
 from data.batches import Batches
+from data.errors import ConfigError
 from data.features.vocabulary import fit_features, with_rows
 from data.splits import make_splits
 from data.synthetic import generate
@@ -19,7 +20,7 @@ from models.hstu import SequenceModel
 from tests.models.attention.test_contract import ToyAttention
 from tests.models.test_features import FEATURES, with_made_up_features
 from tests.models.test_hstu import make_batch
-from training.config import ConfigError, RunConfig
+from training.config import RunConfig
 from training.graph import GraphedStep, padded_tokens
 
 KINDS = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data.errors import ConfigError
 from training.config import load_config
 from training.keys import as_markdown, as_text, sections
-from training.strict_yaml import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = [key for section in sections() for key in section.keys]

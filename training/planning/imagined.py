@@ -14,10 +14,10 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from data.errors import ConfigError
 from hstu_sparse import launch, registration
 from hstu_sparse.layer_norm_gate import api as norm_api
 from models import chunks
-from training.config import ConfigError
 
 H200_MULTIPROCESSORS = 132
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from data.batch import Batch, Cut
+from data.errors import ConfigError
 from data.types import shown
 from hstu_sparse.ring import cut_sequences, whole_plan
-from training.config import ConfigError, RunConfig
+from training.config import RunConfig
 
 
 class Ranks:

@@ -19,7 +19,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
 
-from training.config import ConfigError, RunConfig
+from data.errors import ConfigError
+from training.config import RunConfig
 
 # The planner would warn in every process about options that it is not given here.
 logging.getLogger("torchrec.distributed.planner").setLevel(logging.ERROR)

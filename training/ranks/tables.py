@@ -18,8 +18,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
+from data.errors import ConfigError
 from models.features import truncated_normal_
-from training.config import ConfigError, RunConfig
+from training.config import RunConfig
 from training.ranks.draws import seed_of
 from training.ranks.processes import Ranks
 

@@ -15,12 +15,13 @@ import eval as evaluation
 import train
 from cli import program
 from cli.interrupt import Interrupts
+from data.errors import ConfigError
 from models.attention import ATTENTION
 from models.attention.contract import AttentionKind, AuxLoss
 from models.hstu import SequenceModel
 from models.tasks.retrieval import Retrieval
 from tests.models.test_hstu import CONFIG, make_batch
-from training.config import ConfigError, ModelConfig, load_config
+from training.config import ModelConfig, load_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PHASES = []  # batch.phase of every call of a layer

@@ -11,8 +11,9 @@ import yaml
 
 import eval as evaluation
 import train
+from data.errors import ConfigError
 from models import attention
-from training.config import ConfigError, as_yaml, load_config
+from training.config import as_yaml, load_config
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "synthetic-hstu.yaml"
 PATH = "my_package.my_module:LastAttention"

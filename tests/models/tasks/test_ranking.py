@@ -9,6 +9,7 @@ import torch
 
 import eval as evaluation
 import train
+from data.errors import ConfigError
 from data.ranking import RankingBatches
 from data.splits import Split
 from data.synthetic import generate
@@ -17,7 +18,7 @@ from experiments.report import as_html
 from experiments.results import collect
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
-from training.config import ConfigError, RunConfig, load_config
+from training.config import RunConfig, load_config
 from training.folder import read_judged
 
 SYNTHETIC = {"num_users": 60, "num_items": 30, "num_clusters": 4, "mean_length": 24, "max_length": 40, "actions": True}

@@ -9,11 +9,12 @@ from torch.nn import functional as F
 
 import train
 from benchmarks import memory
+from data.errors import ConfigError
 from data.recall import generate_recall
 from experiments.results import load_run
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
-from training.config import ConfigError, RunConfig, load_config
+from training.config import RunConfig, load_config
 
 RECALL = {
     "num_sequences": 40, "length": 60, "distances": [4, 16], "pairs": 3, "num_keys": 12, "num_values": 8,

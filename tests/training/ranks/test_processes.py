@@ -12,11 +12,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from data.balance import Deal
 from data.batch import Batch
 from data.batches import Batches
+from data.errors import ConfigError
 from data.splits import make_splits
 from data.synthetic import generate
 from models import embedding
 from models.losses import Negatives, Share
-from training.config import ConfigError, load_config
+from training.config import load_config
 from training.ranks import tables
 from training.ranks.draws import Draws, mixed, seed_of
 from training.ranks.losses import looked_up
