@@ -155,7 +155,7 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         frame = recommendations(config, model, dataset, tracked, options.top_k, data.task.ranks)
         if first:
             write_table(options.predict, frame)
-    print_result(data.task, result)
+    print_result(config.name, data.task, result)
     if served:
         terminal.say("Served: " + ", ".join(f"{key} {value}" for key, value in result["served"].items()))
     terminal.say(f"Written: {path}")

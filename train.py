@@ -73,6 +73,7 @@ from training.optimizer import AdamW, bytes_in_training
 from training.ranks.processes import NoLog, Ranks
 from training.ranks.saving import Saver
 from training.ranks.step import build_shared_step, deal_of
+from training.ranks.tables import sharded_table
 from training.run import (
     Data,
     Tracked,
@@ -147,7 +148,7 @@ def train_claimed(
     model = build_model(config, data.vocabulary, data.device, ranks)
     if init_from is not None:
         warm_start(model, config, data.vocabulary, init_from)
-    table = model.embedding.sharded
+    table = sharded_table(model)
     others = [] if table is None else [table.weight]
     average = WeightAverage(model, config.train.ema_decay, others) if config.train.ema_decay else None
     optimizer, step = build_step(config, model, data.device, average, ranks)
@@ -317,7 +318,7 @@ def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | s
     """Print the data, the model and the known sizes before training begins."""
     for note in data.dataset.notes:
         terminal.say(f"data: {note}")
-    table = model.embedding.sharded
+    table = sharded_table(model)
     weights = [*model.parameters(), *([] if table is None else [table.weight])]
     size = sum(bytes_in_training(weight, averaged=config.train.ema_decay is not None) for weight in weights)
     epochs = config.train.epochs

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.checkout import commit
 from data.errors import ConfigError
-from models.attention.contract import Strict
+from data.options import Options
 from training.config import load_config
 from training.folder import FolderError, read_judged
 from training.report import environment
@@ -49,7 +49,7 @@ ENDING = 8.0  # seconds that workers have to end at the deadline
 ON_THE_WAY = 20.0  # seconds that a trial under way counts when time is shared among data sets
 
 
-class Search(Strict):
+class Search(Options):
     """The trials on one data set. Values of an option stand in an order: neighbours are tried first."""
 
     config: str
@@ -76,7 +76,7 @@ class Search(Strict):
     """The seconds that must be left for a trial to begin."""
 
 
-class Plan(Strict):
+class Plan(Options):
     """A search for each data set, and when their best few are repeated."""
 
     searches: dict[str, Search] = Field(min_length=1)

@@ -21,7 +21,7 @@ from data.types import shown
 
 LONGEST = 100_000  # characters of a line
 EVERY = 5.0  # seconds between two lines of progress without a terminal
-NAMESPACES = ("data", "models", "hstu_sparse")  # whose log lines are shown
+NAMESPACES = ("experiments", "serving", "training", "models", "data", "hstu_sparse")  # whose log lines are shown
 
 
 class Output:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from data.explain import explain
 from data.types import DataError, shown
 
+MOST = 10**9  # for any size or count: the tensors of a greater one would fit nowhere
 MOST_EVENTS = 2 * 10**9  # of generated data; their arrays would take some 24 GB
 MOST_ITEMS = 10**7
 MOST_ACTION = 999_999  # codes are rows of an embedding table: a greater code means that the wrong column was read
@@ -29,11 +30,18 @@ def checked_separator(value: object) -> str:
 
 
 class Options(BaseModel):
-    """Base class: rejects unknown keys and infinities, converts no types, and is immutable after loading."""
+    """Base of options: rejects unknown keys, infinities and absurd sizes, converts no types, is immutable."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _not_absurd(cls, value, info):
+        if isinstance(value, int) and value > MOST and info.field_name != "seed":
+            raise ValueError(f"expected at most {MOST:,}, got {value}")
+        return value
 
 
 class Columns(Options):

@@ -24,8 +24,8 @@ from pydantic import Field, ValidationError
 
 from data.errors import ConfigError
 from data.explain import explain
+from data.options import Options
 from data.types import shown
-from models.attention.contract import Strict
 from training.config import RunConfig, differences, load_config
 from training.strict_yaml import parse_yaml, read_config
 
@@ -35,7 +35,7 @@ DEFAULT_SEEDS = [1, 2, 3, 4, 5]
 TAKEN = {"comparison.json", "comparison.csv", "report.html"}  # files of the result, beside the settings' folders
 
 
-class PlanFile(Strict):
+class PlanFile(Options):
     """The content of the YAML file of a plan."""
 
     base: str | None = None

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from data.errors import ConfigError
 from data.explain import explain
-from models.attention.contract import Strict
+from data.options import Options
 from training.config import RunConfig, load_config
 from training.strict_yaml import parse_yaml, read_config
 
@@ -29,7 +29,7 @@ NOT_SEARCHED = ("data.", "task", "eval.", "parallel", "seed", "name", "run_dir",
 WITHOUT_VALIDATION = ("published", "all")
 
 
-class Range(Strict):
+class Range(Options):
     """Numbers from `low` to `high`, both possible: integers where both are, else floats."""
 
     low: int | float
@@ -68,7 +68,7 @@ class Range(Strict):
         return trial.suggest_float(key, self.low, self.high, step=self.step, log=self.log)
 
 
-class Choices(Strict):
+class Choices(Options):
     """One of a list of values; Optuna stores them as JSON."""
 
     choices: list[Any] = Field(min_length=1)
@@ -90,7 +90,7 @@ def _kind(value: Any) -> str:
 Source = Annotated[Annotated[Range, Tag("range")] | Annotated[Choices, Tag("choices")], Discriminator(_kind)]
 
 
-class Pruning(Strict):
+class Pruning(Options):
     """A trial ends early when its best metric so far is below the median of the earlier trials' at the same epoch.
 
     It never ends one of the first `startup_trials`, nor any trial in its first `warmup_epochs`.
@@ -100,7 +100,7 @@ class Pruning(Strict):
     warmup_epochs: int = Field(1, ge=0)
 
 
-class Space(Strict):
+class Space(Options):
     """A search space as described above."""
 
     space: dict[str, Source] = Field(min_length=1)
@@ -171,7 +171,7 @@ def load_space(path: Path) -> Space:
 def _explain(item: ErrorDetails) -> str:
     """Format one pydantic error without the names by which it tells the parts of a union apart."""
     *_, above, _ = [None, None, *item["loc"]]
-    kinds: dict[Any, type[Strict]] = {"range": Range, "choices": Choices, "pruning": Pruning}
+    kinds: dict[Any, type[Options]] = {"range": Range, "choices": Choices, "pruning": Pruning}
     fields = kinds.get(above, Space).model_fields
     return explain(item, lambda _: fields, [x for x in item["loc"] if x not in ("range", "choices", "Pruning")])
 

@@ -18,10 +18,13 @@ from data.batch import Batch
 from data.features.vocabulary import FeatureVocabulary
 from data.ranking import RankingBatch
 from models.features import ContextFeatures, ItemFeatures, truncated_normal_
-from training.ranks.tables import DRAWN_WHOLE, ShardedTable
+from models.protocols import ItemTable
 
 # torchrec's query to torch.fx would print a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+DRAWN_WHOLE = 2**28  # numbers of a sharded table up to which each rank draws all of it, as one process does
 
 
 class InputEmbedding(nn.Module):
@@ -46,7 +49,7 @@ class InputEmbedding(nn.Module):
         table_dtype: str = "float32",
         features: FeatureVocabulary | None = None,
         id_dropout: float = 0.0,
-        table: ShardedTable | None = None,
+        table: ItemTable | None = None,
     ):
         super().__init__()
         self.scale, self.num_items, self.sharded = embedding_dim**0.5, num_items, table

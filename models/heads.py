@@ -6,20 +6,22 @@ item components, P = P_q * P_x pairs of components, C component size.
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.attention.contract import AuxLoss, Strict
+from data.options import Options
+from models.attention.contract import AuxLoss
 from models.chunks import CHUNK, ChunkedSum
+from models.protocols import RankGroup
 
 NORM_EPS = 1e-6
 
 
-class DotConfig(Strict):
+class DotConfig(Options):
     """Score an item by its cosine with the model's output."""
 
     kind: Literal["dot"] = "dot"
@@ -32,7 +34,7 @@ class DotConfig(Strict):
     """Whether outputs are scored against a table of their own, in place of the one that inputs have."""
 
 
-class MoLConfig(Strict):
+class MoLConfig(Options):
     """Score an item by a mixture of logits.
 
     Published sizes for MovieLens and Amazon are 8 x 4 components of 64 with gates of 128, dropout 0.2 and item_dropout
@@ -171,7 +173,7 @@ def mol_loss(
     item_weight: Tensor,
     targets: Tensor,
     negatives: Tensor | None,
-    ranks: "Summing | None" = None,
+    ranks: RankGroup | None = None,
     part: CataloguePart | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
     """Return (softmax loss, mean over targets >= 0; the balance of the mixture as an auxiliary loss).
@@ -224,14 +226,6 @@ def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Return (targets as rows of the `count` items from `first` on, 0 for others; whether they are among these)."""
     inside = (targets >= max(0, first)) & (targets < first + count)
     return torch.where(inside, targets - first, 0), inside
-
-
-class Summing(Protocol):
-    """The ranks that share a batch: how many they are, and the sum of what each has, without a gradient."""
-
-    world: int
-
-    def sum(self, x: Tensor) -> Tensor: ...
 
 
 def as_share(x: Tensor, world: int) -> Tensor:

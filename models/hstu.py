@@ -22,8 +22,8 @@ from models.attention.contract import AttentionKind, AuxLoss
 from models.embedding import InputEmbedding
 from models.features import truncated_normal_
 from models.heads import MixtureOfLogits, normalized
-from training.config import ModelConfig
-from training.ranks.tables import ShardedTable
+from models.options import ModelConfig
+from models.protocols import ItemTable
 
 NORM_EPS = 1e-6
 
@@ -208,7 +208,7 @@ class SequenceModel(nn.Module):
         num_actions: int = 0,
         task_head: nn.Module | None = None,
         features: FeatureVocabulary | None = None,
-        table: ShardedTable | None = None,
+        table: ItemTable | None = None,
     ):
         super().__init__()
         self.embedding = InputEmbedding(

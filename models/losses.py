@@ -22,9 +22,10 @@ from models.attention.contract import AuxLoss
 from models.chunks import CHUNK, ChunkedSum
 from models.embedding import InputEmbedding
 from models.features import ItemFeatures
-from models.heads import Summing, mol_loss, normalized
+from models.heads import mol_loss, normalized
 from models.hstu import SequenceModel
-from training.config import LossConfig
+from models.options import LossConfig
+from models.protocols import RankGroup
 
 NORM_EPS = 1e-6
 # Embedding sizes that the kernels take.
@@ -45,7 +46,7 @@ class Share(NamedTuple):
     count: 0-d, the targets of the whole batch. ranks: whose shares add up to the loss.
     """
 
-    ranks: Summing
+    ranks: RankGroup
     targets: Tensor
     drawn: Negatives | None
     count: Tensor  # type: ignore[assignment]  # a tuple has a method of that name

@@ -47,8 +47,8 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     write_file(folder / "result.json", json.dumps(result, indent=1))
-    write_report(folder, data.task, result, progress.records, data.dataset)
-    print_result(data.task, result)
+    write_report(folder, config, data.task, result, progress.records, data.dataset)
+    print_result(config.name, data.task, result)
     terminal.say(f"Report: {folder / 'report.md'}")
 
 
@@ -70,7 +70,7 @@ def leave(config: RunConfig, folder: Path, model, data: Data, progress: Progress
         *result["notes"],
     ]
     write_file(folder / "result.json", json.dumps(result, indent=1))
-    write_report(folder, data.task, result, progress.records, data.dataset)
+    write_report(folder, config, data.task, result, progress.records, data.dataset)
 
 
 def known_facts(folder: Path, model, data: Data, progress: Progress) -> dict:

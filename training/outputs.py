@@ -20,6 +20,7 @@ from data.atomic import replace_folder
 from data.batch import Batch
 from data.errors import ConfigError
 from data.types import Dataset, shown
+from models.protocols import RankGroup
 from models.tasks.scoring import best_items, model_scorer, normalized_items, seen_by
 from training.config import RunConfig
 from training.folder import access, check_path, write_file
@@ -92,7 +93,7 @@ def _is_table(path: Path) -> bool:
 
 @torch.no_grad()
 def recommendations(
-    config: RunConfig, model, dataset: Dataset, batches: Iterable[Batch], k: int, ranks: Ranks | None = None
+    config: RunConfig, model, dataset: Dataset, batches: Iterable[Batch], k: int, ranks: RankGroup | None = None
 ):
     """Return the k best items of each sequence, as a frame in original ids: user, rank (from 1), item, score.
 
@@ -205,7 +206,7 @@ def export_items(path: Path, model, item_ids: np.ndarray, ranks: Ranks | None = 
     return shape
 
 
-def item_blocks(model, ranks: Ranks | None) -> Iterator[torch.Tensor]:
+def item_blocks(model, ranks: RankGroup | None) -> Iterator[torch.Tensor]:
     """Yield the representations of all items [R, E], block by block; ranks but the first get blocks without rows."""
     embedding = model.embedding
     if embedding.sharded is not None and model.targets is None:

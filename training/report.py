@@ -12,8 +12,9 @@ from rich import box
 from rich.table import Table
 
 from cli.terminal import duration, terminal
-from data.types import shown
+from data.types import Dataset, shown
 from models.tasks.contract import Task
+from training.config import RunConfig
 from training.folder import write_file
 
 
@@ -37,14 +38,14 @@ def protocol_lines(task: Task, result: dict) -> list[str]:
     return task.protocol_lines(result) if "split" in result else result["notes"]
 
 
-def print_result(task: Task, result: dict) -> None:
-    """Print the terminal's table: the model next to the task's baseline, under the same protocol."""
+def print_result(name: str, task: Task, result: dict) -> None:
+    """Print the terminal's table of the run `name`: the model next to the task's baseline, under the same protocol."""
     for line in protocol_lines(task, result):
         terminal.say(line)
     if "split" not in result:
         return
     main = task.tables(result)[0]
-    table = Table(title=f"{task.config.name}: {result['split']}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=f"{name}: {result['split']}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in main.short:
         heading = main.headings[column]
         # Words may wrap, numbers not.
@@ -54,14 +55,18 @@ def print_result(task: Task, result: dict) -> None:
     terminal.table(table)
 
 
-def write_report(folder: Path, task: Task, result: dict, history: list[dict], dataset) -> None:
+def write_report(
+    folder: Path, config: RunConfig, task: Task, result: dict, history: list[dict], dataset: Dataset
+) -> None:
     """Write report.md in the run's folder, with loss.png and, if the run evaluated during training, metrics.png.
 
     history: the lines of metrics.jsonl.
     """
-    config, run, judged = task.config, result["run"], "split" in result
+    run, judged = result["run"], "split" in result
     plots = _plot(folder, history, task.plotted, result.get("plotted_baseline", {}))
-    plots += task.plots(result, folder) if judged else []
+    for name, image in task.plots(result).items() if judged else ():
+        write_file(folder / name, image)
+        plots.append(name)
     lines = [
         f"# {config.name}",
         "",

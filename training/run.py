@@ -33,7 +33,7 @@ from training.config import RunConfig, differences, load_config
 from training.folder import access, check_run, read_manifest, write_judged
 from training.ranks.processes import Ranks
 from training.ranks.saving import checked_facts, load_slices, open_slices
-from training.ranks.tables import ShardedTable
+from training.ranks.tables import ShardedTable, sharded_table
 from training.vocabulary import Known, load_vocabulary
 
 # Matches the weights of a table of features, and captures its name.
@@ -358,7 +358,7 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     if vocabulary.features is not None and vocabulary.features.trained is not None:
         place[~vocabulary.features.trained] = -1  # their rows stay zero
     copied_items = torch.from_numpy(np.flatnonzero(place >= 0))
-    old_rows, sharded = torch.from_numpy(place[place >= 0]), model.embedding.sharded
+    old_rows, sharded = torch.from_numpy(place[place >= 0]), sharded_table(model)
     if sharded is None:
         weights = load_folder(source, "model")[0]["model"]
     else:

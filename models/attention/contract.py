@@ -9,28 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, field_validator
 from torch import Tensor, nn
 
 from data.batch import Batch
+from data.options import Options
 from data.types import Dataset
-
-MOST = 10**9  # for any size or count: the tensors of a greater one would fit nowhere
-
-
-class Strict(BaseModel):
-    """Base of configurations: rejects unknown keys, infinities and absurd sizes, converts no types, is immutable."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    @field_validator("*")
-    @classmethod
-    def _not_absurd(cls, value, info):
-        if isinstance(value, int) and value > MOST and info.field_name != "seed":
-            raise ValueError(f"expected at most {MOST:,}, got {value}")
-        return value
 
 
 @dataclass(frozen=True)
@@ -72,7 +55,7 @@ class AttentionKind(nn.Module):
     The module stores nothing of one call for the next.
     """
 
-    class Config(Strict):
+    class Config(Options):
         """The kind's options. The checks raise ValueError; its message begins with the option that it is about."""
 
         kind: str

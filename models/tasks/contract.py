@@ -4,8 +4,7 @@ Letters: T tokens, E embedding size.
 """
 
 import sys
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,13 +12,14 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from data.batches import Batches
+from data.config import DataConfig
 from data.splits import Split, Splits
 from data.types import Dataset
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share
-from training.config import RunConfig
-from training.ranks.processes import Ranks
+from models.options import LossConfig, ModelConfig
+from models.protocols import RankGroup
 
 
 class Table(NamedTuple):
@@ -33,6 +33,41 @@ class Table(NamedTuple):
     short: list[int]
 
 
+class TrainOptions(Protocol):
+    """Declare the options that a task reads: those of training."""
+
+    @property
+    def autocast(self) -> str: ...
+
+
+class EvalOptions(Protocol):
+    """Declare the options that a task reads: those of evaluation."""
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def filter_seen(self) -> str: ...
+
+
+class RunOptions(Protocol):
+    """Declare the part of a configuration that a task reads."""
+
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def task(self) -> Any: ...
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def loss(self) -> LossConfig: ...
+    @property
+    def train(self) -> TrainOptions: ...
+    @property
+    def eval(self) -> EvalOptions: ...
+    @property
+    def best_metric(self) -> str: ...
+
+
 class Task:
     """Base of the tasks. A task is built from a run's configuration and has no state that changes between calls.
 
@@ -44,7 +79,7 @@ class Task:
     headline: tuple[str, ...]
     plotted: tuple[str, ...]
 
-    def __init__(self, config: RunConfig, ranks: Ranks | None = None):
+    def __init__(self, config: RunOptions, ranks: RankGroup | None = None):
         self.config = config
         self.ranks = ranks if ranks is not None and ranks.engine else None
 
@@ -118,9 +153,9 @@ class Task:
         """Return the tables of a report on the result of `judge`, the main one first."""
         raise NotImplementedError
 
-    def plots(self, result: dict, folder: Path) -> list[str]:
-        """Write the task's own plots of the result of `judge` into the run's folder; return their names."""
-        return []
+    def plots(self, result: dict) -> dict[str, bytes]:
+        """Return the task's own plots of the result of `judge`, PNG images by the name of their file."""
+        return {}
 
 
 def cells(values: dict, names: list[str] | tuple[str, ...]) -> list[str]:

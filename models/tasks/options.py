@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.attention.contract import Strict
+from data.options import Options
 from models.tasks import binary_metrics
 from models.tasks.ranking_metrics import metric_names
 
 
-class RetrievalConfig(Strict):
+class RetrievalConfig(Options):
     """Predict the next item among all items."""
 
     kind: Literal["retrieval"] = "retrieval"
@@ -20,7 +20,7 @@ class RetrievalConfig(Strict):
         return sorted(metric_names(), key=lambda name: name != "NDCG@10")
 
 
-class ActionConfig(Strict):
+class ActionConfig(Options):
     """One kind of action: a flag of the data set by its name, or values of the action column."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=60)
@@ -31,7 +31,7 @@ class ActionConfig(Strict):
     """The factor of the action's loss."""
 
 
-class RankingConfig(Strict):
+class RankingConfig(Options):
     """Predict the actions that the user takes on an item, from items and actions in turn."""
 
     kind: Literal["ranking"]
@@ -58,7 +58,7 @@ class RankingConfig(Strict):
         return [*binary_metrics.NAMES, *(by_action if len(self.actions) > 1 else [])]
 
 
-class RecallConfig(Strict):
+class RecallConfig(Options):
     """Predict what followed an item when it was shown: the generated task of data/recall.py."""
 
     kind: Literal["recall"]

@@ -3,10 +3,9 @@
 Letters: T tokens, E embedding size, A kinds of action, M scored events.
 """
 
-import functools
+import io
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from models.tasks.contract import Table, Task, cells
 from models.tasks.options import ActionConfig, RankingConfig
 from models.tasks.ranking_baseline import fit_logistic, history_features, predict_logistic
 from models.tasks.ranking_metrics import LENGTH_EDGES
-from training.folder import write_file
 
 CURVE_POINTS, CALIBRATION_GROUPS = 101, 10
 
@@ -289,14 +287,14 @@ class Ranking(Task):
             tables.append(Table(title, ["events before", "scored events", *names], rows, []))
         return tables
 
-    def plots(self, result: dict, folder: Path) -> list[str]:
+    def plots(self, result: dict) -> dict[str, bytes]:
         """Plot ROC curves and calibration of each action."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
 
-        files = []
+        images = {}
         for name, values in result["actions"].items():
             figure, (roc, calibration) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
             for who, points in values["curves"].items():
@@ -308,10 +306,11 @@ class Ranking(Task):
                 axes.legend()
             roc.set(title=f"{name}: ROC", xlabel="false positive rate", ylabel="true positive rate")
             calibration.set(title=f"{name}: calibration", xlabel="mean prediction", ylabel="share of positives")
-            files.append(f"ranking-{name}.png")
-            write_file(folder / files[-1], functools.partial(figure.savefig, dpi=120, format="png"))
+            image = io.BytesIO()
+            figure.savefig(image, dpi=120, format="png")
+            images[f"ranking-{name}.png"] = image.getvalue()
             plt.close(figure)
-        return files
+        return images
 
 
 def result_auc(result: dict, who: str, action: str) -> float:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from data.batch import Batch
 from hstu_sparse.jagged import sequence_ids
 from models.hstu import SequenceModel
-from training.ranks.processes import Ranks
+from models.protocols import RankGroup
 
 # Which of a user's earlier items are filtered from the ranking, each a superset of the one before.
 FILTERS = ("none", "window", "history")
@@ -36,7 +36,7 @@ class Scores:
     num_users: int
     num_items: int
     tile: Callable[[int, int], Tensor]
-    ranks: Ranks | None = None
+    ranks: RankGroup | None = None
 
     @property
     def items(self) -> tuple[int, int]:
@@ -233,7 +233,7 @@ def last_targets(batch: Batch) -> Tensor:
     return batch.target_ids[batch.seq_offsets[1:] - 1]
 
 
-def output_scorer(model: SequenceModel, ranks: Ranks | None = None) -> Callable[[Tensor], Scores]:
+def output_scorer(model: SequenceModel, ranks: RankGroup | None = None) -> Callable[[Tensor], Scores]:
     """Return a function that scores outputs [B, E] of length one with every item, fp32: the cosine, or the head's
     score.
 
@@ -270,7 +270,9 @@ def output_scorer(model: SequenceModel, ranks: Ranks | None = None) -> Callable[
     return score
 
 
-def model_scorer(model: SequenceModel, autocast: bool = False, ranks: Ranks | None = None) -> Callable[[Batch], Scores]:
+def model_scorer(
+    model: SequenceModel, autocast: bool = False, ranks: RankGroup | None = None
+) -> Callable[[Batch], Scores]:
     """Return a function that scores each sequence's last output with every item. Puts the model into eval mode.
 
     ranks: the ranks that are given the same batches; each computes the outputs of its share of the sequences.

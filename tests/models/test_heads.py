@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from models import heads, losses
 from models.heads import MixtureOfLogits, MoLConfig, mol_loss
+from models.options import LossConfig
 from models.tasks.scoring import output_scorer
 from tests.models.test_hstu import make_batch, make_model
 from tests.programs.test_train import fails, run, start
-from training.config import LossConfig
 
 E, I, T = 6, 11, 7
 CONFIG = MoLConfig(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from data.batch import Batch
 from models.attention.bsa import warn_if_too_short
 from models.hstu import SequenceModel
-from training.config import ModelConfig
+from models.options import ModelConfig
 
 NUM_ITEMS = 40
 CONFIG = {

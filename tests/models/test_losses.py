@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from models import losses
 from models.losses import own_items, sampled_loss, training_loss
+from models.options import LossConfig
 from tests.models.test_hstu import NUM_ITEMS, make_batch
-from training.config import LossConfig
 
 T, E, I = 37, 6, 23
 

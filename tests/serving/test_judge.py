@@ -78,7 +78,7 @@ def compared(out):
     ("options", "message"),
     [
         (["--slide", "2"], "--slide is an option of --serve"),
-        (["--serve", "5bit"], "invalid choice"),
+        (["--serve", "5bit"], "cache: expected one of auto, fp32"),
         (["--serve", "2bit", "--head-group", "4"], "must divide the number of heads"),
         (["--serve", "--slide", "1000"], "slide: expected 1 to"),
         (["--serve", "--cache-bytes", "100"], "cache_bytes: a window of"),

@@ -18,7 +18,7 @@ from models.embedding import InputEmbedding
 from models.heads import CataloguePart, as_share, mol_loss, normalized
 from models.hstu import SequenceModel
 from models.losses import Negatives, Share, draw_negatives, places_of
-from training.config import LossConfig
+from models.options import LossConfig
 from training.ranks.draws import Draws
 from training.ranks.processes import Ranks
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from data.atomic import replace_folder
 from data.types import shown
 from models.hstu import SequenceModel
+from models.protocols import RankGroup
 from training.average import WeightAverage
 from training.checkpoint import (
     CheckpointError,
@@ -38,7 +39,7 @@ from training.checkpoint import (
 )
 from training.optimizer import state_dtype
 from training.ranks.processes import Ranks
-from training.ranks.tables import ShardedTable
+from training.ranks.tables import ShardedTable, sharded_table
 
 TABLE = "embedding.tables.embeddings.item.weight"  # the item table's name, as one process saves it
 
@@ -62,7 +63,7 @@ class Saver:
 
     def __init__(self, folder: Path, model: SequenceModel, optimizer, average: WeightAverage | None, ranks: Ranks):
         self.folder, self.model, self.optimizer, self.average = folder / "checkpoints", model, optimizer, average
-        self.run, self.ranks, self.table = folder, ranks, model.embedding.sharded
+        self.run, self.ranks, self.table = folder, ranks, sharded_table(model)
         kind = "cpu" if self.table is None else self.table.device.type
         self.mesh = init_device_mesh(kind, (ranks.world,))
         # The background's messages must not meet those of training.
@@ -231,7 +232,7 @@ def whole_table(table: ShardedTable) -> Tensor:
     return whole
 
 
-def checked_facts(source: Path, ranks: Ranks) -> dict:
+def checked_facts(source: Path, ranks: RankGroup) -> dict:
     """Return the facts of a checkpoint or of best weights, each of whose files one rank checks.
 
     All ranks raise the CheckpointError that one of them found.
@@ -261,10 +262,10 @@ def open_slices(source: Path, table: ShardedTable | None) -> Iterator[tuple[dict
         raise CheckpointError(f"{path}: cannot be read ({shown(str(error), 300)})") from error
 
 
-def load_slices(model: SequenceModel, source: Path, ranks: Ranks) -> None:
+def load_slices(model: SequenceModel, source: Path, ranks: RankGroup) -> None:
     """Load the weights of source/model.safetensors into a model, of its sharded table only this rank's shard."""
     checked_facts(source, ranks)
-    table = model.embedding.sharded
+    table = sharded_table(model)
     with open_slices(source, table) as (state, rows):
         model.load_state_dict(state)
         if table is not None:

@@ -14,14 +14,16 @@ from data.balance import Deal
 from data.batch import Batch
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
+from models.options import ModelConfig
 from models.tasks.build import build_task
 from training.average import WeightAverage
-from training.config import ModelConfig, RunConfig
+from training.config import RunConfig
 from training.graph import Losses, Step
 from training.optimizer import AdamW
 from training.ranks.draws import seed_of
 from training.ranks.losses import catalogue_share, prepare
 from training.ranks.processes import Ranks
+from training.ranks.tables import sharded_table
 
 
 class Shares(nn.Module):
@@ -65,7 +67,7 @@ def build_shared_step(
     The step returns the losses of the whole batch, and `imbalance`, see data/balance.py.
     """
     c = config.train
-    table = model.embedding.sharded
+    table = sharded_table(model)
     of_table = [] if table is None or table.parameter is None else [table.parameter]
     weights = [*model.parameters(), *of_table]
     optimizer = AdamW(weights, lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)

@@ -6,7 +6,7 @@ Letters: I items, E embedding size, n ids that are looked up; rows and columns a
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from data.errors import ConfigError
 from models.features import truncated_normal_
+from models.hstu import SequenceModel
 from training.config import RunConfig
 from training.ranks.draws import seed_of
 from training.ranks.processes import Ranks
@@ -28,7 +29,6 @@ from training.ranks.processes import Ranks
 logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
 
 BLOCK = 2**22  # numbers of the table that are drawn or moved at a time
-DRAWN_WHOLE = 2**28  # numbers of a table up to which each rank draws all of it, as one process does
 
 
 class ShardedTable:
@@ -61,13 +61,14 @@ class ShardedTable:
             self.module = self._sharded(config)
         # torchrec 1.8 has no public way to a shard's module.
         modules = [module for lookup in self.module.module._lookups for module in lookup._emb_modules]
-        self.begin = self.end = (0, 0)
+        self.begin: tuple[int, int] = (0, 0)
+        self.end: tuple[int, int] = (0, 0)
         self.weight, self.parameter, self.kernel = torch.empty(0, size, device=device), None, None
         (spec,) = (one["item"].sharding_spec for one in self.module.plan.plan.values())
         for shard in spec.shards if modules else ():
             if shard.placement.rank() == ranks.rank:
-                self.begin = tuple(shard.shard_offsets)
-                self.end = tuple(b + n for b, n in zip(self.begin, shard.shard_sizes))
+                self.begin = (shard.shard_offsets[0], shard.shard_offsets[1])
+                self.end = (self.begin[0] + shard.shard_sizes[0], self.begin[1] + shard.shard_sizes[1])
         if not modules:
             return
         self.kernel, shape = modules[0]._emb_module, [e - b for b, e in zip(self.begin, self.end)]
@@ -195,6 +196,11 @@ class ShardedTable:
             # fbgemm counts look-ups, those of evaluation too, and adam's bias correction takes their number.
             self.kernel.iter.fill_(step)
             self.kernel.iter_cpu.fill_(step)
+
+
+def sharded_table(model: SequenceModel) -> ShardedTable | None:
+    """Return the model's item table if it is cut over ranks, else None."""
+    return cast(ShardedTable | None, model.embedding.sharded)
 
 
 def rows_in_a_block(size: int) -> int:

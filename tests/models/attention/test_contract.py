@@ -19,9 +19,10 @@ from data.errors import ConfigError
 from models.attention import ATTENTION
 from models.attention.contract import AttentionKind, AuxLoss
 from models.hstu import SequenceModel
+from models.options import ModelConfig
 from models.tasks.retrieval import Retrieval
 from tests.models.test_hstu import CONFIG, make_batch
-from training.config import ModelConfig, load_config
+from training.config import load_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PHASES = []  # batch.phase of every call of a layer

@@ -188,7 +188,7 @@ def test_defaults_follow_the_length(length, top_k, group):
     ],
 )
 def test_the_configuration_knows_the_kernels_limit(change, message):
-    from training.config import ModelConfig
+    from models.options import ModelConfig
 
     assert ATTENTION["indexer"] is IndexerAttention
     config = CONFIG | {"max_seq_len": 8000, "attention": {"kind": "indexer"} | change}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from models.hstu import SequenceModel
+from models.options import ModelConfig
 from tests.data.test_batch import MoreBatch, more
 from tests.models.test_hstu import CONFIG, NUM_ITEMS, make_batch
-from training.config import ModelConfig
 from training.ranks.processes import Ranks
 
 LENGTHS = [5, 12, 1, 9]

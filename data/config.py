@@ -1,0 +1,66 @@
+"""Define the options of a run's data, `data:` in its configuration."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from data.features.options import Features
+from data.options import Columns, Options, RecallOptions, SyntheticOptions, checked_separator
+from data.types import DataError
+
+
+def _possible_path(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a path cannot hold a NUL character")
+    return value
+
+
+def _possible_separator(value: str) -> str:
+    try:
+        checked_separator(value)
+    except DataError as error:
+        raise ValueError(str(error).removeprefix("data.separator: ")) from None
+    return value
+
+
+PathText = Annotated[str, AfterValidator(_possible_path)]
+
+
+class DataConfig(Options):
+    """The events, and how they are split."""
+
+    format: str
+    """The form of the raw data: `csv`, `parquet` or one of the formats in docs/data.md."""
+    path: PathText | None = None
+    """The raw file, its folder, a pattern (csv and parquet), or a prepared cache; generated data have none."""
+    protocol: Literal["leave_one_out", "published", "temporal", "all", "last_tenth", "held_out_users"]
+    """Which events train, validate and test (docs/data.md)."""
+    cache_dir: PathText = ".cache"
+    """The folder of prepared data."""
+    min_user_events: int = Field(1, ge=1)
+    """Users with fewer events are left out."""
+    min_item_events: int = Field(1, ge=1)
+    """Items with fewer events are left out."""
+    separator: Annotated[str, AfterValidator(_possible_separator)] | None = None
+    """The character between the fields of a csv file, or `tab`; absent, it is detected from the header."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """Whether a row that cannot be read stops the preparation or is left out and reported."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """Whether events that equal an earlier one in user, item, time and action stay."""
+    partitions: int | None = Field(None, ge=1, le=4096)
+    """The number of ranges of users that are prepared one after another, so that memory need not hold all events;
+    absent, one where all fit. The result is the same."""
+    columns: Columns | None = None
+    """The columns of a csv or parquet file."""
+    synthetic: SyntheticOptions | None = None
+    """The sizes of the generated data set."""
+    recall: RecallOptions | None = None
+    """The sizes of the generated memory task."""
+    features: Features | None = None
+    """Features of items, users and events beside their ids (docs/features.md)."""
+    valid_fraction: float = Field(0.1, ge=0, lt=1)
+    """With `protocol: temporal`, the share of events in the validation window; 0 for none."""
+    test_fraction: float = Field(0.1, gt=0, lt=1)
+    """With `protocol: temporal`, the share of events in the test window."""
+    train_on_valid: bool = False
+    """With `protocol: last_tenth`, whether validation events train too: for a final figure only."""

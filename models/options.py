@@ -1,0 +1,169 @@
+"""Define the options of a model and of its loss, `model:` and `loss:` in a run's configuration."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+
+from data.explain import OPTION, WHOLE, custom
+from data.options import Options
+from models.attention import ATTENTION, attention_config
+from models.attention.contract import AttentionKind, LayerSizes
+from models.heads import DotConfig, HeadConfig
+
+
+def _as_list(value):
+    return value if isinstance(value, list) else [value]
+
+
+def _of_its_kind(value):
+    """Read one mapping of `model.attention` as the Config of the kind that it names."""
+    if isinstance(value, AttentionKind.Config):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a mapping with a kind, got {value!r}")
+    if "kind" not in value:
+        raise _located([(("kind",), "missing, one of " + ", ".join(ATTENTION))], WHOLE)
+    try:
+        config = attention_config(str(value["kind"]))
+    except ValueError as error:
+        raise _located([(("kind",), str(error))], WHOLE) from None
+    return config.model_validate(value)
+
+
+def _located(faults: list[tuple[tuple, str]], how: str) -> ValidationError:
+    """Build an error from (location, message) pairs; pydantic prefixes the location of the validator that raises it."""
+    return ValidationError.from_exception_data(
+        "config",
+        [{"type": custom(message, how), "loc": place, "input": None} for place, message in faults],
+    )
+
+
+AttentionConfig = Annotated[SerializeAsAny[AttentionKind.Config], BeforeValidator(_of_its_kind)]
+
+
+class RotaryConfig(Options):
+    """Rotary embedding of queries and keys, in every layer (`hstu_sparse.rotary`)."""
+
+    position: bool = False
+    """Whether pairs of channels are turned by position."""
+    time: bool = False
+    """Whether pairs of channels are turned by time."""
+
+    @model_validator(mode="after")
+    def _something(self):
+        if not (self.position or self.time):
+            raise ValueError("turns by nothing: set position or time to true, or leave rotary out")
+        return self
+
+
+class ModelConfig(Options):
+    """The model."""
+
+    block: Literal["hstu", "transformer", "pre_norm"]
+    """The layer around the attention: HSTU's, SASRec's, or a transformer's with norms before attention and SwiGLU."""
+    max_seq_len: int = Field(ge=1)
+    """The longest sequence in tokens; of longer histories the latest events are used."""
+    embedding_dim: int = Field(ge=1)
+    """The size of an item's embedding and of a layer's output."""
+    num_layers: int = Field(ge=1, le=1000)
+    """The number of layers."""
+    num_heads: int = Field(1, ge=1)
+    """The number of attention heads."""
+    attention_dim: int | None = Field(None, ge=1)
+    """The size of a head's queries and keys; absent, embedding_dim / num_heads."""
+    linear_dim: int | None = Field(None, ge=1)
+    """The size of a head's values; absent, embedding_dim / num_heads."""
+    feed_forward_dim: int | None = Field(None, ge=1)
+    """The hidden size of the feed-forward network, which `transformer` and `pre_norm` blocks need; an `hstu` block has
+    a SwiGLU behind each layer by it."""
+    rotary: RotaryConfig | None = None
+    """Rotary embedding of queries and keys; absent, none."""
+    head: HeadConfig = DotConfig()
+    """How outputs are scored against items."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """The dropout of the input and of each layer's output."""
+    input_dropout: float | None = Field(None, ge=0, lt=1)
+    """The dropout of the input; absent, `dropout`."""
+    action_embedding: bool = False
+    """Whether an event's action is embedded and added to its item."""
+    id_dropout: float = Field(0.0, ge=0, lt=1)
+    """The share of items whose own row a training step leaves out, so that their features must stand for them."""
+    table_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the tables of items and actions and of their gradients. In training a weight takes 12 bytes with
+    bfloat16 and 16 with float32, as moments are float32 in any case; updates below 1/256 of a weight are lost."""
+    attention: Annotated[list[AttentionConfig], BeforeValidator(_as_list)]
+    """The attention: one mapping for all layers, or a list with one for each."""
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if len(self.attention) not in (1, self.num_layers):
+            raise ValueError(f"attention lists {len(self.attention)} mappings for num_layers={self.num_layers}")
+        for name in ("attention_dim", "linear_dim"):
+            if getattr(self, name) is None and self.embedding_dim % self.num_heads:
+                raise ValueError(
+                    f"embedding_dim={self.embedding_dim} is not divisible by num_heads={self.num_heads}: give {name}"
+                )
+        if self.block != "hstu" and self.feed_forward_dim is None:
+            raise ValueError(f"block={self.block} needs feed_forward_dim")
+        attentions = [attention.for_model(self.layer_sizes) for attention in self.attention]
+        faults = []
+        for layer, attention in enumerate(attentions):
+            try:
+                attention.check_model(self.layer_sizes)
+            except ValueError as error:
+                faults.append((("attention", layer), str(error)))
+        if faults:
+            raise _located(faults, OPTION)
+        # In place: pydantic drops another object that a validator returns to `ModelConfig(...)`.
+        object.__setattr__(self, "attention", attentions)
+        return self
+
+    @property
+    def layer_sizes(self) -> LayerSizes:
+        """Return the sizes that every layer has: D and V as configured, or the embedding divided by the heads."""
+        default = self.embedding_dim // self.num_heads
+        return LayerSizes(
+            num_heads=self.num_heads,
+            attention_dim=self.attention_dim or default,
+            linear_dim=self.linear_dim or default,
+            embedding_dim=self.embedding_dim,
+            max_seq_len=self.max_seq_len,
+            block=self.block,
+        )
+
+
+class LossConfig(Options):
+    """The loss of retrieval."""
+
+    kind: Literal["sampled_softmax", "cross_entropy", "bce", "in_batch", "mixed_negatives"] = "sampled_softmax"
+    """`cross_entropy` is over the whole catalogue, `in_batch` over the batch's targets, the others over negatives."""
+    num_negatives: int = Field(128, ge=1)
+    """The number of negatives of a position."""
+    negatives: Literal["per_position", "shared"] = "per_position"
+    """Whether each position draws its own negatives or the whole batch shares them, which is faster."""
+    in_batch_share: float = Field(0.5, gt=0, lt=1)
+    """With `mixed_negatives`, the share of negatives that are targets of the batch; the others are uniform."""
+    temperature: float = Field(0.05, ge=1e-4, le=1e4)
+    """The divisor of the scores."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """With `cross_entropy`, the share of a target's probability that is spread evenly over what competes."""
+    exclude: Literal["none", "history", "sequence"] = "none"
+    """With `cross_entropy`, which items of a user do not compete with a position's target: those up to the position, as
+    in rankings without a user's history, or all of the training sequence."""
+
+    @property
+    def num_in_batch(self) -> int:
+        """The number of negatives of mixed_negatives that are targets of the batch."""
+        return round(self.in_batch_share * self.num_negatives)
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.label_smoothing and self.kind != "cross_entropy":
+            raise ValueError(f"label_smoothing is for kind=cross_entropy, got kind={self.kind}")
+        if self.exclude != "none" and self.kind != "cross_entropy":
+            raise ValueError(f"exclude is for kind=cross_entropy, got kind={self.kind}")
+        if self.kind == "mixed_negatives" and not 0 < self.num_in_batch < self.num_negatives:
+            raise ValueError(
+                f"in_batch_share={self.in_batch_share} of num_negatives={self.num_negatives} leaves none of one kind"
+            )
+        return self

@@ -1,0 +1,66 @@
+"""Declare what networks and tasks need of ranks and of an item table that is cut over them.
+
+training/ranks has the classes that satisfy these. Letters: I items, E embedding size, n ids, R rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from data.batch import Batch
+
+
+class RankGroup(Protocol):
+    """The ranks that share a batch or a catalogue; each calls the same methods in the same order.
+
+    world   their number; rank: the number of this process
+    engine  whether batches or tables are spread over them, even over a single one
+    """
+
+    world: int
+    rank: int
+    engine: bool
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what a run leaves."""
+
+    def share(self, count: int) -> tuple[int, int]:
+        """Return (begin, end) of this rank's part of `count` things."""
+
+    def sequences(self, batch: Batch) -> Batch:
+        """Return this rank's share of the sequences of a batch."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' `x`, without a gradient."""
+
+    def of_all(self, value: Any) -> list:
+        """Return the list of all ranks' values on all ranks."""
+
+
+class ItemTable(Protocol):
+    """The rows of all items, [num_items, size], of which each rank has some rows or some columns.
+
+    begin, end  (first row, first column) and the ends of this rank's shard
+    """
+
+    num_items: int
+    size: int
+    begin: tuple[int, int]
+    end: tuple[int, int]
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Return the rows [n, E] of the items `ids` [n] int64; all ranks call it together."""
+
+    def local_rows(self) -> Tensor:
+        """Return the shard [R, E] of a table that is cut by rows, with its gradient."""
+
+    def between(self, begin: int, end: int) -> Tensor:
+        """Return the rows begin .. end - 1; all ranks call it together, each with its range."""
+
+    def fill(self, rows: Callable[[int, int], Tensor]) -> None:
+        """Fill the shard; rows(begin, end): those rows of the whole table."""
+
+    def draw(self, trained: Tensor | None) -> None:
+        """Fill the shard at random; trained [I] bool: the items whose rows are not zero."""
