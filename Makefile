@@ -32,6 +32,8 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(DEVICE),dev]'
 	@# torchrec asks for the CUDA fbgemm by name; --no-deps lets the CPU build stand in for it.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0
+	@# `from serving import Recommender` works in any folder: the checkout comes last in the environment's import path.
+	@echo "$(CURDIR)" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hstu_sparse_checkout.pth"
 	@rm -f $(VENV)/.ready-* && touch $(STAMP)
 
 train: $(STAMP)

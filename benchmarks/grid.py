@@ -32,10 +32,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.trials import curve, work
-from data.checkout import commit
 from data.errors import ConfigError
 from experiments.plan import Plan, load_plan
 from experiments.runs import SETTING, last_line, training_jobs, write_settings
+from hstu_sparse_checkout import commit
 from training.folder import FolderError
 
 VALID = "valid.jsonl"

@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import RESULTS
-from data.checkout import commit
 from eval import open_run
 from experiments.results import runs_in
+from hstu_sparse_checkout import commit
 from training.config import load_config
 from training.folder import FolderError
 from training.report import environment

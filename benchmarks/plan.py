@@ -25,7 +25,7 @@ import train
 from benchmarks import parts
 from benchmarks.figures import RESULTS
 from data.batch import Batch
-from data.checkout import commit
+from hstu_sparse_checkout import commit
 from models.hstu import SequenceModel
 from training.config import load_config
 from training.graph import padded_sequences, padded_tokens

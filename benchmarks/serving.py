@@ -44,7 +44,7 @@ class Results:
     def __init__(self, path: Path | None):
         import torch
 
-        from data.checkout import commit
+        from hstu_sparse_checkout import commit
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
         self.path, self.facts = path, {"device": device, "torch": torch.__version__, "commit": commit()}

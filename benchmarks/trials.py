@@ -35,9 +35,9 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.checkout import commit
 from data.errors import ConfigError
 from data.options import Options
+from hstu_sparse_checkout import commit
 from training.config import load_config
 from training.folder import FolderError, read_judged
 from training.report import environment

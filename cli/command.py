@@ -14,8 +14,8 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from data.checkout import commit
 from data.errors import UserError
+from hstu_sparse_checkout import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 

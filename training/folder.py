@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from data.atomic import put_back, replace_file, sweep
-from data.checkout import commit
 from data.errors import UserError
 from data.types import shown
+from hstu_sparse_checkout import commit
 
 LOCK, MANIFEST, JUDGED = ".lock", "run.json", "judged.npz"
 FOLDERS = ("checkpoints", "best", "tensorboard", "vocabulary")

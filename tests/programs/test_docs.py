@@ -247,6 +247,7 @@ def checkout(tmp_path):
         "compare.py",
         "tune.py",
         "serve.py",
+        "hstu_sparse_checkout.py",
         "cli",
         "experiments",
         "serving",
