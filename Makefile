@@ -17,7 +17,7 @@ help:
 	@echo "make test-slow  run its long forms, which make test leaves out"
 	@echo "make doctor   print the versions found and what to install where they do not match"
 	@echo "make lint     ruff"
-	@echo "make types    mypy on models, data, the programs and the public functions of the operators"
+	@echo "make types    mypy on all packages, the programs and the public functions of the operators"
 	@echo "make docs     build the site into build/site"
 
 setup: $(STAMP)
