@@ -8,10 +8,17 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 DEVICE := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
-# The set-up is redone when pyproject.toml changes or a GPU driver appears.
-STAMP := $(VENV)/.ready-$(DEVICE)-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+# The tested set by its release of torch, 2.13 or 2.14: by default the installed one.
+SET ?= $(or $(word 3,$(subst -, ,$(notdir $(wildcard $(VENV)/.ready-$(DEVICE)-2.*)))),2.13)
+EXTRA_2.13 := $(DEVICE)
+EXTRA_2.14 := $(DEVICE)-2-14
+TORCHREC_2.13 := 1.8.0
+TORCHREC_2.14 := 1.9.2
+# The set-up is redone when pyproject.toml changes, a GPU driver appears or another set is asked for.
+STAMP := $(VENV)/.ready-$(DEVICE)-$(SET)-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 
 help:
+	@echo "make setup    install the tested set of torch 2.13 into .venv; SET=2.14 takes that of torch 2.14"
 	@echo "make train    train and evaluate CONFIG=$(CONFIG); overrides: ARGS='train.epochs=5'"
 	@echo "make test     run the test suite"
 	@echo "make test-slow  run its long forms, which make test leaves out"
@@ -24,14 +31,15 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 found: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
-	@# The CPU and the CUDA builds of fbgemm share their files: for the other device everything is installed anew.
-	@if ls $(VENV)/.ready-* 2>/dev/null | grep -qv -- '-$(DEVICE)-'; then rm -rf $(VENV); fi
+	@test -n "$(EXTRA_$(SET))" || { echo "SET=$(SET): the tested sets are 2.13 and 2.14"; exit 1; }
+	@# The CPU and the CUDA builds of fbgemm share their files: for another device or set everything is installed anew.
+	@if ls $(VENV)/.ready-* 2>/dev/null | grep -qv -- '-$(DEVICE)-$(SET)-'; then rm -rf $(VENV); fi
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  echo "$(PYTHON) cannot make a virtual environment (on Debian: apt-get install python3-venv)"; rm -rf $(VENV); exit 1; }
-	@echo "Installing the tested $(DEVICE) set into $(VENV) (once; some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(DEVICE),dev]'
+	@echo "Installing the tested $(DEVICE) set of torch $(SET) into $(VENV) (once; some minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA_$(SET)),dev]'
 	@# torchrec asks for the CUDA fbgemm by name; --no-deps lets the CPU build stand in for it.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==$(TORCHREC_$(SET))
 	@# `from serving import Recommender` works in any folder: the checkout comes last in the environment's import path.
 	@echo "$(CURDIR)" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hstu_sparse_checkout.pth"
 	@rm -f $(VENV)/.ready-* && touch $(STAMP)

@@ -11,11 +11,12 @@ import subprocess
 import sys
 from importlib import metadata
 
-# torch -> the releases of the other packages that are built against it. The last is the tested one.
+# torch -> the releases of the other packages that are built against it. make setup installs that of TESTED.
 COMBINATIONS = {
     "2.11": {"triton": "3.6.0", "fbgemm": "1.6.0", "torchrec": "1.6.1"},
     "2.12": {"fbgemm": "1.7.0", "torchrec": "1.7.0"},
     "2.13": {"triton": "3.7.1", "fbgemm": "1.8.0", "torchrec": "1.8.0"},
+    "2.14": {"triton": "3.8.0", "fbgemm": "1.9.0", "torchrec": "1.9.2"},
 }
 TESTED = "2.13"
 

@@ -49,10 +49,11 @@ def test_runs_where_nothing_is_installed():
     assert f"torch is missing: pip install torch=={TESTED}.0" in done.stdout and "Traceback" not in done.stderr
 
 
-def test_pyproject_pins_the_tested_combination():
+@pytest.mark.parametrize(("release", "suffix"), [(TESTED, ""), ("2.14", "-2-14")])
+def test_pyproject_pins_the_tested_combinations(release, suffix):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    versions = COMBINATIONS[TESTED]
-    for extra, fbgemm in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
-        pins = [f"torch=={TESTED}.0", f"triton=={versions['triton']}", f"{fbgemm}=={versions['fbgemm']}"]
-        assert extras[extra] == pins
-    assert f"torchrec=={versions['torchrec']}" in (ROOT / "Makefile").read_text()
+    versions = COMBINATIONS[release]
+    for device, fbgemm in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
+        pins = [f"torch=={release}.0", f"triton=={versions['triton']}", f"{fbgemm}=={versions['fbgemm']}"]
+        assert extras[device + suffix] == pins
+    assert f"TORCHREC_{release} := {versions['torchrec']}" in (ROOT / "Makefile").read_text()
