@@ -11,12 +11,8 @@ if __name__ == "__main__":
 
 import argparse
 import logging
-import signal
-import socket
 import sys
 from pathlib import Path
-
-import uvicorn
 
 from cli.interrupt import Interrupts
 from cli.program import guarded
@@ -25,30 +21,12 @@ from data.types import shown
 from serving import Recommender, ServingError
 from serving.http.app import Limits, create_app
 from serving.http.event_log import EventLog, NotStored
+from serving.http.server import Server, listening
 from serving.http.worker import replay
 from training.folder import access, read_regular
 from training.monitor import explain_faults
 
 SHORTEST_TOKEN = 16
-
-
-class Server(uvicorn.Server):
-    """A server that prints its address as soon as it answers."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            terminal.say(f"Serving on http://{f'[{host}]' if ':' in host else host}:{port} (routes: /docs)")
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """Return a listening socket; ServingError if there can be none."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ServingError(f"cannot listen on {shown(host)} port {port}: {error.strerror or error}") from None
 
 
 def read_token(path: Path) -> str:
@@ -90,14 +68,12 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     app = create_app(recommender, log, token=token, limits=limits)
     logging.getLogger("hstu_sparse.serve").setLevel(options.log_level.upper())
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
-    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
     interrupts.stage = "serving"
-    # uvicorn handles signals while it runs, and raises the one that ended it again after its shutdown.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    Server(config).run(sockets=[listening(options.host, options.port)])
-    log.close()
-    terminal.say("Stopped; all accepted requests were answered, all accepted events are in the log")
+    with listening(options.host, options.port) as listener, interrupts.noted():
+        Server(app, interrupts).run(sockets=[listener])
+        log.close()
+        terminal.say("Stopped; all accepted requests were answered, all accepted events are in the log")
+        interrupts.signal = 0  # it was obeyed
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from cli.interrupt import leave
 from data.errors import UserError
 from hstu_sparse_checkout import commit
 
@@ -223,7 +224,12 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
         ("events", 10_000, "events of a request"),
         ("candidates", 10_000, "candidates of a request"),
         ("list", 1_000, "items of a list of recommendations"),
-        ("waiting", 1_024, "requests that wait for the model; further ones are answered 503"),
+        (
+            "waiting",
+            1_024,
+            "requests under way, at most half of the connections; further ones are answered 503",
+        ),
+        ("connections", 4_096, "open connections; a further one closes the one that has waited longest"),
         ("users", 10_000_000, "users that the store holds"),
         ("history", 1_000_000, "events that a user may have"),
     )
@@ -332,7 +338,7 @@ def answer_early(
     returns a text that answers them and is printed. Ctrl-C ends the process in one line until `Interrupts` takes over.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     _open_standard_files()
     options = parse(description)
     _check_environment()
@@ -384,9 +390,3 @@ def _check_environment() -> None:
         )
     except ValueError as error:  # an environment variable such as TORCH_LOGS
         _Parser().exit(2, f"error: torch cannot be imported: {' '.join(str(error).split())[:200]}\n")
-
-
-def _leave(number: int, frame) -> None:
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun ends the other ranks when one fails, and reports it
-        os.write(2, b"Stopped while starting\n")
-    os._exit(128 + number)

@@ -19,6 +19,13 @@ class Stopped(BaseException):
         self.number = number
 
 
+def leave(number: int, frame) -> None:
+    """Handle a signal before `Interrupts`: end the process in one line."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun ends the other ranks when one fails, and reports it
+        os.write(2, b"Stopped while starting\n")
+    os._exit(128 + number)
+
+
 class Interrupts:
     """Raise Stopped in the main thread on a signal within `with Interrupts() as interrupts`.
 
@@ -45,7 +52,8 @@ class Interrupts:
 
     def __exit__(self, *error) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # The work is done: a signal ends what is left of the process, without a word.
+            signal.signal(number, signal.SIG_DFL if handler is leave else handler)
         signal.set_wakeup_fd(self._wakeup)
         self._done.set()
         os.write(self._in, b"\0")  # ends the thread's read
@@ -85,8 +93,8 @@ class Interrupts:
                 continue
             if not first:
                 os._exit(128 + number)
-            first = False
             if not self._noting and not self._heard.wait(PATIENCE) and not self._done.is_set():
                 with suppress(OSError):
                     print(f"\nStopped while {self.stage}", file=sys.stderr, flush=True)
                 os._exit(128 + number)
+            first = False

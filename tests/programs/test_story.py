@@ -5,6 +5,7 @@ import hashlib
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 
@@ -126,6 +127,19 @@ def test_signals():
             os.kill(os.getpid(), signal.SIGINT)
             reached = interrupts.signal == signal.SIGINT  # it goes on until it asks
         assert reached and stopped.value.number == signal.SIGINT
+
+
+def test_a_signal_after_the_work_is_not_reported_as_one_while_starting():
+    code = """
+import os, signal
+from cli.interrupt import Interrupts, leave
+signal.signal(signal.SIGTERM, leave)
+with Interrupts():
+    pass
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
 
 
 def test_a_library_that_does_not_come_back_is_left():

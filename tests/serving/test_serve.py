@@ -30,9 +30,9 @@ def trained(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(folder, *options, log=None, python=sys.executable):
+def serving(folder, *options, log=None, python=sys.executable, program=(ROOT / "serve.py",)):
     """Yield (the process, a client) of serve.py on a free port; the process is killed at the end if it still runs."""
-    command = [python, ROOT / "serve.py", folder, "--port", "0", "--device", "cpu", *SMALL, *options]
+    command = [python, *program, folder, "--port", "0", "--device", "cpu", *SMALL, *options]
     command += [] if log is None else ["--log", log]
     process = subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
