@@ -16,9 +16,11 @@ def listening(host: str, port: int) -> socket.socket:
     """Return a listening socket; ServingError if there can be none."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ServingError(f"cannot listen on {shown(host)} port {port}: {error.strerror or error}") from None
+    # Opened by number, a socket knows that its protocol is TCP; otherwise asyncio does not set TCP_NODELAY.
+    return socket.socket(fileno=listener.detach())
 
 
 class Server(uvicorn.Server):

@@ -1,5 +1,6 @@
 """Test serve.py with signals at every stage, while clients send requests."""
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from models.serving.http.server import listening
 from tests.serving.test_serve import SMALL, ended, known_items, serving, trained  # noqa: F401
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
@@ -131,3 +133,22 @@ def test_forty_large_requests_are_answered_after_a_signal(trained, tmp_path):  #
         assert ended(process) == (0, "")
     assert all(b'{"accepted":10000}' in answer for answer in answers)
     assert (tmp_path / "log").read_bytes().count(b'"users"') == 40
+
+
+# Connections.
+
+
+def test_answers_are_sent_at_once():
+    """A kept connection whose socket waits for more to send makes the client wait for 40 ms."""
+
+    async def option():
+        answer = asyncio.get_running_loop().create_future()
+        with listening("127.0.0.1", 0) as listener:
+            accepted = lambda reader, writer: answer.set_result(
+                writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            )
+            async with await asyncio.start_server(accepted, sock=listener):
+                with socket.create_connection(listener.getsockname()):
+                    return await answer
+
+    assert asyncio.run(option())
