@@ -21,7 +21,7 @@ from data.types import shown
 from serving import Recommender, ServingError
 from serving.http.app import Limits, create_app
 from serving.http.event_log import EventLog, NotStored
-from serving.http.server import Server, listening
+from serving.http.server import Server, listening, possible_connections
 from serving.http.worker import replay
 from training.folder import access, read_regular
 from training.monitor import explain_faults
@@ -64,13 +64,21 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         f"{recommender.num_users:,} users; {path}: {counts['taken']:,} events"
         + (f", {counts['left_out']:,} left out that the run does not know" if counts["left_out"] else "")
     )
-    limits = Limits(options.max_body, options.max_events, options.max_candidates, options.max_list, options.max_waiting)
+    connections = possible_connections(options.max_connections)
+    limits = Limits(
+        options.max_body,
+        options.max_events,
+        options.max_candidates,
+        options.max_list,
+        min(options.max_waiting, connections // 2),
+    )
     app = create_app(recommender, log, token=token, limits=limits)
     logging.getLogger("hstu_sparse.serve").setLevel(options.log_level.upper())
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # otherwise clients that leave early are lines
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     interrupts.stage = "serving"
     with listening(options.host, options.port) as listener, interrupts.noted():
-        Server(app, interrupts).run(sockets=[listener])
+        Server(app, connections, interrupts).run(sockets=[listener])
         log.close()
         terminal.say("Stopped; all accepted requests were answered, all accepted events are in the log")
         interrupts.signal = 0  # it was obeyed

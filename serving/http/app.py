@@ -60,7 +60,7 @@ class Limits:
     events      events of a request
     candidates  candidates of a request
     list        items of a list of recommendations
-    waiting     requests that wait for the model
+    waiting     requests under way
     """
 
     body: int = 2**20
@@ -184,7 +184,7 @@ def create_app(
     errors: dict[int | str, dict[str, Any]] = {status: {"model": Error} for status in (401, 404, 409, 413, 422, 503)}
     app = FastAPI(title="hstu_sparse", description=__doc__, version="1", lifespan=lifespan, responses=errors)
     app.router.route_class = EncodedRoute
-    app.add_middleware(Guard, metrics=metrics, token=token, most_body=limits.body)
+    app.add_middleware(Guard, metrics=metrics, token=token, most_body=limits.body, most_waiting=limits.waiting)
 
     def error(status: int, name: str, message: str) -> Response:
         headers = {"Retry-After": "1"} if status == 503 else None

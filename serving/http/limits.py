@@ -1,4 +1,4 @@
-"""Check each request before its route: the bearer token, the limit on bodies, metrics. Plain ASGI."""
+"""Check each request before its route: the bearer token, limits on bodies and requests, metrics. Plain ASGI."""
 
 import asyncio
 import functools
@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from serving.errors import RequestError
 from serving.recommender import Recommender
 
-BODY_SECONDS = 30.0  # a client may take to send a body
+BODY_SECONDS = 30.0  # a client may take to send a whole body
 OPEN = ("/health",)  # routes that need no token
+LEFT = 499  # the status in metrics of a request whose client left before it was whole
 log = logging.getLogger("hstu_sparse.serve")
 
 
@@ -44,19 +45,20 @@ def answer_of(name: str, message: str) -> bytes:
 
 
 class Guard:
-    """Refuse requests without the token and bodies over `most_body` bytes, and measure the others.
+    """Refuse requests without the token, bodies over `most_body` bytes and requests beyond `most_waiting` under way.
 
-    token: None for none. Each body is read as a whole before the route is called.
+    token: None for none. Each body is read as a whole before the route is called. All requests are measured.
     """
 
-    def __init__(self, app, *, metrics: Metrics, token: str | None, most_body: int):
-        self.app, self.metrics, self.token, self.most_body = app, metrics, token, most_body
+    def __init__(self, app, *, metrics: Metrics, token: str | None, most_body: int, most_waiting: int):
+        self.app, self.metrics, self.token = app, metrics, token
+        self.most_body, self.most_waiting, self.under_way = most_body, most_waiting, 0
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.monotonic(), 500
+        began, status = time.monotonic(), LEFT
 
         async def watched(message) -> None:
             nonlocal status
@@ -66,6 +68,9 @@ class Guard:
 
         try:
             await self.answer(scope, receive, watched)
+        except Exception:
+            status = 500
+            raise
         finally:
             route = getattr(scope.get("route"), "path", "other")
             seconds = time.monotonic() - began
@@ -75,29 +80,38 @@ class Guard:
 
     async def answer(self, scope, receive, send) -> None:
         headers = dict(scope["headers"])
+        # The rest of a refused body is read and dropped, so that the client gets its answer; one that waits for
+        # permission to send it may never send it, so that nothing can follow on its connection.
+        close = b"expect" in headers
         if self.token is not None and scope["path"] not in OPEN:
             authorization = headers.get(b"authorization", b"")
             if not hmac.compare_digest(authorization, b"Bearer " + self.token.encode()):
-                await refuse(send, 401, "Unauthorized", "expected the header Authorization: Bearer TOKEN")
+                message = "expected the header Authorization: Bearer TOKEN"
+                await refuse(send, 401, "Unauthorized", message, close=close)
                 return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.most_body:
-            await refuse(send, 413, "BodyTooLarge", f"a body may have {self.most_body:,} bytes")
+            await refuse(send, 413, "BodyTooLarge", f"a body may have {self.most_body:,} bytes", close=close)
             return
-        body, more = b"", True
-        while more:
-            try:
-                message = await asyncio.wait_for(receive(), BODY_SECONDS)
-            except TimeoutError:
-                await refuse(send, 408, "Timeout", f"the body did not come within {BODY_SECONDS:g} seconds")
-                return
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self.most_body:
-                await refuse(send, 413, "BodyTooLarge", f"a body may have {self.most_body:,} bytes")
-                return
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > self.most_body:
+                        await refuse(send, 413, "BodyTooLarge", f"a body may have {self.most_body:,} bytes")
+                        return
+        except TimeoutError:
+            await refuse(send, 408, "Timeout", f"the body did not come within {BODY_SECONDS:g} seconds", close=True)
+            return
+        if self.under_way >= self.most_waiting and scope["path"] not in OPEN:
+            message = "more requests wait than the service takes, try again later"
+            await refuse(send, 503, "Busy", message, (b"retry-after", b"1"))
+            return
         sent = False
 
         async def whole():
@@ -105,17 +119,23 @@ class Guard:
             if sent:
                 return await receive()
             sent = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
 
-        await self.app(scope, whole, send)
+        self.under_way += 1
+        try:
+            await self.app(scope, whole, send)
+        finally:
+            self.under_way -= 1
 
 
-async def refuse(send, status: int, name: str, message: str) -> None:
+async def refuse(
+    send, status: int, name: str, message: str, *headers: tuple[bytes, bytes], close: bool = False
+) -> None:
     body = answer_of(name, message)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status in (408, 413):  # what is left of the body is not read
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    every = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    if close:
+        every.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": every})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -1,19 +1,37 @@
-"""Test serve.py with signals at every stage, while clients send requests."""
+"""Test serve.py with clients that are slow, idle, many or leave, and with signals at every stage."""
 
 import asyncio
 import contextlib
+import os
+import resource
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
-from models.serving.http.server import listening
+from serving.http.server import listening
 from tests.serving.test_serve import SMALL, ended, known_items, serving, trained  # noqa: F401
 
+TOKEN = "a-secret-of-sixteen"
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
+# serve.py with shorter times for clients, and few descriptors.
+IMPATIENT = """
+import resource, sys
+from serving.http import limits, server
+import serve
+server.CLIENT_SECONDS, limits.BODY_SECONDS = 1.0, 1.0
+sys.exit(serve.main())
+"""
+FEW_FILES = """
+import resource, sys
+import serve
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+sys.exit(serve.main())
+"""
 # serve.py that gets a signal when it calls a function.
 SIGNALLED = """
 import os, sys
@@ -152,3 +170,128 @@ def test_answers_are_sent_at_once():
                     return await answer
 
     assert asyncio.run(option())
+
+
+def open_sockets(process):
+    folder = Path(f"/proc/{process.pid}/fd")
+    return sum(os.readlink(file).startswith("socket:") for file in folder.iterdir())
+
+
+def trickle(client, whole, content):
+    """Send `whole`, then a byte at a time until the other side closes."""
+    connection = connected(client, whole)
+    with contextlib.suppress(OSError):
+        for place in range(len(content)):
+            connection.sendall(content[place : place + 1])
+            time.sleep(0.02)
+        raise AssertionError("all was taken")
+
+
+def test_clients_that_wait_or_trickle_are_left(trained, tmp_path, quick_python):  # noqa: F811
+    python, program = quick_python.executable, ("-c", IMPATIENT)
+    with serving(trained, log=tmp_path / "log", python=python, program=program) as (process, client):
+        before, health = open_sockets(process), head("GET", "/health")
+        for sent, answers in ((b"", 0), (health[:-2], 0), (health, 1), (health + health[:-2], 1)):
+            assert everything(connected(client, sent)).count(b"200 OK") == answers
+        trickle(client, b"", health[:-2] + b"x: " + b"y" * 1000)
+        trickle(client, posted(b"y" * 1000), b"y" * 999)
+        trickle(client, posted(b"y" * 10**7), b"y" * 1000)  # it is refused at once
+        counts = client.get("/metrics").text
+        assert 'status="408"} 1.0' in counts and 'status="413"} 1.0' in counts
+        unread = connected(client)
+        unread.settimeout(1)
+        with contextlib.suppress(OSError):
+            while True:
+                unread.sendall(head("GET", "/openapi.json") * 1000)  # until the service reads no more
+        while open_sockets(process) > before:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == (0, "")
+
+
+def crowd(client, count):
+    """Open connections of slow and idle clients: one by one nothing, half of a head, of a body, a kept connection."""
+    whole, health = posted(b"y" * 100), head("GET", "/health")
+    contents = [b"", health[:-2], whole + b"y" * 50, health]
+    return [connected(client, contents[number % 4]) for number in range(count)]
+
+
+def test_more_clients_than_descriptors_do_not_stop_health(trained, tmp_path, quick_python):  # noqa: F811
+    python, program = quick_python.executable, ("-c", FEW_FILES)
+    with serving(trained, log=tmp_path / "log", python=python, program=program) as (process, client):
+        clients = crowd(client, 500)
+        for _ in range(5):
+            assert httpx.get(f"{client.base_url}/health", timeout=60).status_code == 200
+        assert len(os.listdir(f"/proc/{process.pid}/fd")) < 200
+        process.send_signal(signal.SIGTERM)
+        for connection in clients:
+            connection.close()
+        assert ended(process) == (0, "")
+
+
+@pytest.mark.slow
+def test_ten_thousand_clients_do_not_stop_health(trained, tmp_path):  # noqa: F811
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 11_000:
+        pytest.skip(f"needs 11,000 descriptors, the limit is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (11_000, hard))
+    try:
+        with serving(trained, log=tmp_path / "log") as (process, client):
+            clients, answers = crowd(client, 10_000), []
+            for _ in range(100):
+                began = time.monotonic()
+                answers.append(httpx.get(f"{client.base_url}/health", timeout=60).status_code)
+                print(f"/health: {1000 * (time.monotonic() - began):.1f} ms")
+            assert answers == [200] * 100
+            process.send_signal(signal.SIGTERM)
+            for connection in clients:
+                connection.close()
+            assert ended(process) == (0, "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# Requests.
+
+
+@pytest.fixture(scope="module")
+def service(trained, tmp_path_factory, quick_python):  # noqa: F811
+    """A service with a token: (the process, a client with the token); nothing is printed as an error in the end."""
+    folder = tmp_path_factory.mktemp("service")
+    (folder / "token").write_text(TOKEN)
+    options = ("--history", "--token-file", folder / "token")
+    with serving(trained, *options, log=folder / "log", python=quick_python.executable) as (process, client):
+        client.headers["Authorization"] = f"Bearer {TOKEN}"
+        yield process, client
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == (0, "")
+
+
+def test_a_client_that_leaves_is_no_error_of_the_service(service):
+    _, client = service
+    for _ in range(3):
+        connected(client, posted(b"y" * 100, f"Authorization: Bearer {TOKEN}") + b"y" * 50).close()
+    while 'route="other",status="499"} 3.0' not in (text := client.get("/metrics").text):
+        time.sleep(0.05)
+    assert 'status="500"' not in text
+
+
+def test_what_is_not_http_is_refused_in_one_answer(service):
+    _, client = service
+    chunked, token = "Transfer-Encoding: chunked", f"Authorization: Bearer {TOKEN}"
+    for content in (b"\x16\x03\x01\r\n\r\n", head("POST", "/events", chunked, token) + b"no number\r\n"):
+        answer = everything(connected(client, content))
+        assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1 and b'{"error": {' in answer
+    connection = connected(client, head("POST", "/events", chunked))
+    assert connection.recv(2**16).startswith(b"HTTP/1.1 401")
+    connection.sendall(b"no number\r\n")
+    assert b"HTTP/1.1" not in everything(connection)
+
+
+def test_a_refused_body_is_read_so_that_its_client_gets_the_answer(service):
+    _, client = service
+    for lines, status in (((), b"401"), ((f"Authorization: Bearer {TOKEN}",), b"413")):
+        connection = connected(client, posted(b"y" * 2**23, *lines) + b"y" * 2**23)
+        connection.sendall(head("GET", "/health", "Connection: close"))
+        answers = everything(connection).split(b"HTTP/1.1 ")[1:]
+        assert [answer[:3] for answer in answers] == [status, b"200"]

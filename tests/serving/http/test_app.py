@@ -2,7 +2,7 @@
 
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 import pytest
@@ -163,6 +163,17 @@ def test_requests_together_get_what_each_gets_alone(client, recommender):
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(send, range(60)))
+
+
+def test_requests_beyond_the_limit_are_refused_and_health_is_not(recommender):
+    recommender.append([1], [100], [5])
+    with TestClient(create_app(recommender, None, limits=Limits(waiting=2))) as client, ThreadPoolExecutor(3) as pool:
+        with recommender._lock:  # the model is busy
+            waiting = [pool.submit(client.get, "/users/1") for _ in range(3)]
+            refused = next(as_completed(waiting)).result()
+            assert refused.status_code == 503 and refused.json()["error"]["name"] == "Busy"
+            assert refused.headers["retry-after"] == "1" and client.get("/health").status_code == 200
+        assert sorted(one.result().status_code for one in waiting) == [200, 200, 503]
 
 
 def test_a_service_that_is_full_or_stopping_says_so(recommender):
