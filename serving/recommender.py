@@ -86,7 +86,7 @@ class Recommender:
         self.ranking = config.task.kind == "ranking"
         self.items = ItemIds(vocabulary.item_ids)
         has_actions = self.ranking or config.model.action_embedding
-        self._actions = ActionCodes(config, vocabulary) if has_actions else None
+        self.actions = ActionCodes(config, vocabulary) if has_actions else None
         self.window = window_of(config, options.slide)
         self._histories = Histories(self.window, has_actions, options.most_users, options.most_events)
         self._engine = Engine(model, config, self.window, options)
@@ -148,9 +148,9 @@ class Recommender:
         if len(keys) != len(rows):
             raise InvalidRequest(f"users and items: expected as many of each, got {len(keys)} and {len(rows)}")
         times = self._times(timestamps, len(rows))
-        if self._actions is None and actions is not None:
+        if self.actions is None and actions is not None:
             raise InvalidRequest("actions: the run reads none, leave them out")
-        return keys, rows, times, None if self._actions is None else self._actions.codes(actions, len(rows))
+        return keys, rows, times, None if self.actions is None else self.actions.codes(actions, len(rows))
 
     def check_room(self, users: Sequence[str]) -> None:
         """Raise LimitReached if one more event of each of `users` (as often as they occur) would be too many."""
@@ -203,9 +203,9 @@ class Recommender:
         if not all(isinstance(item, int) for item in items):
             items = [str(item) for item in items]
         rows, known = self.items.lookup(np.array(items))
-        if self._actions is None:
+        if self.actions is None:
             return rows, None, known & np.array([action is None for action in actions])
-        codes, known_actions = self._actions.lookup(actions)
+        codes, known_actions = self.actions.lookup(actions)
         return rows, codes, known & known_actions
 
     def add_many(
@@ -227,7 +227,7 @@ class Recommender:
         counts = np.diff(dataset.user_offsets)
         users = [str(user) for user in np.asarray(dataset.user_ids)[counts > 0].tolist()]
         places = np.repeat(np.arange(len(users)), counts[counts > 0])
-        actions = None if self._actions is None else dataset.actions
+        actions = None if self.actions is None else dataset.actions
         self.add_many(users, places, dataset.items, dataset.timestamps, actions)
 
     def _times(self, timestamps, count: int) -> np.ndarray:
@@ -257,18 +257,29 @@ class Recommender:
 
         Raises NoHistory, TooEarly, InvalidRequest, CacheFull; ServingError for a run that ranks given candidates.
         """
-        if self.ranking:
-            raise InvalidRequest("the run ranks the candidates that it is given: ask for score, not recommend")
-        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-            raise InvalidRequest(f"k: expected a whole number of at least 1, got {k!r}")
+        self.check_k(k)
         keys = user_keys(users)
         if not keys:
             return self.items.original(np.zeros((0, k), np.int64)), np.zeros((0, k), np.float32)
         with self._lock:
-            requests = self._asks(keys, at)
-            values, rows = self._best(
-                self._engine.answer(requests), k, [x.history.seen for x in requests] if exclude_seen else []
-            )
+            return self.recommend_checked(self.check_requests(keys, at), k, [exclude_seen] * len(keys))
+
+    def check_k(self, k: int) -> None:
+        """Raise InvalidRequest unless lists of `k` items can be recommended."""
+        if self.ranking:
+            raise InvalidRequest("the run ranks the candidates that it is given: ask for score, not recommend")
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+            raise InvalidRequest(f"k: expected a whole number of at least 1, got {k!r}")
+
+    def recommend_checked(
+        self, requests: list[Ask], k: int, exclude_seen: Sequence[bool]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `recommend` does for requests that `check_requests` returned, with `exclude_seen` for each."""
+        nothing = np.zeros(0, np.int32)
+        with self._lock:
+            out = self._engine.answer(requests)
+            seen = [request.history.seen if without else nothing for request, without in zip(requests, exclude_seen)]
+            values, rows = self._best(out, k, seen if any(exclude_seen) else [])
         if values.shape[1] < k:
             more = ((0, 0), (0, k - values.shape[1]))
             values, rows = np.pad(values, more, constant_values=-np.inf), np.pad(rows, more, constant_values=-1)
@@ -320,18 +331,20 @@ class Recommender:
         keys, rows = user_keys(users), self.items.rows("candidates", candidates, 2)
         if len(rows) != len(keys) and (len(keys) or rows.size):
             raise InvalidRequest(f"candidates: expected a row for each of {len(keys)} users, got {len(rows)}")
-        scores = self.score_rows(keys, list(rows), at)
+        with self._lock:
+            scores = self.score_checked(self.check_requests(keys, at), list(rows))
         return np.stack(scores) if scores else np.zeros(rows.shape, np.float32)
 
-    def score_rows(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> list[np.ndarray]:
-        """Score candidates, as `score` does; any number for each user, given as rows of the item table."""
+    def score_checked(self, requests: list[Ask], candidates: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the scores of candidates, rows of the item table, for each request of `check_requests`."""
         # Sorted and distinct, so that their order does not change the arithmetic of their scores.
         unique = [np.unique(mine, return_inverse=True) for mine in candidates]
         distinct = [mine for mine, _ in unique]
         if self.ranking:
-            scores = self._probabilities(self.candidate_outputs(users, distinct, at))
-        else:
-            scores = self._cosines(self.outputs(users, at), distinct)
+            requests = [request._replace(candidates=mine) for request, mine in zip(requests, distinct)]
+        with self._lock:
+            out = self._engine.answer(requests)
+        scores = self._probabilities(out) if self.ranking else self._cosines(normalized(out), distinct)
         parts = np.split(scores, np.cumsum([len(mine) for mine in distinct])[:-1])
         return [values[place] for values, (_, place) in zip(parts, unique)] if distinct else []
 
@@ -344,14 +357,14 @@ class Recommender:
     def outputs(self, users: Sequence[str], at=None) -> Tensor:
         """Return the model's outputs for users (their ids as texts) at the time `at`: [B, E] of length one."""
         with self._lock:
-            return normalized(self._engine.answer(self._asks(users, at)))
+            return normalized(self._engine.answer(self.check_requests(users, at)))
 
     def candidate_outputs(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> Tensor:
         """Return outputs at a ranking run's candidates, rows of the item table, end to end: [sum of M, E], not
         normalised.
         """
         with self._lock:
-            requests = self._asks(users, at)
+            requests = self.check_requests(users, at)
             return self._engine.answer(
                 [request._replace(candidates=mine) for request, mine in zip(requests, candidates)]
             )
@@ -376,7 +389,8 @@ class Recommender:
             raise NoHistory(f"user {shown(user)} has no event")
         return history
 
-    def _asks(self, users: Sequence[str], at) -> list[Ask]:
+    def check_requests(self, users: Sequence[str], at) -> list[Ask]:
+        """Return checked requests of users (their ids as texts), valid until events are added. at: see `recommend`."""
         histories = [self._history(user) for user in users]
         last = np.array([history.last for history in histories], np.int64)
         if not self.has_timestamps:
@@ -413,7 +427,7 @@ class Recommender:
         """Return what the model sees of a user; NoHistory for one without events."""
         (key,) = user_keys([user])
         with self._lock:
-            (request,) = self._asks([key], None)
+            (request,) = self.check_requests([key], None)
             h = request.history
             cut = self.window.begin(h.count) - h.first
             actions = None if h.actions is None else h.actions[cut:].copy()
@@ -491,7 +505,7 @@ class Recommender:
         return {
             "run": self.name,
             "items": len(self.items),
-            "actions": self._actions is not None,
+            "actions": self.actions is not None,
             "capacity": self.window.capacity,
             "slide": self.window.slide,
         }

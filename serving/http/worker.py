@@ -4,16 +4,19 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 import numpy as np
 
-from serving.errors import RequestError
+from serving.engine import Ask
+from serving.errors import CacheFull, LimitReached, RequestError
 from serving.histories import no_garbage_collection
 from serving.http.event_log import EventLog
 from serving.recommender import Recommender
+from serving.token_batch import rounded_up
 
 MOST_TOGETHER = 256  # requests of one round
 
@@ -149,24 +152,41 @@ class Worker(threading.Thread):
                 pending = []
                 self._one(request, self._forget)
         self._append(pending)
-        groups: dict[tuple, list] = {}
+        lists: list[tuple[Recommend, Ask]] = []
+        scores: list[tuple[Score, Ask, np.ndarray]] = []
         for request in requests:
-            if isinstance(request, Recommend):
-                groups.setdefault((Recommend, request.k, request.exclude_seen, request.at is None), []).append(request)
-            elif isinstance(request, Score):
-                groups.setdefault((Score, request.at is None), []).append(request)
-            elif isinstance(request, Read):
+            try:
+                if isinstance(request, Recommend):
+                    self.recommender.check_k(request.k)
+                    lists.append((request, self._check(request)))
+                elif isinstance(request, Score):
+                    rows = self.recommender.items.rows("candidates", request.candidates)
+                    scores.append((request, self._check(request), rows))
+            except RequestError as error:
+                request.done.set_exception(error)
+            if isinstance(request, Read):
                 self._one(request, lambda r: self.recommender.history(r.user))
-        for key, members in groups.items():
-            together = self._recommend if key[0] is Recommend else self._score
-            if len(members) > 1:
-                try:
-                    together(members)
-                    continue
-                except RequestError:
-                    pass  # of one of them: each by itself then
-            for member in members:
-                self._one(member, lambda request, together=together: together([request]))
+        self._together(self._recommend, lists)
+        self._together(self._score, scores)
+
+    def _check(self, request: Recommend | Score) -> Ask:
+        (checked,) = self.recommender.check_requests([request.user], request.at)
+        return checked
+
+    def _together(self, answer: Callable[[list], None], checked: list[tuple]) -> None:
+        """Answer requests that were checked; if the pages of all do not fit, each by itself."""
+        if not checked:
+            return
+        try:
+            answer(checked)
+        except Exception as error:
+            if len(checked) > 1 and isinstance(error, CacheFull):
+                for one in checked:
+                    self._together(answer, [one])
+                return
+            for request, *_ in checked:
+                if not request.done.done():
+                    request.done.set_exception(error)
 
     def _one(self, request, answer: Callable) -> None:
         try:
@@ -179,17 +199,17 @@ class Worker(threading.Thread):
 
     def _append(self, requests: list[Events]) -> None:
         """Check, log and append events; invalid ones are refused before they are logged."""
-        good: list[Any] = []
+        good: list[Events] = []
         checked: list[Any] = []
         for request in requests:
             try:
                 new_events = self.recommender.checked(request.users, request.items, request.timestamps, request.actions)
-                self.recommender.check_room([user for keys, *_ in checked for user in keys] + new_events[0])
             except RequestError as error:
                 request.done.set_exception(error)
             else:
                 good.append(request)
                 checked.append(new_events)
+        good, checked = self._with_room(good, checked)
         if not good:
             return
         try:
@@ -205,6 +225,25 @@ class Worker(threading.Thread):
         for request in good:
             request.done.set_result(len(request.users))
 
+    def _with_room(self, requests: list[Events], checked: list[Any]) -> tuple[list[Events], list[Any]]:
+        """Return the requests, and their events, that there is room for; the others are refused."""
+        with suppress(LimitReached):
+            self.recommender.check_room([user for users, *_ in checked for user in users])
+            return requests, checked
+        good: list[Events] = []
+        fitting: list[Any] = []
+        accepted: list[str] = []
+        for request, new_events in zip(requests, checked):
+            try:
+                self.recommender.check_room(accepted + new_events[0])
+            except LimitReached as error:
+                request.done.set_exception(error)
+            else:
+                good.append(request)
+                fitting.append(new_events)
+                accepted += new_events[0]
+        return good, fitting
+
     def _forget(self, request: Forget) -> bool:
         """Forget a user, also one whose events only the run's data have, or another run that shares the log."""
         if self.log is None:
@@ -214,21 +253,21 @@ class Worker(threading.Thread):
         self.log.left_out.discard(request.user)
         return self.recommender.forget(request.user) or left_out
 
-    def _recommend(self, requests: list[Recommend]) -> None:
-        first = requests[0]
-        at = None if first.at is None else [request.at for request in requests]
-        items, scores = self.recommender.recommend(
-            [request.user for request in requests], first.k, at, first.exclude_seen
+    def _recommend(self, checked: list[tuple[Recommend, Ask]]) -> None:
+        requests, checked_requests = zip(*checked)
+        # A shorter list is the beginning of a longer one. Few lengths, since each may be captured as a graph.
+        longest = rounded_up(max(request.k for request in requests), 4)
+        items, scores = self.recommender.recommend_checked(
+            list(checked_requests), longest, [request.exclude_seen for request in requests]
         )
         for request, row, values in zip(requests, items, scores):
+            row, values = row[: request.k], values[: request.k]
             some = np.isfinite(values)
             request.done.set_result((row[some].tolist(), values[some].tolist()))
 
-    def _score(self, requests: list[Score]) -> None:
-        rows = [self.recommender.items.rows("candidates", request.candidates) for request in requests]
-        at = None if requests[0].at is None else [request.at for request in requests]
-        scores = self.recommender.score_rows([request.user for request in requests], rows, at)
-        for request, values in zip(requests, scores):
+    def _score(self, checked: list[tuple[Score, Ask, np.ndarray]]) -> None:
+        requests, checked_requests, rows = zip(*checked)
+        for request, values in zip(requests, self.recommender.score_checked(list(checked_requests), rows)):
             request.done.set_result(values.tolist())
 
 

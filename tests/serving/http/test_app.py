@@ -1,16 +1,18 @@
 """The service over HTTP: routes, errors, limits, the token, hostile input, the log of events. In this process."""
 
+import dataclasses
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from serving.errors import NoHistory, TooEarly, UnknownItem
 from serving.http.app import Limits, create_app
 from serving.http.event_log import EventLog, LogError, NotStored
-from serving.http.worker import Recommend, Worker, replay
+from serving.http.worker import Recommend, Score, Worker, replay
 from tests.serving.plain import NUM_ITEMS, item_ids, make_config, make_model, serve
 
 NOW = 1_000_000
@@ -163,6 +165,35 @@ def test_requests_together_get_what_each_gets_alone(client, recommender):
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(send, range(60)))
+
+
+def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monkeypatch):
+    """Requests of one round with other lengths, times and faults: each gets what it gets alone, in two passes."""
+    recommender.append(range(6), [100 + 3 * user for user in range(6)], [5] * 6)
+    requests = [
+        *(Recommend(str(user), 2 + 5 * user, (None, 50)[user % 2], user % 3 > 0) for user in range(6)),
+        Recommend("nobody", 3, None, True),
+        Recommend("1", 3, 4, True),
+        *(Score(str(user), [103, 100 + 3 * user], (50, None)[user % 2]) for user in range(6)),
+        Score("1", [101], None),
+        Score("nobody", [100], None),
+    ]
+    passes, answer = [], recommender._engine.answer
+    monkeypatch.setattr(recommender._engine, "answer", lambda some: passes.append(len(some)) or answer(some))
+    worker = Worker(recommender, None)
+    worker.answer(requests)
+    assert passes == [6, 6]
+    for request in requests:
+        alone = dataclasses.replace(request, done=Future())
+        worker.answer([alone])
+        if request.done.exception() is not None:
+            assert str(request.done.exception()) == str(alone.done.exception())
+            assert type(request.done.exception()) in (NoHistory, TooEarly, UnknownItem)
+        elif isinstance(request, Score):
+            np.testing.assert_allclose(request.done.result(), alone.done.result(), atol=1e-6)
+        else:
+            assert len(request.done.result()[0]) == request.k and request.done.result()[0] == alone.done.result()[0]
+    assert sum(request.done.exception() is not None for request in requests) == 4
 
 
 def test_requests_beyond_the_limit_are_refused_and_health_is_not(recommender):
