@@ -14,7 +14,7 @@ from serving.errors import RequestError
 from serving.recommender import Recommender
 
 BODY_SECONDS = 30.0  # a client may take to send a whole body
-OPEN = ("/health",)  # routes that need no token
+OPEN = ("/health", "/docs", "/openapi.json")  # routes that need no token: a browser opens the page without one
 LEFT = 499  # the status in metrics of a request whose client left before it was whole
 log = logging.getLogger("hstu_sparse.serve")
 
@@ -87,7 +87,7 @@ class Guard:
             authorization = headers.get(b"authorization", b"")
             if not hmac.compare_digest(authorization, b"Bearer " + self.token.encode()):
                 message = "expected the header Authorization: Bearer TOKEN"
-                await refuse(send, 401, "Unauthorized", message, close=close)
+                await refuse(send, 401, "Unauthorized", message, (b"www-authenticate", b"Bearer"), close=close)
                 return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.most_body:
@@ -143,6 +143,7 @@ def status_of(error: RequestError) -> int:
     """Return the HTTP status of an error."""
     return {
         "NoHistory": 404,
+        "UnknownItem": 404,
         "TooEarly": 409,
         "LimitReached": 409,
         "CacheFull": 503,

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -295,3 +296,37 @@ def test_a_refused_body_is_read_so_that_its_client_gets_the_answer(service):
         connection.sendall(head("GET", "/health", "Connection: close"))
         answers = everything(connection).split(b"HTTP/1.1 ")[1:]
         assert [answer[:3] for answer in answers] == [status, b"200"]
+
+
+def test_no_redirect_to_a_host_that_the_client_names(service):
+    _, client = service
+    answer = client.get("/users/1/", headers={"Host": "evil.example"})
+    assert answer.status_code == 404 and "evil.example" not in str(answer.headers)
+
+
+def schemathesis(client, count, *options):
+    return subprocess.run(
+        [Path(sys.executable).with_name("schemathesis"), "run", f"{client.base_url}/openapi.json", "--checks", "all",
+         "--seed", "1", "--max-examples", str(count), *options],
+        capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+
+
+def test_the_service_keeps_what_its_document_says(service, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = schemathesis(service[1], 5, "--header", f"Authorization: Bearer {TOKEN}")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token", [False, True])
+def test_a_thousand_requests_by_schemathesis(trained, service, tmp_path, quick_python, monkeypatch, token):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    with contextlib.ExitStack() as stack:
+        if token:
+            client, options = service[1], ("--header", f"Authorization: Bearer {TOKEN}")
+        else:
+            running = serving(trained, "--history", log=tmp_path / "log", python=quick_python.executable)
+            client, options = stack.enter_context(running)[1], ()
+        done = schemathesis(client, 100, *options)
+        assert done.returncode == 0, done.stdout
