@@ -33,6 +33,24 @@ def padded_head(size: int) -> int:
 
 # The properties of CPU tensors: the interpreter's, and those for which `ahead.py` compiles kernels.
 cpu_architecture, cpu_multiprocessors = 90, 2
+_imagined = False
+
+
+@contextlib.contextmanager
+def imagined(multiprocessors: int):
+    """Run operators on fake CPU tensors as a GPU with so many multiprocessors runs them, without launching a kernel."""
+    global cpu_multiprocessors, _imagined
+    before = cpu_multiprocessors, _imagined
+    cpu_multiprocessors, _imagined = multiprocessors, True
+    try:
+        yield
+    finally:
+        cpu_multiprocessors, _imagined = before
+
+
+def is_imagined() -> bool:
+    """Return whether this is inside `imagined`."""
+    return _imagined
 
 
 def architecture(device: torch.device) -> int:
@@ -212,8 +230,9 @@ def run(kernel, grid: int | tuple[int, ...], *arguments, **settings) -> None:
     """
     grid = (grid,) if isinstance(grid, int) else grid
     device = next(x for x in arguments if isinstance(x, torch.Tensor)).get_device()
-    if device < 0:  # interpreted, or compiled ahead of time
-        kernel[grid](*arguments, **settings)
+    if device < 0:  # interpreted, compiled ahead of time, or imagined
+        if not _imagined:
+            kernel[grid](*arguments, **settings)
         return
     state = _kernels.get(id(kernel))
     if state is None:

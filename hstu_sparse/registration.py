@@ -14,15 +14,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hstu_sparse.launch import on_device
+from hstu_sparse.launch import is_imagined, on_device
 from hstu_sparse.precision import without_autocast
 
 _library = torch.library.Library("hstu_sparse", "FRAGMENT")
 
 
 def plain(x: torch.Tensor) -> bool:
-    """Return whether x is a plain tensor, no subclass such as a fake tensor, outside of modes: a launcher may run."""
+    """Return whether x is a plain tensor, no subclass such as a fake tensor, outside of modes."""
     return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
+
+
+def takes_launcher(x: torch.Tensor) -> bool:
+    """Return whether launchers run on x at once: a plain tensor, or any inside `launch.imagined`."""
+    return plain(x) or is_imagined()
 
 
 def _places(arguments: str) -> tuple[int, ...]:
@@ -44,7 +49,7 @@ def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
             a = arguments[i]
             if a is not None and not a.is_contiguous() and (a.dim() == 1 or not a.is_floating_point()):
                 arguments = *arguments[:i], a.contiguous(), *arguments[i + 1 :]
-        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        if x.get_device() >= 0 and x.get_device() != torch.cuda.current_device():
             with on_device(x.device):
                 return launch(*arguments)
         return launch(*arguments)
@@ -118,7 +123,7 @@ class Operator:
     def __call__(self, *arguments):
         if torch.compiler.is_compiling():
             return self.registered_forward(*arguments)
-        if not torch.is_grad_enabled() and plain(arguments[0]):
+        if not torch.is_grad_enabled() and takes_launcher(arguments[0]):
             return self.forward(*arguments)
         return self.function.apply(*arguments)
 
@@ -134,7 +139,7 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            if plain(arguments[0]):
+            if takes_launcher(arguments[0]):
                 result = operator.forward(*arguments)
             else:
                 with torch._C._AutoDispatchBelowAutograd():
@@ -163,7 +168,7 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
             if operator.spends:
                 spent, ctx.spent = ctx.spent, None
                 inputs += (operator.registered_forward(*arguments)[-1] if spent is None else spent,)
-            if not plain(grad):
+            if not takes_launcher(grad):
                 computed = operator.registered_backward(*inputs)
             elif torch.is_grad_enabled():
                 raise RuntimeError(f"{operator.name} has no second derivative in Triton: use backend='reference'")
@@ -190,7 +195,7 @@ def once_only(name: str) -> Callable:
         @functools.wraps(backward)
         def run(ctx, *grads):
             twice = not torch.compiler.is_compiling() and torch.is_grad_enabled()
-            if twice and all(plain(grad) for grad in grads if grad is not None):
+            if twice and all(takes_launcher(grad) for grad in grads if grad is not None):
                 raise RuntimeError(f"{name} has no second derivative")
             return backward(ctx, *grads)
 
@@ -219,6 +224,6 @@ def register_preparation(name: str, arguments: str, *, launch: Callable, fake: C
     registered = getattr(torch.ops.hstu_sparse, name).default
 
     def call(*inputs):
-        return registered(*inputs) if torch.compiler.is_compiling() or not plain(inputs[0]) else ready(*inputs)
+        return registered(*inputs) if torch.compiler.is_compiling() or not takes_launcher(inputs[0]) else ready(*inputs)
 
     return call

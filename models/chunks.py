@@ -11,6 +11,11 @@ from hstu_sparse.registration import once_only
 CHUNK = {"cpu": 2**21, "cuda": 2**26}
 
 
+def chunk_size(x: torch.Tensor) -> int:
+    """Return CHUNK for x's device."""
+    return CHUNK["cuda" if x.is_cuda else "cpu"]
+
+
 class ChunkedSum(torch.autograd.Function):
     """Sum function(chunk of the first `rowwise` tensors, all others whole) over chunks of `rows` rows.
 

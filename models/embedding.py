@@ -17,7 +17,7 @@ import hstu_sparse
 from data.batch import Batch
 from data.features.vocabulary import FeatureVocabulary
 from data.ranking import RankingBatch
-from models.features import ContextFeatures, ItemFeatures, truncated_normal_
+from models.features import ContextFeatures, ItemFeatures, convert_parameters, truncated_normal_
 from models.protocols import ItemTable
 
 # torchrec's query to torch.fx would print a warning in every process.
@@ -81,7 +81,7 @@ class InputEmbedding(nn.Module):
                     rows = truncated_normal_(weight.new_empty(len(trained_rows), embedding_dim), 0.02)
                     weight.data.zero_()[torch.from_numpy(trained_rows)] = rows
             # torchrec itself would replace bfloat16 by float16.
-            self.tables.to(dtype)
+            convert_parameters(self.tables, dtype)
         if table is not None and "item" in sizes:
             table.fill(lambda begin, end: self.item_weight[begin:end])
             del self.tables.embeddings["item"]

@@ -23,6 +23,13 @@ from models.sparse_product import SparseProduct
 DAY, HOUR, THURSDAY = 86_400, 3_600, 3  # seconds; the weekday of 1970-01-01, Monday being 0
 
 
+def convert_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give a module new parameters of this dtype, which `module.to` cannot do for fake tensors (`train.py --plan`)."""
+    for part in module.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            part.register_parameter(name, nn.Parameter(weight.detach().to(dtype)))
+
+
 def truncated_normal_(weight: Tensor, std: float) -> Tensor:
     """Fill `weight` from a normal distribution of deviation `std`, truncated at two deviations (then 0.88 * std)."""
     return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
@@ -72,7 +79,8 @@ class FeatureTables(nn.Module):
                 for name, size in sizes.items()
             ],
             is_weighted=True,
-        ).to(dtype)
+        )
+        convert_parameters(self.tables, dtype)
 
     def whole(self) -> Tensor:
         """Concatenate all tables: [sum of their rows, E]."""

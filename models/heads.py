@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from data.options import Options
 from models.attention.contract import AuxLoss
-from models.chunks import CHUNK, ChunkedSum
+from models.chunks import CHUNK, ChunkedSum, chunk_size
 from models.protocols import RankGroup
 
 NORM_EPS = 1e-6
@@ -196,7 +196,7 @@ def mol_loss(
     if negatives is not None:
         competing = negatives.shape[1] + 1
         width += c.item_components * c.component_dim
-    rows = max(1, CHUNK[out.device.type] // (competing * width))
+    rows = max(1, chunk_size(out) // (competing * width))
 
     # Items are prepared once for all chunks, unless fewer are drawn than there are.
     once = negatives is None or len(item_weight) <= negatives.numel()

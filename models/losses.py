@@ -19,7 +19,7 @@ from data.batch import Batch
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.precision import without_autocast
 from models.attention.contract import AuxLoss
-from models.chunks import CHUNK, ChunkedSum
+from models.chunks import ChunkedSum, chunk_size
 from models.embedding import InputEmbedding
 from models.features import ItemFeatures
 from models.heads import mol_loss, normalized
@@ -238,7 +238,7 @@ def sampled_loss(
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
     # Chunks are larger for gathered rows, since each has a gradient as large as the table.
-    rows = max(1, CHUNK[out.device.type] * (1 if whole else 2) // width)
+    rows = max(1, chunk_size(out) * (1 if whole else 2) // width)
     ids, log_q = drawn or (None, None)
     shared = ids if ids is not None and ids.dim() == 1 else None
 

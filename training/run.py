@@ -227,19 +227,24 @@ def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
 
 
 def build_model(
-    config: RunConfig, vocabulary: Vocabulary, device: torch.device, ranks: Ranks | None = None
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    device: torch.device,
+    ranks: Ranks | None = None,
+    table_class: type[ShardedTable] = ShardedTable,
 ) -> SequenceModel:
     """Build the model of a configuration that fits the data, on the device, with freshly drawn weights.
 
-    ranks: those over which parallel.embedding divides the item table.
+    ranks: those over which parallel.embedding divides the item table, a `table_class`.
     """
     embedded = config.model.action_embedding or config.task.kind == "ranking"
     num_actions = vocabulary.num_actions or 0 if embedded else 0
     head = build_task(config).head()
     num_items, table = len(vocabulary.item_ids), None
     if ranks is not None and config.parallel.sharded:
-        table = ShardedTable(config, num_items, ranks, device)
-    return SequenceModel(config.model, num_items, num_actions, head, vocabulary.features, table).to(device)
+        table = table_class(config, num_items, ranks, device)
+    model = SequenceModel(config.model, num_items, num_actions, head, vocabulary.features, table)
+    return model if device.type == "cpu" else model.to(device)
 
 
 def final_weights(folder: Path) -> tuple[dict, dict, Path]:

@@ -9,7 +9,7 @@ import torch
 
 from hstu_sparse.layer_norm_gate.reference import norm_gate_reference, residual_add_reference
 from hstu_sparse.precision import without_autocast
-from hstu_sparse.registration import plain
+from hstu_sparse.registration import takes_launcher
 from hstu_sparse.validation import check_dropout, check_number, check_tensor, choose_backend
 
 
@@ -116,7 +116,7 @@ def residual_norm(
     """
     eps, backend, _ = _check(x, eps, backend, "residual_norm")
     _check_dtype(dtype)
-    if backend == "reference" or torch.compiler.is_compiling() or not plain(x):
+    if backend == "reference" or torch.compiler.is_compiling() or not takes_launcher(x):
         return x, layer_norm(x, eps=eps, dtype=dtype, backend=backend)
     from hstu_sparse.layer_norm_gate.kernels import check_sizes
     from hstu_sparse.layer_norm_gate.residual import residual_norm_triton

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from models import losses
+from models import chunks, losses
 from models.losses import own_items, sampled_loss, training_loss
 from models.options import LossConfig
 from tests.models.test_hstu import NUM_ITEMS, make_batch
@@ -66,7 +66,7 @@ KINDS = ["sampled_softmax", "in_batch", "mixed_negatives", "bce", "cross_entropy
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients(inputs, kind, chunk, whole, form, monkeypatch):
     out, items, targets = inputs
-    monkeypatch.setitem(losses.CHUNK, "cpu", chunk)
+    monkeypatch.setitem(chunks.CHUNK, "cpu", chunk)
     if not whole or form == "shared":
         if kind == "cross_entropy" or (whole and form == "shared"):
             pytest.skip("one way only")
@@ -152,7 +152,7 @@ def test_negative_equal_to_the_positive_does_not_count():
 
 
 def test_no_second_derivative(inputs, monkeypatch):
-    monkeypatch.setitem(losses.CHUNK, "cpu", 300)
+    monkeypatch.setitem(chunks.CHUNK, "cpu", 300)
     out, items, targets = inputs
     loss = training_loss(config("sampled_softmax", negatives="per_position"), out, items, targets)
     with pytest.raises(RuntimeError, match="a sum over chunks of rows has no second derivative"):
@@ -225,7 +225,7 @@ def test_a_bf16_table_gets_a_bf16_gradient(inputs, kind):
 @pytest.mark.parametrize("which", ["history", "sequence"])
 def test_items_of_the_user_do_not_compete(which, smoothing, device, monkeypatch):
     """Against logits of the other items alone, one position at a time; a target may have come before."""
-    monkeypatch.setitem(losses.CHUNK, device, 3 * NUM_ITEMS)
+    monkeypatch.setitem(chunks.CHUNK, device, 3 * NUM_ITEMS)
     batch = make_batch([5, 1, 4])
     batch.target_ids[2], batch.target_ids[7] = batch.item_ids[1], -1
     out = F.normalize(torch.randn(10, E), dim=-1).to(device).requires_grad_()

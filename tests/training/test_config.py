@@ -11,8 +11,9 @@ from data.errors import ConfigError
 from hstu_sparse.launch import precision
 from models.attention import ATTENTION
 from models.hstu import SequenceModel
+from models.options import ModelConfig
 from tests.models.test_hstu import NUM_ITEMS, make_batch
-from training.config import ModelConfig, as_yaml, load_config
+from training.config import as_yaml, load_config
 from training.run import check_backends, set_matmul_precision
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))

@@ -7,55 +7,68 @@ cache for later calls (`functools.cache`) become fakes too: the process must not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from data.errors import ConfigError
-from hstu_sparse import launch, registration
-from hstu_sparse.layer_norm_gate import api as norm_api
-from models import chunks
+from hstu_sparse import launch
 
 H200_MULTIPROCESSORS = 132
 
 
-def _converted(module: torch.nn.Module, target: torch.dtype | torch.device) -> torch.nn.Module:
-    """Do the work of `nn.Module.to`, which cannot exchange fakes."""
-    if isinstance(target, torch.dtype):
-        for part in module.modules():
-            for name, value in part.named_parameters(recurse=False):
-                part.register_parameter(name, torch.nn.Parameter(value.detach().to(target)))
-    return module
+class NoValues(Exception):
+    """A tensor's values were copied to the host: there is nothing to copy, and what follows allocates nothing."""
+
+
+def _to_host(x: Tensor, *arguments, **options):
+    raise NoValues
+
+
+# What torch's functions do inside that need a GPU or values; all others work on fakes.
+_WITHOUT_VALUES: dict[Any, Callable] = {
+    Tensor.is_cuda.__get__: lambda x, *arguments: True,  # type: ignore[attr-defined]
+    Tensor.data_ptr: lambda x: 0,
+    Tensor.item: lambda x: 0,
+    Tensor.__bool__: lambda x: False,
+    # The number of nonzero numbers is not known: assume all.
+    Tensor.nonzero: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
+    Tensor.numpy: _to_host,
+}
+
+
+class ImaginedGpu(TorchFunctionMode):
+    """Replace the torch functions inside that need a GPU or values.
+
+    replaced: what they do, by function. Entries may be added.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.replaced = _WITHOUT_VALUES | {Tensor.backward: self._backward}
+        self.before_backward: Callable[[], None] = lambda: None
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        return self.replaced.get(function, function)(*arguments, **(options or {}))
+
+    def _backward(self, loss: Tensor, **options) -> None:
+        """Compute gradients as `Tensor.backward(loss)` does, but inside this mode, which torch leaves in functions."""
+        self.before_backward()
+        with self:
+            engine = torch.autograd.Variable._execution_engine
+            ones = torch.ones_like(loss)
+            engine.run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager
-def imagined_gpu() -> Iterator[None]:
+def imagined_gpu() -> Iterator[ImaginedGpu]:
     """Make tensors inside fakes that pass for an H200's; ConfigError in a process with Triton's interpreter."""
     if launch.INTERPRET:
         raise ConfigError("--plan needs a process without TRITON_INTERPRET=1")
-    from triton.runtime.jit import JITFunction
-
-    def always(x: torch.Tensor) -> bool:
-        return True
-
-    with ExitStack() as stack:
-        for target, name, value in (
-            (JITFunction, "run", lambda *arguments, **options: None),
-            (launch, "cpu_multiprocessors", H200_MULTIPROCESSORS),
-            (registration, "plain", always),
-            (norm_api, "plain", always),
-            (chunks, "CHUNK", chunks.CHUNK | {"cpu": chunks.CHUNK["cuda"]}),
-            (torch.Tensor, "is_cuda", property(always)),
-            (torch.Tensor, "data_ptr", lambda x: 0),
-            # The number of nonzero numbers is not known: assume all.
-            (torch.Tensor, "nonzero", lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64)),
-            (torch.cuda, "current_device", lambda: -1),
-            (torch.nn.Module, "to", _converted),
-            (torch.nn.init, "trunc_normal_", lambda x, **options: x),  # needs values
-        ):
-            stack.enter_context(patch.object(target, name, value))
-        stack.enter_context(FakeTensorMode())
-        yield
+    with launch.imagined(H200_MULTIPROCESSORS), FakeTensorMode(), ImaginedGpu() as gpu:
+        yield gpu

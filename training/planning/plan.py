@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,9 +28,9 @@ from models.tasks.contract import Task
 from training.average import WeightAverage
 from training.config import ParallelConfig, RunConfig
 from training.graph import padded_sequences, padded_tokens
-from training.planning.imagined import imagined_gpu
+from training.planning.imagined import ImaginedGpu, NoValues, imagined_gpu
 from training.planning.meter import Meter
-from training.planning.ranks import ImaginedRanks, ImaginedTable, imagined_ranks, part_of_a_step, sized
+from training.planning.ranks import ImaginedRanks, ImaginedTable, imagined_unique, part_of_a_step, sized
 from training.ranks.processes import Ranks
 from training.ranks.sharding import Sharded, data_ranks, shard
 from training.ranks.step import token_work
@@ -45,10 +43,6 @@ GPU_BYTES = 139 * 2**30  # for tensors on an H200, where a machine has no GPU to
 CUBLAS_BYTES = 32 * MIB
 SCANNED = 2_000_000  # samples whose batches are searched for the largest one
 LIST = 1e-3  # share of the peak below which a part is not listed
-
-
-class _Enough(Exception):
-    """Ends an evaluation after its first batch."""
 
 
 @dataclass
@@ -98,7 +92,7 @@ def plan(config: RunConfig, data: Data, build_step: Callable, gpu_bytes: int) ->
     result = plan_step(
         config,
         len(data.vocabulary.item_ids),
-        lambda config, ranks: build_model(config, data.vocabulary, torch.device("cpu"), ranks),
+        lambda config, ranks: build_model(config, data.vocabulary, torch.device("cpu"), ranks, ImaginedTable),
         build_step,
         (template, tokens, sequences),
         gpu_bytes,
@@ -139,14 +133,15 @@ def plan_step(
     uncaptured = config.train.model_copy(update={"cuda_graphs": False})
     config = config.model_copy(update={"train": uncaptured, "parallel": parallel})
     judged = None if evaluated is None else most_tokens(evaluated)
-    with imagined_gpu(), imagined_ranks(num_items), patch.dict(os.environ), Meter() as meter:
-        os.environ.pop("WORLD_SIZE", None)  # torchrun did not start this process
+    with imagined_gpu() as gpu, Meter() as meter:
+        gpu.replaced[torch.unique] = imagined_unique(num_items)
         meter.part = "weights"
         model = make_model(config, ranks).train()
         table = cast(ImaginedTable | None, model.embedding.sharded)
         others = [] if table is None else [table.weight]
         average = WeightAverage(model, config.train.ema_decay, others) if config.train.ema_decay else None
-        optimizer, step = build_step(config, model, torch.device("cpu"), average, *([] if ranks is None else [ranks]))
+        of_step = ranks or ImaginedRanks(1, 1, engine=False)
+        optimizer, step = build_step(config, model, torch.device("cpu"), average, of_step)
         weights = [*model.parameters(), *([] if table is None or table.parameter is None else [table.parameter])]
         persistent = {"weights": _bytes(model.parameters()) + _bytes(model.buffers()) + _bytes(others)}
         _follow(meter, model, config)
@@ -155,7 +150,7 @@ def plan_step(
             meter.part = "batch"
             batch = sized(template, tokens, sequences)
             batch = batch if ranks is None else part_of_a_step(batch, ranks)
-            _measure_step(meter, step, replace(batch, phase=phase), result, phase == phases[-1])
+            _measure_step(gpu, meter, step, replace(batch, phase=phase), result, phase == phases[-1])
             del batch
         persistent["gradients"] = _bytes(p.grad for p in weights)
         persistent["optimiser"] = _bytes(x for state in optimizer.state.values() for x in state.values())
@@ -226,22 +221,20 @@ def _follow(meter: Meter, model: SequenceModel, config: RunConfig) -> None:
         meter.follow(layer.attention, f"attention {layer.attention.config.kind}, N = {config.model.max_seq_len:,}")
 
 
-def _measure_step(meter: Meter, step: Callable, batch: Batch, result: Plan, last: bool) -> None:
+def _measure_step(gpu: ImaginedGpu, meter: Meter, step: Callable, batch: Batch, result: Plan, last: bool) -> None:
     """Make two steps, of which the second one has the optimiser's state and gradients from the first."""
     activations: Counter[str] = Counter()
-    backward = torch.Tensor.backward
 
-    def noted(loss, *arguments, **options):
+    def note_activations() -> None:
         activations.clear()
         activations.update(meter.by_part - before)
         meter.part = "backward"
-        backward(loss, *arguments, **options)
 
-    with patch.object(torch.Tensor, "backward", noted):
-        for _ in range(2):
-            meter.part, before = "loss", meter.by_part.copy()
-            meter.reset_peak()
-            step(batch)
+    gpu.before_backward = note_activations
+    for _ in range(2):
+        meter.part, before = "loss", meter.by_part.copy()
+        meter.reset_peak()
+        step(batch)
     result.step = max(result.step, meter.peak)
     if last:
         result.activations = {name: size for name, size in activations.most_common() if size > LIST * meter.peak}
@@ -258,7 +251,7 @@ def _measure_evaluation(
 
         def epoch(self, epoch: int) -> Iterator[Batch]:
             yield batch
-            raise _Enough
+            raise NoValues  # one batch is enough
 
     values = {name: len(x) for name, x, layout in largest._tensors() if layout.offsets}
     meter.part = "batch"
@@ -266,10 +259,7 @@ def _measure_evaluation(
     meter.part = "evaluation"
     meter.reset_peak()
 
-    def to_host(x: torch.Tensor):
-        raise _Enough
-
-    with contextlib.suppress(_Enough), patch.object(torch.Tensor, "numpy", to_host):
+    with contextlib.suppress(NoValues):
         task.evaluate(model, cast(Batches, One()), phase)
     return meter.peak
 

@@ -9,19 +9,14 @@ ids of a step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-import training.run
 from data.batch import Batch, Whole
 from training.config import RunConfig
-from training.ranks import draws
-from training.ranks import step as shared_step
 from training.ranks.processes import Ranks
 from training.ranks.sharding import distinct
 from training.ranks.tables import ShardedTable
@@ -32,13 +27,16 @@ SORTING = 6  # int64 for each id while a look-up's or gradient's ids are sorted 
 class ImaginedRanks(Ranks):
     """The first of the ranks that share batches or tables, without a process group; sequences are not divided."""
 
-    def __init__(self, data: int, world: int):
-        self.engine, self.context, self.data, self.world = True, 1, data, world
+    def __init__(self, data: int, world: int, engine: bool = True):
+        self.engine, self.context, self.data, self.world = engine, 1, data, world
         self.rank = self.place = self.context_rank = 0
         self.group = self.context_group = None
 
     def _reduced(self, x: Tensor, how) -> Tensor:
         return x.detach().clone()
+
+    def data_parallel(self, module: nn.Module, **options) -> Summed:
+        return Summed(module)
 
     def sequences(self, batch: Batch) -> Batch:
         begin, end = self.share(batch.num_sequences)
@@ -141,7 +139,7 @@ class ImaginedTable(ShardedTable):
 class Summed(nn.Module):
     """Stand in for DDP: a gradient moves into a bucket as large as all weights, which stays between steps."""
 
-    def __init__(self, module: nn.Module, **options):
+    def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
         self.buckets: dict[Tensor, Tensor] = {}
@@ -161,22 +159,12 @@ class Summed(nn.Module):
         return self.module(*arguments)
 
 
-@contextmanager
-def imagined_ranks(num_items: int) -> Iterator[None]:
-    """Replace what several ranks need processes or values for; num_items: I, of which ids are uniform draws."""
+def imagined_unique(num_items: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what `torch.unique(x, return_inverse=True)` does for ids that are uniform draws of `num_items`."""
 
-    def unique(x: Tensor, return_inverse: bool) -> tuple[Tensor, Tensor]:
+    def unique(x: Tensor, *, return_inverse: bool, **options) -> tuple[Tensor, Tensor]:
         while_sorted = [torch.empty_like(x) for _ in range(SORTING - 1)]
         del while_sorted
         return x.new_empty(distinct(num_items, len(x))), torch.empty_like(x)
 
-    with ExitStack() as stack:
-        for target, name, value in (
-            (training.run, "ShardedTable", ImaginedTable),
-            (shared_step, "DistributedDataParallel", Summed),
-            (shared_step, "seed_of", lambda *numbers: 0),
-            (draws, "seed_of", lambda *numbers: 0),
-            (torch, "unique", unique),
-        ):
-            stack.enter_context(patch.object(target, name, value))
-        yield
+    return unique

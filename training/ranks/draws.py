@@ -30,10 +30,18 @@ def mixed(x: Tensor) -> Tensor:
 
 def seed_of(*numbers: int) -> int:
     """Return a seed for torch's generators, 0 .. 2^63 - 1, computed from integers."""
-    x = torch.zeros((), dtype=torch.int64)
+    x = 0
     for number in numbers:
-        x = mixed(x ^ _signed(number))
-    return int(x) & (2**63 - 1)
+        x = _mixed(x ^ (number % 2**64))
+    return x & (2**63 - 1)
+
+
+def _mixed(x: int) -> int:
+    """Compute `mixed` of one number, 0 .. 2^64 - 1."""
+    x = (x + STEP) % 2**64
+    x = (x ^ (x >> 30)) * FIRST % 2**64
+    x = (x ^ (x >> 27)) * SECOND % 2**64
+    return x ^ (x >> 31)
 
 
 @dataclass

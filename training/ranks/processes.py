@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from data.batch import Batch, Cut
 from data.errors import ConfigError
@@ -58,6 +59,10 @@ class Ranks:
         self.group, self.context_group = dist.group.WORLD, mesh.get_group("context")
         self.rank, self.place = dist.get_rank(), mesh.get_local_rank("data")
         self.context_rank = mesh.get_local_rank("context")
+
+    def data_parallel(self, module: nn.Module, **options) -> Any:
+        """Wrap a module in DDP, with its `options`, so that a backward pass sums the gradients of all ranks."""
+        return DistributedDataParallel(module, process_group=self.group, **options)
 
     def _meet(self, gpu: bool) -> None:
         """Make the process group."""

@@ -8,7 +8,6 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from data.balance import Deal
 from data.batch import Batch
@@ -77,10 +76,9 @@ def build_shared_step(
     with warnings.catch_warnings():
         # Torch 2.13 has another name for broadcast_buffers, which 2.11 does not know.
         warnings.simplefilter("ignore", FutureWarning)
-        shares = DistributedDataParallel(
+        shares = ranks.data_parallel(
             Shares(config, model, ranks),
             device_ids=None if device.type == "cpu" else [torch.cuda.current_device()],
-            process_group=ranks.group,
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
             # In a phase of its own a layer may leave weights out.
