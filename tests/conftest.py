@@ -16,8 +16,6 @@ os.environ["OPENBLAS_NUM_THREADS"] = str(THREADS)
 
 import pytest  # noqa: E402
 
-from tests.operators.interpreted import interpreted  # noqa: E402
-
 if "PYTEST_XDIST_WORKER" in os.environ:
     # To free what tests leave takes Python seconds, the system none. Functions that are registered later run before.
     atexit.register(os._exit, 0)
@@ -97,9 +95,11 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"campaign: {name}: {sum(cases)} cases passed, at most {max(most):.1f} GiB")
 
 
-@pytest.fixture(autouse=True)
-def kernels_interpreted():
-    with interpreted():
+@pytest.fixture(scope="session", autouse=True)
+def kernels_keep_to_their_tensors():
+    from tests.operators.addresses import addresses_checked
+
+    with addresses_checked():
         yield
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.operators.interpreted import interpreted
+from tests.operators.addresses import addresses_checked
 
 # What the tests' functions import, too. One server starts the processes of all tests that need some.
-PRELOADED = ["pytest", "tests.operators.distributed", "tests.operators.interpreter", "tests.operators.ring_cases"]
+PRELOADED = ["pytest", "tests.operators.distributed", "tests.operators.ring_cases"]
 PRELOADED += ["hstu_sparse.ring.flash.launch", "hstu_sparse.ring.hstu_launch", "train"]
 
 
@@ -72,7 +72,7 @@ def _start(function, rank, world, folder, timeout, arguments):
     # Nobody begins, and may die of it, while others still look for him.
     _meet(Path(folder, "connected"), rank, world)
     try:
-        with interpreted():
+        with addresses_checked():
             result = function(rank, *arguments)
     except Exception as error:
         result = RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")

@@ -90,13 +90,24 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("case", ["groups of 2, window, odd heads", "query-major, half a block, window"])
+@pytest.mark.parametrize(
+    ("case", "bias"),
+    [
+        *(("query-major, half a block, window", bias) for bias in BIASES),
+        ("groups of 2, window, odd heads", "both, times in no order"),
+        *(
+            pytest.param("groups of 2, window, odd heads", bias, marks=pytest.mark.slow)
+            for bias in ("position", "time")
+        ),
+    ],
+)
 def test_bias(case, bias):
     check("cpu", **named(case), **BIASES[bias])
 
 
-@pytest.mark.parametrize("case", ["groups of 2, window, odd heads", "query-major, whole block"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("groups of 2, window, odd heads", marks=pytest.mark.slow), "query-major, whole block"]
+)
 def test_bias_in_deterministic_mode(case):
     check("cpu", **named(case), position=True, buckets=9, deterministic=True)
 
@@ -229,7 +240,14 @@ def test_a_plan_that_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("group", "gap", "buckets"), [(2, 40, 3), (2, 4000, 60), (32, 40, 3), (32, 4000, 60), (32, 10**7, 60)]
+    ("group", "gap", "buckets"),
+    [
+        (2, 4000, 60),
+        (32, 40, 3),
+        (32, 10**7, 60),
+        pytest.param(2, 40, 3, marks=pytest.mark.slow),
+        pytest.param(32, 4000, 60, marks=pytest.mark.slow),
+    ],
 )
 def test_tiles_of_few_buckets(group, gap, buckets):
     """Times at even distances: chosen blocks of one bucket, of a few, and of more seconds than fp32 counts."""

@@ -245,7 +245,7 @@ def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
     monkeypatch.setattr(small, "HELD", 128)
     monkeypatch.setattr(small, "takes_products", lambda *_: True)
     for corrected in (False, True):
-        check("cpu", **{**CASE, "sampled": "per token", "tokens": 270, "num_negatives": 40, "corrected": corrected})
+        check("cpu", **{**CASE, "sampled": "per token", "tokens": 140, "num_negatives": 12, "corrected": corrected})
 
 
 @interpreter

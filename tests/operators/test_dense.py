@@ -161,8 +161,15 @@ def few_near_blocks(monkeypatch):
 
 
 @interpreter
-@pytest.mark.parametrize("gap", [1000, 1_000_000])
-@pytest.mark.parametrize("features", [("position", "time"), ("targets", "position", "time", "query_times")])
+@pytest.mark.parametrize(
+    ("features", "gap"),
+    [
+        (("targets", "position", "time", "query_times"), 1000),
+        (("position", "time"), 1_000_000),
+        pytest.param(("targets", "position", "time", "query_times"), 1_000_000, marks=pytest.mark.slow),
+        pytest.param(("position", "time"), 1000, marks=pytest.mark.slow),
+    ],
+)
 def test_narrow_tiles_of_the_time_bias(few_near_blocks, gap, features):
     """Timestamps even enough that tiles away from the diagonal span few buckets; with large gaps, too long for that."""
     x = inputs((230,), 240, heads=1, features=features)
@@ -180,7 +187,7 @@ def test_descending_and_equal_timestamps(few_near_blocks):
 
 
 @interpreter
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("window", [0, pytest.param(100, marks=pytest.mark.slow)])
 def test_timestamps_in_no_order(few_near_blocks, window):
     """No tile is narrow, and most are far from the diagonal."""
     x = inputs((300,), 300, heads=1, features=("position", "time"), window=window)
@@ -281,7 +288,9 @@ def op_arguments(x):
 
 
 @interpreter
-@pytest.mark.parametrize("features", [(), ("targets", "position", "time", "query_times")])
+@pytest.mark.parametrize(
+    "features", [pytest.param((), marks=pytest.mark.slow), ("targets", "position", "time", "query_times")]
+)
 def test_opcheck(features):
     x = inputs((12, 0, 5), 13, features=features)
     for name in ("q", "k", "v", "position", "time"):

@@ -52,7 +52,7 @@ def test_groups_agree_with_reference(case):
     agree(*problem(*sizes), selection_group=selection_group)
 
 
-@pytest.mark.parametrize("rate, length", [(16, 19), (32, 35)])
+@pytest.mark.parametrize("rate, length", [(16, 19), pytest.param(32, 35, marks=pytest.mark.slow)])
 def test_queries_turned_step_by_step(rate, length, monkeypatch):
     """Take the path of the 16-bit types with fp32, since the interpreter does not support them."""
     monkeypatch.setattr(launch, "STEPPED", (torch.float32,))

@@ -295,7 +295,13 @@ def choice_with(capacity, sample):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["few numbers", "all zero", "none above zero", "ascending", "descending", "infinite"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "few numbers", "all zero", "ascending", "infinite",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none above zero", "descending")),
+    ],
+)  # fmt: skip
 def test_ties_are_exact(kind, backend, monkeypatch):
     """Whole numbers, so that equal scores are equal bits; rows with so little room that every kernel has work."""
     lengths, top_k, choosing = (70, 0, 19, 1), 7, contextlib.nullcontext()
@@ -556,7 +562,7 @@ def test_key_heads_are_attention_by_themselves(group):
 
 
 @interpreter
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["sparse_attention", "lightning_indexer", "index_loss", "index_scores"])
 def test_opcheck(name, group):
     from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
@@ -586,7 +592,7 @@ def test_opcheck(name, group):
 
 
 @interpreter
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_graph(group):
     lengths = (6, 3)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)

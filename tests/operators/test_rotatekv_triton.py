@@ -103,8 +103,16 @@ def test_edge_cases(name):
     check("cpu", **(BASE | dict(lengths=list(lengths), query_lengths=[2 for _ in lengths], max_seq_len=N)))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("options", [{}, dict(sparsity=0.7), dict(head_group=4, quant_group=16, sink_tokens=9)])
+PACKING = {"plain": {}, "pruned": dict(sparsity=0.7), "groups": dict(head_group=4, quant_group=16, sink_tokens=9)}
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        *(("plain", bits) for bits in (2, 3, 4, 8)), ("pruned", 3), ("groups", 3),
+        *(pytest.param(name, bits, marks=pytest.mark.slow) for name in ("pruned", "groups") for bits in (2, 4, 8)),
+    ],
+)  # fmt: skip
 def test_packed_bits_are_the_references(bits, options):
     """On whole numbers, whose sums are exact in whatever order, every tensor of the cache is the same."""
     lengths, more = (37, 0, 130, 1), (1, 70, 3, 0)
@@ -115,7 +123,7 @@ def test_packed_bits_are_the_references(bits, options):
         for n in (lengths, more)
     ]
     for backend in ("reference", "triton"):
-        cache = rotatekv_compress(*parts[0], bits=bits, **options, backend=backend)
+        cache = rotatekv_compress(*parts[0], bits=bits, **PACKING[options], backend=backend)
         caches.append(cache.append(*parts[1], backend=backend).tensors)
     for name, x in caches[0].items():
         assert torch.equal(x, caches[1][name]), name
