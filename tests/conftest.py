@@ -3,8 +3,6 @@
 torch is imported by the processes that run tests, and not by the one that distributes them over others.
 """
 
-import atexit
-import gc
 import os
 import sys
 
@@ -16,13 +14,10 @@ os.environ["OPENBLAS_NUM_THREADS"] = str(THREADS)
 
 import pytest  # noqa: E402
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # To free what tests leave takes Python seconds, the system none. Functions that are registered later run before.
-    atexit.register(os._exit, 0)
-
 # The share of the GPU's memory for all processes together: the rest is their contexts and kernels.
 SHARED_MEMORY = 0.9
 MOST_CACHED = 2**30  # bytes that a test may leave in torch's cache
+CUDA_ERROR = pytest.StashKey[str]()  # the test in which this process lost its GPU context
 
 
 def pytest_addoption(parser):
@@ -50,14 +45,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {gpus}"))
 
 
-def pytest_collection_finish():
-    gc.freeze()  # modules and tests stay: garbage collection need not look at them, nor forks copy them
-
-
 def pytest_runtest_setup(item):
     """Each process has its share of the GPU, so that a test that asks for too much fails, and not one beside it."""
     import torch
 
+    if CUDA_ERROR in item.config.stash:
+        pytest.fail(f"this process has had no working GPU since {item.config.stash[CUDA_ERROR]}", pytrace=False)
     if WORKERS > 1 and item.get_closest_marker("gpu") and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(SHARED_MEMORY / WORKERS)
 
@@ -72,15 +65,9 @@ def pytest_runtest_teardown(item):
         torch.cuda.empty_cache()
 
 
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """A process whose GPU context is lost would fail all its other tests too: pytest-xdist gets to start another."""
-    report = yield
-    if WORKERS > 1 and call.excinfo and "CUDA error" in str(call.excinfo.value):
-        with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            print(f"\n{item.nodeid}: {call.excinfo.value}", file=sys.stderr, flush=True)
-        os._exit(1)
-    return report
+    if call.excinfo and "CUDA error" in str(call.excinfo.value):
+        item.config.stash.setdefault(CUDA_ERROR, item.nodeid)
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -101,79 +88,6 @@ def kernels_keep_to_their_tensors():
 
     with addresses_checked():
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def curves_drawn_once():
-    """Draw the first of all figures with the same curves and points, and copy it for the others.
-
-    Drawing is half of what a tiny run takes. Curves with values that are not finite count as other ones.
-    """
-    if report := sys.modules.get("training.report"):
-        draw, drawn = report._plot, {}
-
-        def plot(folder, history, plotted, baseline):
-            values = str(history)
-            key = str([sorted(row) for row in history]), plotted, *baseline, "nan" in values, "inf" in values
-            if key not in drawn:
-                drawn[key] = {name: (folder / name).read_bytes() for name in draw(folder, history, plotted, baseline)}
-            for name, content in drawn[key].items():
-                report.write_file(folder / name, content)
-            return list(drawn[key])
-
-        report._plot = plot
-    yield
-    if report:
-        report._plot = draw
-
-
-@pytest.fixture(scope="session")
-def quick_python(tmp_path_factory):
-    """A `python` that starts at once, for tests of what programs do and not of how they start."""
-    from tests.quick_python import QuickPython
-
-    with QuickPython(folder_of_all(tmp_path_factory, "quick-python")) as python:
-        yield python
-
-
-@pytest.fixture(scope="session")
-def compiling_python(tmp_path_factory):
-    """A `python` as `quick_python` is, for programs that compile kernels: Triton's interpreter is off in them."""
-    from tests.quick_python import QuickPython
-
-    with QuickPython(folder_of_all(tmp_path_factory, "compiling-python"), "0") as python:
-        yield python
-
-
-@pytest.fixture(scope="session")
-def quick_forks(quick_python):
-    """Have the server of multiprocessing, from which its processes are forked, be a program of `quick_python`."""
-    import multiprocessing
-
-    multiprocessing.set_executable(quick_python.executable)
-    yield
-    multiprocessing.set_executable(sys.executable)
-
-
-@pytest.fixture
-def quick_processes(monkeypatch, quick_forks):
-    """Have programs that start processes by multiprocessing get forks that have imported everything."""
-    import multiprocessing
-
-    from tests.operators.distributed import forking_context
-
-    context = forking_context()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
-
-
-def folder_of_all(tmp_path_factory, name):
-    """Return a folder that all processes of these tests have in common."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    folder = folder / name
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_little_better_cut_off_or_beside_leads_nowhere():
     assert again == [beside._replace(more={"k": 1, "seed": 7}), first._replace(more={"seed": 7})]
 
 
-def test_trials_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys, quick_processes):
+def test_trials_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys):
     out = tmp_path / "out"
     limits = ["--seconds", "3600", "--trials", "3", "--workers", "1", "--runs", str(tmp_path)]
     trials.main([str(plan), "one:train.batch_size=16", "--out", str(out), *limits])
@@ -190,7 +190,7 @@ def test_settings_for_several_data_sets_are_only_drawn_and_compared_with_the_bes
     assert [line.split()[0] for line in last] == ["1.000", "0.900"] and last[1].endswith("a=1")
 
 
-def test_runs_to_judge_are_no_trials(plan, tmp_path, capsys, quick_processes):
+def test_runs_to_judge_are_no_trials(plan, tmp_path, capsys):
     out = tmp_path / "out"
     plan.write_text(PLAN.replace("    options:", "    judged: [3, 4]\n    options:"))
     state = trials.load_plan(plan, [])[1]["one"]

@@ -97,7 +97,7 @@ def test_exception_midway_leaves_nothing(load, monkeypatch, tmp_path):
     assert load("ml-100k", tmp_path / "raw.txt").num_events == 16
 
 
-def test_kill_midway_leaves_no_half_cache(load, tmp_path, quick_python):
+def test_kill_midway_leaves_no_half_cache(load, tmp_path):
     file = tmp_path / "raw.txt"
     file.write_text(GOOD)
     program = f"""
@@ -114,7 +114,7 @@ def slow(*args, **kwargs):
 np.save = slow
 load_dataset("ml-100k", {str(file)!r}, cache_dir={str(tmp_path / "cache")!r})
 """
-    command = [quick_python.executable, "-c", program]
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline().strip() == "midway"
         process.send_signal(signal.SIGKILL)

@@ -14,12 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch.utils.tensorboard  # noqa: F401 (once here, not in each child)
+# Once here, not in each child:
+import matplotlib.pyplot  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
 
 from tests.hostile import caches, configs, downloads, features, kills, operators, own_data, raw, runs, side
 from tests.hostile.accepted import ACCEPTED
 from tests.hostile.harness import VERDICTS, run_all
-from tests.quick_python import draw_once
 
 AREAS = {
     "config": configs.cases,
@@ -46,7 +47,6 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.areas) - AREAS.keys():
         parser.error(f"no area {', '.join(sorted(unknown))}; there are {', '.join(AREAS)}")
-    draw_once()
     gc.freeze()  # the cases' processes copy less
     started, counts, failed = time.monotonic(), collections.Counter(), []
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("sample", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_short_campaign(sample, compiling_python):
+def test_short_campaign(sample):
     options = ["--short", "--quiet", "--jobs", "2", "--sample", str(sample)]
-    command = [compiling_python.executable, "-m", "tests.hostile", *options]
+    command = [sys.executable, "-m", "tests.hostile", *options]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]

@@ -26,12 +26,12 @@ def launches_of(name: str) -> list[Launches]:
     return operator(name).launches()
 
 
-def compiled(python: str, names: Iterable[str], architectures: Iterable[int], once: bool = False) -> list[dict]:
-    """Return the results of `compile_operator` for these operators and architectures, from one process of `python`."""
+def compiled(names: Iterable[str], architectures: Iterable[int], once: bool = False) -> list[dict]:
+    """Return the results of `compile_operator` for these operators and architectures, from one process."""
     listed = (",".join(names), ",".join(map(str, architectures)), *(["once"] if once else []))
     environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [python, "-m", "tests.operators.compiling", *listed],
+        [sys.executable, "-m", "tests.operators.compiling", *listed],
         env=environment,
         cwd=ROOT,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Runs a function in several processes that are a process group of gloo, and collects what each returns."""
+"""Run a function in several processes that are a process group of gloo, and collect what each returns."""
 
 import datetime
 import multiprocessing
@@ -13,22 +13,6 @@ import torch.distributed as dist
 
 from tests.operators.addresses import addresses_checked
 
-# What the tests' functions import, too. One server starts the processes of all tests that need some.
-PRELOADED = ["pytest", "tests.operators.distributed", "tests.operators.ring_cases"]
-PRELOADED += ["hstu_sparse.ring.flash.launch", "hstu_sparse.ring.hstu_launch", "train"]
-
-
-def forking_context():
-    """Return a context of multiprocessing whose processes are forks of one that has imported all that tests run.
-
-    With the fixture `quick_forks` that one is a fork of `quick_python`'s server.
-
-    It has no threads of the tests, and its environment is that of its start.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
 
 def run_ranks(
     function: Callable, world: int, *arguments, hanging: int | None = None, seconds: float = 600.0, timeout: float = 300
@@ -38,7 +22,9 @@ def run_ranks(
     function: importable. hanging: a rank that does not return, and is killed once the others have; None is its result.
     seconds: after which processes that still run are killed too. timeout: of the process group.
     """
-    context = forking_context()
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, by the server from which all ranks of all tests are forked.
+    context.set_forkserver_preload(["pytest", "tests.operators.distributed", "tests.operators.ring_cases"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_start, args=(function, rank, world, folder, timeout, arguments), daemon=True)

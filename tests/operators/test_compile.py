@@ -25,16 +25,16 @@ GROUPS += [tuple(sorted({*NAMES} - {name for group in GROUPS for name in group})
 
 
 @pytest.mark.parametrize("names", GROUPS, ids=" ".join)
-def test_every_kernel_compiles(names, compiling_python):
-    check(names, (90,), compiled(compiling_python.executable, names, (90,), once=True))
+def test_every_kernel_compiles(names):
+    check(names, (90,), compiled(names, (90,), once=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "architectures"), PARTS, ids=[f"{' '.join(names)}-{'-'.join(map(str, archs))}" for names, archs in PARTS]
 )
-def test_every_case_compiles(names, architectures, compiling_python):
-    check(names, architectures, compiled(compiling_python.executable, names, architectures))
+def test_every_case_compiles(names, architectures):
+    check(names, architectures, compiled(names, architectures))
 
 
 def check(names, architectures, kernels):

@@ -72,7 +72,7 @@ RING_CASES += [(form, option) for form in ("plain", "zigzag") for option in WIND
 
 
 @pytest.mark.parametrize(("world", "cases", "single_heads"), [(2, RING_CASES, False), (3, RING_CASES[3::4], True)])
-def test_the_calls_of_a_ring_make_the_whole_attention(world, cases, single_heads, quick_forks):
+def test_the_calls_of_a_ring_make_the_whole_attention(world, cases, single_heads):
     """FlashAttention-4's calls by place-holders on the CPU: which rows, which mask, how parts are merged and sent."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():

@@ -10,7 +10,6 @@ from hstu_sparse.testing import make_offsets
 from tests.operators.distributed import run_ranks
 from tests.operators.ring_cases import CASES, FORMS, OPTIONS, all_of_rank, expected, lengths_of, of_rank
 
-pytestmark = pytest.mark.usefixtures("quick_forks")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 

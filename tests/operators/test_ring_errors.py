@@ -12,8 +12,6 @@ from hstu_sparse.compat import triton_ring_flash_attn_func
 from hstu_sparse.ring import ring_flash_attention, ring_hstu_attention
 from tests.operators.distributed import run_ranks
 
-pytestmark = pytest.mark.usefixtures("quick_forks")
-
 
 def tensors(tokens, heads=2):
     return [torch.randn(1, tokens, heads, 16) for _ in range(3)]

@@ -5,8 +5,6 @@ import pytest
 from tests.operators.ring_cases import CASES
 from tests.operators.test_ring import assert_as_one_process, results_of
 
-pytestmark = pytest.mark.usefixtures("quick_forks")
-
 
 @pytest.mark.parametrize(("form", "option"), CASES)
 def test_four_processes_equal_one(form, option):

@@ -9,8 +9,6 @@ from hstu_sparse.ring import cut_sequences
 from tests.operators.distributed import run_ranks
 from tests.operators.ring_cases import HSTU_CASES, all_hstu_of_rank, hstu_expected, hstu_inputs, hstu_of_rank
 
-pytestmark = pytest.mark.usefixtures("quick_forks")
-
 
 @functools.cache
 def results_of(world: int) -> list:

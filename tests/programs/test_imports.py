@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,43 +37,16 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-# Tells the names of what modules import that is none of the project's.
-OTHERS = """
-import importlib, sys
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except BaseException:
-        pass
-ours = {"tests", *(name.partition(".")[0] for name in sys.argv[1:])}
-print(*(name for name in sys.modules if name.partition(".")[0] not in ours))
-"""
-# Imports each module in a process of its own that has nothing of the project but the packages around the module, which
-# Python imports before it in any case. What the project imports of others is there: standard input has the names.
+# Imports each module in a process of its own, which has nothing of the project but the packages around the module.
 EACH_ALONE = """
-import importlib, os, sys, traceback
-for name in sys.stdin.read().split():
-    try:
-        importlib.import_module(name)
-    except BaseException:
-        pass
-def alone(package):
-    failed = False
-    for name in sys.argv[1:]:
-        if name.rpartition(".")[0] == package:
-            child = os.fork()
-            if not child:
-                try:
-                    importlib.import_module(name)
-                    print(name, flush=True)
-                    failed = alone(name)
-                except BaseException:
-                    traceback.print_exc()
-                    failed = True
-                os._exit(failed)
-            failed |= os.waitpid(child, 0)[1] != 0
-    return failed
-sys.exit(alone(""))
+import importlib, multiprocessing, sys
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["fbgemm_gpu", "polars", "pydantic", "rich", "torchrec", "torch._dynamo", "triton"])
+for name in sys.argv[1:]:
+    process = context.Process(target=importlib.import_module, args=(name,))
+    process.start()
+    process.join()
+    print(name * (process.exitcode != 0))
 """
 MODULES = {name_of(file): file for file in FILES}
 
@@ -170,19 +142,14 @@ def test_operators_do_not_import_one_another():
 PACKAGES = [name for name, file in MODULES.items() if file.name == "__init__.py" or file.parent == ROOT]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="each module is imported in a fork of one process")
 @pytest.mark.parametrize(
     "modules", [PACKAGES, pytest.param([*MODULES], marks=pytest.mark.slow)], ids=["packages and programs", "all"]
 )
-def test_modules_import_alone(modules, quick_python):
+def test_modules_import_alone(modules):
     """Packages and programs import nearly all others, which without a circle can be imported alone where these can."""
-    command = [quick_python.executable, "-c", OTHERS, *modules]
-    others = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert " torch " in others and " hstu_sparse " not in others
-    command = [sys.executable, "-c", EACH_ALONE, *modules]
-    run = subprocess.run(command, cwd=ROOT, input=others, capture_output=True, text=True)
-    missing = set(modules) - set(run.stdout.split())
-    assert run.returncode == 0 and not missing, f"cannot be imported alone: {sorted(missing)}\n{run.stderr[-3000:]}"
+    run = subprocess.run([sys.executable, "-c", EACH_ALONE, *modules], cwd=ROOT, capture_output=True, text=True)
+    failed = run.stdout.split()
+    assert run.returncode == 0 and not failed, f"cannot be imported alone: {failed}\n{run.stderr[-3000:]}"
 
 
 def test_no_function_hides_a_module():

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,11 @@ for arguments in json.load(open(sys.argv[1])):
 """
 
 
-def by_two(python, folder, calls):
+def by_two(folder, calls):
     """Run train.py in two processes, for each list of arguments."""
     (folder / "each.py").write_text(EACH)
     (folder / "calls.json").write_text(json.dumps([[str(argument) for argument in call] for call in calls]))
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [*launcher, str(folder / "each.py"), str(folder / "calls.json")]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -60,10 +61,10 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_train_as_one(tmp_path, quick_python):
+def test_two_processes_train_as_one(tmp_path):
     calls = {kind: [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *KINDS[kind]] for kind in KINDS}
     together = [[*call, "parallel.context=2", "--run", tmp_path / f"{kind}-two"] for kind, call in calls.items()]
-    two = by_two(quick_python.executable, tmp_path, together)
+    two = by_two(tmp_path, together)
     assert two.returncode == 0, two.stderr[-3000:]
     assert two.stdout.count("Report:") == len(KINDS)
     for kind, call in calls.items():

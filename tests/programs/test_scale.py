@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,10 @@ def check(shared, alone):
 @pytest.mark.parametrize(
     ("worlds", "cases"), [((2,), SHORT), pytest.param((2, 4), CASES, marks=pytest.mark.slow)], ids=["short", "all"]
 )
-def test_ranks_train_and_judge_as_one(tmp_path, quick_python, worlds, cases):
+def test_ranks_train_and_judge_as_one(tmp_path, worlds, cases):
     exported = ("hstu", "bsa-column-mixed", "sasrec-row-whole")  # replicated, by columns, by rows and with features
     after = ["judge:hstu-row-fused", *(f"export:{case}" for case in exported)]
-    launch(quick_python.executable, [1, *worlds], tmp_path, *cases, *after)
+    launch(sys.executable, [1, *worlds], tmp_path, *cases, *after)
     for case in cases:
         one = facts_of(tmp_path, case, 1)
         assert len(one["losses"]) >= 30 and one["losses"][-1] < 0.9 * one["losses"][0], case
@@ -91,11 +92,11 @@ def test_ranks_train_and_judge_as_one(tmp_path, quick_python, worlds, cases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "kill"), [("sasrec-row-whole", "1:step:14"), ("bsa-column-mixed", "0:save:9")])
-def test_a_killed_rank_changes_nothing(tmp_path, quick_python, case, kill):
+def test_a_killed_rank_changes_nothing(tmp_path, case, kill):
     """SIGKILL of one rank, between two steps or within a checkpoint; torchrun starts both again."""
-    launch(quick_python.executable, [1], tmp_path, case)
+    launch(sys.executable, [1], tmp_path, case)
     errors = launch(
-        quick_python.executable,
+        sys.executable,
         [2],
         tmp_path,
         f"{case}:resume:train.checkpoint_seconds=0",
@@ -109,7 +110,7 @@ def test_a_killed_rank_changes_nothing(tmp_path, quick_python, case, kill):
 
 
 @pytest.mark.parametrize(("kills", "epochs"), [(1, 2), pytest.param(5, 8, marks=pytest.mark.slow)])
-def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, quick_python, kills, epochs):
+def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, kills, epochs):
     """SIGKILL of a random rank at a random step of each run; the metrics are those of an undisturbed run."""
     draw, steps, shardings = random.Random(48), 4 * epochs, ("replicated", "row_wise", "table_wise", "column_wise")
     cases = {f"{sharding}-{n}": [f"parallel.embedding={sharding}"] for sharding in shardings for n in range(kills)}
@@ -118,9 +119,9 @@ def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, quick_pyt
     more = tmp_path / "more.json"
     more.write_text(json.dumps(cases))
     settings = f"train.epochs={epochs}:eval.every=2:train.checkpoint_seconds=0"
-    launch(quick_python.executable, [1], tmp_path / "alone", f"replicated-0:{settings}", more=more)
+    launch(sys.executable, [1], tmp_path / "alone", f"replicated-0:{settings}", more=more)
     resumed = [f"{case}:resume:{settings}" for case in cases]
-    launch(quick_python.executable, [2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more)
+    launch(sys.executable, [2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more)
     for case in cases:
         facts = facts_of(tmp_path, case, 2)
         assert (tmp_path / f"{case}.killed").exists() and 0 < len(facts["losses"]) < steps, case
@@ -133,7 +134,7 @@ def tensors_of(checkpoint):
     return torch.load(checkpoint.parent / "whole.pt")
 
 
-def test_a_rank_without_rows_of_the_table(tmp_path, quick_python):
+def test_a_rank_without_rows_of_the_table(tmp_path):
     """Four items by rows on three ranks: two each, and none. The run is also resumed."""
     items = "data.synthetic={num_users: 37, num_items: 4, num_clusters: 2, mean_length: 8}"
     cases = {"few": [items, "parallel.embedding=row_wise"]}
@@ -141,17 +142,17 @@ def test_a_rank_without_rows_of_the_table(tmp_path, quick_python):
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     for world, epochs in ((1, 2), (3, 1), (3, 2)):
         names = [f"{case}:resume:train.epochs={epochs}:eval.every=2" for case in cases]
-        launch(quick_python.executable, [world], tmp_path / str(world), *names, more=tmp_path / "cases.json")
+        launch(sys.executable, [world], tmp_path / str(world), *names, more=tmp_path / "cases.json")
     for case in cases:
         check(facts_of(tmp_path / "3", case, 3), facts_of(tmp_path / "1", case, 1))
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, quick_python):
+def two_ranks(tmp_path_factory):
     """A folder with a finished run `row` of two ranks, whose two last checkpoints are in the last epoch."""
     out = tmp_path_factory.mktemp("two")
     (out / "cases.json").write_text(json.dumps({"row": ["parallel.embedding=row_wise", "train.ema_decay=0.9"]}))
-    launch(quick_python.executable, [2], out, f"row:resume:{FEW}", more=out / "cases.json")
+    launch(sys.executable, [2], out, f"row:resume:{FEW}", more=out / "cases.json")
     return out
 
 
@@ -165,8 +166,8 @@ def test_the_folder_s_option_has_two_names():
     assert [train_options(None, ["pyproject.toml", name, "r"]).run for name in ("--out", "--run")] == [Path("r")] * 2
 
 
-def test_ranks_save_nothing_that_is_not_finite(tmp_path, quick_python):
-    errors = launch(quick_python.executable, [2], tmp_path, f"hstu:resume:{FEW}:train.lr=1e20", status=1)
+def test_ranks_save_nothing_that_is_not_finite(tmp_path):
+    errors = launch(sys.executable, [2], tmp_path, f"hstu:resume:{FEW}:train.lr=1e20", status=1)
     kept = checkpoints(tmp_path / "hstu")
     for checkpoint in kept:
         assert all(value.isfinite().all() for value in tensors_of(checkpoint).values())
@@ -180,7 +181,7 @@ def test_ranks_agree_once_a_step(two_ranks):
     assert facts["agreements"] == len(facts["losses"]) + 1
 
 
-def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path, quick_python):
+def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path):
     """Each file, shards included; and --resume auto goes on from the checkpoint before."""
     shutil.copytree(two_ranks, tmp_path, dirs_exist_ok=True)
     run = tmp_path / "row"
@@ -195,37 +196,35 @@ def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path, quick_pyt
         next((run / "checkpoints").glob("damaged-*")).rename(aside)
     shard = next(last.glob("__1_*.distcp"))
     shard.write_bytes(bytes(byte ^ 1 if place == 5000 else byte for place, byte in enumerate(shard.read_bytes())))
-    command = [*torchrun(quick_python.executable, 2), "train.py", "--resume", run]
+    command = [*torchrun(sys.executable, 2), "train.py", "--resume", run]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and f"error: {shard}: damaged" in done.stderr, done.stderr
-    launch(quick_python.executable, [2], tmp_path, f"row:resume:{FEW}", more=tmp_path / "cases.json")
+    launch(sys.executable, [2], tmp_path, f"row:resume:{FEW}", more=tmp_path / "cases.json")
     assert len(list((run / "checkpoints").glob(f"damaged-{last.name}-*"))) == 1
     assert len(facts_of(tmp_path, "row", 2)["losses"]) == 1
     check(facts_of(tmp_path, "row", 2), facts_of(two_ranks, "row", 2))
 
 
 @pytest.mark.slow
-def test_resumed_on_other_ranks_and_shardings(tmp_path, quick_python):
+def test_resumed_on_other_ranks_and_shardings(tmp_path):
     case = "hstu"
-    launch(quick_python.executable, [1], tmp_path / "alone", case)
+    launch(sys.executable, [1], tmp_path / "alone", case)
     changes = [(2, 2, "row_wise"), (1, 4, "replicated"), (2, 5, "column_wise"), (2, 6, "replicated")]
     for world, epochs, kind in (*changes, (2, 8, "table_wise")):
-        launch(
-            quick_python.executable, [world], tmp_path, f"{case}:resume:train.epochs={epochs}:parallel.embedding={kind}"
-        )
+        launch(sys.executable, [world], tmp_path, f"{case}:resume:train.epochs={epochs}:parallel.embedding={kind}")
     check(facts_of(tmp_path, case, 2), facts_of(tmp_path / "alone", case, 1))
 
 
 @pytest.mark.slow
-def test_batches_sequences_and_table_are_divided_together(tmp_path, quick_python):
+def test_batches_sequences_and_table_are_divided_together(tmp_path):
     """Two ranks share each batch, two each sequence, and all four the table; an auxiliary loss that counts groups."""
     ring, row = "model.attention={kind: ring, inner: hstu}", "parallel.embedding=row_wise"
     indexer = "model.attention={kind: indexer, top_k: 4, warmup_steps: 8, selection_group: 4}"
     cases = {"ring": [ring, row], "ring-whole": [ring, row, "loss.kind=cross_entropy"], "indexer": [indexer]}
     more = tmp_path / "more.json"
     more.write_text(json.dumps(cases))
-    launch(quick_python.executable, [1], tmp_path, *cases, more=more)
+    launch(sys.executable, [1], tmp_path, *cases, more=more)
     divided = [f"{case}:parallel.context=2" if "ring" in case else case for case in cases]
-    launch(quick_python.executable, [4], tmp_path, *divided, more=more)
+    launch(sys.executable, [4], tmp_path, *divided, more=more)
     for case in cases:
         check(facts_of(tmp_path, case, 4), facts_of(tmp_path, case, 1))

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,6 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import train
-from tests.hostile.harness import signalled
-from training import checkpoint
 from training.checkpoint import checkpoints, load_folder
 from training.config import load_config
 
@@ -93,13 +92,35 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     assert result["model"]["history"]["HR@10"] > result["popularity"]["history"]["HR@10"]
 
 
-def main(arguments):
-    return train.main([str(argument) for argument in arguments])
+# Runs train.py; the process sends itself a signal in a certain call of a function.
+SIGNALLED = """
+import importlib, itertools, os, sys
+import train
+
+number, module, name, call, *arguments = sys.argv[1:]
+module, calls = importlib.import_module(module), itertools.count(1)
+whole = getattr(module, name)
+
+def counted(*given, **named):
+    if next(calls) == int(call):
+        os.kill(os.getpid(), int(number))
+    return whole(*given, **named)
+
+setattr(module, name, counted)
+sys.exit(train.main(arguments))
+"""
+
+
+def signalled(arguments, number, module, name, call):
+    """Run train.py in a process that gets the signal `number` in its `call`-th call of module.name."""
+    command = [sys.executable, "-c", SIGNALLED, int(number), module, name, call, *arguments]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(list(map(str, command)), cwd=ROOT, **output)
 
 
 def dies(arguments, *moment):
-    ended = signalled(lambda: main(arguments), signal.SIGKILL, *moment)
-    assert ended.status == -signal.SIGKILL, ended.output
+    ended = signalled(arguments, signal.SIGKILL, *moment)
+    assert ended.returncode == -signal.SIGKILL, ended.stdout
 
 
 def test_killed_three_times_and_resumed_ends_the_same(tmp_path):
@@ -108,10 +129,10 @@ def test_killed_three_times_and_resumed_ends_the_same(tmp_path):
     varied = ["train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}", "train.checkpoint_seconds=0"]
     assert start(reference, *varied).returncode == 0
     resume = ["--resume", folder]
-    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], train, "set_lr", 20)
+    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], "train", "set_lr", 20)
     assert checkpoints(folder)[-1].name == "step-00000019"
-    dies(resume, os, "rename", 2)
-    dies(resume, checkpoint, "save_file", 4)
+    dies(resume, "os", "rename", 2)
+    dies(resume, "training.checkpoint", "save_file", 4)
     assert not (folder / "result.json").exists()
     done = run("train.py", *resume)
     assert done.returncode == 0, done.stderr
@@ -122,9 +143,9 @@ def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
     reference, _ = finished
     folder = tmp_path / "run"
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
-    ended = signalled(lambda: main(arguments), signal.SIGTERM, train, "set_lr", 20)
-    assert ended.status == 128 + signal.SIGTERM, ended.output
-    assert f"python train.py --resume {folder}" in ended.output.replace("\n", "")
+    ended = signalled(arguments, signal.SIGTERM, "train", "set_lr", 20)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stdout
+    assert f"python train.py --resume {folder}" in ended.stdout.replace("\n", "")
     assert json.loads(sorted((folder / "checkpoints").glob("step-*"))[-1].joinpath("state.json").read_text())["step"]
     assert run("train.py", "--resume", folder).returncode == 0
     assert final(folder) == final(reference)
@@ -135,7 +156,7 @@ def test_a_signal_in_the_last_step_is_not_the_end_of_the_epoch(finished, tmp_pat
     reference, _ = finished
     folder = tmp_path / "run"
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
-    assert signalled(lambda: main(arguments), signal.SIGTERM, train, "set_lr", 52).status == 128 + signal.SIGTERM
+    assert signalled(arguments, signal.SIGTERM, "train", "set_lr", 52).returncode == 128 + signal.SIGTERM
     facts = [json.loads((checkpoints(folder)[-1] / "state.json").read_text())]
     assert run("train.py", "--resume", folder).returncode == 0
     facts.append(json.loads((checkpoints(folder)[-1] / "state.json").read_text()))
@@ -274,8 +295,8 @@ def test_what_is_not_finite_is_one_line_and_not_saved(tmp_path, options):
 def test_a_signal_saves_nothing_that_is_not_finite(tmp_path):
     """After two steps the weights are infinite, before the third one a signal arrives."""
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "train.lr=1e38", "--run", tmp_path / "run"]
-    ended = signalled(lambda: main(arguments), signal.SIGTERM, train, "set_lr", 4)
-    assert ended.status == 2 and f"{checkpoints(tmp_path / 'run')[-1]} is kept" in ended.output, ended.output
+    ended = signalled(arguments, signal.SIGTERM, "train", "set_lr", 4)
+    assert ended.returncode == 2 and f"{checkpoints(tmp_path / 'run')[-1]} is kept" in ended.stdout, ended.stdout
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000000"] and all_finite(tmp_path / "run")
 
 

@@ -30,9 +30,9 @@ def trained(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(folder, *options, log=None, python=sys.executable, program=(ROOT / "serve.py",)):
+def serving(folder, *options, log=None, program=(ROOT / "serve.py",)):
     """Yield (the process, a client) of serve.py on a free port; the process is killed at the end if it still runs."""
-    command = [python, *program, folder, "--port", "0", "--device", "cpu", *SMALL, *options]
+    command = [sys.executable, *program, folder, "--port", "0", "--device", "cpu", *SMALL, *options]
     command += [] if log is None else ["--log", log]
     process = subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
@@ -85,11 +85,11 @@ def test_the_path_of_a_newcomer(trained, tmp_path):
         assert ended(process) == (0, "")
 
 
-def test_kill_under_load_then_a_start(trained, tmp_path, quick_python):
+def test_kill_under_load_then_a_start(trained, tmp_path):
     """Every acknowledged event is there, in the order in which each user's came; what follows works on."""
     items, log = known_items(trained), tmp_path / "events.log"
     acknowledged = {user: 0 for user in "abcd"}
-    with serving(trained, log=log, python=quick_python.executable) as (process, client):
+    with serving(trained, log=log) as (process, client):
         enough = threading.Event()
 
         def write(user):
@@ -110,7 +110,7 @@ def test_kill_under_load_then_a_start(trained, tmp_path, quick_python):
             writer.join()
     with log.open("ab") as file:
         file.write(b"0123abcd {")  # what a kill may leave of a line
-    with serving(trained, log=log, python=quick_python.executable) as (process, client):
+    with serving(trained, log=log) as (process, client):
         for user, count in acknowledged.items():
             history = client.get(f"/users/{user}").json()
             # One more may have been written and not acknowledged.
@@ -121,11 +121,11 @@ def test_kill_under_load_then_a_start(trained, tmp_path, quick_python):
         assert ended(process) == (0, "")
 
 
-def test_sigterm_answers_what_was_accepted(trained, tmp_path, quick_python):
+def test_sigterm_answers_what_was_accepted(trained, tmp_path):
     """Requests that are under way when the signal comes are answered, and what they wrote is in the log."""
     item = known_items(trained)[0]
     answered, refused = [0] * 4, []
-    with serving(trained, log=tmp_path / "events.log", python=quick_python.executable) as (process, client):
+    with serving(trained, log=tmp_path / "events.log") as (process, client):
         begun = threading.Semaphore(0)
 
         def write(number):
@@ -239,12 +239,12 @@ def test_refused_at_the_start(trained, tmp_path):
     assert done.returncode == 2 and "not a run folder" in done.stderr
 
 
-def test_a_run_is_loaded_with_its_history(trained, tmp_path, quick_python):
+def test_a_run_is_loaded_with_its_history(trained, tmp_path):
     """The example of twenty lines, and what it says is what the recommender says."""
     items = known_items(trained)
     (tmp_path / "new.csv").write_text(f"user,item,timestamp\nnewcomer,{items[0]},10\nnewcomer,{items[1]},20\n")
     done = subprocess.run(
-        [quick_python.executable, ROOT / "examples" / "recommend.py", trained, tmp_path / "new.csv"],
+        [sys.executable, ROOT / "examples" / "recommend.py", trained, tmp_path / "new.csv"],
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -95,9 +95,9 @@ def wait_until_closed(client):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_request_that_comes_in_when_a_signal_does_is_answered(trained, tmp_path, quick_python, number):  # noqa: F811
+def test_a_request_that_comes_in_when_a_signal_does_is_answered(trained, tmp_path, number):  # noqa: F811
     body = b'{"events": [{"user": "ann", "item": %d}]}' % known_items(trained)[0]
-    with serving(trained, log=tmp_path / "log", python=quick_python.executable) as (process, client):
+    with serving(trained, log=tmp_path / "log") as (process, client):
         connection = half_sent(client, body)
         process.send_signal(number)
         wait_until_closed(client)
@@ -108,8 +108,8 @@ def test_a_request_that_comes_in_when_a_signal_does_is_answered(trained, tmp_pat
     assert (tmp_path / "log").read_bytes().count(b'"users"') == 1
 
 
-def test_a_second_signal_ends_the_service_at_once(trained, tmp_path, quick_python):  # noqa: F811
-    with serving(trained, log=tmp_path / "log", python=quick_python.executable) as (process, client):
+def test_a_second_signal_ends_the_service_at_once(trained, tmp_path):  # noqa: F811
+    with serving(trained, log=tmp_path / "log") as (process, client):
         connection = half_sent(client, b"{" * 100)
         process.send_signal(signal.SIGTERM)
         wait_until_closed(client)
@@ -128,9 +128,9 @@ def test_a_second_signal_ends_the_service_at_once(trained, tmp_path, quick_pytho
         ("Server", "run", 0, "all accepted events are in the log"),
     ],
 )
-def test_a_signal_at_every_stage(trained, tmp_path, quick_python, owner, name, status, says):  # noqa: F811
+def test_a_signal_at_every_stage(trained, tmp_path, owner, name, status, says):  # noqa: F811
     number = str(int(signal.SIGTERM))
-    command = [quick_python.executable, "-c", SIGNALLED, owner, name, number, trained, "--port", "0", *SMALL]
+    command = [sys.executable, "-c", SIGNALLED, owner, name, number, trained, "--port", "0", *SMALL]
     done = subprocess.run(
         [*map(str, command), "--device", "cpu", "--log", str(tmp_path / "log")],
         capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2],
@@ -188,9 +188,9 @@ def trickle(client, whole, content):
         raise AssertionError("all was taken")
 
 
-def test_clients_that_wait_or_trickle_are_left(trained, tmp_path, quick_python):  # noqa: F811
-    python, program = quick_python.executable, ("-c", IMPATIENT)
-    with serving(trained, log=tmp_path / "log", python=python, program=program) as (process, client):
+def test_clients_that_wait_or_trickle_are_left(trained, tmp_path):  # noqa: F811
+    program = ("-c", IMPATIENT)
+    with serving(trained, log=tmp_path / "log", program=program) as (process, client):
         before, health = open_sockets(process), head("GET", "/health")
         for sent, answers in ((b"", 0), (health[:-2], 0), (health, 1), (health + health[:-2], 1)):
             assert everything(connected(client, sent)).count(b"200 OK") == answers
@@ -217,9 +217,9 @@ def crowd(client, count):
     return [connected(client, contents[number % 4]) for number in range(count)]
 
 
-def test_more_clients_than_descriptors_do_not_stop_health(trained, tmp_path, quick_python):  # noqa: F811
-    python, program = quick_python.executable, ("-c", FEW_FILES)
-    with serving(trained, log=tmp_path / "log", python=python, program=program) as (process, client):
+def test_more_clients_than_descriptors_do_not_stop_health(trained, tmp_path):  # noqa: F811
+    program = ("-c", FEW_FILES)
+    with serving(trained, log=tmp_path / "log", program=program) as (process, client):
         clients = crowd(client, 500)
         for _ in range(5):
             assert httpx.get(f"{client.base_url}/health", timeout=60).status_code == 200
@@ -256,12 +256,12 @@ def test_ten_thousand_clients_do_not_stop_health(trained, tmp_path):  # noqa: F8
 
 
 @pytest.fixture(scope="module")
-def service(trained, tmp_path_factory, quick_python):  # noqa: F811
+def service(trained, tmp_path_factory):  # noqa: F811
     """A service with a token: (the process, a client with the token); nothing is printed as an error in the end."""
     folder = tmp_path_factory.mktemp("service")
     (folder / "token").write_text(TOKEN)
     options = ("--history", "--token-file", folder / "token")
-    with serving(trained, *options, log=folder / "log", python=quick_python.executable) as (process, client):
+    with serving(trained, *options, log=folder / "log") as (process, client):
         client.headers["Authorization"] = f"Bearer {TOKEN}"
         yield process, client
         process.send_signal(signal.SIGTERM)
@@ -320,13 +320,13 @@ def test_the_service_keeps_what_its_document_says(service, tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("token", [False, True])
-def test_a_thousand_requests_by_schemathesis(trained, service, tmp_path, quick_python, monkeypatch, token):  # noqa: F811
+def test_a_thousand_requests_by_schemathesis(trained, service, tmp_path, monkeypatch, token):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as stack:
         if token:
             client, options = service[1], ("--header", f"Authorization: Bearer {TOKEN}")
         else:
-            running = serving(trained, "--history", log=tmp_path / "log", python=quick_python.executable)
+            running = serving(trained, "--history", log=tmp_path / "log")
             client, options = stack.enter_context(running)[1], ()
         done = schemathesis(client, 100, *options)
         assert done.returncode == 0, done.stdout

@@ -6,6 +6,7 @@ The plan is made in processes of their own: an imagined GPU leaves fakes behind,
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,10 @@ RECORD |= {"items": 100_000, "ranks": 2, "steps": 2, "largest": [2000, 16], "bef
 RECORD["overrides"] += ["model.embedding_dim=128", "loss={kind: cross_entropy}", "train.batch_size=16"]
 
 
-def planned(python: str, *cases: list[str]) -> list[dict]:
+def planned(*cases: list[str]) -> list[dict]:
     """The plan of each case, overrides of the synthetic configuration, as a dict; and RECORD's predicted peak."""
     environ = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [python, "-c", SCRIPT, "configs/synthetic-hstu.yaml", json.dumps(RECORD)]
+    command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml", json.dumps(RECORD)]
     command += [json.dumps([SMALL, *case]) for case in cases]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -93,7 +94,7 @@ def planned(python: str, *cases: list[str]) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def plans(tmp_path_factory, compiling_python) -> dict[str, dict]:
+def plans(tmp_path_factory) -> dict[str, dict]:
     path = tmp_path_factory.mktemp("plan") / "items.csv"
     path.write_text("item,group\n" + "\n".join(f"{item},{item % 7}" for item in range(1, 121)) + "\n")
     features = f"{{items: {{format: csv, path: {path}, unknown: add, columns: {{group: category}}}}}}"
@@ -102,7 +103,7 @@ def plans(tmp_path_factory, compiling_python) -> dict[str, dict]:
     sharded = [features, "parallel.embedding=row_wise"]
     cases |= {"features": [features], "features, sharded": sharded}
     cases |= {"features, whole": [*sharded, "loss.kind=cross_entropy"]}
-    return dict(zip([*cases, "record"], planned(compiling_python.executable, *cases.values())))
+    return dict(zip([*cases, "record"], planned(*cases.values())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,9 +177,9 @@ def test_features_have_a_plan(plans):
     assert sharded["persistent"]["optimiser"] == one["persistent"]["optimiser"]
 
 
-def test_program_prints_the_plan_and_makes_no_run(tmp_path: Path, compiling_python):
+def test_program_prints_the_plan_and_makes_no_run(tmp_path: Path):
     environ = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [compiling_python.executable, "train.py", "configs/synthetic-hstu.yaml", "--plan", SMALL]
+    command = [sys.executable, "train.py", "configs/synthetic-hstu.yaml", "--plan", SMALL]
     command += [f"run_dir={tmp_path}", "--gpu-memory", "80"]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
