@@ -67,7 +67,10 @@ def test_padding_changes_nothing(attention, task, changes, options):
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
-@pytest.mark.parametrize(("attention", "task", "changes", "options"), [CASES[3], (SOFTMAX, "retrieval", {}, {})])
+@pytest.mark.parametrize(
+    ("attention", "task", "changes", "options"),
+    [pytest.param(*CASES[3], marks=pytest.mark.slow), (SOFTMAX, "retrieval", {}, {})],
+)
 def test_kernels_of_padded_passes_stay_in_their_memory(attention, task, changes, options, monkeypatch):
     """In the interpreter, which holds kernels to their tensors."""
     config = make_config(attention, task=task, max_seq_len=40, **changes)
