@@ -194,8 +194,8 @@ def train_claimed(
     def diverged(what: str) -> TrainingError:
         if saver is not None:
             saver.wait()
-        kept = ranks.of_first([f"; {last} is kept" for last in checkpoints(folder)[-1:]] if ranks.first else None)
-        return TrainingError(f"{what}: try a lower train.lr or train.clip_norm{''.join(kept)}")
+        newest = ranks.of_first([f"; {last} is kept" for last in checkpoints(folder)[-1:]] if ranks.first else None)
+        return TrainingError(f"{what}: try a lower train.lr or train.clip_norm{''.join(newest)}")
 
     def check_finite() -> None:
         state = training_state(model, optimizer, average) if saver is None else saver.tensors()

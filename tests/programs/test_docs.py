@@ -31,7 +31,7 @@ BLOCK = re.compile(r"^```(sh|python|yaml)(?: title=\"(.+?)\")?\n(.*?)^```", re.M
 INDENTED = re.compile(r"(?:^(?: {4,}|\t).*\n)+", re.MULTILINE)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-FOLDERS = "configs|hstu_sparse|models|data|tests|benchmarks|docs|examples"
+FOLDERS = "configs|cli|experiments|serving|training|hstu_sparse|models|data|tests|benchmarks|docs|examples"
 FILE = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./{{}},*<>-]*)")
 CONFIG = re.compile(
     r"[a-z0-9{},]+(?:-[a-z0-9{},]+)*-(?:hstu|sasrec|large|best|ranking|bsa|htree|indexer|rotatekv|ring|\{.*\})"
@@ -192,10 +192,10 @@ def test_what_notes_link_to_exists():
     assert NOTES and not wrong, wrong
 
 
-def test_docs_are_short():
+def test_pages_are_short():
     """A page grows by a sentence at a time: histories and diaries of measurements belong to docs/notes/."""
     words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
-    assert sum(words.values()) < 15_000, words
+    assert not {name: count for name, count in words.items() if count > 2_000}
 
 
 def test_no_sentence_begins_with_of():

@@ -168,11 +168,11 @@ def test_the_folder_s_option_has_two_names():
 
 def test_ranks_save_nothing_that_is_not_finite(tmp_path):
     errors = launch(sys.executable, [2], tmp_path, f"hstu:resume:{FEW}:train.lr=1e20", status=1)
-    kept = checkpoints(tmp_path / "hstu")
-    for checkpoint in kept:
+    saved = checkpoints(tmp_path / "hstu")
+    for checkpoint in saved:
         assert all(value.isfinite().all() for value in tensors_of(checkpoint).values())
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert "is not finite after step" in line and f"{kept[-1]} is kept" in line
+    assert "is not finite after step" in line and f"{saved[-1]} is saved" in line
 
 
 def test_ranks_agree_once_a_step(two_ranks):

@@ -57,9 +57,9 @@ def test_runs_that_start_together_get_a_folder_each(tmp_path):
 
     def start():
         gate.wait()
-        with claimed(folder, new=True, another=True) as own:
-            names.append(own.name)
-            write_file(own / "config.yaml", "x")
+        with claimed(folder, new=True, another=True) as run:
+            names.append(run.name)
+            write_file(run / "config.yaml", "x")
             gate.wait()
 
     threads = [threading.Thread(target=start) for _ in range(8)]

@@ -121,10 +121,10 @@ class Saver:
         Each rank reads what it wrote, in the background.
         """
         written.result()
-        own = [path for path in folder.iterdir() if path.name.startswith(f"__{self.ranks.rank}_")]
+        local = [path for path in folder.iterdir() if path.name.startswith(f"__{self.ranks.rank}_")]
         if self.ranks.first:
-            own += [path for path in folder.iterdir() if path.suffix != ".distcp"]
-        sums = {path.name: _checksum(path) for path in own}
+            local += [path for path in folder.iterdir() if path.suffix != ".distcp"]
+        sums = {path.name: _checksum(path) for path in local}
         gathered = [sums] * self.ranks.world
         dist.gather_object(sums, gathered if self.ranks.first else None, group=self.group)
         return {name: value for part in gathered for name, value in part.items()}
