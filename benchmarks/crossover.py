@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import parts
 from benchmarks.figures import RESULTS, save
 from benchmarks.parts import NO_BIAS, described, prepare, random_batch, timed
-from models.attention import attention_kind
+from models.attention import ATTENTION_KINDS
 from training.config import RunConfig
 
 # The middle lengths come first: they matter most if --seconds ends the measurement early.
@@ -51,7 +51,7 @@ KINDS = {
 def layer_times(options, config: RunConfig, device: torch.device) -> dict[str, float]:
     """Measure milliseconds of one attention layer: forward alone, and both passes."""
     attention, sizes = config.model.attention[0], config.model.layer_sizes
-    kind = attention_kind(attention.kind)
+    kind = ATTENTION_KINDS.class_of(attention.kind)
     torch.manual_seed(0)
     with device:
         module = kind(attention, sizes).train()

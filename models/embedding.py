@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 import hstu_sparse
 from data.batch import Batch
@@ -60,6 +59,8 @@ class InputEmbedding(nn.Module):
         dtype, trained = getattr(torch, table_dtype), None if features is None else features.trained
         self.tables: Any = None  # torchrec's collection of the tables that are not sharded
         if sizes:
+            from torchrec import EmbeddingCollection, EmbeddingConfig  # takes as long as all other imports together
+
             # Items without a training event must not change the random numbers that the others draw.
             with nullcontext() if trained is None else torch.random.fork_rng(devices=[]):
                 self.tables = EmbeddingCollection(
@@ -194,6 +195,8 @@ class InputEmbedding(nn.Module):
             if actions is None or batch.actions is None:
                 return rows, None
             return rows, F.embedding(batch.actions, actions)
+        from torchrec import KeyedJaggedTensor
+
         features = {"item": batch.item_ids}
         if "action" in self.tables.embeddings and batch.actions is not None:
             features["action"] = batch.actions

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
 from data.batch import Batch
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
@@ -59,6 +58,8 @@ class FeatureTables(nn.Module):
     """A table for each feature; its first row, the unknown one, starts at zero, the others truncated normal."""
 
     def __init__(self, sizes: dict[str, int], embedding_dim: int, dtype: torch.dtype):
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType  # see models/embedding.py
+
         super().__init__()
         self.names, self.embedding_dim, self.dtype = list(sizes), embedding_dim, dtype
 
@@ -90,6 +91,8 @@ class FeatureTables(nn.Module):
         """Look up [R, E] for the bags of each feature; count: R."""
         if not count:  # torchrec takes no batch without rows
             return next(self.parameters()).new_zeros(0, self.embedding_dim)
+        from torchrec import KeyedJaggedTensor
+
         looked_up = self.tables(
             KeyedJaggedTensor(
                 keys=self.names,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import hstu_sparse
 from data.batch import Batch
 from data.features.vocabulary import FeatureVocabulary
-from models.attention import attention_kind
+from models.attention import ATTENTION_KINDS
 from models.attention.contract import AttentionKind, AuxLoss
 from models.embedding import InputEmbedding
 from models.features import truncated_normal_
@@ -188,7 +188,7 @@ BLOCKS = {"hstu": HSTULayer, "transformer": TransformerLayer, "pre_norm": PreNor
 
 def build_layer(config: ModelConfig, attention: AttentionKind.Config) -> nn.Module:
     """Build a layer of the kind `config.block` with an attention module."""
-    kind = attention_kind(attention.kind)
+    kind = ATTENTION_KINDS.class_of(attention.kind)
     kv_heads = kind.kv_heads(attention, config.num_heads)
     return BLOCKS[config.block](config, kind(attention, config.layer_sizes), kv_heads)
 

@@ -2,43 +2,21 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from data.explain import OPTION, WHOLE, custom
+from data.explain import OPTION
 from data.options import Options
-from models.attention import ATTENTION, attention_config
+from models.attention import ATTENTION_KINDS
 from models.attention.contract import AttentionKind, LayerSizes
 from models.heads import DotConfig, HeadConfig
+from models.kinds import located
 
 
 def _as_list(value):
     return value if isinstance(value, list) else [value]
 
 
-def _of_its_kind(value):
-    """Read one mapping of `model.attention` as the Config of the kind that it names."""
-    if isinstance(value, AttentionKind.Config):
-        return value
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a mapping with a kind, got {value!r}")
-    if "kind" not in value:
-        raise _located([(("kind",), "missing, one of " + ", ".join(ATTENTION))], WHOLE)
-    try:
-        config = attention_config(str(value["kind"]))
-    except ValueError as error:
-        raise _located([(("kind",), str(error))], WHOLE) from None
-    return config.model_validate(value)
-
-
-def _located(faults: list[tuple[tuple, str]], how: str) -> ValidationError:
-    """Build an error from (location, message) pairs; pydantic prefixes the location of the validator that raises it."""
-    return ValidationError.from_exception_data(
-        "config",
-        [{"type": custom(message, how), "loc": place, "input": None} for place, message in faults],
-    )
-
-
-AttentionConfig = Annotated[SerializeAsAny[AttentionKind.Config], BeforeValidator(_of_its_kind)]
+AttentionConfig = Annotated[SerializeAsAny[AttentionKind.Config], BeforeValidator(ATTENTION_KINDS.read)]
 
 
 class RotaryConfig(Options):
@@ -113,7 +91,7 @@ class ModelConfig(Options):
             except ValueError as error:
                 faults.append((("attention", layer), str(error)))
         if faults:
-            raise _located(faults, OPTION)
+            raise located(faults, OPTION)
         # In place: pydantic drops another object that a validator returns to `ModelConfig(...)`.
         object.__setattr__(self, "attention", attentions)
         return self

@@ -27,10 +27,12 @@ from data.errors import ConfigError
 from data.explain import explain
 from data.options import Options
 from data.types import shown
-from models.attention import attention_config
+from models.attention import ATTENTION_KINDS
 from models.heads import DotConfig
+from models.kinds import Kinds
 from models.options import LossConfig, ModelConfig
-from models.tasks.options import RetrievalConfig, TaskConfig
+from models.tasks.build import TASK_KINDS, TaskConfig
+from models.tasks.retrieval import Retrieval
 from training.strict_yaml import _Loader, parse_yaml, read_config  # noqa: F401 (_Loader: for checks of it)
 
 
@@ -150,7 +152,7 @@ class RunConfig(Options):
     """The folder of runs."""
     data: DataConfig
     """The events, and how they are split."""
-    task: TaskConfig = RetrievalConfig()
+    task: TaskConfig = Retrieval.Config()
     """What is predicted."""
     model: ModelConfig
     """The model."""
@@ -275,6 +277,13 @@ class RunConfig(Options):
             raise ValueError("eval.patience: data.train_on_valid leaves no validation split to stop by")
 
 
+def _kinds_at(path: list) -> Kinds | None:
+    """Return the kinds that a mapping at this path of a configuration may have; None for other mappings."""
+    if path[:2] == ["model", "attention"] and len(path) <= 3:
+        return ATTENTION_KINDS
+    return TASK_KINDS if path == ["task"] else None
+
+
 def _override(tree: dict, assignment: str) -> None:
     path, equals, text = assignment.partition("=")
     if not equals or not path:
@@ -297,11 +306,11 @@ def _override(tree: dict, assignment: str) -> None:
     elif not isinstance(node, dict):
         raise ConfigError(f"{path}: no such key ({last} is not in a mapping)")
     else:
-        if last == "kind" and "attention" in parents and node.get("kind") != value:
+        if last == "kind" and node.get("kind") != value and (kinds := _kinds_at(parents)) is not None:
             # Another kind starts from its own defaults, since the file's options of the old kind do not apply to it. An
             # unknown kind is reported when the whole configuration is read.
             with contextlib.suppress(ValueError):
-                known = attention_config(str(value)).model_fields
+                known = kinds.config_of(str(value)).model_fields
                 for key in [key for key in node if key not in known]:
                     del node[key]
         if parents == ["model", "head"] and last == "kind" and node.get("kind") != value:
@@ -363,11 +372,11 @@ def _explain(item: ErrorDetails, tree: dict) -> str:
 def _keys_at(location: Sequence[int | str], tree: dict) -> list[str]:
     """Return the valid keys of the mapping at a location in `tree`."""
     model: Any = RunConfig
-    path = list(location)
-    if path[:2] == ["model", "attention"]:
-        mapping = tree["model"]["attention"]
-        model = attention_config((mapping if isinstance(mapping, dict) else mapping[typing.cast(int, path[2])])["kind"])
-        path = path[2:]
+    path, mapping = list(location), tree
+    for place, part in enumerate(location):
+        mapping = mapping[part]
+        if isinstance(mapping, dict) and (kinds := _kinds_at(list(location[: place + 1]))) is not None:
+            model, path = kinds.config_of(mapping["kind"]), list(location[place + 1 :])
     for part in path:
         if part in model.model_fields:
             annotation = model.model_fields[part].annotation

@@ -15,10 +15,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from data.errors import ConfigError
-from models.attention import ATTENTION
-from models.attention.contract import AttentionKind
+from models.attention import ATTENTION_KINDS
+from models.kinds import Kinds
+from models.tasks.build import TASK_KINDS
 from training.config import RunConfig
 
+OPEN: dict[str, Kinds] = {kinds.key: kinds for kinds in (ATTENTION_KINDS, TASK_KINDS)}
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -43,14 +45,18 @@ def sections(config: type[BaseModel] = RunConfig, prefix: str = "", title: str =
     """Yield the mapping that `config` describes, then every mapping inside it."""
     fields = config.model_fields
     keys = [
-        Key(prefix + name, _type(field.annotation, field), _default(field), " ".join((field.description or "").split()))
+        Key(
+            prefix + name,
+            _type(field.annotation, field),
+            _default(field, prefix + name),
+            " ".join((field.description or "").split()),
+        )
         for name, field in fields.items()
     ]
     yield Section(title or prefix.rstrip(".") or "Run", " ".join((config.__doc__ or "").split()), keys)
     for name, field in fields.items():
-        if prefix + name == "model.attention":
-            for kind, attention in ATTENTION.items():
-                yield from _attention(kind, attention)
+        if prefix + name in OPEN:
+            yield from _kinds(OPEN[prefix + name])
             continue
         inner, path = _mappings(field.annotation)
         for inner_config in inner:
@@ -59,10 +65,12 @@ def sections(config: type[BaseModel] = RunConfig, prefix: str = "", title: str =
             yield from sections(inner_config, f"{where}.", f"{where}, kind {kinds[0]}" if kinds else where)
 
 
-def _attention(kind: str, attention: type[AttentionKind]) -> Iterator[Section]:
-    """Return the keys of a kind, with the kind's own docstring as their meaning."""
-    (section,) = sections(attention.Config, "model.attention.", f"model.attention, kind {kind}")
-    yield section._replace(meaning=" ".join((attention.__doc__ or "").split()))
+def _kinds(kinds: Kinds) -> Iterator[Section]:
+    """Yield the mappings of each kind, the first with the kind's own docstring as its meaning."""
+    for name, kind in kinds.known.items():
+        first, *others = sections(kind.Config, f"{kinds.key}.", f"{kinds.key}, kind {name}")
+        yield first._replace(meaning=" ".join((kind.__doc__ or "").split()))
+        yield from others
 
 
 def _mappings(annotation: Any) -> tuple[list[type[BaseModel]], str]:
@@ -109,13 +117,14 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
     return ", ".join([text, *bounds])
 
 
-def _default(field: FieldInfo) -> str:
+def _default(field: FieldInfo, name: str) -> str:
     """Format a default as YAML, `absent` for an optional key without default and `required` for a required key."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
-        return f"kind: {value.model_dump()['kind']}" if len(_mappings(field.annotation)[0]) > 1 else "{}"
+        several = name in OPEN or len(_mappings(field.annotation)[0]) > 1
+        return f"kind: {value.model_dump()['kind']}" if several else "{}"
     if value is None:
         return "absent"
     if isinstance(value, tuple):

@@ -1,5 +1,13 @@
-"""Build the task that a configuration names."""
+"""Build the task that `task.kind` names; a task is a file and an entry in TASKS.
 
+A task may also be defined outside this package: it is then named by its path, `my_package.my_module:MyTask`.
+"""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from models.kinds import Kinds
 from models.protocols import RankGroup
 from models.tasks.contract import RunOptions, Task
 from models.tasks.ranking import Ranking
@@ -7,8 +15,10 @@ from models.tasks.recall import Recall
 from models.tasks.retrieval import Retrieval
 
 TASKS: dict[str, type[Task]] = {"retrieval": Retrieval, "ranking": Ranking, "recall": Recall}
+TASK_KINDS = Kinds("task", "task", Task, TASKS)
+TaskConfig = Annotated[SerializeAsAny[Task.Config], BeforeValidator(TASK_KINDS.read)]
 
 
 def build_task(config: RunOptions, ranks: RankGroup | None = None) -> Task:
     """Build the task that `config.task.kind` names; ranks: those that evaluate the run together."""
-    return TASKS[config.task.kind](config, ranks)
+    return TASK_KINDS.class_of(config.task.kind)(config, ranks)

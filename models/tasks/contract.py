@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.batches import Batches
 from data.config import DataConfig
+from data.options import Options
 from data.splits import Split, Splits
 from data.types import Dataset
 from models.attention.contract import AuxLoss
@@ -71,6 +72,8 @@ class RunOptions(Protocol):
 class Task:
     """Base of the tasks. A task is built from a run's configuration and has no state that changes between calls.
 
+    `Config` has its options, `task:` in a configuration.
+
     headline  the metrics that training prints after an evaluation
     plotted   the metrics that a report plots over the epochs
     ranks     the ranks that evaluate together, each calling the same methods; None for a single process
@@ -78,6 +81,16 @@ class Task:
 
     headline: tuple[str, ...]
     plotted: tuple[str, ...]
+
+    class Config(Options):
+        """The task's options."""
+
+        kind: str
+        """The task: one of the table below, or a class of your own as `module:Class`."""
+
+        def metric_names(self) -> list[str]:
+            """Return the metrics of an evaluation; the first one chooses the best weights by default."""
+            raise NotImplementedError
 
     def __init__(self, config: RunOptions, ranks: RankGroup | None = None):
         self.config = config

@@ -6,16 +6,18 @@ Letters: T tokens, E embedding size, A kinds of action, M scored events.
 import io
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.batch import Batch
 from data.batches import Batches
 from data.errors import ConfigError
+from data.options import Options
 from data.ranking import RankingBatch, RankingBatches, ranking_splits
 from data.reading.formats import FORMATS
 from data.splits import Split, Splits
@@ -26,29 +28,39 @@ from models.losses import Share
 from models.tasks import binary_metrics
 from models.tasks.binary_metrics import auc_difference, metrics_by_history
 from models.tasks.contract import Table, Task, cells
-from models.tasks.options import ActionConfig, RankingConfig
 from models.tasks.ranking_baseline import fit_logistic, history_features, predict_logistic
 from models.tasks.ranking_metrics import LENGTH_EDGES
 
 CURVE_POINTS, CALIBRATION_GROUPS = 101, 10
 
 
+class ActionConfig(Options):
+    """One kind of action: a flag of the data set by its name, or values of the action column."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=60)
+    """The action's name in reports and, without `at_least`, the name of one of the data set's flags."""
+    at_least: float | None = None
+    """The least value of the action column that counts as the action, in the column's own units (4 stars)."""
+    weight: float = Field(1.0, gt=0)
+    """The factor of the action's loss."""
+
+
 class ActionHeads(nn.Module):
     """Compute a logit for each kind of action from an output: [T, E] -> [T, A], with one head of one or two layers
-    each.
+    each; hidden_dim: 0 for one layer.
     """
 
-    def __init__(self, config: RankingConfig, embedding_dim: int):
+    def __init__(self, count: int, hidden_dim: int, dropout: float, embedding_dim: int):
         super().__init__()
         self.norm = nn.LayerNorm(embedding_dim)
         self.hidden = None
-        count, size = len(config.actions), embedding_dim
-        if config.hidden_dim:
-            size = config.hidden_dim
+        size = embedding_dim
+        if hidden_dim:
+            size = hidden_dim
             self.hidden = nn.Parameter(torch.empty(count, embedding_dim, size))
             for weight in self.hidden:
                 nn.init.xavier_uniform_(weight)
-        self.dropout = config.dropout
+        self.dropout = dropout
         self.weight = nn.Parameter(torch.empty(count, size))
         self.bias = nn.Parameter(torch.zeros(count))
         nn.init.normal_(self.weight, std=size**-0.5)
@@ -74,19 +86,40 @@ class Predictions:
 
 
 class Ranking(Task):
-    """Predict at an item token which actions follow; action tokens are only inputs."""
+    """Predict the actions that the user takes on an item, from items and actions in turn: an item's token predicts, an
+    action's is only an input.
+    """
+
+    class Config(Task.Config):
+        kind: Literal["ranking"]
+        """The task."""
+        actions: list[ActionConfig] = Field(min_length=1)
+        """The actions that are predicted."""
+        hidden_dim: int = Field(0, ge=0)
+        """The hidden size of each action's head, a network of two layers; 0 is one layer."""
+        dropout: float = Field(0.0, ge=0, lt=1)
+        """The dropout of the heads' hidden layer."""
+
+        @model_validator(mode="after")
+        def _named_once(self):
+            names = [action.name for action in self.actions]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"actions: {', '.join(twice)} named twice")
+            return self
+
+        def metric_names(self) -> list[str]:
+            """Return the mean of each metric over the actions and, if there are several, each action's own
+            `action/metric`.
+            """
+            by_action = [f"{action.name}/{name}" for action in self.actions for name in binary_metrics.NAMES]
+            return [*binary_metrics.NAMES, *(by_action if len(self.actions) > 1 else [])]
 
     headline = ("auc", "gauc", "log_loss")
     plotted = ("auc", "gauc")
 
     @property
-    def task(self) -> RankingConfig:
-        assert isinstance(self.config.task, RankingConfig)
-        return self.config.task
-
-    @property
     def actions(self) -> list[ActionConfig]:
-        return self.task.actions
+        return self.config.task.actions
 
     def check_data(self, dataset: Dataset) -> None:
         if dataset.actions is None:
@@ -129,7 +162,8 @@ class Ranking(Task):
         return RankingBatches(dataset, split, label_table=self.label_table(dataset), **options)
 
     def head(self) -> ActionHeads:
-        return ActionHeads(self.task, self.config.model.embedding_dim)
+        c = self.config.task
+        return ActionHeads(len(c.actions), c.hidden_dim, c.dropout, self.config.model.embedding_dim)
 
     def loss(
         self,

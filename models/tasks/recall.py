@@ -5,7 +5,7 @@ Letters: T tokens, E embedding size, I items, M recalls of a split.
 
 import sys
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +35,19 @@ class Recalls(NamedTuple):
 
 
 class Recall(Retrieval):
-    """Retrieval in which only recalls are targets; the loss is retrieval's, the metric is the share that scores
-    first.
+    """Predict what followed an item when it was shown, the generated task of data/recall.py: retrieval in which only
+    recalls are targets, judged by the share of targets that score highest.
     """
+
+    class Config(Retrieval.Config):
+        kind: Literal["recall"]  # type: ignore[assignment]  # not retrieval's
+        """The task."""
+
+        def metric_names(self) -> list[str]:
+            """Return accuracy, the share of recalls whose target scores highest, and worst, that share at the worst
+            distance.
+            """
+            return ["accuracy", "worst"]
 
     headline = ("accuracy", "worst")
     plotted = ("accuracy", "worst")

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from models.tasks.ranking_metrics import (
     describe_lists,
     groups_of,
     intervals,
+    metric_names,
     metrics_by_length,
     metrics_by_popularity,
     names_for,
@@ -44,9 +46,16 @@ ON_TERMINAL = ("HR@1", "HR@10", "HR@50", "NDCG@10", "MRR")
 
 
 class Retrieval(Task):
-    """Score every token's output against the items; the target of a token is the item of the next event."""
+    """Predict the next item among all items: a token's output is scored against them, its target is the next one."""
 
-    headline = ("HR@10", "NDCG@10")
+    class Config(Task.Config):
+        kind: Literal["retrieval"] = "retrieval"
+        """The task."""
+
+        def metric_names(self) -> list[str]:
+            return sorted(metric_names(), key=lambda name: name != "NDCG@10")
+
+    headline: tuple[str, ...] = ("HR@10", "NDCG@10")
     plotted: tuple[str, ...] = ("HR@10", "NDCG@10", "MRR")
 
     def check_data(self, dataset: Dataset) -> None:

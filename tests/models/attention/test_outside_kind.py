@@ -12,7 +12,6 @@ import yaml
 import eval as evaluation
 import train
 from data.errors import ConfigError
-from models import attention
 from training.config import as_yaml, load_config
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "synthetic-hstu.yaml"
@@ -68,8 +67,6 @@ def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "code")
 
     def forget():
-        attention._class_at.cache_clear()
-        attention._config_at.cache_clear()
         for name in [name for name in sys.modules if name.split(".")[0] == "my_package"]:
             del sys.modules[name]
 

@@ -117,7 +117,7 @@ def test_the_loss_is_the_mean_over_scored_events_by_hand():
         ("model.head={kind: mol}", "model.head: not supported by task.kind=ranking, leave it out"),
         ("eval.best_metric=NDCG@10", "eval.best_metric: NDCG@10 is none of auc, gauc"),
         ("model.max_seq_len=1", "model.max_seq_len counts tokens, two for each event"),
-        ("task.actions=[]", "task.ranking.actions"),
+        ("task.actions=[]", "task.actions"),
         ("task.actions=[{name: a, at_least: 1}, {name: a, at_least: 0}]", "a named twice"),
     ],
 )
