@@ -1,6 +1,6 @@
 """Define the options of a run's data, `data:` in its configuration."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -64,3 +64,7 @@ class DataConfig(Options):
     """With `protocol: temporal`, the share of events in the test window."""
     train_on_valid: bool = False
     """With `protocol: last_tenth`, whether validation events train too: for a final figure only."""
+
+    def check_run(self, run: Any) -> None:
+        if self.features is not None and run.parallel.context > 1:
+            raise ValueError("data.features: not with parallel.context > 1")

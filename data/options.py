@@ -6,7 +6,7 @@ type or a wrong value is reported like that of any other key.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -42,6 +42,9 @@ class Options(BaseModel):
         if isinstance(value, int) and value > MOST and info.field_name != "seed":
             raise ValueError(f"expected at most {MOST:,}, got {value}")
         return value
+
+    def check_run(self, run: Any) -> None:
+        """Raise ValueError if other options of the run (`RunConfig`, loaded) rule these out."""
 
 
 class Columns(Options):

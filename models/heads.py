@@ -16,12 +16,18 @@ from torch.nn import functional as F
 from data.options import Options
 from models.attention.contract import AuxLoss
 from models.chunks import CHUNK, ChunkedSum, chunk_size
-from models.protocols import RankGroup
+from models.protocols import RankGroup, RunOptions
 
 NORM_EPS = 1e-6
 
 
-class DotConfig(Options):
+class Head(Options):
+    """Base of the heads' options."""
+
+    kind: str
+
+
+class DotConfig(Head):
     """Score an item by its cosine with the model's output."""
 
     kind: Literal["dot"] = "dot"
@@ -33,8 +39,13 @@ class DotConfig(Options):
     separate_targets: bool = False
     """Whether outputs are scored against a table of their own, in place of the one that inputs have."""
 
+    def check_run(self, run: RunOptions) -> None:
+        features = run.data.features is not None and run.data.features.items
+        if self.separate_targets and (features or run.parallel.sharded):
+            raise ValueError("model.head.separate_targets: not with data.features.items or a sharded table")
 
-class MoLConfig(Options):
+
+class MoLConfig(Head):
     """Score an item by a mixture of logits.
 
     Published sizes for MovieLens and Amazon are 8 x 4 components of 64 with gates of 128, dropout 0.2 and item_dropout
@@ -59,6 +70,21 @@ class MoLConfig(Options):
     """The divisor of the components' cosines; `loss.temperature` is for the head `dot`."""
     balance_weight: float = Field(0.001, ge=0)
     """The weight of the auxiliary loss that keeps all pairs of components in use."""
+
+    def check_run(self, run: RunOptions) -> None:
+        loss = run.loss
+        if loss.kind == "bce":
+            raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
+        if run.model.table_dtype != "float32":
+            raise ValueError("model.table_dtype=bfloat16 is not for model.head.kind=mol")
+        if loss.kind == "mixed_negatives":
+            raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
+        if loss.label_smoothing:
+            raise ValueError("loss.label_smoothing is not for model.head.kind=mol")
+        if loss.exclude != "none":
+            raise ValueError("loss.exclude is not for model.head.kind=mol")
+        if run.parallel.context > 1:
+            raise ValueError("parallel.context: the loss of heads other than dot sees whole batches only")
 
 
 HeadConfig = Annotated[DotConfig | MoLConfig, Field(discriminator="kind")]

@@ -10,6 +10,7 @@ from models.attention import ATTENTION_KINDS
 from models.attention.contract import AttentionKind, LayerSizes
 from models.heads import DotConfig, HeadConfig
 from models.kinds import located
+from models.protocols import RunOptions
 
 
 def _as_list(value):
@@ -95,6 +96,12 @@ class ModelConfig(Options):
         # In place: pydantic drops another object that a validator returns to `ModelConfig(...)`.
         object.__setattr__(self, "attention", attentions)
         return self
+
+    def check_run(self, run: RunOptions) -> None:
+        for part in (*self.attention, self.head):
+            part.check_run(run)
+        if self.id_dropout and not (run.data.features and run.data.features.items):
+            raise ValueError("model.id_dropout: needs data.features.items, which stand for what is left out")
 
     @property
     def layer_sizes(self) -> LayerSizes:

@@ -1,6 +1,7 @@
-"""Declare what networks and tasks need of ranks and of an item table that is cut over them.
+"""Declare what networks and tasks need of a run's configuration, of ranks and of an item table that is cut over them.
 
-training/ranks has the classes that satisfy these. Letters: I items, E embedding size, n ids, R rows.
+training/config.py and training/ranks have the classes that satisfy these. Letters: I items, E embedding size, n ids, R
+rows.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,55 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from data.batch import Batch
+from data.config import DataConfig
+
+
+class TrainOptions(Protocol):
+    """Declare the options of training that others read."""
+
+    @property
+    def autocast(self) -> str: ...
+    @property
+    def compile(self) -> bool: ...
+
+
+class EvalOptions(Protocol):
+    """Declare the options of evaluation that others read."""
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def filter_seen(self) -> str: ...
+
+
+class ParallelOptions(Protocol):
+    """Declare the options of the distribution over ranks that others read."""
+
+    @property
+    def context(self) -> int: ...
+    @property
+    def sharded(self) -> bool: ...
+
+
+class RunOptions(Protocol):
+    """Declare the parts of a run's configuration that the rules of one another read (`check_run`)."""
+
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def task(self) -> Any: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def loss(self) -> Any: ...
+    @property
+    def train(self) -> TrainOptions: ...
+    @property
+    def eval(self) -> EvalOptions: ...
+    @property
+    def parallel(self) -> ParallelOptions: ...
+    @property
+    def best_metric(self) -> str: ...
 
 
 class RankGroup(Protocol):

@@ -28,7 +28,6 @@ from data.explain import explain
 from data.options import Options
 from data.types import shown
 from models.attention import ATTENTION_KINDS
-from models.heads import DotConfig
 from models.kinds import Kinds
 from models.options import LossConfig, ModelConfig
 from models.tasks.build import TASK_KINDS, TaskConfig
@@ -105,6 +104,16 @@ class EvalConfig(Options):
     test: bool = True
     """Whether the finished run is evaluated on the test split."""
 
+    def check_run(self, run: "RunConfig") -> None:
+        if run.best_metric not in (names := run.task.metric_names()):
+            raise ValueError(f"eval.best_metric: {run.best_metric} is none of {', '.join(names)}")
+        if self.patience and run.data.protocol in ("published", "all"):
+            raise ValueError(f"eval.patience: protocol {run.data.protocol} has no validation split to stop by")
+        if self.patience and run.data.train_on_valid:
+            raise ValueError("eval.patience: data.train_on_valid leaves no validation split to stop by")
+        if self.patience and not self.every:
+            raise ValueError("eval.patience needs eval.every >= 1")
+
 
 def _count_or_auto(value):
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
@@ -135,6 +144,38 @@ class ParallelConfig(Options):
     def engine(self) -> bool:
         """Whether batches or the item table are distributed over ranks, even over a single one."""
         return self.data != 1 or self.sharded
+
+    def check_run(self, run: "RunConfig") -> None:
+        if self == ParallelConfig():
+            return
+        whole_catalogue = run.loss.kind == "cross_entropy"
+        if run.loss.exclude != "none":
+            raise ValueError("loss.exclude: not with parallel")
+        if whole_catalogue and self.embedding in ("table_wise", "column_wise"):
+            raise ValueError(
+                f"parallel.embedding={self.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
+                "of which each rank has whole rows"
+            )
+        if self.sharded and run.loss.label_smoothing:
+            raise ValueError(f"parallel.embedding={self.embedding}: loss.label_smoothing takes replicated")
+        if self.sharded and run.model.table_dtype != "float32":
+            raise ValueError(f"parallel.embedding={self.embedding}: model.table_dtype must be float32")
+        if self.fused is None:
+            return
+        if run.model.embedding_dim % 4:
+            raise ValueError(f"parallel.fused: model.embedding_dim={run.model.embedding_dim} must be a multiple of 4")
+        if not self.sharded:
+            raise ValueError("parallel.fused: needs a sharded table, such as parallel.embedding=row_wise")
+        if whole_catalogue:
+            raise ValueError(
+                "parallel.fused: does not apply the gradient that loss.kind=cross_entropy gives to every row of the "
+                "table: take a sampled loss"
+            )
+        if run.train.clip_norm is not None or run.train.weight_decay:
+            raise ValueError(
+                "parallel.fused: updates only the rows of a step, before the gradient's norm is known: leave out "
+                "train.clip_norm and train.weight_decay"
+            )
 
 
 class RunConfig(Options):
@@ -172,109 +213,10 @@ class RunConfig(Options):
 
     @model_validator(mode="after")
     def _consistent(self):
-        if self.best_metric not in (names := self.task.metric_names()):
-            raise ValueError(f"eval.best_metric: {self.best_metric} is none of {', '.join(names)}")
-        if self.task.kind == "ranking":
-            self._check_ranking()
-        elif self.data.protocol == "last_tenth" or self.data.train_on_valid:
-            raise ValueError("data.protocol=last_tenth and data.train_on_valid are for task.kind=ranking")
-        if (self.task.kind == "recall") != (self.data.format == "recall"):
-            raise ValueError(
-                f"task.kind={self.task.kind} on data.format={self.data.format}: task and format recall belong together"
-            )
-        if (self.task.kind == "recall") != (self.data.protocol == "held_out_users"):
-            raise ValueError(
-                f"data.protocol={self.data.protocol} on task.kind={self.task.kind}: recall takes held_out_users, "
-                "and nothing else does"
-            )
-        if self.task.kind == "recall":
-            self._check_recall()
-        if self.eval.patience and self.data.protocol in ("published", "all"):
-            raise ValueError(f"eval.patience: protocol {self.data.protocol} has no validation split to stop by")
-        if self.model.head.kind == "mol" and self.loss.kind == "bce":
-            raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
-        if self.model.head.kind == "mol" and self.model.table_dtype != "float32":
-            raise ValueError("model.table_dtype=bfloat16 is not for model.head.kind=mol")
-        if self.model.head.kind == "mol" and self.loss.kind == "mixed_negatives":
-            raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
-        if self.model.head.kind == "mol" and self.loss.label_smoothing:
-            raise ValueError("loss.label_smoothing is not for model.head.kind=mol")
-        if self.model.head.kind == "mol" and self.loss.exclude != "none":
-            raise ValueError("loss.exclude is not for model.head.kind=mol")
-        if self.parallel != ParallelConfig() and self.loss.exclude != "none":
-            raise ValueError("loss.exclude: not with parallel")
-        features = self.data.features is not None and self.data.features.items
-        if self.model.head.kind == "dot" and self.model.head.separate_targets and (features or self.parallel.sharded):
-            raise ValueError("model.head.separate_targets: not with data.features.items or a sharded table")
-        if self.train.augment is not None and self.task.kind != "retrieval":
-            raise ValueError(f"train.augment is for task.kind=retrieval, got {self.task.kind}")
-        if self.model.id_dropout and not (self.data.features and self.data.features.items):
-            raise ValueError("model.id_dropout: needs data.features.items, which stand for what is left out")
-        if self.data.features is not None and (self.parallel.context > 1 or self.task.kind == "recall"):
-            raise ValueError("data.features: not with parallel.context > 1 or task.kind=recall")
-        if self.parallel.context > 1:
-            if any(attention.kind != "ring" for attention in self.model.attention):
-                raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
-            if self.model.head.kind != "dot":
-                raise ValueError("parallel.context: the loss of heads other than dot sees whole batches only")
-        if self.parallel != ParallelConfig():
-            self._check_parallel()
-        if self.eval.patience and not self.eval.every:
-            raise ValueError("eval.patience needs eval.every >= 1")
+        for name in type(self).model_fields:
+            if isinstance(part := getattr(self, name), Options):
+                part.check_run(self)
         return self
-
-    def _check_parallel(self) -> None:
-        """Raise ValueError for options that are impossible when ranks share a batch or a table."""
-        p, whole_catalogue = self.parallel, self.loss.kind == "cross_entropy" and self.task.kind == "retrieval"
-        if p.engine and self.task.kind == "recall":
-            raise ValueError("parallel: not supported by task.kind=recall, leave it out")
-        if whole_catalogue and p.embedding in ("table_wise", "column_wise"):
-            raise ValueError(
-                f"parallel.embedding={p.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
-                "of which each rank has whole rows"
-            )
-        if p.sharded and self.loss.label_smoothing:
-            raise ValueError(f"parallel.embedding={p.embedding}: loss.label_smoothing takes replicated")
-        if p.sharded and self.model.table_dtype != "float32":
-            raise ValueError(f"parallel.embedding={p.embedding}: model.table_dtype must be float32")
-        if p.fused is None:
-            return
-        if self.model.embedding_dim % 4:
-            raise ValueError(f"parallel.fused: model.embedding_dim={self.model.embedding_dim} must be a multiple of 4")
-        if not p.sharded:
-            raise ValueError("parallel.fused: needs a sharded table, such as parallel.embedding=row_wise")
-        if whole_catalogue:
-            raise ValueError(
-                "parallel.fused: does not apply the gradient that loss.kind=cross_entropy gives to every row of the "
-                "table: take a sampled loss"
-            )
-        if self.train.clip_norm is not None or self.train.weight_decay:
-            raise ValueError(
-                "parallel.fused: updates only the rows of a step, before the gradient's norm is known: leave out "
-                "train.clip_norm and train.weight_decay"
-            )
-
-    def _check_recall(self) -> None:
-        """Raise ValueError for options that recall does not use."""
-        if self.model.action_embedding or self.model.head != DotConfig() or self.parallel.context > 1:
-            raise ValueError("model.action_embedding, model.head, parallel.context: not supported by task.kind=recall")
-
-    def _check_ranking(self) -> None:
-        """Raise ValueError for options that ranking does not use."""
-        if self.data.protocol not in ("last_tenth", "all"):
-            raise ValueError(f"data.protocol={self.data.protocol} is for retrieval: ranking takes last_tenth or all")
-        if self.model.max_seq_len < 2:
-            raise ValueError("model.max_seq_len counts tokens, two for each event: ranking needs at least 2")
-        for name, value, default in (
-            ("loss", self.loss, LossConfig()),
-            ("model.head", self.model.head, DotConfig()),
-            ("model.action_embedding", self.model.action_embedding, False),
-            ("parallel.context", self.parallel.context, 1),
-        ):
-            if value != default:
-                raise ValueError(f"{name}: not supported by task.kind=ranking, leave it out")
-        if self.eval.patience and self.data.train_on_valid:
-            raise ValueError("eval.patience: data.train_on_valid leaves no validation split to stop by")
 
 
 def _kinds_at(path: list) -> Kinds | None:

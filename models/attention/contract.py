@@ -7,13 +7,14 @@ head size, V value head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
 from data.batch import Batch
 from data.options import Options
 from data.types import Dataset
+from models.protocols import RunOptions
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,14 @@ class AttentionKind(nn.Module):
     class Config(Options):
         """The kind's options. The checks raise ValueError; its message begins with the option that it is about."""
 
+        across_ranks: ClassVar[bool] = False  # whether tokens see those of other processes, with parallel.context
+
         kind: str
         """The attention kind: one of the table below, or a class of your own as `module:Class`."""
+
+        def check_run(self, run: RunOptions) -> None:
+            if run.parallel.context > 1 and not self.across_ranks:
+                raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
 
         def for_model(self, sizes: LayerSizes) -> Self:
             """Return these options with `auto` replaced according to the layer; called when a configuration is

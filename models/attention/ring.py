@@ -1,6 +1,6 @@
 """The kind `ring`. Letters: T tokens, D query/key head size."""
 
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field
 from torch import Tensor
@@ -21,6 +21,8 @@ class RingAttention(SharedKeys, HSTUAttention):
         With hstu the options and the result are those of dense; softmax has no biases. `scale` defaults to D ** -0.5
         for softmax and to 1 for hstu.
         """
+
+        across_ranks: ClassVar[bool] = True
 
         kind: Literal["ring"]
         """The attention kind."""

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 
 from models.kinds import Kinds
 from models.protocols import RankGroup
-from models.tasks.contract import RunOptions, Task
+from models.tasks.contract import Task, TaskOptions
 from models.tasks.ranking import Ranking
 from models.tasks.recall import Recall
 from models.tasks.retrieval import Retrieval
@@ -19,6 +19,6 @@ TASK_KINDS = Kinds("task", "task", Task, TASKS)
 TaskConfig = Annotated[SerializeAsAny[Task.Config], BeforeValidator(TASK_KINDS.read)]
 
 
-def build_task(config: RunOptions, ranks: RankGroup | None = None) -> Task:
+def build_task(config: TaskOptions, ranks: RankGroup | None = None) -> Task:
     """Build the task that `config.task.kind` names; ranks: those that evaluate the run together."""
     return TASK_KINDS.class_of(config.task.kind)(config, ranks)

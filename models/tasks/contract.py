@@ -4,7 +4,8 @@ Letters: T tokens, E embedding size.
 """
 
 import sys
-from typing import Any, NamedTuple, Protocol
+from operator import attrgetter
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,15 +13,15 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from data.batches import Batches
-from data.config import DataConfig
 from data.options import Options
+from data.reading.formats import FORMATS
 from data.splits import Split, Splits
 from data.types import Dataset
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share
 from models.options import LossConfig, ModelConfig
-from models.protocols import RankGroup
+from models.protocols import RankGroup, RunOptions
 
 
 class Table(NamedTuple):
@@ -34,39 +35,13 @@ class Table(NamedTuple):
     short: list[int]
 
 
-class TrainOptions(Protocol):
-    """Declare the options that a task reads: those of training."""
+class TaskOptions(RunOptions, Protocol):
+    """Declare a run's configuration as a task reads it."""
 
-    @property
-    def autocast(self) -> str: ...
-
-
-class EvalOptions(Protocol):
-    """Declare the options that a task reads: those of evaluation."""
-
-    @property
-    def every(self) -> int: ...
-    @property
-    def filter_seen(self) -> str: ...
-
-
-class RunOptions(Protocol):
-    """Declare the part of a configuration that a task reads."""
-
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def task(self) -> Any: ...
     @property
     def model(self) -> ModelConfig: ...
     @property
     def loss(self) -> LossConfig: ...
-    @property
-    def train(self) -> TrainOptions: ...
-    @property
-    def eval(self) -> EvalOptions: ...
-    @property
-    def best_metric(self) -> str: ...
 
 
 class Task:
@@ -83,7 +58,19 @@ class Task:
     plotted: tuple[str, ...]
 
     class Config(Options):
-        """The task's options."""
+        """The task's options, and which options of a run it supports.
+
+        formats      the formats of raw data; all but that of the memory task
+        protocols    the protocols by which `splits` can divide the data
+        unsupported  options, by their dotted names, that a run of this task leaves at their default
+        """
+
+        formats: ClassVar[frozenset[str]] = frozenset(FORMATS) - {"recall"}
+        protocols: ClassVar[tuple[str, ...]] = ("leave_one_out", "published", "temporal", "all")
+        unsupported: ClassVar[tuple[str, ...]] = (
+            *("loss", "model.head", "train.augment", "data.train_on_valid"),
+            *("parallel.data", "parallel.embedding", "parallel.context"),
+        )
 
         kind: str
         """The task: one of the table below, or a class of your own as `module:Class`."""
@@ -92,7 +79,24 @@ class Task:
             """Return the metrics of an evaluation; the first one chooses the best weights by default."""
             raise NotImplementedError
 
-    def __init__(self, config: RunOptions, ranks: RankGroup | None = None):
+        def check_run(self, run: RunOptions) -> None:
+            data = run.data
+            if data.format in FORMATS and data.format not in self.formats:
+                raise ValueError(
+                    f"task.kind={self.kind} on data.format={data.format}: task and format recall belong together"
+                )
+            if data.protocol not in self.protocols:
+                raise ValueError(
+                    f"data.protocol={data.protocol} is not for task.kind={self.kind}, which takes "
+                    + ", ".join(self.protocols)
+                )
+            for name in self.unsupported:
+                parent, _, option = name.rpartition(".")
+                part = attrgetter(parent)(run) if parent else run
+                if getattr(part, option) != type(part).model_fields[option].get_default(call_default_factory=True):
+                    raise ValueError(f"{name}: not supported by task.kind={self.kind}, leave it out")
+
+    def __init__(self, config: TaskOptions, ranks: RankGroup | None = None):
         self.config = config
         self.ranks = ranks if ranks is not None and ranks.engine else None
 

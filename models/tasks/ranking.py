@@ -6,7 +6,7 @@ Letters: T tokens, E embedding size, A kinds of action, M scored events.
 import io
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -18,13 +18,14 @@ from data.batch import Batch
 from data.batches import Batches
 from data.errors import ConfigError
 from data.options import Options
-from data.ranking import RankingBatch, RankingBatches, ranking_splits
+from data.ranking import RANKING_PROTOCOLS, RankingBatch, RankingBatches, ranking_splits
 from data.reading.formats import FORMATS
 from data.splits import Split, Splits
 from data.types import Dataset, shown
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share
+from models.protocols import RunOptions
 from models.tasks import binary_metrics
 from models.tasks.binary_metrics import auc_difference, metrics_by_history
 from models.tasks.contract import Table, Task, cells
@@ -91,6 +92,11 @@ class Ranking(Task):
     """
 
     class Config(Task.Config):
+        protocols: ClassVar[tuple[str, ...]] = RANKING_PROTOCOLS
+        unsupported: ClassVar[tuple[str, ...]] = (
+            *("loss", "model.head", "model.action_embedding", "parallel.context", "train.augment"),
+        )
+
         kind: Literal["ranking"]
         """The task."""
         actions: list[ActionConfig] = Field(min_length=1)
@@ -113,6 +119,11 @@ class Ranking(Task):
             """
             by_action = [f"{action.name}/{name}" for action in self.actions for name in binary_metrics.NAMES]
             return [*binary_metrics.NAMES, *(by_action if len(self.actions) > 1 else [])]
+
+        def check_run(self, run: RunOptions) -> None:
+            super().check_run(run)
+            if run.model.max_seq_len < 2:
+                raise ValueError("model.max_seq_len counts tokens, two for each event: ranking needs at least 2")
 
     headline = ("auc", "gauc", "log_loss")
     plotted = ("auc", "gauc")

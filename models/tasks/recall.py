@@ -5,7 +5,7 @@ Letters: T tokens, E embedding size, I items, M recalls of a split.
 
 import sys
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from data.batches import Batches
 from data.errors import ConfigError
 from data.options import RecallOptions
-from data.recall import RecallBatch, RecallBatches, recall_splits
+from data.recall import RECALL_PROTOCOL, RecallBatch, RecallBatches, recall_splits
 from data.splits import Split, Splits
 from data.types import Dataset
 from models.hstu import SequenceModel
@@ -40,6 +40,13 @@ class Recall(Retrieval):
     """
 
     class Config(Retrieval.Config):
+        formats: ClassVar[frozenset[str]] = frozenset({"recall"})
+        protocols: ClassVar[tuple[str, ...]] = (RECALL_PROTOCOL,)
+        unsupported: ClassVar[tuple[str, ...]] = (
+            *("data.features", "data.train_on_valid", "model.action_embedding", "model.head", "train.augment"),
+            *("parallel.data", "parallel.embedding", "parallel.context"),
+        )
+
         kind: Literal["recall"]  # type: ignore[assignment]  # not retrieval's
         """The task."""
 

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -49,6 +49,8 @@ class Retrieval(Task):
     """Predict the next item among all items: a token's output is scored against them, its target is the next one."""
 
     class Config(Task.Config):
+        unsupported: ClassVar[tuple[str, ...]] = ("data.train_on_valid",)
+
         kind: Literal["retrieval"] = "retrieval"
         """The task."""
 

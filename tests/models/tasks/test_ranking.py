@@ -110,9 +110,12 @@ def test_the_loss_is_the_mean_over_scored_events_by_hand():
     [
         (
             "data.protocol=leave_one_out",
-            "data.protocol=leave_one_out is for retrieval: ranking takes last_tenth",
+            "data.protocol=leave_one_out is not for task.kind=ranking, which takes last_tenth, all",
         ),
-        ("task={kind: retrieval}", "data.protocol=last_tenth and data.train_on_valid are for task.kind=ranking"),
+        (
+            "task={kind: retrieval}",
+            "data.protocol=last_tenth is not for task.kind=retrieval, which takes leave_one_out, ",
+        ),
         ("loss.kind=bce", "loss: not supported by task.kind=ranking, leave it out"),
         ("model.head={kind: mol}", "model.head: not supported by task.kind=ranking, leave it out"),
         ("eval.best_metric=NDCG@10", "eval.best_metric: NDCG@10 is none of auc, gauc"),

@@ -101,7 +101,7 @@ def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monke
     "override, complaint",
     [
         ("task={kind: retrieval}", "task and format recall belong together"),
-        ("data.protocol=published", "recall takes held_out_users, and nothing else does"),
+        ("data.protocol=published", "data.protocol=published is not for task.kind=recall, which takes held_out_users"),
         ("model.action_embedding=true", "not supported by task.kind=recall"),
     ],
 )
