@@ -71,11 +71,8 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     )
     config, ranks = of_ranks(config, options)
     lists = options.predict or options.recommend or options.export_items
-    if config.task.kind != "retrieval" and (lists or options.sampled):
-        raise ConfigError(
-            f"task.kind={config.task.kind} scores the items that it is given: --predict, --recommend, --export-items, "
-            "and --sampled are for retrieval; Recommender.score and POST /scores score items (docs/serving.md)"
-        )
+    if lists or options.sampled:
+        config.task.check_lists()
     for out, name in ((options.predict, "--predict"), (options.recommend, "--recommend")):
         if out:
             check_table(out, name, config, options.overwrite)
@@ -126,8 +123,8 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         raise ConfigError(f"--split {split}: protocol {config.data.protocol} has no such split in these data")
     served = None
     if options.serve:
-        if config.task.kind == "ranking" and split == "train":
-            raise ConfigError("--serve --split train: a user's first event has no history that a service could know")
+        if (form := config.task.served()) is not None and split not in form.splits:
+            raise ConfigError(f"--serve --split {split}: a user's first event has no history that a service could know")
         serving = ServingOptions(cache=options.serve, **serving_options(options))
         served = Recommender(model, config, data.vocabulary, has_timestamps=dataset.has_timestamps, options=serving)
         model = ServedModel(served, dataset)

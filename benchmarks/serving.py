@@ -208,7 +208,7 @@ def whole_batch(recommender, users, at, candidates=None):
     import torch
 
     from data.batch import Cut
-    from serving.paged_group import ServedBatch, ServedRankingBatch
+    from serving.paged_group import ServedBatch
     from serving.tokens import Columns, window_tokens
 
     engine, parts, lengths, origins = recommender._engine, [], [], []
@@ -233,10 +233,7 @@ def whole_batch(recommender, users, at, candidates=None):
         seq_offsets=offsets, users=torch.arange(len(lengths), device=engine.device), actions=actions,
         cut=Cut(None, positions, to(np.array(origins)), None, None),
     )  # fmt: skip
-    if engine.ranking:
-        batch = ServedRankingBatch(is_action=positions % 2 == 1, **common)
-    else:
-        batch = ServedBatch(**common)
+    batch = ServedBatch(is_action=positions % 2 == 1 if engine.ranking else None, **common)
     count = 0 if candidates is None else candidates.shape[1]
     batch.more, batch.num_targets = count, None
     if count:

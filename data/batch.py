@@ -99,6 +99,8 @@ class Batch:
     user_features     [B, F, L] int64 or None: for each feature of users the rows of its table, padded with -1
     event_features    [T, F, L] int64 or None: likewise for events
     rows              [T] int64 or None: the place of each token in the batch of all ranks, of which this one is a part
+    is_action         [T] bool or None: True for tokens of actions, where an event has one for its item and one for its
+                      action (data/ranking.py); None where an event has one token
     phase             the training step at which the current phase of training began, a host-side int: whatever changes
                       at a certain step compares that step with it; the default is greater than any step
     cut               a `Cut` if the batch holds a part of each sequence, else None
@@ -121,6 +123,7 @@ class Batch:
     user_features: Tensor | None = field(default=None, metadata=per_sequence(padding=-1))
     event_features: Tensor | None = field(default=None, metadata=per_token(padding=-1))
     rows: Tensor | None = field(default=None, metadata=per_token())
+    is_action: Tensor | None = field(default=None, metadata=per_token(padding=False))
     phase: int = sys.maxsize
     cut: Cut | None = None
     whole: Whole | None = None

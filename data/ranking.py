@@ -30,13 +30,11 @@ class RankingBatch(Batch):
     No token has an item as its target: target_ids is -1 throughout. The query time of an item token is its own event's,
     that of an action token the next event's (its own event's if it is the sample's last).
 
-    is_action  [T] bool, True for action tokens
     labels     [T, A] int8 at item tokens whose label counts: 1 for each kind of action that happened, else 0; -1 at
                tokens without a prediction
     events     [T] int64, the index in the data set of a token's event
     """
 
-    is_action: Tensor = field(default=None, metadata=per_token(padding=False))  # type: ignore[assignment]
     labels: Tensor = field(default=None, metadata=per_token(padding=-1))  # type: ignore[assignment]
     events: Tensor = field(default=None, metadata=per_token(padding=-1))  # type: ignore[assignment]
 

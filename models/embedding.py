@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import hstu_sparse
 from data.batch import Batch
 from data.features.vocabulary import FeatureVocabulary
-from data.ranking import RankingBatch
 from models.features import ContextFeatures, ItemFeatures, convert_parameters, truncated_normal_
 from models.protocols import ItemTable
 
@@ -223,7 +222,7 @@ class InputEmbedding(nn.Module):
             more = None if actions is None or batch.actions is None else F.embedding(batch.actions, actions)
         if self.context is not None:
             rows = rows + self.context(batch).to(rows.dtype)
-        if isinstance(batch, RankingBatch) and more is not None:
+        if batch.is_action is not None and more is not None:
             rows, more = torch.where(batch.is_action[:, None], more + rows, rows), None
         dropout = self.dropout if self.training else 0.0
         if rows.is_cuda and batch.cut is None:

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from data.batch import Batch
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
-from data.ranking import RankingBatch
 from hstu_sparse.jagged import sequence_ids
 from models.sparse_product import SparseProduct
 
@@ -224,7 +223,7 @@ class ContextFeatures(nn.Module):
             parts: list[Tensor] = []
             if self.num_events:
                 rows = checked_rows(batch.event_features, self.num_events, "events")
-                if isinstance(batch, RankingBatch):  # the item token comes before the action
+                if batch.is_action is not None:  # the item token comes before the action
                     rows = torch.where((batch.is_action[:, None] | self.before)[:, :, None], rows, -1)
                 parts += rows.unbind(1)
             parts += [calendar_rows(name, batch.timestamps)[:, None] for name in self.calendar]

@@ -22,8 +22,8 @@ from serving.caches import Caches, Entry
 from serving.errors import ServingError
 from serving.graphs import Graphs
 from serving.histories import History, Window
-from serving.options import ServingOptions, page_format
-from serving.paged_group import Part, Pass, ServedBatch, ServedRankingBatch
+from serving.options import ServingOptions, page_format, served_form
+from serving.paged_group import Part, Pass, ServedBatch
 from serving.paged_pass import run, served_layers
 from serving.token_batch import FEW, Sizes, Work
 from serving.tokens import Columns, single_tokens, window_tokens
@@ -73,8 +73,8 @@ class Engine:
     def __init__(self, model: SequenceModel, config: RunConfig, window: Window, options: ServingOptions):
         self.model, self.window = model.eval(), window
         self.device = model.item_weight.device
-        self.ranking = config.task.kind == "ranking"
-        self.per_event = 2 if self.ranking else 1
+        task = served_form(config)
+        self.ranking, self.per_event = task.candidates, task.tokens_per_event
         self.autocast = config.train.autocast == "bf16"
         context = model.embedding.context
         if context is not None and (context.num_users or context.num_events):
@@ -332,7 +332,7 @@ class Engine:
             cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank has no plan
             served=served,
         )
-        batch = ServedRankingBatch(is_action=positions % 2 == 1, **common) if self.ranking else ServedBatch(**common)
+        batch = ServedBatch(is_action=positions % 2 == 1 if self.per_event == 2 else None, **common)
 
         def part(tokens: slice, mine: slice, begins: Tensor, candidates: bool, whole: bool = False) -> Part:
             part_times = times[tokens], query_times[tokens]

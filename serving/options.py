@@ -9,6 +9,7 @@ import torch
 import hstu_sparse
 from models.attention import RotateKVAttention
 from models.hstu import SequenceModel
+from models.tasks.contract import Served
 from serving.errors import ServingError
 from serving.histories import Window
 from training.config import RunConfig
@@ -57,15 +58,23 @@ class ServingOptions:
                 raise ServingError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
 
+def served_form(config: RunConfig) -> Served:
+    """Return how the run's task is served; ServingError if it cannot be."""
+    form = config.task.served()
+    if form is None:
+        raise ServingError(f"task.kind={config.task.kind} cannot be served: retrieval and ranking can")
+    return form
+
+
 def window_of(config: RunConfig, slide: int | None) -> Window:
     """Return the window of a run; ServingError for a slide that does not fit."""
-    longest = config.model.max_seq_len
-    ranking = config.task.kind == "ranking"
-    if not ranking and config.task.kind != "retrieval":
-        raise ServingError(f"task.kind={config.task.kind} cannot be served: retrieval and ranking can")
-    capacity = (longest - 1) // 2 if ranking else longest
+    longest, form = config.model.max_seq_len, served_form(config)
+    capacity = (longest - form.candidates) // form.tokens_per_event
     if capacity < 1:
-        raise ServingError(f"model.max_seq_len={longest}: ranking is served from 3 tokens on, an event and a candidate")
+        raise ServingError(
+            f"model.max_seq_len={longest}: {config.task.kind} is served from {form.tokens_per_event + form.candidates} "
+            "tokens on, an event and a candidate"
+        )
     if slide is None:
         slide = max(1, capacity // 4)
     if not 1 <= slide <= capacity:

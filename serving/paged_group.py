@@ -10,7 +10,6 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from data.ranking import RankingBatch
 from serving.block_sums import BlockSums
 
 
@@ -67,13 +66,6 @@ class Pass:
 
 @dataclass
 class ServedBatch(Batch):
-    """New tokens of retrieval; `served` says on top of what they run."""
-
-    served: Pass = None  # type: ignore[assignment]
-
-
-@dataclass
-class ServedRankingBatch(RankingBatch):
-    """New tokens of ranking; `served` says on top of what they run."""
+    """New tokens; `served` says on top of what they run."""
 
     served: Pass = None  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from models.attention.contract import AttentionKind, AuxLoss
 from models.hstu import HSTULayer, SequenceModel
 from serving.block_sparse import paged_block_sparse
 from serving.errors import ServingError
-from serving.paged_group import Part, Pass, ServedBatch, ServedRankingBatch
+from serving.paged_group import Part, Pass, ServedBatch
 
 SERVED = (DenseAttention, SoftmaxAttention, RotateKVAttention, BlockSparseAttention)
 
@@ -151,7 +151,7 @@ def check_kind(inner: AttentionKind, place: int) -> None:
 
 
 @torch.inference_mode()
-def run(model: SequenceModel, layers: list[Any], batch: ServedBatch | ServedRankingBatch) -> Tensor:
+def run(model: SequenceModel, layers: list[Any], batch: ServedBatch) -> Tensor:
     """Return the outputs [T, E] of new tokens, in fp32, before normalisation, and write tokens to the pages."""
     served = batch.served
     for part in served.parts:

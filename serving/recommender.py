@@ -21,6 +21,7 @@ from data.vocabulary import Vocabulary
 from hstu_sparse.launch import cdiv
 from models.heads import normalized
 from models.hstu import SequenceModel
+from models.tasks.build import build_task
 from models.tasks.scoring import Scores, best_items, normalized_items, output_scorer
 from serving import snapshot
 from serving.actions import ActionCodes
@@ -28,7 +29,7 @@ from serving.engine import Ask, Engine
 from serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError, TooEarly
 from serving.histories import Histories, History, no_garbage_collection
 from serving.ids import ItemIds, user_keys
-from serving.options import ServingOptions, window_of
+from serving.options import ServingOptions, served_form, window_of
 from serving.token_batch import MOST_USERS, rounded_up
 from training.config import RunConfig
 from training.outputs import export_items
@@ -83,12 +84,11 @@ class Recommender:
         options = options or ServingOptions()
         self.config, self.options, self.name, self.clock = config, options, name, clock
         self.has_timestamps = has_timestamps
-        self.ranking = config.task.kind == "ranking"
+        self.ranking, self._task = served_form(config).candidates, build_task(config)
         self.items = ItemIds(vocabulary.item_ids)
-        has_actions = self.ranking or config.model.action_embedding
-        self.actions = ActionCodes(config, vocabulary) if has_actions else None
+        self.actions = ActionCodes(config, vocabulary) if config.embeds_actions else None
         self.window = window_of(config, options.slide)
-        self._histories = Histories(self.window, has_actions, options.most_users, options.most_events)
+        self._histories = Histories(self.window, config.embeds_actions, options.most_users, options.most_events)
         self._engine = Engine(model, config, self.window, options)
         self._scores_of = None if self.ranking else output_scorer(model)
         self._lock = threading.RLock()
@@ -351,7 +351,7 @@ class Recommender:
     @torch.no_grad()
     def _probabilities(self, out: Tensor) -> np.ndarray:
         """Return the probabilities of the actions by outputs [M, E]: [M], or [M, A] if A > 1."""
-        probabilities = self.model.task_head(out).sigmoid().float().cpu().numpy()
+        probabilities = self._task.candidate_scores(self.model, out).float().cpu().numpy()
         return probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities
 
     def outputs(self, users: Sequence[str], at=None) -> Tensor:

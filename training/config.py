@@ -207,6 +207,11 @@ class RunConfig(Options):
     """How the run is spread over processes."""
 
     @property
+    def embeds_actions(self) -> bool:
+        """Whether the model reads the actions of events."""
+        return self.model.action_embedding or self.task.embeds_actions
+
+    @property
     def best_metric(self) -> str:
         """The metric that chooses the best weights."""
         return self.eval.best_metric or self.task.metric_names()[0]

@@ -237,8 +237,7 @@ def build_model(
 
     ranks: those over which parallel.embedding divides the item table, a `table_class`.
     """
-    embedded = config.model.action_embedding or config.task.kind == "ranking"
-    num_actions = vocabulary.num_actions or 0 if embedded else 0
+    num_actions = vocabulary.num_actions or 0 if config.embeds_actions else 0
     head = build_task(config).head()
     num_items, table = len(vocabulary.item_ids), None
     if ranks is not None and config.parallel.sharded:

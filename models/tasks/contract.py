@@ -5,7 +5,7 @@ Letters: T tokens, E embedding size.
 
 import sys
 from operator import attrgetter
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from data.batches import Batches
+from data.errors import ConfigError
 from data.options import Options
 from data.reading.formats import FORMATS
 from data.splits import Split, Splits
@@ -33,6 +34,20 @@ class Table(NamedTuple):
     headings: list[str]
     rows: list[list[str]]
     short: list[int]
+
+
+class Served(NamedTuple):
+    """The form in which a service has a user's events as tokens, and what it answers (serving/).
+
+    tokens_per_event  1, the event's, or 2, the item's and then the action's
+    candidates        whether a request scores the items that it names, each a token behind the user's; else all items
+                      are ranked by the last token's output
+    splits            the splits whose targets all have an earlier event, which a service needs to answer
+    """
+
+    tokens_per_event: int = 1
+    candidates: bool = False
+    splits: tuple[str, ...] = ("train", "valid", "test")
 
 
 class TaskOptions(RunOptions, Protocol):
@@ -58,11 +73,12 @@ class Task:
     plotted: tuple[str, ...]
 
     class Config(Options):
-        """The task's options, and which options of a run it supports.
+        """The task's options, and what holds of its runs: which options, programs and services they have.
 
-        formats      the formats of raw data; all but that of the memory task
-        protocols    the protocols by which `splits` can divide the data
-        unsupported  options, by their dotted names, that a run of this task leaves at their default
+        formats         the formats of raw data; all but that of the memory task
+        protocols       the protocols by which `splits` can divide the data
+        unsupported     options, by their dotted names, that a run of this task leaves at their default
+        embeds_actions  whether the model has a table of actions, without model.action_embedding too
         """
 
         formats: ClassVar[frozenset[str]] = frozenset(FORMATS) - {"recall"}
@@ -72,8 +88,26 @@ class Task:
             *("parallel.data", "parallel.embedding", "parallel.context"),
         )
 
+        embeds_actions: ClassVar[bool] = False
+
         kind: str
         """The task: one of the table below, or a class of your own as `module:Class`."""
+
+        @property
+        def has_item_loss(self) -> bool:
+            """Whether the training loss is that of `loss:`, over items: what ranks then draw and look up."""
+            return "loss" not in self.unsupported
+
+        def check_lists(self) -> None:
+            """Raise ConfigError unless a user's last output ranks all items, of which programs then write lists."""
+            raise ConfigError(
+                f"task.kind={self.kind} ranks no items: --predict, --recommend, --export-items and --sampled are for "
+                "tasks that do, such as retrieval"
+            )
+
+        def served(self) -> Served | None:
+            """Return how the task is served; None if it cannot be."""
+            return None
 
         def metric_names(self) -> list[str]:
             """Return the metrics of an evaluation; the first one chooses the best weights by default."""
@@ -92,7 +126,7 @@ class Task:
                 )
             for name in self.unsupported:
                 parent, _, option = name.rpartition(".")
-                part = attrgetter(parent)(run) if parent else run
+                part: Any = attrgetter(parent)(run) if parent else run
                 if getattr(part, option) != type(part).model_fields[option].get_default(call_default_factory=True):
                     raise ValueError(f"{name}: not supported by task.kind={self.kind}, leave it out")
 
@@ -130,6 +164,10 @@ class Task:
         dtype: the type of matrix products on a GPU; None for that of the weights. share: for a rank that shares the
         batch with others, whose results are then its shares of the sums. The computation must not wait for the device.
         """
+        raise NotImplementedError
+
+    def candidate_scores(self, model: SequenceModel, out: Tensor) -> Tensor:
+        """Return what a service answers for candidates with the outputs `out` [M, E]: [M, A]; see `Served`."""
         raise NotImplementedError
 
     def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:

@@ -28,7 +28,7 @@ from models.losses import Share
 from models.protocols import RunOptions
 from models.tasks import binary_metrics
 from models.tasks.binary_metrics import auc_difference, metrics_by_history
-from models.tasks.contract import Table, Task, cells
+from models.tasks.contract import Served, Table, Task, cells
 from models.tasks.ranking_baseline import fit_logistic, history_features, predict_logistic
 from models.tasks.ranking_metrics import LENGTH_EDGES
 
@@ -97,6 +97,8 @@ class Ranking(Task):
             *("loss", "model.head", "model.action_embedding", "parallel.context", "train.augment"),
         )
 
+        embeds_actions: ClassVar[bool] = True
+
         kind: Literal["ranking"]
         """The task."""
         actions: list[ActionConfig] = Field(min_length=1)
@@ -119,6 +121,16 @@ class Ranking(Task):
             """
             by_action = [f"{action.name}/{name}" for action in self.actions for name in binary_metrics.NAMES]
             return [*binary_metrics.NAMES, *(by_action if len(self.actions) > 1 else [])]
+
+        def check_lists(self) -> None:
+            raise ConfigError(
+                f"task.kind={self.kind} scores the items that it is given: --predict, --recommend, --export-items, "
+                "and --sampled are for retrieval; Recommender.score and POST /scores score items (docs/serving.md)"
+            )
+
+        def served(self) -> Served:
+            # A user's first event is scored in training, without a history that a service could know.
+            return Served(tokens_per_event=2, candidates=True, splits=("valid", "test"))
 
         def check_run(self, run: RunOptions) -> None:
             super().check_run(run)
@@ -199,6 +211,10 @@ class Ranking(Task):
         named = {f"loss/{action.name}": AuxLoss(mean, 0 * mean) for action, mean in zip(self.actions, means)}
         return (weights * means).sum(), named
 
+    def candidate_scores(self, model: SequenceModel, out: Tensor) -> Tensor:
+        """Return the probabilities of the actions."""
+        return model.task_head(out).sigmoid()
+
     @torch.no_grad()
     def predictions(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> Predictions:
         """Compute the probabilities of the actions at every scored event of a split."""
@@ -211,9 +227,9 @@ class Ranking(Task):
                 out, _ = model.raw_output(replace(batch, phase=phase))
             assert isinstance(batch, RankingBatch)
             scored = (batch.labels[:, 0] >= 0).nonzero()[:, 0]
-            probabilities = model.task_head(out[scored]).sigmoid()
-            arrays = (batch.events[scored], probabilities.float(), batch.labels[scored] > 0)
-            parts.append(tuple(x.cpu().numpy() for x in arrays))
+            scores = self.candidate_scores(model, out[scored])
+            tensors = (batch.events[scored], scores.float(), batch.labels[scored] > 0)
+            parts.append(tuple(x.cpu().numpy() for x in tensors))
         if self.ranks is not None:
             parts = [part for of_rank in self.ranks.of_all(parts) for part in of_rank]
         events, probabilities, labels = (np.concatenate(x) for x in zip(*parts))

@@ -17,7 +17,7 @@ from data.recall import RECALL_PROTOCOL, RecallBatch, RecallBatches, recall_spli
 from data.splits import Split, Splits
 from data.types import Dataset
 from models.hstu import SequenceModel
-from models.tasks.contract import Table, cells
+from models.tasks.contract import Table, Task, cells
 from models.tasks.retrieval import Retrieval
 from models.tasks.scoring import normalized_items
 
@@ -55,6 +55,12 @@ class Recall(Retrieval):
             distance.
             """
             return ["accuracy", "worst"]
+
+        def check_lists(self) -> None:
+            Task.Config.check_lists(self)
+
+        def served(self) -> None:
+            return None
 
     headline = ("accuracy", "worst")
     plotted = ("accuracy", "worst")

@@ -16,7 +16,7 @@ from data.types import Dataset, shown
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share, head_loss, own_items
-from models.tasks.contract import Table, Task, cells
+from models.tasks.contract import Served, Table, Task, cells
 from models.tasks.ranking_metrics import (
     COUNT_EDGES,
     LENGTH_EDGES,
@@ -56,6 +56,12 @@ class Retrieval(Task):
 
         def metric_names(self) -> list[str]:
             return sorted(metric_names(), key=lambda name: name != "NDCG@10")
+
+        def check_lists(self) -> None:
+            pass
+
+        def served(self) -> Served | None:
+            return Served()
 
     headline: tuple[str, ...] = ("HR@10", "NDCG@10")
     plotted: tuple[str, ...] = ("HR@10", "NDCG@10", "MRR")

@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: Batch, ranks: Ranks) -> Prepared:
-    """Gather the targets and negatives that a rank needs of the others; config: of a retrieval loss, else None."""
+    """Gather the targets and negatives that a rank needs of the others; config: of a loss over items, else None."""
     embedding = model.embedding
     targets, drawn = batch.target_ids, None
     if config is not None:

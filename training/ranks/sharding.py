@@ -90,7 +90,7 @@ def ids_wanted(config: RunConfig, tokens: int) -> int:
     negatives.
     """
     loss = config.loss
-    if config.task.kind != "retrieval" or loss.kind == "cross_entropy":
+    if not config.task.has_item_loss or loss.kind == "cross_entropy":
         return tokens
     return 2 * tokens + loss.num_negatives * (1 if loss.negatives == "shared" else tokens)
 

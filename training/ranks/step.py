@@ -37,7 +37,7 @@ class Shares(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, device = self.config, batch.item_ids.device.type
-        share, inputs = prepare(self.model, c.loss if c.task.kind == "retrieval" else None, c.seed, batch, self.ranks)
+        share, inputs = prepare(self.model, c.loss if c.task.has_item_loss else None, c.seed, batch, self.ranks)
         bf16 = c.train.autocast == "bf16"
         real = batch.real.sum()
         part_of_tokens = real / self.ranks.sum(real).clamp(min=1)
@@ -51,7 +51,7 @@ class Shares(nn.Module):
         with torch.autocast(device, torch.bfloat16, enabled=bf16):
             out, shares = self.model.raw_output(batch, inputs, shared)
         dtype = torch.bfloat16 if bf16 else None
-        if inputs is not None and c.task.kind == "retrieval" and share.drawn is None:
+        if inputs is not None and c.task.has_item_loss and share.drawn is None:
             loss, of_task = catalogue_share(self.model, c.loss, out, batch, self.ranks, dtype)
         else:
             loss, of_task = self.task.loss(self.model, out, batch, batch, dtype, share)
