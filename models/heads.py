@@ -6,7 +6,7 @@ item components, P = P_q * P_x pairs of components, C component size.
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -22,9 +22,18 @@ NORM_EPS = 1e-6
 
 
 class Head(Options):
-    """Base of the heads' options."""
+    """Base of the heads' options.
+
+    has_item_vectors  whether an item's score is the product of a vector of its own with the output
+    """
+
+    has_item_vectors: ClassVar[bool] = True
 
     kind: str
+
+    def module(self, embedding_dim: int) -> "MixtureOfLogits | None":
+        """Return the trained network that scores items; None if the score is the cosine."""
+        return None
 
 
 class DotConfig(Head):
@@ -52,6 +61,10 @@ class MoLConfig(Head):
     0.1; docs/evaluation.md measures 4 x 4 of 64 with gates of 64. Components smaller than the embedding cost quality.
     """
 
+    has_item_vectors: ClassVar[bool] = False
+    learned_temperature: ClassVar[bool] = False
+    separate_targets: ClassVar[bool] = False
+
     kind: Literal["mol"]
     """The head."""
     query_components: int = Field(8, ge=1)
@@ -70,6 +83,9 @@ class MoLConfig(Head):
     """The divisor of the components' cosines; `loss.temperature` is for the head `dot`."""
     balance_weight: float = Field(0.001, ge=0)
     """The weight of the auxiliary loss that keeps all pairs of components in use."""
+
+    def module(self, embedding_dim: int) -> "MixtureOfLogits":
+        return MixtureOfLogits(self, embedding_dim)
 
     def check_run(self, run: RunOptions) -> None:
         loss = run.loss

@@ -21,7 +21,7 @@ from models.attention import ATTENTION_KINDS
 from models.attention.contract import AttentionKind, AuxLoss
 from models.embedding import InputEmbedding
 from models.features import truncated_normal_
-from models.heads import MixtureOfLogits, normalized
+from models.heads import normalized
 from models.options import ModelConfig
 from models.protocols import ItemTable
 
@@ -224,14 +224,13 @@ class SequenceModel(nn.Module):
         )
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
-        self.head = MixtureOfLogits(config.head, config.embedding_dim) if config.head.kind == "mol" else None
+        self.head = config.head.module(config.embedding_dim)
         # The logarithm of the learned factor of loss.temperature.
-        learned = config.head.kind == "dot" and config.head.learned_temperature
         self.item_dropout = config.head.item_dropout
-        self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
+        self.log_temperature = nn.Parameter(torch.zeros(())) if config.head.learned_temperature else None
         self.task_head: Any = task_head
         self.targets = None  # the items' rows that outputs are scored against, if these differ from the inputs' rows
-        if config.head.kind == "dot" and config.head.separate_targets:
+        if config.head.separate_targets:
             self.targets = nn.Parameter(truncated_normal_(torch.empty(num_items, config.embedding_dim), 0.02))
 
     @property

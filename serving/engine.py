@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Cut
-from models.attention import BlockSparseAttention
+from models.attention.contract import PagedForm
 from models.hstu import SequenceModel
 from serving.block_sums import BlockSums
 from serving.caches import Caches, Entry
@@ -84,19 +84,12 @@ class Engine:
             )
         self.layers = served_layers(model, torch.bfloat16 if self.autocast else None)
         form = page_format(model, options)
-        sparse = [layer.attention.inner.config for layer in self.layers if self._is_sparse(layer)]
+        forms: list[PagedForm] = [layer.attention.form for layer in self.layers]
+        sparse = {place: one.blocks for place, one in enumerate(forms) if one.blocks is not None}
         if sparse and form.bits:
             raise ServingError(f"cache={options.cache}: bsa is served from keys and values as they are, not from codes")
-        self._choices = {
-            place: (form.heads, layer.attention.inner.config.block_counts)
-            for place, layer in enumerate(self.layers)
-            if self._is_sparse(layer)
-        }
-        sizes = {
-            place: layer.attention.inner.config.block_size
-            for place, layer in enumerate(self.layers)
-            if self._is_sparse(layer)
-        }
+        self._choices = {place: (form.heads, blocks.chosen) for place, blocks in sparse.items()}
+        sizes = {place: blocks.size for place, blocks in sparse.items()}
         longest = self.per_event * window.capacity
         plain, beside = (
             form.bytes(longest, len(self.layers)),
@@ -115,17 +108,13 @@ class Engine:
             raise ServingError(
                 f"cache_bytes: a window of {longest:,} tokens takes {least:,} bytes, got {options.cache_bytes:,}"
             ) from None
-        self.caches = Caches(pool, math.lcm(*(c.selection_group for c in sparse)))
+        self.caches = Caches(pool, math.lcm(*(blocks.group for blocks in sparse.values())))
         self.sums = BlockSums(pool, sizes) if sizes else None
         # The host makes the choices of bsa from the device's results.
         self.padded = options.cuda_graphs and self.device.type == "cuda" and not sparse
         self.graphs = Graphs(self.device) if self.padded else None
         self._widest = form.num_pages(longest) + (form.sink_tokens > 0)
         self.encoded = 0  # tokens that were written into pages, for metrics
-
-    @staticmethod
-    def _is_sparse(layer: Any) -> bool:
-        return isinstance(layer.attention.inner, BlockSparseAttention)
 
     @property
     def bytes_per_user(self) -> int:

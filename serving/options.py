@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 
 import hstu_sparse
-from models.attention import RotateKVAttention
 from models.hstu import SequenceModel
 from models.tasks.contract import Served
 from serving.errors import ServingError
@@ -101,17 +100,13 @@ def page_format(model: SequenceModel, options: ServingOptions) -> hstu_sparse.Pa
         }
     trained: dict[str, Any] = {}
     for place, layer in enumerate(layers):
-        c = layer.attention.config
-        layer_codes = (
-            {"dtype": torch.float32, **c.cache_options()} if isinstance(layer.attention, RotateKVAttention) else {}
-        )
-        layer_codes.pop("sparsity", None)
+        layer_codes, kind = layer.attention.paged().codes or {}, layer.attention.config.kind
         if layer_codes and trained and layer_codes != trained:
             raise ServingError(f"layer {place} has other codes than the layers before, pages have one format")
         if layer_codes and options.cache != "auto" and layer_codes != chosen:
             raise ServingError(f"cache={options.cache}: the run was trained for its own codes, leave the cache out")
         if (layer_codes or trained) and place and bool(layer_codes) != bool(trained):
-            raise ServingError(f"layer {place} ({c.kind}): some layers are of kind rotatekv and some not")
+            raise ServingError(f"layer {place} ({kind}): some layers are of kind rotatekv and some not")
         trained = layer_codes or trained
     try:
         return hstu_sparse.PageFormat(heads, sizes.attention_dim, sizes.linear_dim, **(trained or chosen))

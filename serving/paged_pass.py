@@ -13,24 +13,19 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from hstu_sparse.bias.relative import RelativeBias
-from models.attention import BlockSparseAttention, DenseAttention, RotateKVAttention, SoftmaxAttention
-from models.attention.contract import AttentionKind, AuxLoss
+from models.attention.contract import AttentionKind, AuxLoss, PagedForm
 from models.hstu import HSTULayer, SequenceModel
 from serving.block_sparse import paged_block_sparse
 from serving.errors import ServingError
 from serving.paged_group import Part, Pass, ServedBatch
 
-SERVED = (DenseAttention, SoftmaxAttention, RotateKVAttention, BlockSparseAttention)
-
 
 class ServedAttention(nn.Module):
     """An attention kind whose new tokens read what came before them from pages."""
 
-    inner: Any  # one of SERVED
-
-    def __init__(self, inner: AttentionKind, layer: int):
+    def __init__(self, inner: AttentionKind, form: PagedForm, layer: int):
         super().__init__()
-        self.inner, self.layer = inner, layer
+        self.inner, self.form, self.layer = inner, form, layer
 
     @property
     def sizes(self):
@@ -42,7 +37,7 @@ class ServedAttention(nn.Module):
             own_q, own_k, own_v = (y[part.tokens] for y in (q, k, v))
             if not part.candidates:
                 batch.served.pool.write(self.layer, own_k, own_v, part.offsets, part.pages, part.lengths)
-            if self.layer == batch.served.last and not isinstance(self.inner, BlockSparseAttention):
+            if self.layer == batch.served.last and self.form.blocks is None:
                 outputs.append(torch.zeros_like(own_v))  # nobody reads the outputs of the last layer
             else:
                 outputs.append(self.attend(own_q, own_k, own_v, batch.served, part))
@@ -50,16 +45,17 @@ class ServedAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, served: Pass, part: Part) -> Tensor:
         """Return [T, H, V] of a part's tokens."""
-        inner, bias = self.inner, None
-        if inner.position_bias is not None or inner.time_bias is not None:
-            bias = RelativeBias(inner.position_bias, inner.time_bias)
-            if inner.time_bias is not None:
+        form, longest, bias = self.form, self.inner.sizes.max_seq_len, None
+        if form.position is not None or form.time is not None:
+            bias = RelativeBias(form.position, form.time)
+            if form.time is not None:
                 bias = bias._replace(timestamps=part.times, query_timestamps=part.query_times)
-        if isinstance(inner, BlockSparseAttention):
-            return paged_block_sparse(inner, self.layer, q, k, v, bias, served, part)
-        if part.whole and (out := whole_attention(inner, q, k, v, bias, served.pool.format, part)) is not None:
-            return out
-        softmax = isinstance(inner, SoftmaxAttention)
+        if form.blocks is not None:
+            return paged_block_sparse(cast(Any, self.inner), self.layer, q, k, v, bias, served, part)
+        if part.whole:
+            out = whole_attention(form, longest, q, k, v, bias, served.pool.format, part)
+            if out is not None:
+                return out
         one_each = len(q) == len(part.lengths)  # the result is the same as with candidates, which are faster
         return hstu_sparse.paged_attention(
             q,
@@ -69,18 +65,19 @@ class ServedAttention(nn.Module):
             served.pool,
             part.pages,
             part.lengths,
-            inner.sizes.max_seq_len,
+            longest,
             layer=self.layer,
             candidates=part.candidates or one_each,
-            activation="softmax" if softmax else "silu",
-            scale=None if softmax else inner.config.scale,
-            normalizer=None if softmax else inner.normalizer,
+            activation="softmax" if form.softmax else "silu",
+            scale=form.scale,
+            normalizer=form.normalizer,
             bias=bias,
         )
 
 
 def whole_attention(
-    inner: Any,
+    attention: PagedForm,
+    longest: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -96,14 +93,14 @@ def whole_attention(
     can do that for codes, so far only on a CPU.
     """
     exact = form.bits is None and (form.dtype == k.dtype or form.dtype.itemsize > k.dtype.itemsize)
-    if isinstance(inner, SoftmaxAttention) or (not exact and (form.bits is None or q.is_cuda)):
+    if attention.softmax or (not exact and (form.bits is None or q.is_cuda)):
         return None
     # Coded keys are padded to a size that the Hadamard transform supports.
     q, k = (F.pad(x, (0, form.coded_size - form.head_size)) if form.bits else x for x in (q, k))
-    offsets, longest = part.offsets, inner.sizes.max_seq_len
+    offsets = part.offsets
     options: dict[str, Any] = dict(bias=bias)
     options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, **options, once=part.once)
-    options |= dict(scale=inner.config.scale, normalizer=inner.normalizer)
+    options |= dict(scale=attention.scale, normalizer=attention.normalizer)
     if exact:
         return hstu_sparse.hstu_attention(q, k, v, offsets, longest, **options)
     codes = {name: getattr(form, name) for name in ("bits", "head_group", "quant_group", "sink_tokens", "clip")}
@@ -119,9 +116,9 @@ def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> lis
     layers = []
     for place, layer in enumerate(cast(Iterable[Any], model.layers)):
         inner = layer.attention
-        check_kind(inner, place)
+        form = paged_form(inner, place)
         twin = copy.copy(layer)
-        twin._modules = layer._modules | {"attention": ServedAttention(inner, place)}
+        twin._modules = layer._modules | {"attention": ServedAttention(inner, form, place)}
         if dtype is not None and isinstance(layer, HSTULayer):
             twin._parameters = {"uvqk": nn.Parameter(layer.uvqk.to(dtype), requires_grad=False)}
             output = copy.copy(layer.output)
@@ -133,21 +130,20 @@ def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> lis
     return layers
 
 
-def check_kind(inner: AttentionKind, place: int) -> None:
-    """Raise ServingError for an attention whose past cannot be kept in pages."""
-    c: Any = inner.config
-    if not isinstance(inner, SERVED):
-        raise ServingError(f"layer {place} ({c.kind}) cannot be served: dense, softmax, rotatekv and bsa can")
-    if isinstance(inner, DenseAttention) and c.window_size:
-        raise ServingError(f"layer {place} has window_size={c.window_size}, which paged attention does not have")
-    heads = inner.kv_heads(c, inner.sizes.num_heads)
+def paged_form(inner: AttentionKind, place: int) -> PagedForm:
+    """Return how a layer's attention reads from pages; ServingError if it cannot."""
+    try:
+        form = inner.paged()
+    except ValueError as error:
+        raise ServingError(f"layer {place} {error}") from None
+    if form is None:
+        raise ServingError(
+            f"layer {place} ({inner.config.kind}) cannot be served: dense, softmax, rotatekv and bsa can"
+        )
+    heads = inner.kv_heads(inner.config, inner.sizes.num_heads)
     if heads != inner.sizes.num_heads:
         raise ServingError(f"layer {place} shares {heads} key heads between {inner.sizes.num_heads}, pages do not")
-    if isinstance(inner, RotateKVAttention):
-        if c.bits == 3:
-            raise ServingError(f"layer {place} has bits=3, pages have 2, 4 or 8")
-        if c.sparsity:
-            raise ServingError(f"layer {place} has sparsity={c.sparsity}, pages have none")
+    return form
 
 
 @torch.inference_mode()

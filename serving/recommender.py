@@ -416,7 +416,7 @@ class Recommender:
 
         Raises ServingError for a head that has no single vector for an item.
         """
-        if self.model.head is not None or self.ranking:
+        if self.ranking or not self.config.model.head.has_item_vectors:
             what = "a ranking run" if self.ranking else f"model.head.kind={self.config.model.head.kind}"
             raise ServingError(f"{what} has no single vector for an item")
         return export_items(Path(folder), self.model, self.items.ids)

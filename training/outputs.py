@@ -51,7 +51,7 @@ def check_table(path: Path, option: str, config: RunConfig, overwrite: bool) -> 
 def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
     """Raise ConfigError unless the items' vectors may be written into the folder `path`."""
     option = "--export-items"
-    if config.model.head.kind != "dot":
+    if not config.model.head.has_item_vectors:
         raise ConfigError(f"{option}: model.head.kind={config.model.head.kind} has no single vector for an item")
     with access(path, "written"):
         _check_place(path, option, config)

@@ -23,8 +23,6 @@ from data.prepare import find_prepared
 from data.splits import Splits
 from data.types import shown
 from data.vocabulary import index_of, vocabulary_of
-from hstu_sparse.ring.flash.cute import check_available
-from hstu_sparse.validation import choose_backend
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from models.tasks.contract import Task
@@ -187,26 +185,10 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def check_backends(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigError if kernels that the configuration requires cannot run on the device."""
-    # With torch 2.13 the reference's loops over levels are unrolled again for every shape, and compilation never ends.
-    if config.train.compile and device.type == "cpu" and any(a.kind == "htree" for a in config.model.attention):
-        raise ConfigError("train.compile: torch's compiler does not finish with htree on a CPU, set it to false")
-    option = "model.attention.backend"
-    for layer in config.model.attention:
-        backend = getattr(layer, "backend", "auto")
+    """Raise ConfigError if a layer of the configuration cannot run on the device."""
+    for attention in config.model.attention:
         try:
-            if backend == "hopper":
-                if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-                    raise ValueError(f"{option}=hopper needs a GPU with sm_90, got {device}: use backend=triton")
-            elif backend == "cute":
-                check_available(option, device)
-            else:
-                choose_backend(backend, torch.empty(0, device=device), option)
-                continue
-            if config.train.autocast != "bf16":
-                raise ValueError(f"{option}={backend} takes 16 bits: set train.autocast to bf16, or use backend=triton")
-            if backend == "cute" and config.parallel.context > 1 and getattr(layer, "window_size", False):
-                raise ValueError(f"{option}=cute has no window_size with parallel.context: use backend=triton")
+            attention.check_device(config, device)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

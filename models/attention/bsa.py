@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.contract import AuxLoss, LayerSizes
+from models.attention.contract import AuxLoss, Blocks, LayerSizes, PagedForm
 from models.attention.shared import HSTUAttention
 from models.gate import GateModel
 
@@ -71,6 +71,10 @@ class BlockSparseAttention(HSTUAttention):
         super().__init__(config, sizes)
         self.gate = GateModel(sizes.attention_dim, config.gate_hidden_dim)
         warn_if_too_short(sizes.max_seq_len, config.selection_group, config.position_bias or bool(config.time_bias))
+
+    def paged(self) -> PagedForm:
+        c = self.config
+        return self.biased_form(blocks=Blocks(c.block_size, c.block_counts, c.selection_group))
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, bias = self.config, self.bias(batch)

@@ -9,12 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
 from data.options import Options
 from data.types import Dataset
+from hstu_sparse.validation import choose_backend
 from models.protocols import RunOptions
+
+BACKEND = "model.attention.backend"
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,44 @@ class AuxLoss(NamedTuple):
         return AuxLoss(self.value + other.value, self.weighted + other.weighted)
 
 
+class Blocks(NamedTuple):
+    """The blocks of a kind that is served as bsa: their tokens, how many are chosen, the tokens that share a choice."""
+
+    size: int
+    chosen: int
+    group: int
+
+
+class PagedForm(NamedTuple):
+    """The form in which new tokens attend to earlier ones, whose keys and values are in pages.
+
+    softmax              whether the weights are a softmax of the scores, else their SiLU
+    scale, normalizer    with SiLU the factor of the scores and the divisor of the sum
+    position, time       tables of a relative bias, or None
+    codes                the options of the pages (`hstu_sparse.PageFormat`) that the run was trained for; None for any
+    blocks               None unless tokens attend to chosen blocks and to means of blocks, as in bsa
+    """
+
+    softmax: bool = False
+    scale: float | None = None
+    normalizer: int | None = None
+    position: Tensor | None = None
+    time: Tensor | None = None
+    codes: dict[str, Any] | None = None
+    blocks: Blocks | None = None
+
+
 class AttentionKind(nn.Module):
     """Base of the attention modules: `__init__(config, sizes)`, `forward(x, q, k, v, batch)`.
 
     The module stores nothing of one call for the next.
     """
+
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls) and "paged" not in vars(cls):
+            # It computes something else than its base, whose form in pages would give other results.
+            cls.paged = AttentionKind.paged  # type: ignore[method-assign]
 
     class Config(Options):
         """The kind's options. The checks raise ValueError; its message begins with the option that it is about."""
@@ -76,6 +113,12 @@ class AttentionKind(nn.Module):
 
         def check_model(self, sizes: LayerSizes) -> None:
             """Raise ValueError if these options do not fit the layer's sizes; called after `for_model`."""
+
+        def check_device(self, run: RunOptions, device: torch.device) -> None:
+            """Raise ValueError, naming the option, if the kind cannot run on the device; called before anything is
+            built.
+            """
+            choose_backend(getattr(self, "backend", "auto"), torch.empty(0, device=device), BACKEND)
 
         def for_data(self, dataset: Dataset) -> Self:
             """Return these options with `auto` replaced according to the data; called when a run opens its data.
@@ -106,6 +149,14 @@ class AttentionKind(nn.Module):
     def kv_heads(cls, config: Any, num_heads: int) -> int:
         """Return Hkv, the number of heads of k and v, which the layer's projection then produces."""
         return num_heads
+
+    def paged(self) -> PagedForm | None:
+        """Return how the kind is served from pages; None if it cannot be. Not inherited with another `forward`.
+
+        Raises:
+            ValueError: an option's value cannot be served: `has window_size=3, which ...`.
+        """
+        return None
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         """Compute q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).

@@ -2,13 +2,15 @@
 
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.contract import AuxLoss, LayerSizes
-from models.attention.shared import HSTUAttention
+from models.attention.contract import BACKEND, AuxLoss, LayerSizes, PagedForm
+from models.attention.shared import HSTUAttention, check_16_bits
+from models.protocols import RunOptions
 
 
 class DenseAttention(HSTUAttention):
@@ -36,7 +38,20 @@ class DenseAttention(HSTUAttention):
                     "backend=hopper takes no bias: set position_bias and time_bias to false, or use backend=triton"
                 )
 
+        def check_device(self, run: RunOptions, device: torch.device) -> None:
+            if self.backend != "hopper":
+                super().check_device(run, device)
+                return
+            if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+                raise ValueError(f"{BACKEND}=hopper needs a GPU with sm_90, got {device}: use backend=triton")
+            check_16_bits("hopper", run)
+
     config: Config
+
+    def paged(self) -> PagedForm:
+        if self.config.window_size:
+            raise ValueError(f"has window_size={self.config.window_size}, which paged attention does not have")
+        return self.biased_form()
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         config, bias = self.config, self.bias(batch)

@@ -3,6 +3,7 @@
 import math
 from typing import Literal, Self
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -10,6 +11,7 @@ import hstu_sparse
 from data.batch import Batch
 from models.attention.contract import AuxLoss, LayerSizes
 from models.attention.shared import AutoCount, AutoRate, FewKeys, chosen, few_kv_heads
+from models.protocols import RunOptions
 
 # max_seq_len from which `auto` means few key heads, and the greatest number of expanded nodes.
 LONG, MOST_EXPANDED = 1024, 32
@@ -65,6 +67,13 @@ class HierarchicalTreeAttention(FewKeys):
             if chosen(self.compression_rate) % chosen(self.selection_group):
                 rate = f"compression_rate={self.compression_rate}"
                 raise ValueError(f"selection_group={self.selection_group} does not divide {rate}")
+
+        def check_device(self, run: RunOptions, device: torch.device) -> None:
+            # With torch 2.13 the reference's loops over levels are unrolled for every shape, and compilation never
+            # ends.
+            if run.train.compile and device.type == "cpu":
+                raise ValueError("train.compile: torch's compiler does not finish with htree on a CPU, set it to false")
+            super().check_device(run, device)
 
     config: Config
 

@@ -2,13 +2,15 @@
 
 from typing import Any, ClassVar, Literal, Self, cast
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
 from models.attention.contract import AuxLoss, LayerSizes
-from models.attention.shared import FlashBackend, HSTUAttention, SharedKeys, check_flash_backend
+from models.attention.shared import FlashBackend, HSTUAttention, SharedKeys, check_cute, check_flash_backend
+from models.protocols import RunOptions
 
 
 class RingAttention(SharedKeys, HSTUAttention):
@@ -56,6 +58,12 @@ class RingAttention(SharedKeys, HSTUAttention):
             if self.inner == "hstu" and self.backend == "cute":
                 raise ValueError("backend=cute is for inner=softmax: use triton")
             check_flash_backend(self.backend, self.dropout)
+
+        def check_device(self, run: RunOptions, device: torch.device) -> None:
+            if self.backend == "cute":
+                check_cute(run, device, self.window_size)
+            else:
+                super().check_device(run, device)
 
     config: Config
 

@@ -2,12 +2,13 @@
 
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.contract import AuxLoss, LayerSizes
+from models.attention.contract import AuxLoss, LayerSizes, PagedForm
 from models.attention.shared import HSTUAttention
 
 
@@ -46,6 +47,14 @@ class RotateKVAttention(HSTUAttention):
             return {name: getattr(self, name) for name in names}
 
     config: Config
+
+    def paged(self) -> PagedForm:
+        if self.config.bits == 3:
+            raise ValueError("has bits=3, pages have 2, 4 or 8")
+        codes = self.config.cache_options()
+        if sparsity := codes.pop("sparsity"):
+            raise ValueError(f"has sparsity={sparsity}, pages have none")
+        return self.biased_form(codes={"dtype": torch.float32, **codes})
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         config = self.config

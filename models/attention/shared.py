@@ -14,7 +14,9 @@ from data.batch import Batch
 from data.types import Dataset
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.launch import padded_head
-from models.attention.contract import AttentionKind, LayerSizes
+from hstu_sparse.ring.flash.cute import check_available
+from models.attention.contract import BACKEND, AttentionKind, LayerSizes, PagedForm
+from models.protocols import RunOptions
 
 # Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
 FlashBackend = Literal["auto", "triton", "reference", "cute"]
@@ -27,9 +29,23 @@ EXTRA_POSITIONS = 11
 
 
 def check_flash_backend(backend: str, dropout: float) -> None:
-    """Raise ValueError for options that FlashAttention-4 lacks; training.run checks what depends on the run."""
+    """Raise ValueError for options that FlashAttention-4 lacks."""
     if backend == "cute" and dropout:
         raise ValueError("backend=cute has no dropout: set attention's dropout to 0, or use backend=triton")
+
+
+def check_16_bits(backend: str, run: RunOptions) -> None:
+    """Raise ValueError unless the run computes in 16 bits, as this backend does."""
+    if run.train.autocast != "bf16":
+        raise ValueError(f"{BACKEND}={backend} takes 16 bits: set train.autocast to bf16, or use backend=triton")
+
+
+def check_cute(run: RunOptions, device: torch.device, window_size: int = 0) -> None:
+    """Raise ValueError if FlashAttention-4 cannot run on the device, or not with the options of the run."""
+    check_available(BACKEND, device)
+    check_16_bits("cute", run)
+    if run.parallel.context > 1 and window_size:
+        raise ValueError(f"{BACKEND}=cute has no window_size with parallel.context: use backend=triton")
 
 
 def new_table(size: int) -> nn.Parameter:
@@ -108,6 +124,10 @@ class BiasedAttention(AttentionKind):
     def bias(self, batch: Batch) -> RelativeBias | None:
         return relative_bias(self.position_bias, self.time_bias, batch)
 
+    def biased_form(self, **others: Any) -> PagedForm:
+        """Return the form in pages with these tables."""
+        return PagedForm(position=self.position_bias, time=self.time_bias, **others)
+
 
 class HSTUAttention(BiasedAttention):
     """Base of the SiLU kinds: a position table of max_seq_len + 11 entries, and `normalizer`, by default the same
@@ -123,10 +143,15 @@ class HSTUAttention(BiasedAttention):
         backend: Literal["auto", "triton", "reference"] = "auto"
         """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
+    config: Config
+
     def __init__(self, config: Config, sizes: LayerSizes):
         positions = sizes.max_seq_len + EXTRA_POSITIONS
         super().__init__(config, sizes, positions=positions)
         self.normalizer = config.normalizer or positions
+
+    def biased_form(self, **others: Any) -> PagedForm:
+        return super().biased_form(scale=self.config.scale, normalizer=self.normalizer, **others)
 
 
 class SharedKeys(AttentionKind):

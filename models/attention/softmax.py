@@ -11,8 +11,16 @@ import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
-from models.attention.contract import AuxLoss, LayerSizes
-from models.attention.shared import BiasedAttention, FlashBackend, SharedKeys, TimeBias, check_flash_backend
+from models.attention.contract import AuxLoss, LayerSizes, PagedForm
+from models.attention.shared import (
+    BiasedAttention,
+    FlashBackend,
+    SharedKeys,
+    TimeBias,
+    check_cute,
+    check_flash_backend,
+)
+from models.protocols import RunOptions
 
 
 class SoftmaxAttention(SharedKeys, BiasedAttention):
@@ -36,10 +44,19 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
                 raise ValueError(f"backend={self.backend} has no position_bias and time_bias: leave it out")
             check_flash_backend(self.backend, self.dropout)
 
+        def check_device(self, run: RunOptions, device: torch.device) -> None:
+            if self.backend == "cute":
+                check_cute(run, device)
+            else:
+                super().check_device(run, device)
+
     config: Config
 
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config, sizes, positions=sizes.max_seq_len)
+
+    def paged(self) -> PagedForm:
+        return self.biased_form(softmax=True)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         backend = self.config.backend
