@@ -16,7 +16,7 @@ from data.batches import Batches
 from data.errors import ConfigError
 from data.options import Options
 from data.reading.formats import FORMATS
-from data.splits import Split, Splits
+from data.splits import Split, Splits, make_splits
 from data.types import Dataset
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
@@ -139,11 +139,18 @@ class Task:
 
     def splits(self, dataset: Dataset) -> Splits:
         """Return the samples of training and evaluation under the run's protocol."""
-        raise NotImplementedError
+        c = self.config.data
+        return make_splits(
+            dataset,
+            c.protocol,
+            max_seq_len=self.config.model.max_seq_len,
+            valid_fraction=c.valid_fraction,
+            test_fraction=c.test_fraction,
+        )
 
     def batches(self, dataset: Dataset, split: Split, **options) -> Batches:
         """Return the batches of a split; options as `Batches` takes them."""
-        raise NotImplementedError
+        return Batches(dataset, split, **options)
 
     def head(self) -> nn.Module | None:
         """Return the task's own module of the model, `model.task_head`, or None."""

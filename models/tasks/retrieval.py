@@ -11,7 +11,7 @@ from torch import Tensor
 from data.batch import Batch
 from data.batches import Batches
 from data.errors import ConfigError
-from data.splits import Split, Splits, make_splits, train_item_counts
+from data.splits import Split, Splits, train_item_counts
 from data.types import Dataset, shown
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
@@ -70,19 +70,6 @@ class Retrieval(Task):
         name, _, k = self.config.best_metric.partition("@")
         if name == "HR" and int(k) >= dataset.num_items and self.config.eval.every:
             raise ConfigError(f"eval.best_metric: {name}@{k} is 1 for any model of {dataset.num_items} items")
-
-    def splits(self, dataset: Dataset) -> Splits:
-        c = self.config.data
-        return make_splits(
-            dataset,
-            c.protocol,
-            max_seq_len=self.config.model.max_seq_len,
-            valid_fraction=c.valid_fraction,
-            test_fraction=c.test_fraction,
-        )
-
-    def batches(self, dataset: Dataset, split: Split, **options) -> Batches:
-        return Batches(dataset, split, **options)
 
     def loss(
         self,

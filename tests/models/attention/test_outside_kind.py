@@ -88,7 +88,8 @@ def test_it_trains_and_evaluates_from_its_folder(tmp_path, package):
 
 def test_the_example_of_contributing_trains(tmp_path, package):
     page = CONFIG.parents[1] / "CONTRIBUTING.md"
-    (source,) = re.findall(r"^```python\n(.*?WindowAttention.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    (source,) = [block for block in blocks if "class WindowAttention" in block]
     (tmp_path / "code" / "my_package" / "window.py").write_text(source)
     run = tmp_path / "run"
     kind = "model.attention.kind=my_package.window:WindowAttention"
