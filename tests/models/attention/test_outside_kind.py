@@ -6,12 +6,15 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 import eval as evaluation
 import train
 from data.errors import ConfigError
+from serving import ServingError
+from tests.serving.plain import item_ids, make_config, make_model, serve
 from training.config import as_yaml, load_config
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "synthetic-hstu.yaml"
@@ -26,6 +29,7 @@ from pydantic import Field
 from torch import nn
 
 from models.attention.contract import AttentionKind
+from models.attention.dense import DenseAttention
 
 
 class LastAttention(AttentionKind):
@@ -42,6 +46,25 @@ class LastAttention(AttentionKind):
     def forward(self, x, q, k, v, batch):
         before = v.roll(1, 0).where(batch.positions[:, None, None] > 0, 0)
         return v * self.gate + before * (1 - self.gate), {}
+
+
+class MyDense(DenseAttention):
+    """Dense attention with another default: it computes what dense computes."""
+
+    class Config(DenseAttention.Config):
+        kind: Literal["my_dense"]
+        scale: float = 0.5
+
+
+class Doubled(DenseAttention):
+    """Twice dense attention, of which the form in pages of dense knows nothing."""
+
+    class Config(DenseAttention.Config):
+        kind: Literal["doubled"]
+
+    def forward(self, x, q, k, v, batch):
+        out, aux = super().forward(x, q, k, v, batch)
+        return 2 * out, aux
 
 
 class Alien:
@@ -84,6 +107,34 @@ def test_it_trains_and_evaluates_from_its_folder(tmp_path, package):
     assert evaluation.main([str(run)]) == 0
     result, again = (json.loads((run / name).read_text()) for name in ("result.json", "eval-test.json"))
     assert again["model"] == result["model"] and again["model"]["history"]["HR@10"] > 0
+
+
+def recommender(attention):
+    config = make_config(attention)
+    return serve(config, make_model(config))
+
+
+@pytest.mark.parametrize("name", ["LastAttention", "Doubled"])
+def test_a_service_refuses_it_by_name(package, name):
+    path = f"my_package.my_module:{name}"
+    with pytest.raises(ServingError, match=rf"^layer 0 \({path}\) cannot be served: "):
+        recommender({"kind": path})
+
+
+def test_a_service_serves_a_subclass_as_its_base(package):
+    served, dense = (recommender({"kind": kind, "scale": 0.5}) for kind in ("my_package.my_module:MyDense", "dense"))
+    items = item_ids()
+    for one in (served, dense):
+        one.append([1] * len(items), items, range(0, 1000 * len(items), 1000))
+    answers = [one.score([1], items[None], 10**6) for one in (served, dense)]
+    np.testing.assert_array_equal(*answers)
+    with pytest.raises(ServingError, match="layer 0 has window_size=3"):
+        recommender({"kind": "my_package.my_module:MyDense", "window_size": 3})
+
+
+def test_it_sees_no_tokens_of_other_processes(package):
+    with pytest.raises(ConfigError, match=r"parallel\.context: only model\.attention\.kind=ring sees tokens of other"):
+        load_config(CONFIG, [f"model.attention.kind={PATH}", "parallel.context=2"])
 
 
 def test_the_example_of_contributing_trains(tmp_path, package):
