@@ -26,16 +26,15 @@ from models.tasks.scoring import Scores, best_items, normalized_items, output_sc
 from serving import snapshot
 from serving.actions import ActionCodes
 from serving.engine import Ask, Engine
-from serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError, TooEarly
+from serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError
 from serving.histories import Histories, History, no_garbage_collection
 from serving.ids import ItemIds, user_keys
 from serving.options import ServingOptions, served_form, window_of
+from serving.times import event_times, request_times
 from serving.token_batch import MOST_USERS, rounded_up
 from training.config import RunConfig
 from training.outputs import export_items
 from training.run import find_data, open_weights, trained_model
-
-LATEST = 2**62  # no time is later
 
 
 class UserHistory(NamedTuple):
@@ -147,7 +146,7 @@ class Recommender:
         keys, rows = user_keys(users), self.items.rows("items", items)
         if len(keys) != len(rows):
             raise InvalidRequest(f"users and items: expected as many of each, got {len(keys)} and {len(rows)}")
-        times = self._times(timestamps, len(rows))
+        times = event_times(timestamps, len(rows), self.has_timestamps)
         if self.actions is None and actions is not None:
             raise InvalidRequest("actions: the run reads none, leave them out")
         return keys, rows, times, None if self.actions is None else self.actions.codes(actions, len(rows))
@@ -171,8 +170,11 @@ class Recommender:
         codes: np.ndarray | None,
         *,
         encode: bool = True,
-    ) -> None:
-        """Append events as `append` does; users are texts, items rows of the item table, actions codes: [E] each."""
+    ) -> list[str]:
+        """Append events as `append` does; users are texts, items rows of the item table, actions codes: [E] each.
+
+        Returns the users whose pages are to be brought up to date by `encode`: none if this did so.
+        """
         places: dict[str, list[int]] = {}
         for place, key in enumerate(users):
             places.setdefault(key, []).append(place)
@@ -183,7 +185,7 @@ class Recommender:
             items, seconds = rows.tolist(), times.tolist()
             actions = [None] * len(items) if codes is None else codes.tolist()
             for key, mine in places.items():
-                if encode and (key not in histories or key in engine.caches):
+                if key not in histories or key in engine.caches:
                     stale.append(key)
                 if len(mine) == 1:
                     (place,) = mine
@@ -191,10 +193,18 @@ class Recommender:
                 else:
                     unchanged = histories.add(key, rows[mine], times[mine], None if codes is None else codes[mine])
                 engine.changed(key, self._history(key), unchanged)
-            if stale:
-                # If pinned users fill the cache, the events are stored all the same, and a request raises CacheFull.
-                with suppress(CacheFull):
-                    self._engine.update(stale, [self._history(key) for key in stale])
+            if not encode:
+                return stale
+            self.encode(stale)
+            return []
+
+    def encode(self, users: Sequence[str]) -> None:
+        """Bring the pages of these users, ids as texts, up to date; users without events are left out."""
+        with self._lock:
+            keys = [key for key in dict.fromkeys(users) if key in self._histories]
+            # If pinned users fill the cache, the events are stored all the same, and a request raises CacheFull.
+            with suppress(CacheFull):
+                self._engine.update(keys, [self._history(key) for key in keys])
 
     def lookup(self, items: list, actions: list) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """Return (rows of the item table, codes of actions or None, which events the run knows) of events as a log has
@@ -229,22 +239,6 @@ class Recommender:
         places = np.repeat(np.arange(len(users)), counts[counts > 0])
         actions = None if self.actions is None else dataset.actions
         self.add_many(users, places, dataset.items, dataset.timestamps, actions)
-
-    def _times(self, timestamps, count: int) -> np.ndarray:
-        if timestamps is None:
-            if self.has_timestamps:
-                raise InvalidRequest("timestamps: the run's data had times, expected one for each event")
-            return np.zeros(count, np.int64)
-        times = np.asarray(timestamps)
-        if times.shape != (count,):
-            raise InvalidRequest(f"timestamps: expected {count}, one for each event, got shape {list(times.shape)}")
-        if count and times.dtype.kind not in "iu":
-            raise InvalidRequest(f"timestamps: expected whole seconds, got {times.dtype}")
-        if count and not (times.min() >= 0 and times.max() < LATEST):
-            raise InvalidRequest("timestamps: expected seconds since 1970, from 0 on")
-        return times.astype(np.int64)
-
-    # Requests.
 
     def recommend(self, users, k: int = 10, at=None, exclude_seen: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Return the k best items for each user: (items [B, k] original ids, scores [B, k] float32), best first.
@@ -395,20 +389,7 @@ class Recommender:
         last = np.array([history.last for history in histories], np.int64)
         if not self.has_timestamps:
             return [Ask(*each) for each in zip(users, histories, last.tolist())]
-        if at is None:
-            times = np.maximum(last, int(self.clock()))
-        else:
-            times = np.asarray(at)
-            if times.dtype.kind not in "iu" or times.shape not in ((), (len(users),)):
-                raise InvalidRequest(f"at: expected whole seconds, one or {len(users)} of them")
-            times = np.broadcast_to(times, last.shape)
-            if len(times) and (times.min() < 0 or times.max() >= LATEST):
-                raise InvalidRequest("at: expected seconds since 1970, from 0 on")
-            if (early := times < last).any():
-                first = int(np.argmax(early))
-                raise TooEarly(
-                    f"at: {times[first]} is before the last event of user {shown(users[first])}, at {last[first]}"
-                )
+        times = request_times(at, users, last, self.clock)
         return [Ask(*each) for each in zip(users, histories, times.tolist())]
 
     def export(self, folder: str | Path) -> tuple[int, int]:

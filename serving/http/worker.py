@@ -1,5 +1,6 @@
 """Run the model in one thread: it takes all waiting requests and answers them together."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from serving.recommender import Recommender
 from serving.token_batch import rounded_up
 
 MOST_TOGETHER = 256  # requests of one round
+logger = logging.getLogger("hstu_sparse.serve")
 
 
 class Busy(RequestError):
@@ -132,6 +134,8 @@ class Worker(threading.Thread):
             try:
                 self.answer(requests)
             except BaseException as error:  # a fault of ours: nobody may wait for ever
+                if all(request.done.done() for request in requests):
+                    logger.exception("internal error after all requests were answered")
                 for request in requests:
                     if not request.done.done():
                         request.done.set_exception(error)
@@ -144,14 +148,15 @@ class Worker(threading.Thread):
         """Set the answer of every request, or its error."""
         self.observe(len(requests))
         pending: list[Events] = []
+        stale: list[str] = []
         for request in requests:
             if isinstance(request, Events):
                 pending.append(request)
             elif isinstance(request, Forget):
-                self._append(pending)
+                stale += self._append(pending)
                 pending = []
                 self._one(request, self._forget)
-        self._append(pending)
+        stale += self._append(pending)
         lists: list[tuple[Recommend, Ask]] = []
         scores: list[tuple[Score, Ask, np.ndarray]] = []
         for request in requests:
@@ -168,6 +173,7 @@ class Worker(threading.Thread):
                 self._one(request, lambda r: self.recommender.history(r.user))
         self._together(self._recommend, lists)
         self._together(self._score, scores)
+        self.recommender.encode(stale)  # what the lists and scores did not encode, before the next requests come
 
     def _check(self, request: Recommend | Score) -> Ask:
         (checked,) = self.recommender.check_requests([request.user], request.at)
@@ -197,8 +203,11 @@ class Worker(threading.Thread):
             if not request.done.done():
                 request.done.set_result(result)
 
-    def _append(self, requests: list[Events]) -> None:
-        """Check, log and append events; invalid ones are refused before they are logged."""
+    def _append(self, requests: list[Events]) -> list[str]:
+        """Check, log, append and acknowledge events; invalid ones are refused before they are logged.
+
+        Returns the users whose pages are out of date.
+        """
         good: list[Events] = []
         checked: list[Any] = []
         for request in requests:
@@ -211,19 +220,20 @@ class Worker(threading.Thread):
                 checked.append(new_events)
         good, checked = self._with_room(good, checked)
         if not good:
-            return
+            return []
         try:
             if self.log is not None:
                 self.log.append([_record(request) for request in good])
             users = [user for keys, *_ in checked for user in keys]
             columns: list[Any] = [None if x[0] is None else np.concatenate(x) for x in list(zip(*checked))[1:]]
-            self.recommender.append_rows(users, *columns)
+            stale = self.recommender.append_rows(users, *columns, encode=False)
         except RequestError as error:
             for request in good:
                 request.done.set_exception(error)
-            return
+            return []
         for request in good:
             request.done.set_result(len(request.users))
+        return stale
 
     def _with_room(self, requests: list[Events], checked: list[Any]) -> tuple[list[Events], list[Any]]:
         """Return the requests, and their events, that there is room for; the others are refused."""

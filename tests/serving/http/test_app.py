@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from serving.errors import NoHistory, TooEarly, UnknownItem
 from serving.http.app import Limits, create_app
 from serving.http.event_log import EventLog, LogError, NotStored
-from serving.http.worker import Recommend, Score, Worker, replay
+from serving.http.worker import Events, Recommend, Score, Worker, replay
 from tests.serving.plain import NUM_ITEMS, item_ids, make_config, make_model, serve
 
 NOW = 1_000_000
@@ -241,6 +241,20 @@ def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monke
         else:
             assert len(request.done.result()[0]) == request.k and request.done.result()[0] == alone.done.result()[0]
     assert sum(request.done.exception() is not None for request in requests) == 4
+
+
+def test_events_are_acknowledged_before_they_are_encoded(recommender, monkeypatch):
+    """The log has them, and a request that comes next knows them: nobody needs to wait for the model."""
+    request = Events(["new"], [103], [50], None)
+    encode, acknowledged = recommender.encode, []
+
+    def checked_encode(users):
+        acknowledged.append(request.done.result(timeout=0))
+        encode(users)
+
+    monkeypatch.setattr(recommender, "encode", checked_encode)
+    Worker(recommender, None).answer([request])
+    assert acknowledged == [1] and recommender.statistics["users_with_pages"] == 1
 
 
 def test_health_answers_while_a_large_body_is_parsed(recommender):
