@@ -16,8 +16,8 @@ import torch
 from run import Case
 
 from hstu_sparse import flash_attention
-from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
-from hstu_sparse.launch import LaunchConfig, override
+from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
+from hstu_sparse.core.launch import LaunchConfig, override
 from hstu_sparse.ring.flash.cute import INSTALLED
 from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
 

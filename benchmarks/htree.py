@@ -53,8 +53,8 @@ def inputs(length, heads, kv_heads, size, dtype):
 
 def run_ours(shape, options, deterministic=False, config=None):
     from hstu_sparse import htree_attention
+    from hstu_sparse.core.launch import override
     from hstu_sparse.htree import launch
-    from hstu_sparse.launch import override
     from hstu_sparse.testing import make_offsets
 
     q, k, v = inputs(*shape)
@@ -124,8 +124,8 @@ def run_sdpa(shape, backend, gqa):
 
 def sweep():
     """Return promising launch options of the two walking kernels."""
+    from hstu_sparse.core.launch import LaunchConfig
     from hstu_sparse.htree.launch import TILE
-    from hstu_sparse.launch import LaunchConfig
 
     options = [(2, 128, 16), (3, 128, 16), (4, 128, 16), (3, 168, 12), (4, 168, 12), (3, 96, 20), (2, None, 8)]
     for stages, registers, programs in options:

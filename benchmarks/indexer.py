@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from run import Case, replayed
 
-from hstu_sparse.launch import LaunchConfig, override
+from hstu_sparse.core.launch import LaunchConfig, override
 
 ROWS, KEYS, OFFSET, HEADS, SIZE = 4096, 8192, 4096, 16, 128
 TOKENS, LENGTH, TOP_K, INDEX_HEADS, INDEX_SIZE = 131072, 65536, 1024, 4, 64

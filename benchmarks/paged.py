@@ -90,7 +90,7 @@ def attending(name, users, length, heads, size, queries):
 @contextlib.contextmanager
 def launched_with(splits=None, **options):
     """Run paged attention with the given number of parts of a history and options of Triton."""
-    from hstu_sparse.launch import override
+    from hstu_sparse.core.launch import override
     from hstu_sparse.paged import launch
 
     with (

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.core.jagged import sequence_ids
 from hstu_sparse.ring import RingPlan
 
 

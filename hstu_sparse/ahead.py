@@ -17,7 +17,7 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from hstu_sparse import launch
+from hstu_sparse.core import launch
 
 
 class _Driver:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import INTERPRET, architecture
+from hstu_sparse.core.launch import INTERPRET, architecture
 
 PROVEN_ARCHITECTURES = (80, 90)
 PROVEN_TRITON = ("3.6", "3.7")

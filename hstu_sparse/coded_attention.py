@@ -9,10 +9,10 @@ import typing
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import check_normalizer, check_qkv, check_scale, choose_backend
 from hstu_sparse.dense import hstu_attention
-from hstu_sparse.precision import without_autocast
 from hstu_sparse.rotatekv import reference, rotatekv_round_trip
-from hstu_sparse.validation import check_normalizer, check_qkv, check_scale, choose_backend
 
 if typing.TYPE_CHECKING:
     from hstu_sparse.dense.plan import AttentionPlan

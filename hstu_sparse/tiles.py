@@ -10,7 +10,7 @@ T // SIZE + B of them in all, and unused ones cost an early return.
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import INTERPRET
+from hstu_sparse.core.launch import INTERPRET
 
 # A constexpr switch: inline assembly exists only in compiled kernels, including tanh in one instruction.
 COMPILED = tl.constexpr(not INTERPRET)

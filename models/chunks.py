@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hstu_sparse.registration import once_only
+from hstu_sparse.core.registration import once_only
 
 # Numbers in the largest tensor of one chunk, so that it fits into a core's cache or a small part of a GPU's memory.
 CHUNK = {"cpu": 2**21, "cuda": 2**26}

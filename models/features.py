@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from data.batch import Batch
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
-from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.core.jagged import sequence_ids
 from models.sparse_product import SparseProduct
 
 DAY, HOUR, THURSDAY = 86_400, 3_600, 3  # seconds; the weekday of 1970-01-01, Monday being 0

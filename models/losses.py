@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from hstu_sparse.jagged import sequence_ids
-from hstu_sparse.precision import without_autocast
+from hstu_sparse.core.jagged import sequence_ids
+from hstu_sparse.core.precision import without_autocast
 from models.attention.contract import AuxLoss
 from models.chunks import ChunkedSum, chunk_size
 from models.embedding import InputEmbedding

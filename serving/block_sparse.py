@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.jagged import jagged_to_padded, offsets_from_lengths, padded_to_jagged
+from hstu_sparse.core.jagged import jagged_to_padded, offsets_from_lengths, padded_to_jagged
 from models.attention.bsa import BlockSparseAttention
 from serving.block_sums import Stored
 from serving.paged_group import Part, Pass

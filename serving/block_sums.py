@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hstu_sparse
-from hstu_sparse.launch import cdiv
+from hstu_sparse.core.launch import cdiv
 
 
 class Stored:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from data.types import Dataset, shown
 from data.vocabulary import Vocabulary
-from hstu_sparse.launch import cdiv
+from hstu_sparse.core.launch import cdiv
 from models.heads import normalized
 from models.hstu import SequenceModel
 from models.tasks.build import build_task

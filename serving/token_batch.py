@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hstu_sparse.launch import cdiv
+from hstu_sparse.core.launch import cdiv
 from serving.caches import Entry
 from serving.tokens import Columns
 

@@ -22,8 +22,8 @@ import triton.language as tl
 
 from hstu_sparse.assembly import load_edge
 from hstu_sparse.bias.relative import bucket_edges
-from hstu_sparse.launch import cdiv, run
-from hstu_sparse.registration import register_preparation
+from hstu_sparse.core.launch import cdiv, run
+from hstu_sparse.core.registration import register_preparation
 from hstu_sparse.tiles import COMPILED, locate
 
 # Differences of int64 seconds never exceed this bucket; further entries of a longer table are never read.

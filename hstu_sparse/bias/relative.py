@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import check_storage
+from hstu_sparse.core.jagged import check_storage
 
 # Width of a time bucket on the logarithmic axis (natural logarithm of seconds).
 BUCKET_WIDTH = 0.301

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.bsa.reference import bsa_attention_reference
-from hstu_sparse.jagged import LARGEST, check_jagged, sequence_ids
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.validation import (
+from hstu_sparse.core.jagged import LARGEST, check_jagged, sequence_ids
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import (
     check_bool,
     check_int,
     check_kernel,

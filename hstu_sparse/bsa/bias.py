@@ -51,7 +51,7 @@ from hstu_sparse.bias.sums import (
     ring_open,
     ring_take,
 )
-from hstu_sparse.launch import cdiv, padded_head, run
+from hstu_sparse.core.launch import cdiv, padded_head, run
 
 _HISTOGRAM_ROWS = tl.constexpr(HISTOGRAM_ROWS)
 # Zeros on both sides of the halved position table, for masked pairs: with mean keys, those of a tile of 64 or 128 whose

@@ -22,7 +22,7 @@ from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import TableGradients, Tables, pair_norms
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.parameters import Chosen, Gates, Strides
-from hstu_sparse.launch import (
+from hstu_sparse.core.launch import (
     LaunchConfig,
     architecture,
     cdiv,
@@ -32,8 +32,8 @@ from hstu_sparse.launch import (
     precision,
     run,
 )
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hstu_sparse.bsa import blocks
 from hstu_sparse.bsa.parameters import ListPointers
-from hstu_sparse.launch import cdiv, next_power_of_2, run
+from hstu_sparse.core.launch import cdiv, next_power_of_2, run
 
 
 @dataclass

@@ -20,9 +20,9 @@ from hstu_sparse.bias.buckets import (
     tile_entry,
 )
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.jagged import fingerprint
-from hstu_sparse.launch import cdiv, run
-from hstu_sparse.registration import register_preparation
+from hstu_sparse.core.jagged import fingerprint
+from hstu_sparse.core.launch import cdiv, run
+from hstu_sparse.core.registration import register_preparation
 from hstu_sparse.tiles import locate
 
 # Tokens of the plan's tiles of queries, unless blocks are longer: no group of queries lies in two tiles.

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.jagged import masked_product
-from hstu_sparse.precision import widened
+from hstu_sparse.core.jagged import masked_product
+from hstu_sparse.core.precision import widened
 
 USUAL_BLOCK = 128
 

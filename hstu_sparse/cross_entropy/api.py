@@ -5,11 +5,11 @@ Letters: T tokens, I items, E embedding size, K negatives.
 
 import torch
 
+from hstu_sparse.core.jagged import check_storage, readable
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import INTEGER, check_bool, check_kernel, check_number, check_tensor, choose_backend
 from hstu_sparse.cross_entropy.parts import Part, loss_of_part
 from hstu_sparse.cross_entropy.reference import catalogue_loss_reference
-from hstu_sparse.jagged import check_storage, readable
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.validation import INTEGER, check_bool, check_kernel, check_number, check_tensor, choose_backend
 
 MAX_EMBEDDING = 512
 

@@ -13,7 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from hstu_sparse import launch
+from hstu_sparse.core import launch
+from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, configuration, next_power_of_2, run
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
 from hstu_sparse.cross_entropy import small
 from hstu_sparse.cross_entropy.products import (
     catalogue_loss_bwd_ditems_kernel,
@@ -35,9 +38,6 @@ from hstu_sparse.cross_entropy.sampled import (
     catalogue_loss_sampled_fwd_kernel,
     catalogue_loss_table_bwd_kernel,
 )
-from hstu_sparse.launch import INTERPRET, LaunchConfig, cdiv, configuration, next_power_of_2, run
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
 
 LOG2E = math.log2(math.e)
 # Logits within this of 0, in base 2, need no running maximum: fp32 can represent 2^-(2 * 60).

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hstu_sparse.core.launch import on_device
+from hstu_sparse.core.precision import widened
 from hstu_sparse.cross_entropy.reference import NORM_EPS
-from hstu_sparse.launch import on_device
-from hstu_sparse.precision import widened
 
 LN2 = math.log(2)
 CHUNK = 2**22  # logits that the reference computes at a time

@@ -8,7 +8,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from hstu_sparse.precision import widened, working_dtype
+from hstu_sparse.core.precision import widened, working_dtype
 
 NORM_EPS = 1e-6
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Hashable
 import torch
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
-from hstu_sparse.dense.reference import hstu_attention_reference
-from hstu_sparse.jagged import check_jagged, readable
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.validation import (
+from hstu_sparse.core.jagged import check_jagged, readable
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import (
     INTEGER,
     check_int,
     check_kernel,
@@ -24,6 +23,7 @@ from hstu_sparse.validation import (
     check_tensor,
     choose_backend,
 )
+from hstu_sparse.dense.reference import hstu_attention_reference
 
 if typing.TYPE_CHECKING:
     from hstu_sparse.dense.plan import AttentionPlan

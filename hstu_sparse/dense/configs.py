@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.launch import LaunchConfig, architecture, configuration
+from hstu_sparse.core.launch import LaunchConfig, architecture, configuration
 
 
 class Features(NamedTuple):

@@ -18,6 +18,18 @@ from hstu_sparse.bias.buckets import bucket_steps, device_cells, hidden_bucket, 
 from hstu_sparse.bias.gradients import greatest_norms_kernel, table_gradients_kernel
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import POSITION_MARGIN, halved_tables_kernel
+from hstu_sparse.core.launch import (
+    INTERPRET,
+    LaunchConfig,
+    allow_descriptors,
+    cdiv,
+    multiprocessors,
+    padded_head,
+    precision,
+    run,
+)
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
 from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
 from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
 from hstu_sparse.dense.configs import (
@@ -36,18 +48,6 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import (
-    INTERPRET,
-    LaunchConfig,
-    allow_descriptors,
-    cdiv,
-    multiprocessors,
-    padded_head,
-    precision,
-    run,
-)
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
 
 # Copies of the time bias's sums, so that programs do not contend for one address.
 _COPIES = 1 if INTERPRET else 64

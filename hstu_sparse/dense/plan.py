@@ -15,6 +15,9 @@ from hstu_sparse.assembly import proven
 from hstu_sparse.bias.buckets import TokenTimes, device_cells, hidden_bucket, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import NEAR
+from hstu_sparse.core.jagged import fingerprint
+from hstu_sparse.core.launch import architecture, cdiv, padded_head, run
+from hstu_sparse.core.registration import register_preparation
 from hstu_sparse.dense.configs import (
     Features,
     bwd_dkv_config,
@@ -26,9 +29,6 @@ from hstu_sparse.dense.configs import (
     prefers_hopper,
 )
 from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
-from hstu_sparse.jagged import fingerprint
-from hstu_sparse.launch import architecture, cdiv, padded_head, run
-from hstu_sparse.registration import register_preparation
 
 
 class Tiling(NamedTuple):

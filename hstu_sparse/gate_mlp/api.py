@@ -5,10 +5,10 @@ Letters: T tokens of the batch, H heads, D size of a query, F size of the hidden
 
 import torch
 
+from hstu_sparse.core.launch import padded_head
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import check_kernel, check_some, check_tensor, choose_backend
 from hstu_sparse.gate_mlp.reference import query_gates_reference
-from hstu_sparse.launch import padded_head
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.validation import check_kernel, check_some, check_tensor, choose_backend
 
 MAX_SIZE, MAX_HIDDEN, MAX_GATES = 128, 64, 16
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import (
+from hstu_sparse.core.launch import (
     INTERPRET,
     LaunchConfig,
     cdiv,
@@ -19,8 +19,8 @@ from hstu_sparse.launch import (
     precision,
     run,
 )
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
 
 # Programs of the backward kernel per multiprocessor.
 _RESIDENT = 2

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from hstu_sparse.precision import widened
+from hstu_sparse.core.precision import widened
 
 
 def query_gates_reference(q, w1, b1, w2, b2) -> torch.Tensor:

@@ -6,9 +6,9 @@ head size, r compression_rate.
 
 from torch import Tensor
 
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import check_int, check_number, check_qkv, check_scale, choose_backend
 from hstu_sparse.htree.reference import htree_attention_reference
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.validation import check_int, check_number, check_qkv, check_scale, choose_backend
 
 
 @without_autocast

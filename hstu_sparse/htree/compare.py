@@ -43,8 +43,8 @@ def walk_kernel(
 
     With a selection_group above 1 all tokens run, and scores and state are None.
     """
+    from hstu_sparse.core.rows import as_rows
     from hstu_sparse.htree import launch
-    from hstu_sparse.rows import as_rows
 
     if selection_group > 1:
         options = compression_rate, top_k, selection_group, scale, rope_base

@@ -12,6 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from hstu_sparse.core.launch import LaunchConfig, architecture, cdiv, configuration, next_power_of_2, run
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
 from hstu_sparse.htree.groups import htree_choose_fwd_kernel, htree_group_fwd_kernel
 from hstu_sparse.htree.groups_backward import htree_group_bwd_kernel
 from hstu_sparse.htree.launch import (
@@ -23,9 +26,6 @@ from hstu_sparse.htree.launch import (
     push_gradients,
 )
 from hstu_sparse.htree.layout import depth
-from hstu_sparse.launch import LaunchConfig, architecture, cdiv, configuration, next_power_of_2, run
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
 
 
 @configuration

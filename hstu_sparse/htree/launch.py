@@ -19,12 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bias.gradients import fixed_point_unit
-from hstu_sparse.htree.backward import htree_attend_bwd_kernel
-from hstu_sparse.htree.forward import htree_attend_fwd_kernel
-from hstu_sparse.htree.layout import depth, tree_layers
-from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
-from hstu_sparse.htree.reference import rope_tables
-from hstu_sparse.launch import (
+from hstu_sparse.core.launch import (
     LaunchConfig,
     cdiv,
     configuration,
@@ -34,9 +29,14 @@ from hstu_sparse.launch import (
     precision,
     run,
 )
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
-from hstu_sparse.validation import check_kernel
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
+from hstu_sparse.core.validation import check_kernel
+from hstu_sparse.htree.backward import htree_attend_bwd_kernel
+from hstu_sparse.htree.forward import htree_attend_fwd_kernel
+from hstu_sparse.htree.layout import depth, tree_layers
+from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
+from hstu_sparse.htree.reference import rope_tables
 
 # Positions within a layer occupy the low bits of a key; the remaining bits of an importance must distinguish
 # candidates.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hstu_sparse.core.precision import working_dtype
 from hstu_sparse.htree.layout import depth, tree_layers
-from hstu_sparse.precision import working_dtype
 
 # Elements that queries gather and compute (see `queries_at_once`): they are processed in chunks that fit. On a CPU
 # chunks are small, for the cache.

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
-from hstu_sparse.indexer import reference
-from hstu_sparse.jagged import check_jagged, readable
-from hstu_sparse.launch import padded_head
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.validation import (
+from hstu_sparse.core.jagged import check_jagged, readable
+from hstu_sparse.core.launch import padded_head
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import (
     FLOATING,
     INTEGER,
     check_int,
@@ -27,6 +26,7 @@ from hstu_sparse.validation import (
     check_tensor,
     choose_backend,
 )
+from hstu_sparse.indexer import reference
 
 # Limits of the kernels of `lightning_indexer`, and, for the heads of one query, of all kernels.
 MOST_CHOSEN = 2048

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hstu_sparse.launch import cdiv, run
+from hstu_sparse.core.launch import cdiv, run
 
 _BLOCK = 128
 

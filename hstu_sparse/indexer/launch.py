@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.gradients import TableSums
-from hstu_sparse.launch import INTERPRET, configuration
+from hstu_sparse.core.launch import INTERPRET, configuration
 
 # Copies of a table's gradient that atomic additions are spread over. Most pairs fall into few time buckets.
 POSITION_COPIES, TIME_COPIES = 4, 64

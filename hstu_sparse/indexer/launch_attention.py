@@ -7,6 +7,17 @@ choice and R tokens that share one (see choices.py). Only choices that are share
 import torch
 from torch import Tensor
 
+from hstu_sparse.core.launch import (
+    LaunchConfig,
+    cdiv,
+    configuration,
+    next_power_of_2,
+    padded_head,
+    precision,
+    run,
+)
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
 from hstu_sparse.indexer.attention import (
     sparse_attention_bwd_dkv_kernel,
     sparse_attention_bwd_kernel,
@@ -28,17 +39,6 @@ from hstu_sparse.indexer.launch import (
     pairs_by_key,
     table_sums,
 )
-from hstu_sparse.launch import (
-    LaunchConfig,
-    cdiv,
-    configuration,
-    next_power_of_2,
-    padded_head,
-    precision,
-    run,
-)
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
 
 
 @configuration

@@ -9,6 +9,18 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.assembly import proven
+from hstu_sparse.core.launch import (
+    INTERPRET,
+    LaunchConfig,
+    cdiv,
+    configuration,
+    next_power_of_2,
+    padded_head,
+    precision,
+    run,
+)
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
 from hstu_sparse.indexer import topk
 from hstu_sparse.indexer.choices import choice_rows, num_rows, rows_shape
 from hstu_sparse.indexer.launch import (
@@ -21,18 +33,6 @@ from hstu_sparse.indexer.launch import (
     table_sums,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
-from hstu_sparse.launch import (
-    INTERPRET,
-    LaunchConfig,
-    cdiv,
-    configuration,
-    next_power_of_2,
-    padded_head,
-    precision,
-    run,
-)
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
 
 # Bytes of candidates that are in memory at a time.
 SCRATCH = 2**31

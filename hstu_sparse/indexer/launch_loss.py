@@ -11,10 +11,7 @@ multiplies it in place.
 import torch
 from torch import Tensor
 
-from hstu_sparse.indexer.choices import choice_rows
-from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, key_layout
-from hstu_sparse.indexer.loss import index_loss_kernel
-from hstu_sparse.launch import (
+from hstu_sparse.core.launch import (
     INTERPRET,
     LaunchConfig,
     architecture,
@@ -25,8 +22,11 @@ from hstu_sparse.launch import (
     precision,
     run,
 )
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
+from hstu_sparse.indexer.choices import choice_rows
+from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, key_layout
+from hstu_sparse.indexer.loss import index_loss_kernel
 
 # Scores of one query, all heads', that its program has in registers: as many as fit into half a multiprocessor's.
 MOST_HELD = 16 * 2048

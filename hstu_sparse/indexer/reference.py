@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.jagged import masked_product, padded_index
-from hstu_sparse.precision import widened, working_dtype
-from hstu_sparse.registration import once_only
+from hstu_sparse.core.jagged import masked_product, padded_index
+from hstu_sparse.core.precision import widened, working_dtype
+from hstu_sparse.core.registration import once_only
 
 
 def choice_rows(tokens: int, seq_offsets: Tensor, group: int) -> int:

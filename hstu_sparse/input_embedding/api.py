@@ -5,10 +5,9 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, E embedding size.
 
 import torch
 
-from hstu_sparse.input_embedding.reference import embed_inputs_reference
-from hstu_sparse.jagged import check_jagged
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.validation import (
+from hstu_sparse.core.jagged import check_jagged
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import (
     check_dropout,
     check_kernel,
     check_number,
@@ -17,6 +16,7 @@ from hstu_sparse.validation import (
     check_tensor,
     choose_backend,
 )
+from hstu_sparse.input_embedding.reference import embed_inputs_reference
 
 MAX_SIZE = 4096
 

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import LaunchConfig, cdiv, next_power_of_2, run
-from hstu_sparse.registration import Operator
+from hstu_sparse.core.launch import LaunchConfig, cdiv, next_power_of_2, run
+from hstu_sparse.core.registration import Operator
 from hstu_sparse.tiles import drop, locate
 
 # Numbers of a program's tile.

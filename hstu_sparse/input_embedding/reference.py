@@ -5,8 +5,8 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from hstu_sparse.jagged import sequence_ids
-from hstu_sparse.precision import widened
+from hstu_sparse.core.jagged import sequence_ids
+from hstu_sparse.core.precision import widened
 
 
 def embed_inputs_reference(rows, position, seq_offsets, *, scale, more, dropout) -> torch.Tensor:

@@ -7,10 +7,10 @@ Letters: T tokens of the batch, C channels.
 
 import torch
 
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.registration import takes_launcher
+from hstu_sparse.core.validation import check_dropout, check_number, check_tensor, choose_backend
 from hstu_sparse.layer_norm_gate.reference import norm_gate_reference, residual_add_reference
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.registration import takes_launcher
-from hstu_sparse.validation import check_dropout, check_number, check_tensor, choose_backend
 
 
 @without_autocast

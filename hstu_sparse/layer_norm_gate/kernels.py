@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import LaunchConfig, cdiv, next_power_of_2, run
-from hstu_sparse.registration import Operator
-from hstu_sparse.rows import as_rows
+from hstu_sparse.core.launch import LaunchConfig, cdiv, next_power_of_2, run
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
+from hstu_sparse.core.validation import check_kernel, check_seed
 from hstu_sparse.tiles import drop
-from hstu_sparse.validation import check_kernel, check_seed
 
 MAX_CHANNELS = 4096
 TILE = 2048

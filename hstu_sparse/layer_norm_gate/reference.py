@@ -6,7 +6,7 @@ Letters: T tokens of the batch, C channels.
 import torch
 from torch.nn import functional as F
 
-from hstu_sparse.precision import widened, working_dtype
+from hstu_sparse.core.precision import widened, working_dtype
 
 
 def norm_gate_reference(

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import cdiv, multiprocessors, on_device, run
+from hstu_sparse.core.launch import cdiv, multiprocessors, on_device, run
+from hstu_sparse.core.registration import once_only, register_preparation
+from hstu_sparse.core.rows import as_rows
 from hstu_sparse.layer_norm_gate.kernels import _gradients, _load, norm_gate_operator, rows_config
-from hstu_sparse.registration import once_only, register_preparation
-from hstu_sparse.rows import as_rows
 
 # Programs of the sum's backward kernel per multiprocessor.
 _RESIDENT = 8

@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
-from hstu_sparse.jagged import check_jagged, readable
+from hstu_sparse.core.jagged import check_jagged, readable
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import (
+    check_bool,
+    check_int,
+    check_normalizer,
+    check_scale,
+    check_tensor,
+    choose_backend,
+)
 from hstu_sparse.pages.pool import PagePool
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.validation import check_bool, check_int, check_normalizer, check_scale, check_tensor, choose_backend
 
 
 @without_autocast

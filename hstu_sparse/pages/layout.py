@@ -18,8 +18,8 @@ import dataclasses
 import functools
 import math
 
-from hstu_sparse.launch import cdiv, next_power_of_2
-from hstu_sparse.validation import check_int, check_number
+from hstu_sparse.core.launch import cdiv, next_power_of_2
+from hstu_sparse.core.validation import check_int, check_number
 
 BITS = (2, 3, 4, 8)
 HEAD_GROUPS = (1, 2, 4)

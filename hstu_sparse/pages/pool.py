@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
+from hstu_sparse.core.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import INTEGER, check_int, check_tensor, choose_backend
 from hstu_sparse.pages import files, store
 from hstu_sparse.pages.format import PageFormat
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.validation import INTEGER, check_int, check_tensor, choose_backend
 
 Row = array  # of typecode "i"
 

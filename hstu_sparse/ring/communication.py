@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from hstu_sparse import jagged
+from hstu_sparse.core import jagged
 
 
 class Transfer:

@@ -8,14 +8,11 @@ SiLU needs no normaliser, so the outputs of the blocks add up; they do so in fp3
 import torch
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
-from hstu_sparse.jagged import readable
-from hstu_sparse.launch import on_device
-from hstu_sparse.precision import widened, without_autocast, working_dtype
-from hstu_sparse.registration import once_only
-from hstu_sparse.ring.communication import Ring, backward_round
-from hstu_sparse.ring.hstu_reference import hstu_block
-from hstu_sparse.ring.plan import RingPlan, check_plan, check_plan_fits, ring_plan
-from hstu_sparse.validation import (
+from hstu_sparse.core.jagged import readable
+from hstu_sparse.core.launch import on_device
+from hstu_sparse.core.precision import widened, without_autocast, working_dtype
+from hstu_sparse.core.registration import once_only
+from hstu_sparse.core.validation import (
     INTEGER,
     check_int,
     check_kernel,
@@ -25,6 +22,9 @@ from hstu_sparse.validation import (
     check_tensor,
     choose_backend,
 )
+from hstu_sparse.ring.communication import Ring, backward_round
+from hstu_sparse.ring.hstu_reference import hstu_block
+from hstu_sparse.ring.plan import RingPlan, check_plan, check_plan_fits, ring_plan
 
 
 @without_autocast

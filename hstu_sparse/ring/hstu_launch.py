@@ -7,9 +7,9 @@ import torch
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.launch import LaunchConfig, configuration, padded_head, precision, run
+from hstu_sparse.core.launch import LaunchConfig, configuration, padded_head, precision, run
+from hstu_sparse.core.rows import as_rows
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
-from hstu_sparse.rows import as_rows
 
 
 @configuration

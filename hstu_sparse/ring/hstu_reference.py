@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.jagged import masked_product, padded_index, sequence_ids
-from hstu_sparse.precision import widened
+from hstu_sparse.core.jagged import masked_product, padded_index, sequence_ids
+from hstu_sparse.core.precision import widened
 
 
 def hstu_block(

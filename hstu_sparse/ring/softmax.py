@@ -12,9 +12,9 @@ some heads of long sequences go round at a time: as many as keep the device busy
 
 import torch
 
-from hstu_sparse.launch import cdiv, on_device
-from hstu_sparse.precision import without_autocast, working_dtype
-from hstu_sparse.registration import once_only
+from hstu_sparse.core.launch import cdiv, on_device
+from hstu_sparse.core.precision import without_autocast, working_dtype
+from hstu_sparse.core.registration import once_only
 from hstu_sparse.ring import softmax_cute
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.flash import reference

@@ -6,10 +6,10 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D head size
 
 import torch
 
-from hstu_sparse.jagged import check_jagged
-from hstu_sparse.precision import without_autocast
+from hstu_sparse.core.jagged import check_jagged
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import check_bool, check_kernel, check_tensor, choose_backend
 from hstu_sparse.rotary_embedding.reference import first_times, rotary_reference
-from hstu_sparse.validation import check_bool, check_kernel, check_tensor, choose_backend
 
 
 @without_autocast

@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from hstu_sparse.jagged import sequence_ids
-from hstu_sparse.precision import working_dtype
+from hstu_sparse.core.jagged import sequence_ids
+from hstu_sparse.core.precision import working_dtype
 
 # Periods of the pairs, in tokens from the first to N and in seconds from the first to the second (four years).
 SHORTEST_POSITION = 4.0

@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
-from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
-from hstu_sparse.pages import packing
-from hstu_sparse.pages.format import PageFormat
-from hstu_sparse.pages.layout import Layout, RotateKVOptions
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.rotatekv import reference
-from hstu_sparse.rotatekv.cache import RotateKVCache, check_kv
-from hstu_sparse.validation import (
+from hstu_sparse.core.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import (
     FLOATING_DTYPES,
     check_bool,
     check_int,
@@ -31,6 +26,11 @@ from hstu_sparse.validation import (
     check_tensor,
     choose_backend,
 )
+from hstu_sparse.pages import packing
+from hstu_sparse.pages.format import PageFormat
+from hstu_sparse.pages.layout import Layout, RotateKVOptions
+from hstu_sparse.rotatekv import reference
+from hstu_sparse.rotatekv.cache import RotateKVCache, check_kv
 
 MOST_HADAMARD = 4096
 

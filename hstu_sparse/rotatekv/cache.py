@@ -11,12 +11,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
+from hstu_sparse.core.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
+from hstu_sparse.core.validation import check_tensor, choose_backend
 from hstu_sparse.pages import files, packing, store
 from hstu_sparse.pages.format import PageFormat
 from hstu_sparse.pages.layout import Layout, RotateKVOptions
 from hstu_sparse.pages.pool import PagePool, new_tokens
-from hstu_sparse.validation import check_tensor, choose_backend
 
 
 def check_kv(k: Tensor, v: Tensor, seq_offsets: Tensor) -> dict[str, int]:
@@ -131,7 +131,7 @@ class RotateKVCache:
             raise ValueError(f"seq_offsets must be [B+1={self.num_sequences + 1}], got {list(seq_offsets.shape)}")
         chosen = choose_backend(backend, k, "rotatekv_compress")
         if chosen == "triton":
-            from hstu_sparse.validation import check_kernel
+            from hstu_sparse.core.validation import check_kernel
 
             check_kernel("rotatekv_compress", k, {"D": format.head_size, "V": format.value_size})
         before = self.seq_offsets.diff()

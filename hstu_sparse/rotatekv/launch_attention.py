@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.launch import (
+from hstu_sparse.core.launch import (
     cdiv,
     multiprocessors,
     next_power_of_2,
@@ -20,6 +20,8 @@ from hstu_sparse.launch import (
     precision,
     run,
 )
+from hstu_sparse.core.rows import as_rows
+from hstu_sparse.core.validation import check_kernel
 from hstu_sparse.pages.launch import code_offset, words
 from hstu_sparse.pages.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.pages.merge import merge_parts_kernel
@@ -27,8 +29,6 @@ from hstu_sparse.rotatekv.angles import rope_table
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel
 from hstu_sparse.rotatekv.cache import RotateKVCache
 from hstu_sparse.rotatekv.launchers import current, inverse, sizes
-from hstu_sparse.rows import as_rows
-from hstu_sparse.validation import check_kernel
 
 # The average number of queries of a sequence from which keys are restored, except with a `long_order`, and heads have
 # programs of their own.

@@ -19,9 +19,9 @@ import triton.language as tl
 
 from hstu_sparse.bias.buckets import MAX_BUCKETS, device_cells, num_time_buckets
 from hstu_sparse.bias.scores import pair_bias
-from hstu_sparse.launch import cdiv, multiprocessors, padded_head, run
-from hstu_sparse.registration import once_only, register_preparation
-from hstu_sparse.rows import as_rows
+from hstu_sparse.core.launch import cdiv, multiprocessors, padded_head, run
+from hstu_sparse.core.registration import once_only, register_preparation
+from hstu_sparse.core.rows import as_rows
 from hstu_sparse.tiles import load_rows, silu, silu_and_grad, store_rows
 
 # Tokens of a tile; programs of the backward kernel per multiprocessor; columns of a program's sums for the tables.

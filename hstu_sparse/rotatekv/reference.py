@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.jagged import jagged_to_padded, padded_index, padded_to_jagged
+from hstu_sparse.core.jagged import jagged_to_padded, padded_index, padded_to_jagged
+from hstu_sparse.core.precision import widened
 from hstu_sparse.pages import store
 from hstu_sparse.pages.layout import Layout
 from hstu_sparse.pages.packing import decode, encode
-from hstu_sparse.precision import widened
 from hstu_sparse.rotatekv.cache import RotateKVCache
 
 

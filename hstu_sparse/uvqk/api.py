@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hstu_sparse.precision import without_autocast
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import check_int, check_kernel, check_tensor, choose_backend
 from hstu_sparse.uvqk.reference import silu_parts_reference
-from hstu_sparse.validation import check_int, check_kernel, check_tensor, choose_backend
 
 PARTS = 4
 MAX_SIZE = 4096

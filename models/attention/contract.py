@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.options import Options
 from data.types import Dataset
-from hstu_sparse.validation import choose_backend
+from hstu_sparse.core.validation import choose_backend
 from models.protocols import RunOptions
 
 BACKEND = "model.attention.backend"

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.bias.relative import pair_bias
-from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
+from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
 from models.attention.contract import AuxLoss, LayerSizes, PagedForm
 from models.attention.shared import (
     BiasedAttention,

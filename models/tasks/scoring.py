@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.batch import Batch
-from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.core.jagged import sequence_ids
 from models.hstu import SequenceModel
 from models.protocols import RankGroup
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hstu_sparse import catalogue_loss, jagged
+from hstu_sparse import catalogue_loss
+from hstu_sparse.core import jagged
+from hstu_sparse.core.launch import override
 from hstu_sparse.cross_entropy import Part
-from hstu_sparse.launch import override
 from tests.random.cases.catalogue_loss import check
 
 T, I, E, K = 9, 7, 5, 4

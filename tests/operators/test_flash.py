@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hstu_sparse import flash_attention
-from hstu_sparse.launch import LaunchConfig, override
+from hstu_sparse.core.launch import LaunchConfig, override
 from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.reference import flash_attention_reference, philox
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets

@@ -239,8 +239,8 @@ def test_blocks_of_key_heads_are_powers_of_two(width, monkeypatch):
 
 @interpreter
 def test_scores_kept_and_gathered_again_give_one_loss():
+    from hstu_sparse.core.launch import LaunchConfig, override
     from hstu_sparse.indexer.launch_loss import loss_config
-    from hstu_sparse.launch import LaunchConfig, override
 
     lengths = (5, 2)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
@@ -286,8 +286,8 @@ def test_no_token_that_counts_makes_a_loss_of_zero(backend):
 @contextlib.contextmanager
 def choice_with(capacity, sample):
     """Inside, a query has room for `capacity` candidates and samples `sample` keys."""
+    from hstu_sparse.core.launch import override
     from hstu_sparse.indexer.launch_indexer import choice_config, sample_config
-    from hstu_sparse.launch import override
 
     small = lambda config, *_: config.replace(ROWS=32, BLOCK=16, HEADS=2)
     with override(sample_config, lambda *_: (capacity, sample)), override(choice_config, small):

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hstu_sparse
-from hstu_sparse import jagged
+from hstu_sparse.core import jagged
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
 
 

@@ -134,7 +134,7 @@ def test_kernels_refuse_what_they_cannot_do():
 
 
 def test_triton_on_a_cpu_tensor_needs_the_interpreter(monkeypatch):
-    from hstu_sparse import validation
+    from hstu_sparse.core import validation
 
     monkeypatch.setattr(validation, "INTERPRET", False)
     with pytest.raises(ValueError, match="needs CUDA tensors, got cpu"):
@@ -305,7 +305,7 @@ def test_alignment_is_looked_at_in_every_call():
 
 @pytest.mark.gpu
 def test_another_batch_compiles_nothing():
-    from hstu_sparse import launch
+    from hstu_sparse.core import launch
     from hstu_sparse.layer_norm_gate.kernels import norm_gate_bwd_kernel, norm_gate_fwd_kernel
 
     seeds = torch.arange(8, device=DEVICE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hstu_sparse as hs
-from hstu_sparse import launch
+from hstu_sparse.core import launch
 
 NAN, INFINITY = float("nan"), float("inf")
 OFFSETS, N = torch.tensor([0, 20, 20, 31]), 24

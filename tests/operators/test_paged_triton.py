@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hstu_sparse import PageFormat, PagePool, RelativeBias, paged_attention
-from hstu_sparse.launch import INTERPRET
+from hstu_sparse.core.launch import INTERPRET
 from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
 from tests.random.cases import operator
 from tests.random.cases.paged import launched_with

@@ -7,8 +7,8 @@ import signal
 import pytest
 import torch
 
-from hstu_sparse import jagged
 from hstu_sparse.compat import triton_ring_flash_attn_func
+from hstu_sparse.core import jagged
 from hstu_sparse.ring import ring_flash_attention, ring_hstu_attention
 from tests.operators.distributed import run_ranks
 

@@ -11,7 +11,7 @@ import torch
 
 import hstu_sparse
 from hstu_sparse import compat
-from hstu_sparse.launch import INTERPRET
+from hstu_sparse.core.launch import INTERPRET
 from tests.hostile.operators import VALID, function, random
 
 NAN = float("nan")

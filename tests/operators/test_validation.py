@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from hstu_sparse.registration import Operator
-from hstu_sparse.validation import FLOATING, INTEGER, check_int, check_number, check_qkv, check_tensor, choose_backend
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.validation import (
+    FLOATING,
+    INTEGER,
+    check_int,
+    check_number,
+    check_qkv,
+    check_tensor,
+    choose_backend,
+)
 
 OFFSETS = torch.tensor([0, 2, 5])
 

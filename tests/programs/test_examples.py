@@ -11,8 +11,8 @@ import hstu_sparse
 
 TYPES = {"PageFormat", "PagePool", "PoolFull", "RingPlan", "RotateKVCache"}  # described where they are used
 OTHERS = [
-    "hstu_sparse.jagged:offsets_from_lengths",
-    "hstu_sparse.jagged:sequence_ids",
+    "hstu_sparse.core.jagged:offsets_from_lengths",
+    "hstu_sparse.core.jagged:sequence_ids",
     "models.tasks.ranking_metrics:ranking_metrics",
     "training.strict_yaml:parse_yaml",
     "data.filtering:k_core",

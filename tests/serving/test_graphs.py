@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hstu_sparse import paged, pages
-from hstu_sparse.launch import INTERPRET
+from hstu_sparse.core.launch import INTERPRET
 from serving.graphs import MOST, Graphs
 from serving.token_batch import Sizes, rounded_up
 from tests.serving.plain import DENSE, NUM_ACTIONS, NUM_ITEMS, item_ids, make_config, make_model, serve

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.errors import ConfigError
-from hstu_sparse.launch import precision
+from hstu_sparse.core.launch import precision
 from models.attention import ATTENTION
 from models.hstu import SequenceModel
 from models.options import ModelConfig

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from data.errors import ConfigError
-from hstu_sparse import launch
+from hstu_sparse.core import launch
 
 H200_MULTIPROCESSORS = 132
 

@@ -6,12 +6,9 @@ value head size.
 
 import torch
 
-from hstu_sparse.jagged import LARGEST, check_jagged, check_storage, shown
-from hstu_sparse.precision import without_autocast
-from hstu_sparse.ring.flash.cute import check_cute, faster_with_cute, flash_cute_operator
-from hstu_sparse.ring.flash.problem import Layout, Options
-from hstu_sparse.ring.flash.reference import flash_attention_reference
-from hstu_sparse.validation import (
+from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, shown
+from hstu_sparse.core.precision import without_autocast
+from hstu_sparse.core.validation import (
     check_bool,
     check_dropout,
     check_kernel,
@@ -22,6 +19,9 @@ from hstu_sparse.validation import (
     check_tensor,
     choose_backend,
 )
+from hstu_sparse.ring.flash.cute import check_cute, faster_with_cute, flash_cute_operator
+from hstu_sparse.ring.flash.problem import Layout, Options
+from hstu_sparse.ring.flash.reference import flash_attention_reference
 
 
 @without_autocast

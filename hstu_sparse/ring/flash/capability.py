@@ -6,7 +6,7 @@ needs.
 
 import torch
 
-from hstu_sparse.launch import architecture
+from hstu_sparse.core.launch import architecture
 
 
 @torch.compiler.assume_constant_result

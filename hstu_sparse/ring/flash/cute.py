@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.registration import Operator
+from hstu_sparse.core.registration import Operator
 from hstu_sparse.ring.flash.problem import Options
 
 DISTRIBUTION = "flash-attn-4"

@@ -9,8 +9,8 @@ result into an output and its log-sum-exp, `backward_step` adds a block's part o
 
 import torch
 
-from hstu_sparse.jagged import masked_product, padded_index, sequence_ids
-from hstu_sparse.precision import widened
+from hstu_sparse.core.jagged import masked_product, padded_index, sequence_ids
+from hstu_sparse.core.precision import widened
 from hstu_sparse.ring.flash.problem import Layout, Options
 
 

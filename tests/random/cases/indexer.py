@@ -18,9 +18,9 @@ from hstu_sparse import (
     sparse_attention,
 )
 from hstu_sparse.compat import compute_index_loss_sparse
+from hstu_sparse.core.launch import next_power_of_2
 from hstu_sparse.indexer import reference as indexer_reference
 from hstu_sparse.indexer.reference import index_divergence
-from hstu_sparse.launch import next_power_of_2
 from hstu_sparse.testing import compare_with_reference, gradients, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS, sizes_under_softmax

@@ -51,7 +51,7 @@ def launched_with(splits):
     """A context in which pages are divided into so many parts."""
     if splits is None:
         return contextlib.nullcontext()
-    from hstu_sparse.launch import override
+    from hstu_sparse.core.launch import override
     from hstu_sparse.paged import launch
 
     return override(launch.splits_of, lambda *_: splits)

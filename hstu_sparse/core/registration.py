@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hstu_sparse.launch import is_imagined, on_device
-from hstu_sparse.precision import without_autocast
+from hstu_sparse.core.launch import is_imagined, on_device
+from hstu_sparse.core.precision import without_autocast
 
 _library = torch.library.Library("hstu_sparse", "FRAGMENT")
 

@@ -11,8 +11,8 @@ import os
 
 import torch
 
+from hstu_sparse.core.registration import plain
 from hstu_sparse.doctor import fbgemm_command
-from hstu_sparse.registration import plain
 
 # Checks that read values on a device wait for it, so they run there only on request.
 DEBUG = os.environ.get("HSTU_SPARSE_DEBUG", "0") not in ("", "0")

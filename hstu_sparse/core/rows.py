@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse import launch
+from hstu_sparse.core import launch
 
 # Tensors of one launch, and rows of a program's tile.
 _MOST, _ROWS = 4, 32

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hstu_sparse.jagged import LARGEST, check_jagged, check_storage, shown
-from hstu_sparse.launch import INTERPRET
-from hstu_sparse.registration import plain
+from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, shown
+from hstu_sparse.core.launch import INTERPRET
+from hstu_sparse.core.registration import plain
 
 BACKENDS = ("auto", "triton", "reference")
 FLOATING, INTEGER = "floating point", "int32 or int64"
