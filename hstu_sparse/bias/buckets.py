@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import load_edge
 from hstu_sparse.bias.relative import bucket_edges
 from hstu_sparse.core.launch import cdiv, run
 from hstu_sparse.core.registration import register_preparation
-from hstu_sparse.tiles import COMPILED, locate
+from hstu_sparse.tiles.assembly import load_edge
+from hstu_sparse.tiles.rows import COMPILED, locate
 
 # Differences of int64 seconds never exceed this bucket; further entries of a longer table are never read.
 MAX_BUCKETS = 145
@@ -103,7 +103,7 @@ def cell_index(x):
 
 @triton.jit
 def bucket_of(x, cells, ASM: tl.constexpr = False):
-    """Return the exact bucket of |x| (given as fp32 >= 0). cells: `bucket_cells`. ASM: see hstu_sparse/assembly.py."""
+    """Return the exact bucket of |x| (given as fp32 >= 0). cells: `bucket_cells`. ASM: see tiles/assembly.py."""
     index = cell_index(x)
     if ASM:
         index = index.to(tl.int64)

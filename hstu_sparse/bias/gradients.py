@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up
 from hstu_sparse.bias.buckets import ENTRY_EDGES, ENTRY_SHIFT, edge_place, other_place, reached
 from hstu_sparse.bias.sums import (
     GREATEST_TERM,
@@ -35,7 +34,8 @@ from hstu_sparse.bias.sums import (
     ring_flush,
     ring_lane,
 )
-from hstu_sparse.tiles import opaque, row_norms
+from hstu_sparse.tiles.assembly import look_up
+from hstu_sparse.tiles.rows import opaque, row_norms
 
 # Twice the greatest slope of SiLU, 1.0998, with room for the roundings of tanh and of the products.
 _STEEPEST = tl.constexpr(2.25)

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.bias.buckets import (
     ENTRY_EDGES,
     ENTRY_SHIFT,
@@ -30,7 +29,8 @@ from hstu_sparse.bias.buckets import (
     pair_bucket,
     reached,
 )
-from hstu_sparse.tiles import opaque
+from hstu_sparse.tiles.assembly import look_up, scalar
+from hstu_sparse.tiles.rows import opaque
 
 NEAR = tl.constexpr(16)
 # Zeros on both sides of the halved position table: the compiler may move look-ups before the loops' bounds checks, and

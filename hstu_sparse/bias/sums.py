@@ -1,6 +1,6 @@
 """Sum the bias tables' gradients of one program in shared memory, by inline assembly: a histogram and a ring.
 
-hstu_sparse/assembly.py says which machines support it, and when kernels may use it.
+hstu_sparse/tiles/assembly.py says which machines support it, and when kernels may use it.
 
 Letters: N max_seq_len; t and s: the positions of queries and keys in their sequence.
 """

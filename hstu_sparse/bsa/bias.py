@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.bias.buckets import (
     ENTRY_EDGES,
     ENTRY_SHIFT,
@@ -52,6 +51,7 @@ from hstu_sparse.bias.sums import (
     ring_take,
 )
 from hstu_sparse.core.launch import cdiv, padded_head, run
+from hstu_sparse.tiles.assembly import look_up, scalar
 
 _HISTOGRAM_ROWS = tl.constexpr(HISTOGRAM_ROWS)
 # Zeros on both sides of the halved position table, for masked pairs: with mean keys, those of a tile of 64 or 128 whose

@@ -3,7 +3,7 @@
 Letters: T tokens of the batch, B sequences, H heads, D query/key and V value head size, BS block size, S blocks chosen
 per group, R tokens per group.
 
-Blocks, groups and tiles have slots: see hstu_sparse/tiles.py.
+Blocks, groups and tiles have slots: see tiles/rows.py.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hstu_sparse.bsa.bias import Side, pair_tile
 from hstu_sparse.bsa.plan import entries_row
-from hstu_sparse.tiles import load_rows, locate, numbered
+from hstu_sparse.tiles.rows import load_rows, locate, numbered
 
 # Larger than any block index, so that it is sorted last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.bsa.bias import Side, add_gathered, block_tile, pair_tile
-from hstu_sparse.tiles import (
+from hstu_sparse.tiles.assembly import look_up, scalar
+from hstu_sparse.tiles.rows import (
     head_and_slot,
     load_rows,
     load_tile,

@@ -1,7 +1,7 @@
 """Launch the block-sparse kernels, and register the operator.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
-size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see hstu_sparse/tiles.py), M = H
+size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see tiles/rows.py), M = H
 * NB lists of groups.
 
 There are two layouts. If a group fills a tile of queries (R >= QUERY_MAJOR), the output and dq are query-major
@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.assembly import proven
 from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import TableGradients, Tables, pair_norms
 from hstu_sparse.bsa.lists import invert
@@ -34,6 +33,7 @@ from hstu_sparse.core.launch import (
 )
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
+from hstu_sparse.tiles.assembly import proven
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128

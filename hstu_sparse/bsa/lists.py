@@ -1,7 +1,7 @@
 """Invert the choice of blocks: for each block of keys the groups that chose it, built on the device.
 
 Letters: T tokens of the batch, B sequences, H heads, BS block size, S blocks chosen per group, R tokens per group, NB
-block slots and NG group slots (see hstu_sparse/tiles.py), M = H * NB lists of groups.
+block slots and NG group slots (see tiles/rows.py), M = H * NB lists of groups.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from hstu_sparse.bsa.bias import Side, pair_tile
 from hstu_sparse.bsa.key_major import add_rows, key_step, load_gates
-from hstu_sparse.tiles import load_rows, load_tile, locate
+from hstu_sparse.tiles.rows import load_rows, load_tile, locate
 
 
 @triton.jit(do_not_specialize=["B", "gates_stride_h"])

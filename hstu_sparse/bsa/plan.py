@@ -1,6 +1,6 @@
 """Compute what the block-sparse kernels need of a batch's times: once a batch, shared by its layers.
 
-Letters: T tokens of the batch, B sequences, BS block size. hstu_sparse/tiles.py explains the slots of blocks and tiles.
+Letters: T tokens of the batch, B sequences, BS block size. tiles/rows.py explains the slots of blocks and tiles.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import proven
 from hstu_sparse.bias.buckets import (
     EXACT_SECONDS,
     TokenTimes,
@@ -23,7 +22,8 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.jagged import fingerprint
 from hstu_sparse.core.launch import cdiv, run
 from hstu_sparse.core.registration import register_preparation
-from hstu_sparse.tiles import locate
+from hstu_sparse.tiles.assembly import proven
+from hstu_sparse.tiles.rows import locate
 
 # Tokens of the plan's tiles of queries, unless blocks are longer: no group of queries lies in two tiles.
 LEAST_TILE = tl.constexpr(64)

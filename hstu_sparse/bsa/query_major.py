@@ -23,7 +23,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.bias.gradients import add_pair_times
 from hstu_sparse.bsa.bias import (
     Side,
@@ -36,7 +35,8 @@ from hstu_sparse.bsa.bias import (
     open_gradients,
     pair_tile,
 )
-from hstu_sparse.tiles import (
+from hstu_sparse.tiles.assembly import look_up, scalar
+from hstu_sparse.tiles.rows import (
     head_and_slot,
     load_rows,
     load_tile,

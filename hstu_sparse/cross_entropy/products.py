@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.cross_entropy.rows import finish_items, finish_outputs, store_rows
-from hstu_sparse.tiles import in_registers
+from hstu_sparse.tiles.rows import in_registers
 
 # Sizes that differ between batches.
 PER_BATCH = ["T", "W", "per_split"]

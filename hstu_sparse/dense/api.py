@@ -176,8 +176,8 @@ def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool | None
 
 
 def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias) -> None:
-    from hstu_sparse.assembly import PROVEN_TRITON
     from hstu_sparse.dense.configs import hopper_can, hopper_runs
+    from hstu_sparse.tiles.assembly import PROVEN_TRITON
 
     if bias.position is not None or bias.time is not None:
         raise ValueError("backend='hopper' takes no bias: use backend='triton'")

@@ -22,7 +22,7 @@ from hstu_sparse.dense.ranges import (
     store_block,
     visible,
 )
-from hstu_sparse.tiles import block_source, load_block
+from hstu_sparse.tiles.rows import block_source, load_block
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from hstu_sparse.dense.ranges import (
     store_block,
     visible,
 )
-from hstu_sparse.tiles import in_registers, load_block
+from hstu_sparse.tiles.rows import in_registers, load_block
 
 
 @triton.jit

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.assembly import proven
 from hstu_sparse.core.launch import LaunchConfig, architecture, configuration
+from hstu_sparse.tiles.assembly import proven
 
 
 class Features(NamedTuple):

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.assembly import proven
 from hstu_sparse.bias.buckets import bucket_steps, device_cells, hidden_bucket, num_time_buckets
 from hstu_sparse.bias.gradients import greatest_norms_kernel, table_gradients_kernel
 from hstu_sparse.bias.relative import RelativeBias
@@ -48,6 +47,7 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
+from hstu_sparse.tiles.assembly import proven
 
 # Copies of the time bias's sums, so that programs do not contend for one address.
 _COPIES = 1 if INTERPRET else 64

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.assembly import proven
 from hstu_sparse.bias.buckets import TokenTimes, device_cells, hidden_bucket, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import NEAR
@@ -29,6 +28,7 @@ from hstu_sparse.dense.configs import (
     prefers_hopper,
 )
 from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
+from hstu_sparse.tiles.assembly import proven
 
 
 class Tiling(NamedTuple):
@@ -44,7 +44,7 @@ class Tiling(NamedTuple):
 
 
 class TileMap(NamedTuple):
-    """The plan of one tiling. A slot is a tile's number computed without reading the offsets, see hstu_sparse/tiles.py.
+    """The plan of one tiling. A slot is a tile's number computed without reading the offsets, see tiles/rows.py.
 
     schedule  [slots, 2] int32: (sequence, tile) in the order in which programs start: the longest sequences first, and
               tiles so that the one with the most work comes first. Behind them (-1, *): such programs stop at once

@@ -17,7 +17,7 @@ from hstu_sparse.bias.buckets import (
 )
 from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.dense.ranges import find_sequence, key_ranges, query_ranges, visible
-from hstu_sparse.tiles import locate
+from hstu_sparse.tiles.rows import locate
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.scores import NEAR
-from hstu_sparse.tiles import COMPILED, tanh_approx
+from hstu_sparse.tiles.rows import COMPILED, tanh_approx
 
 # Arguments that Triton must not specialise on, or it would compile kernels again for other batches: numbers that differ
 # between batches, and the caller's pointers, whose alignment may differ.

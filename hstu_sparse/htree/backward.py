@@ -26,7 +26,7 @@ from hstu_sparse.htree.walk import (
     tile_query,
     turn,
 )
-from hstu_sparse.tiles import load_rows, store_rows
+from hstu_sparse.tiles.rows import load_rows, store_rows
 
 
 @triton.jit

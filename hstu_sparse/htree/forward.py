@@ -24,7 +24,7 @@ from hstu_sparse.htree.walk import (
     step_down,
     tile_query,
 )
-from hstu_sparse.tiles import sequence_of, store_rows
+from hstu_sparse.tiles.rows import sequence_of, store_rows
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.htree.walk import begin_walk, choose, choose_all, load_query, row_angle, step_down, top_layer, turn
-from hstu_sparse.tiles import locate, store_rows
+from hstu_sparse.tiles.rows import locate, store_rows
 
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "slots"])

@@ -10,7 +10,7 @@ import triton.language as tl
 from hstu_sparse.htree.backward import add_rows
 from hstu_sparse.htree.groups import find_group, find_level, gather_keys, place_angles, turned_queries
 from hstu_sparse.htree.walk import step_down, top_layer, turn
-from hstu_sparse.tiles import load_rows, store_rows
+from hstu_sparse.tiles.rows import load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "choices", "slots"])

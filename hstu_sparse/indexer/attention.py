@@ -16,7 +16,7 @@ import triton.language as tl
 
 from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.indexer.pairs import LOG2E, add_table_gradients, chosen_bias, chosen_tokens
-from hstu_sparse.tiles import load_rows, store_rows
+from hstu_sparse.tiles.rows import load_rows, store_rows
 
 
 @triton.jit

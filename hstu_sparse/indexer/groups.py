@@ -21,7 +21,7 @@ import triton.language as tl
 from hstu_sparse.bias.gradients import add_pairs
 from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.indexer.pairs import LOG2E, chosen_tokens
-from hstu_sparse.tiles import load_rows
+from hstu_sparse.tiles.rows import load_rows
 
 
 @triton.jit

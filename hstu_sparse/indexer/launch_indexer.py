@@ -8,7 +8,6 @@ choice and R tokens that share one (see choices.py).
 import torch
 from torch import Tensor
 
-from hstu_sparse.assembly import proven
 from hstu_sparse.core.launch import (
     INTERPRET,
     LaunchConfig,
@@ -33,6 +32,7 @@ from hstu_sparse.indexer.launch import (
     table_sums,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
+from hstu_sparse.tiles.assembly import proven
 
 # Bytes of candidates that are in memory at a time.
 SCRATCH = 2**31

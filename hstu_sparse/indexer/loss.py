@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hstu_sparse.indexer.choices import query_of
 from hstu_sparse.indexer.pairs import LN2, LOG2E, chosen_bias, chosen_tokens, clamped_tokens, exp2, gather_rows, log2
-from hstu_sparse.tiles import load_rows
+from hstu_sparse.tiles.rows import load_rows
 
 
 @triton.jit

@@ -9,11 +9,11 @@ absent), the cells that find buckets, the tokens' times and N.
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up
 from hstu_sparse.bias.buckets import bucket_of
 from hstu_sparse.bias.gradients import add_pairs
 from hstu_sparse.bias.scores import pair_bias
-from hstu_sparse.tiles import COMPILED
+from hstu_sparse.tiles.assembly import look_up
+from hstu_sparse.tiles.rows import COMPILED
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -13,7 +13,7 @@ import triton.language as tl
 from hstu_sparse.bias.buckets import pair_bucket
 from hstu_sparse.indexer.choices import query_of
 from hstu_sparse.indexer.pairs import add_table_gradients, chosen_bias, chosen_tokens
-from hstu_sparse.tiles import load_rows, store_rows
+from hstu_sparse.tiles.rows import load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["positions", "G"])

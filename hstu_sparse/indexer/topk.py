@@ -23,7 +23,7 @@ import triton.language as tl
 from hstu_sparse.bias.buckets import load_split_times
 from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.indexer.pairs import split_bias
-from hstu_sparse.tiles import COMPILED, load_rows, locate
+from hstu_sparse.tiles.rows import COMPILED, load_rows, locate
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hstu_sparse.core.launch import LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.tiles import drop, locate
+from hstu_sparse.tiles.rows import drop, locate
 
 # Numbers of a program's tile.
 TILE = 2048

@@ -20,7 +20,7 @@ from hstu_sparse.core.launch import LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel, check_seed
-from hstu_sparse.tiles import drop
+from hstu_sparse.tiles.rows import drop
 
 MAX_CHANNELS = 4096
 TILE = 2048

@@ -10,7 +10,7 @@ Codes enter that product as they are, small whole numbers: it is exact, and scal
 import triton
 import triton.language as tl
 
-from hstu_sparse.tiles import opaque
+from hstu_sparse.tiles.rows import opaque
 
 # Adding and subtracting it rounds fp32 numbers below 2^22 to the nearest whole number, halves to the even one.
 ROUND = tl.constexpr(12582912.0)

@@ -21,7 +21,7 @@ from hstu_sparse.pages.codec import (
     store_range,
     value_range,
 )
-from hstu_sparse.tiles import locate
+from hstu_sparse.tiles.rows import locate
 
 
 @triton.jit

@@ -7,7 +7,7 @@ a tile.
 import triton
 import triton.language as tl
 
-from hstu_sparse.tiles import load_rows, locate, store_rows
+from hstu_sparse.tiles.rows import load_rows, locate, store_rows
 
 
 @triton.jit(do_not_specialize=["B", "P"])

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hstu_sparse.bias.gradients import add_pairs
 from hstu_sparse.bias.scores import pair_bias
-from hstu_sparse.tiles import load_rows, locate, silu, silu_and_grad
+from hstu_sparse.tiles.rows import load_rows, locate, silu, silu_and_grad
 
 PER_BATCH = ["num_seqs", "window_size"]
 CALLER_POINTERS = [

@@ -11,7 +11,7 @@ import triton.language as tl
 from hstu_sparse.core.launch import next_power_of_2, run
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.rotary_embedding.reference import split, turns_per_unit
-from hstu_sparse.tiles import locate
+from hstu_sparse.tiles.rows import locate
 
 TILE = 2048  # angles of a program
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from hstu_sparse.bias.scores import time_bias
 from hstu_sparse.pages.codec import butterfly, sign
 from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
-from hstu_sparse.tiles import locate, opaque, silu
+from hstu_sparse.tiles.rows import locate, opaque, silu
 
 # Signs of the matrices of a channel order, of all channels, that may be in shared memory throughout the loop, where the
 # compiler puts loop invariants: 64 KB. For 1,024 channels it is 512 KB.

@@ -19,7 +19,7 @@ from hstu_sparse.pages.codec import (
     sign,
 )
 from hstu_sparse.pages.encode import key_ranges, rotated_blocks, value_blocks
-from hstu_sparse.tiles import locate
+from hstu_sparse.tiles.rows import locate
 
 
 @triton.jit

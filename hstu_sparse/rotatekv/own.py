@@ -22,7 +22,7 @@ from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.core.launch import cdiv, multiprocessors, padded_head, run
 from hstu_sparse.core.registration import once_only, register_preparation
 from hstu_sparse.core.rows import as_rows
-from hstu_sparse.tiles import load_rows, silu, silu_and_grad, store_rows
+from hstu_sparse.tiles.rows import load_rows, silu, silu_and_grad, store_rows
 
 # Tokens of a tile; programs of the backward kernel per multiprocessor; columns of a program's sums for the tables.
 _TOKENS, _RESIDENT, _SUMS = 16, 8, 256

@@ -11,7 +11,7 @@ import triton.language as tl
 from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
-from hstu_sparse.tiles import silu, silu_and_grad
+from hstu_sparse.tiles.rows import silu, silu_and_grad
 
 # Numbers of the widest part in a program's tile.
 TILE = 2048

@@ -18,7 +18,7 @@ import triton.language as tl  # noqa: E402
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets  # noqa: E402
 from hstu_sparse.bias.gradients import TableSums, add_pairs  # noqa: E402
 from hstu_sparse.bias.scores import pair_bias  # noqa: E402
-from hstu_sparse.tiles import load_rows, locate  # noqa: E402
+from hstu_sparse.tiles.rows import load_rows, locate  # noqa: E402
 
 BLOCK, D = 16, 16
 

@@ -31,7 +31,7 @@ ALLOWED = {
 # The files of cli/ that programs alone import.
 PROGRAMS_ONLY = {"cli.command", "cli.program"}
 # Folders of hstu_sparse that its operators share, and pairs (operator, the operator that it is built on).
-SHARED = {"bias", "core", "pages"}
+SHARED = {"bias", "core", "pages", "tiles"}
 BUILT_ON: set[tuple[str, str]] = set()
 
 

@@ -23,7 +23,7 @@ from hstu_sparse.ring.flash.tiles import (
     piece,
     query_ranges,
 )
-from hstu_sparse.tiles import block_source, in_registers, load_block, load_rows, locate
+from hstu_sparse.tiles.rows import block_source, in_registers, load_block, load_rows, locate
 
 
 @triton.jit(do_not_specialize=["num_pieces", "total"], do_not_specialize_on_alignment=["q_offsets"])

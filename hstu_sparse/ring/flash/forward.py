@@ -21,7 +21,7 @@ from hstu_sparse.ring.flash.tiles import (
     keys_seen,
     piece,
 )
-from hstu_sparse.tiles import block_source, load_block, load_rows
+from hstu_sparse.tiles.rows import block_source, load_block, load_rows
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.core.launch import cdiv, padded_head, run
-from hstu_sparse.tiles import load_rows
+from hstu_sparse.tiles.rows import load_rows
 
 TOKENS = 16  # tokens of a program
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.tiles import locate
+from hstu_sparse.tiles.rows import locate
 
 # Numbers that differ between batches, for which Triton would compile again, and the caller's pointers.
 PER_BATCH = ["num_pieces", "total", "left", "right", "slope_stride"]
