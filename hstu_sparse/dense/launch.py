@@ -156,7 +156,7 @@ class _Launch:
         if self.empty:
             return out.zero_(), tables
         if self.hopper:
-            from hstu_sparse.dense.hopper_forward import dense_attention_fwd_hopper_kernel as kernel
+            from hstu_sparse.dense.hopper.forward import dense_attention_fwd_hopper_kernel as kernel
 
             factors, config = (0.5 * self.scale, 1.0 / self.normalizer), hopper_fwd_config(self.features)
             self._run_hopper(kernel, "MNN", (self.q, self.k, self.v), (out,), factors, config)
@@ -176,7 +176,7 @@ class _Launch:
 
         blocks: for each of `sources` M or N, the rows of its tensor descriptor: BLOCK_M or BLOCK_N.
         """
-        from hstu_sparse.dense.hopper import descriptor
+        from hstu_sparse.dense.hopper.tiles import descriptor
 
         schedule = self.plan.forward.schedule
         heads, slots = self.case.heads, schedule.shape[0]
@@ -199,8 +199,8 @@ class _Launch:
         (do,) = as_rows(do)
         sources, half_scale = (self.q, self.k, self.v, do), 0.5 * self.scale
         if self.hopper:
-            from hstu_sparse.dense.hopper_dkv import dense_attention_bwd_dkv_hopper_kernel
-            from hstu_sparse.dense.hopper_dq import dense_attention_bwd_dq_hopper_kernel
+            from hstu_sparse.dense.hopper.backward_dkv import dense_attention_bwd_dkv_hopper_kernel
+            from hstu_sparse.dense.hopper.backward_dq import dense_attention_bwd_dq_hopper_kernel
 
             factors, config = (half_scale, 0.5 / self.normalizer, self.scale), hopper_dkv_config(self.features)
             self._run_hopper(dense_attention_bwd_dkv_hopper_kernel, "MNNM", sources, (dk, dv), factors, config)

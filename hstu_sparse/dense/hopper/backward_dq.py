@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from hstu_sparse.dense.hopper import (
+from hstu_sparse.dense.hopper.tiles import (
     HALF,
     Batch,
     Kind,

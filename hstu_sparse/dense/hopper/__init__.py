@@ -1,0 +1,1 @@
+"""The dense operator's kernels for compute capability 9.0."""
