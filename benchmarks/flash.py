@@ -18,7 +18,7 @@ from run import Case
 from hstu_sparse import flash_attention
 from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.core.launch import LaunchConfig, override
-from hstu_sparse.ring.flash.cute import INSTALLED
+from hstu_sparse.flash.cute import INSTALLED
 from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
 
 LENGTHS = [4096, 16384]
@@ -148,8 +148,8 @@ def padded(lengths, longest, heads, size, dtype):
 
 def kernel(part, config, tokens, length, heads, size, dtype):
     """Return {part: one kernel with these tile sizes}."""
-    from hstu_sparse.ring.flash.launch import Launch, bwd_dkv_config, bwd_dq_config, fwd_config, looks_for_bounds
-    from hstu_sparse.ring.flash.problem import Layout, Options
+    from hstu_sparse.flash.launch import Launch, bwd_dkv_config, bwd_dq_config, fwd_config, looks_for_bounds
+    from hstu_sparse.flash.problem import Layout, Options
 
     q, k, v = (x.detach() for x in inputs([length] * (tokens // length), heads, size, dtype))
     offsets = make_offsets([length] * (tokens // length), device="cuda")

@@ -1,7 +1,7 @@
 """Attention over sequences that are distributed over several devices, and the flash attention that it is built from."""
 
+from hstu_sparse.flash import flash_attention
 from hstu_sparse.ring.api import ring_flash_attention
-from hstu_sparse.ring.flash import flash_attention
 from hstu_sparse.ring.hstu import ring_hstu_attention
 from hstu_sparse.ring.plan import RingPlan, cut_sequences, ring_plan, whole_plan
 

@@ -14,8 +14,8 @@ import torch
 
 from hstu_sparse.core.jagged import check_jagged, check_offset_values, check_storage, readable
 from hstu_sparse.core.validation import check_bool, check_int
+from hstu_sparse.flash.problem import Layout
 from hstu_sparse.ring.communication import Ring
-from hstu_sparse.ring.flash.problem import Layout
 
 MOST_RANKS = 1 << 16
 LONGEST = 2**31 - 1  # tokens of a sequence

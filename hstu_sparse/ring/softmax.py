@@ -15,10 +15,10 @@ import torch
 from hstu_sparse.core.launch import cdiv, on_device
 from hstu_sparse.core.precision import without_autocast, working_dtype
 from hstu_sparse.core.registration import once_only
+from hstu_sparse.flash import reference
+from hstu_sparse.flash.problem import Options
 from hstu_sparse.ring import softmax_cute
 from hstu_sparse.ring.communication import Ring, backward_round
-from hstu_sparse.ring.flash import reference
-from hstu_sparse.ring.flash.problem import Options
 from hstu_sparse.ring.plan import RingPlan
 
 # Tiles of 128 tokens, over the heads that go round together: about four times what a large device processes at once.
@@ -85,7 +85,7 @@ class RingSoftmax(torch.autograd.Function):
 
 
 def _forward_triton(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
-    from hstu_sparse.ring.flash.launch import Launch
+    from hstu_sparse.flash.launch import Launch
 
     sums = torch.empty(out.shape, dtype=lse.dtype, device=out.device)
     for step, (source, (k, v)) in enumerate(ring.blocks(block, plan.tokens)):
@@ -94,7 +94,7 @@ def _forward_triton(q, block, ring: Ring, plan: RingPlan, options: Options, out,
 
 
 def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, lse, dq, dkv) -> None:
-    from hstu_sparse.ring.flash.launch import Launch
+    from hstu_sparse.flash.launch import Launch
 
     sums = torch.empty(dq.shape, dtype=lse.dtype, device=dq.device)
     own_launch = launch = Launch(q, *block, plan.layout(ring.rank), options)

@@ -14,10 +14,10 @@ values, D query/key and V value head size.
 
 import torch
 
+from hstu_sparse.flash import cute
+from hstu_sparse.flash.cute import Part, Rows, bound
+from hstu_sparse.flash.problem import Options
 from hstu_sparse.ring.communication import Ring, Transfer
-from hstu_sparse.ring.flash import cute
-from hstu_sparse.ring.flash.cute import Part, Rows, bound
-from hstu_sparse.ring.flash.problem import Options
 from hstu_sparse.ring.plan import RingPlan
 
 
@@ -68,7 +68,7 @@ def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
 
 def forward(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
     """Write out [T, H, V] and lse [H, T]; block: this rank's k and v."""
-    from hstu_sparse.ring.flash.merge import merge
+    from hstu_sparse.flash.merge import merge
 
     steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
     remaining, sums = sum(map(len, steps)), None

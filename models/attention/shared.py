@@ -14,7 +14,7 @@ from data.batch import Batch
 from data.types import Dataset
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import padded_head
-from hstu_sparse.ring.flash.cute import check_available
+from hstu_sparse.flash.cute import check_available
 from models.attention.contract import BACKEND, AttentionKind, LayerSizes, PagedForm
 from models.protocols import RunOptions
 

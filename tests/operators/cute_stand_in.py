@@ -6,10 +6,10 @@ the whole attention. Rows that a call is not about are left alone, as FlashAtten
 
 import torch
 
+from hstu_sparse.flash import cute
+from hstu_sparse.flash.api import check_options
 from hstu_sparse.ring import cut_sequences, softmax, softmax_cute, whole_plan
 from hstu_sparse.ring.communication import Ring
-from hstu_sparse.ring.flash import cute
-from hstu_sparse.ring.flash.api import check_options
 from tests.operators import ring_cases
 
 

@@ -8,8 +8,8 @@ import torch
 
 from hstu_sparse import flash_attention
 from hstu_sparse.core.launch import LaunchConfig, override
-from hstu_sparse.ring.flash.problem import Layout, Options
-from hstu_sparse.ring.flash.reference import flash_attention_reference, philox
+from hstu_sparse.flash.problem import Layout, Options
+from hstu_sparse.flash.reference import flash_attention_reference, philox
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
 from tests.random.cases import flash
 
@@ -120,7 +120,7 @@ def test_head_sizes(size):
 def test_with_and_without_a_maximum(large):
     """Forward of many tokens leaves the running maximum out for the tiles whose scores are bounded, and adds to what
     either found: heads whose keys are short, long, or hold an inf or NaN."""
-    launch = pytest.importorskip("hstu_sparse.ring.flash.launch")
+    launch = pytest.importorskip("hstu_sparse.flash.launch")
     lengths = [70, 3, 0, 41]
     q, k, v = (make_jagged(lengths, (heads, 16), device=DEVICE, seed=heads) for heads in (4, 2, 2))
     k[90, 1] *= large  # in the last sequence
@@ -151,7 +151,7 @@ def test_with_and_without_a_maximum(large):
 
 def test_what_is_known_is_not_lost_beside_no_maximum():
     """Scores of the first step are far below 0, those of the second are bounded, and some of its rows see none."""
-    launch = pytest.importorskip("hstu_sparse.ring.flash.launch")
+    launch = pytest.importorskip("hstu_sparse.flash.launch")
     q, k, v = torch.ones(70, 1, 16, device=DEVICE), *(make_jagged([70], (1, 16), device=DEVICE, seed=i) for i in (1, 2))
     k[:40] -= 20.0
     out, lse = torch.empty_like(q), torch.empty(1, 70, device=DEVICE)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hstu_sparse import flash_attention, ring_flash_attention
-from hstu_sparse.ring.flash import cute
-from hstu_sparse.ring.flash.problem import Options
+from hstu_sparse.flash import cute
+from hstu_sparse.flash.problem import Options
 from hstu_sparse.testing import make_jagged, make_offsets
 from tests.operators import cute_stand_in
 from tests.operators.distributed import run_ranks
@@ -112,7 +112,7 @@ def test_merging_rows(tokens):
 
     With many rows: a program's threads read the log-sum-exp before one of them writes it.
     """
-    merging = pytest.importorskip("hstu_sparse.ring.flash.merge")
+    merging = pytest.importorskip("hstu_sparse.flash.merge")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scores = torch.randn(2, 3, tokens, device=device)  # of two keys, for 3 heads
     values = torch.randn(2, tokens, 3, 20, device=device)

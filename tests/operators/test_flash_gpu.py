@@ -68,7 +68,7 @@ def test_the_same_bits_in_every_run():
 
 
 def test_no_recompilation_for_other_batches():
-    from hstu_sparse.ring.flash.forward import flash_attention_fwd_kernel
+    from hstu_sparse.flash.forward import flash_attention_fwd_kernel
 
     _, call = attention_of([1000, 24, 513], backend="triton")
     call()
@@ -96,7 +96,7 @@ def test_a_gradient_of_expanded_rows():
 
 
 def test_opcheck():
-    from hstu_sparse.ring.flash.launch import flash_operator
+    from hstu_sparse.flash.launch import flash_operator
 
     (q, k, v), _ = attention_of([40, 9], size=64)
     offsets = make_offsets([40, 9], device="cuda")
@@ -131,9 +131,9 @@ def test_a_device_that_is_not_the_current_one():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_steps_of_a_ring_add_up(parts, dtype):
     """Keys in zigzag parts one after another, as a ring brings them: forward and gradients of the whole."""
+    from hstu_sparse.flash.launch import Launch
+    from hstu_sparse.flash.problem import Options
     from hstu_sparse.ring import cut_sequences, whole_plan
-    from hstu_sparse.ring.flash.launch import Launch
-    from hstu_sparse.ring.flash.problem import Options
 
     lengths = [1000, 3, 700]
     inputs, call = attention_of(lengths, dtype)

@@ -240,7 +240,7 @@ def test_configurations_are_cached_and_overridden():
 
 def test_an_override_reaches_the_launch():
     from hstu_sparse import flash_attention
-    from hstu_sparse.ring.flash.launch import fwd_config
+    from hstu_sparse.flash.launch import fwd_config
     from hstu_sparse.testing import make_jagged, make_offsets
 
     q, configs = make_jagged((40, 3), (2, 16)), []

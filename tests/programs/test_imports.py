@@ -32,7 +32,7 @@ ALLOWED = {
 PROGRAMS_ONLY = {"cli.command", "cli.program"}
 # Folders of hstu_sparse that its operators share, and pairs (operator, the operator that it is built on).
 SHARED = {"bias", "core", "pages", "tiles"}
-BUILT_ON: set[tuple[str, str]] = set()
+BUILT_ON = {("ring", "flash")}
 
 
 def name_of(file: Path) -> str:

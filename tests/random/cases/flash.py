@@ -97,8 +97,8 @@ def check(device, backend="triton", **case):
 
 
 def launches():
-    from hstu_sparse.ring.flash.launch import Launch
-    from hstu_sparse.ring.flash.problem import Layout, Options
+    from hstu_sparse.flash.launch import Launch
+    from hstu_sparse.flash.problem import Layout, Options
 
     def case(
         size, dtype, *, group=1, left=-1, right=-1, pieces=1, add=False, alibi=False, dropout=0.0, v=None, many=False,

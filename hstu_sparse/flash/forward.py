@@ -8,7 +8,7 @@ within a piece; t and s: positions in the sequence.
 import triton
 import triton.language as tl
 
-from hstu_sparse.ring.flash.tiles import (
+from hstu_sparse.flash.tiles import (
     CALLER_POINTERS,
     LEAST,
     LOG2_E,

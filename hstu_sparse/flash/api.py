@@ -19,9 +19,9 @@ from hstu_sparse.core.validation import (
     check_tensor,
     choose_backend,
 )
-from hstu_sparse.ring.flash.cute import check_cute, faster_with_cute, flash_cute_operator
-from hstu_sparse.ring.flash.problem import Layout, Options
-from hstu_sparse.ring.flash.reference import flash_attention_reference
+from hstu_sparse.flash.cute import check_cute, faster_with_cute, flash_cute_operator
+from hstu_sparse.flash.problem import Layout, Options
+from hstu_sparse.flash.reference import flash_attention_reference
 
 
 @without_autocast
@@ -103,7 +103,7 @@ def flash_attention(
             q, k, v, seq_offsets, k_offsets, options.left, options.right, options.scale
         )  # fmt: skip
     else:
-        from hstu_sparse.ring.flash.launch import flash_operator
+        from hstu_sparse.flash.launch import flash_operator
 
         out, lse = flash_operator(
             q, k, v, seq_offsets, k_offsets, starts, options.slopes, options.seed, options.left, options.right,

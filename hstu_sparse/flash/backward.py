@@ -10,7 +10,7 @@ the last two times the scale. p is recomputed from the scores and the log-sum-ex
 import triton
 import triton.language as tl
 
-from hstu_sparse.ring.flash.tiles import (
+from hstu_sparse.flash.tiles import (
     CALLER_POINTERS,
     LOG2_E,
     PER_BATCH,

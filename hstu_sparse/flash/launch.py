@@ -19,14 +19,14 @@ from hstu_sparse.core.launch import (
 )
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
-from hstu_sparse.ring.flash.backward import (
+from hstu_sparse.flash.backward import (
     flash_attention_bwd_dkv_kernel,
     flash_attention_bwd_dq_kernel,
     flash_attention_bwd_rows_kernel,
 )
-from hstu_sparse.ring.flash.forward import flash_attention_fwd_kernel, flash_attention_longest_kernel
-from hstu_sparse.ring.flash.problem import Layout, Options
-from hstu_sparse.ring.flash.tiles import LOG2_E, ROW_BLOCK
+from hstu_sparse.flash.forward import flash_attention_fwd_kernel, flash_attention_longest_kernel
+from hstu_sparse.flash.problem import Layout, Options
+from hstu_sparse.flash.tiles import LOG2_E, ROW_BLOCK
 
 # Tokens of a batch from which the launch of `looks_for_bounds` costs less than it saves.
 MANY = 2**15

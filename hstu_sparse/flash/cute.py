@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.ring.flash.problem import Options
+from hstu_sparse.flash.problem import Options
 
 DISTRIBUTION = "flash-attn-4"
 DTYPES = (torch.float16, torch.bfloat16)
@@ -47,7 +47,7 @@ INSTALLED = _installed()
 
 def _architecture(device: int) -> int:
     """Return the compute capability of a CUDA device, a constant under torch.compile."""
-    from hstu_sparse.ring.flash.capability import constant_architecture  # imports torch._dynamo
+    from hstu_sparse.flash.capability import constant_architecture  # imports torch._dynamo
 
     return constant_architecture(device)
 

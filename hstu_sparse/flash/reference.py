@@ -11,7 +11,7 @@ import torch
 
 from hstu_sparse.core.jagged import masked_product, padded_index, sequence_ids
 from hstu_sparse.core.precision import widened
-from hstu_sparse.ring.flash.problem import Layout, Options
+from hstu_sparse.flash.problem import Layout, Options
 
 
 def flash_attention_reference(q, k, v, layout: Layout, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
