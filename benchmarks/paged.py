@@ -90,8 +90,8 @@ def attending(name, users, length, heads, size, queries):
 @contextlib.contextmanager
 def launched_with(splits=None, **options):
     """Run paged attention with the given number of parts of a history and options of Triton."""
+    from hstu_sparse.cache.paged import launch
     from hstu_sparse.core.launch import override
-    from hstu_sparse.paged import launch
 
     with (
         override(launch.splits_of, lambda chosen, *_: splits or chosen),

@@ -56,7 +56,7 @@ def attend(name, q, q_offsets, cache, length):
     """Run softmax attention on the cache once, in the way that `name` says."""
     from hstu_sparse import rotatekv_attention, rotatekv_decompress
     from hstu_sparse.bias.relative import RelativeBias
-    from hstu_sparse.rotatekv import launch_attention, unpacked_attention
+    from hstu_sparse.cache.rotatekv import launch_attention, unpacked_attention
 
     options = dict(activation="softmax", rope_base=BASE if "rope" in name else None)
     if name.startswith("fused"):
@@ -74,7 +74,7 @@ def attend(name, q, q_offsets, cache, length):
 def check(name, heads, size, queries, *options):
     """Compare with the fp64 reference on the same cache, for 2 users with fewer events."""
     from hstu_sparse.bias.relative import RelativeBias
-    from hstu_sparse.rotatekv import reference
+    from hstu_sparse.cache.rotatekv import reference
     from hstu_sparse.testing import assert_within_budget
 
     q, q_offsets, k, v, offsets = inputs(2, 1000, heads, size, queries)
@@ -112,7 +112,7 @@ def run_sdpa(backend, users, length, heads, size, queries):
 
 def run_compress(users, length, heads, size, bits, sparsity, ordered):
     """Run only the kernel, into the pages of an existing cache."""
-    from hstu_sparse.pages.launch import write_pages
+    from hstu_sparse.cache.launch import write_pages
 
     _, _, k, v, offsets = inputs(users, length, heads, size, 1)
     cache = packed(k, v, offsets, bits, sparsity, ordered)

@@ -2,7 +2,18 @@
 
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bsa import bsa_attention, bsa_plan
-from hstu_sparse.coded_attention import rotatekv_self_attention
+from hstu_sparse.cache import PageFormat, PagePool, PoolFull
+from hstu_sparse.cache.paged import paged_attention
+from hstu_sparse.cache.rotatekv import (
+    RotateKVCache,
+    calibrate,
+    hadamard_transform,
+    rotatekv_attention,
+    rotatekv_compress,
+    rotatekv_decompress,
+    rotatekv_round_trip,
+)
+from hstu_sparse.cache.rotatekv.self_attention import rotatekv_self_attention
 from hstu_sparse.cross_entropy import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
 from hstu_sparse.gate_mlp import query_gates
@@ -10,8 +21,6 @@ from hstu_sparse.htree import htree_attention
 from hstu_sparse.indexer import index_scores, indexer_loss, lightning_indexer, sparse_attention
 from hstu_sparse.input_embedding import embed_inputs
 from hstu_sparse.layer_norm_gate import layer_norm, norm_gate, residual_add, residual_norm
-from hstu_sparse.paged import paged_attention
-from hstu_sparse.pages import PageFormat, PagePool, PoolFull
 from hstu_sparse.ring import (
     RingPlan,
     cut_sequences,
@@ -22,15 +31,6 @@ from hstu_sparse.ring import (
     whole_plan,
 )
 from hstu_sparse.rotary_embedding import rotary
-from hstu_sparse.rotatekv import (
-    RotateKVCache,
-    calibrate,
-    hadamard_transform,
-    rotatekv_attention,
-    rotatekv_compress,
-    rotatekv_decompress,
-    rotatekv_round_trip,
-)
 from hstu_sparse.uvqk import silu_parts
 
 __version__ = "0.2.0"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hstu_sparse.bsa import bsa_attention
+from hstu_sparse.cache.rotatekv import rotatekv_decompress, unpacked_attention
 from hstu_sparse.core.jagged import check_storage, jagged_to_padded
 from hstu_sparse.core.validation import check_bool, check_dropout, check_int, check_number, check_tensor
 from hstu_sparse.indexer import padded_indexer_loss
@@ -32,7 +33,6 @@ from hstu_sparse.layer_norm_gate import norm_gate
 from hstu_sparse.ring import ring_flash_attention
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.plan import RingPlan, fixed_plan
-from hstu_sparse.rotatekv import rotatekv_decompress, unpacked_attention
 
 __all__ = [
     "TritonHSTUBSAAttention",

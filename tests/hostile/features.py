@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 import eval as evaluation
 import hstu_sparse
 import train
-from hstu_sparse.pages import files
+from hstu_sparse.cache import files
 from tests.hostile import runs
 from tests.hostile.harness import ERROR, WORKS, Case, Process, signalled
 from tests.hostile.runs import Change, config, differs, facts, tensors

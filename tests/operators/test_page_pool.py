@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hstu_sparse import PageFormat, PagePool, PoolFull, rotatekv_round_trip
-from hstu_sparse.pages import files
+from hstu_sparse.cache import files
 from hstu_sparse.testing import make_jagged, make_offsets
 
 CODES = dict(bits=2, sink_tokens=4)

@@ -19,10 +19,10 @@ from hstu_sparse import (
     rotatekv_round_trip,
     rotatekv_self_attention,
 )
+from hstu_sparse.cache import packing, store
+from hstu_sparse.cache.layout import Layout, RotateKVOptions, Side
+from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.compat import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse
-from hstu_sparse.pages import packing, store
-from hstu_sparse.pages.layout import Layout, RotateKVOptions, Side
-from hstu_sparse.rotatekv import reference
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 
 

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hstu_sparse import RotateKVCache, rotatekv_compress, rotatekv_decompress, rotatekv_round_trip
+from hstu_sparse.cache import files
 from hstu_sparse.core.launch import INTERPRET
-from hstu_sparse.pages import files
 from tests.operators.test_rotatekv import make
 
 

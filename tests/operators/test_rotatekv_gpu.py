@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hstu_sparse import RelativeBias, hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
-from hstu_sparse.rotatekv import reference
+from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.testing import assert_within_budget, compare_with_reference, make_jagged, make_offsets
 from tests.random.cases.rotatekv import check, check_self_attention
 
@@ -196,8 +196,8 @@ def test_the_same_bits_in_every_run():
 
 
 def test_batches_do_not_recompile_kernels():
-    from hstu_sparse.pages import encode
-    from hstu_sparse.rotatekv import attention, decode
+    from hstu_sparse.cache import encode
+    from hstu_sparse.cache.rotatekv import attention, decode
 
     kernels = [encode.write_codes_kernel, decode.rotatekv_decompress_kernel,
                attention.rotatekv_attention_fwd_kernel]  # fmt: skip

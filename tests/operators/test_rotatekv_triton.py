@@ -12,7 +12,7 @@ from hstu_sparse import (
     rotatekv_decompress,
     rotatekv_self_attention,
 )
-from hstu_sparse.pages import packing
+from hstu_sparse.cache import packing
 from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases.rotatekv import check, check_self_attention
 
@@ -156,7 +156,7 @@ def test_hadamard(n):
 )
 def test_a_long_order_turns_keys_back_only_for_rope(size, ordered, rope, back, monkeypatch):
     """Many queries: which kernel they get."""
-    from hstu_sparse.rotatekv import launch_attention
+    from hstu_sparse.cache.rotatekv import launch_attention
 
     def general(call, keys_back):
         raise LookupError(keys_back)

@@ -31,8 +31,8 @@ ALLOWED = {
 # The files of cli/ that programs alone import.
 PROGRAMS_ONLY = {"cli.command", "cli.program"}
 # Folders of hstu_sparse that its operators share, and pairs (operator, the operator that it is built on).
-SHARED = {"bias", "core", "pages", "tiles"}
-BUILT_ON = {("ring", "flash")}
+SHARED = {"bias", "core", "tiles"}
+BUILT_ON = {("ring", "flash"), ("cache", "dense")}
 
 
 def name_of(file: Path) -> str:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hstu_sparse import paged, pages
+from hstu_sparse import cache as pages
+from hstu_sparse.cache import paged
 from hstu_sparse.core.launch import INTERPRET
 from serving.graphs import MOST, Graphs
 from serving.token_batch import Sizes, rounded_up

@@ -6,7 +6,7 @@ import torch
 
 from hstu_sparse import PageFormat, PagePool, RelativeBias, paged_attention
 from hstu_sparse.bias.relative import check_bias
-from hstu_sparse.paged.reference import paged_reference
+from hstu_sparse.cache.paged.reference import paged_reference
 from hstu_sparse.testing import assert_within_budget, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS
@@ -51,8 +51,8 @@ def launched_with(splits):
     """A context in which pages are divided into so many parts."""
     if splits is None:
         return contextlib.nullcontext()
+    from hstu_sparse.cache.paged import launch
     from hstu_sparse.core.launch import override
-    from hstu_sparse.paged import launch
 
     return override(launch.splits_of, lambda *_: splits)
 
@@ -160,8 +160,8 @@ def written_alike(mine, theirs, pages, lengths):
 
 
 def launches():
-    from hstu_sparse.paged.launch import attention
-    from hstu_sparse.pages.launch import write_pages, write_timestamps
+    from hstu_sparse.cache.launch import write_pages, write_timestamps
+    from hstu_sparse.cache.paged.launch import attention
 
     def case(heads=4, size=64, value_size=64, queries=1, users=2, dtype=torch.bfloat16, stored=None, splits=None,
              biased=True, local_bytes=128, architectures=(80, 90, 100, 120), call=None, write=False,

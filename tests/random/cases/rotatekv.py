@@ -13,9 +13,9 @@ from hstu_sparse import (
     rotatekv_self_attention,
 )
 from hstu_sparse.bias.relative import check_bias
+from hstu_sparse.cache import packing, store
+from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.compat import mustafar_attention_with_rope
-from hstu_sparse.pages import packing, store
-from hstu_sparse.rotatekv import reference
 from hstu_sparse.testing import assert_within_budget, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS, TABLES
@@ -140,7 +140,7 @@ def check(
         "fused": rotatekv_attention(q, q_offsets, cache, max_seq_len, **public),
         "two stages": mustafar_attention_with_rope(q, q_offsets, *restored, offsets, max_seq_len, **public),
     }
-    from hstu_sparse.rotatekv import launch_attention
+    from hstu_sparse.cache.rotatekv import launch_attention
 
     for way in launch_attention.ways(rope, plain=False):
         ways[way] = launch_attention.attention(
@@ -267,10 +267,10 @@ def codes_are_right(cache, k, v):
 
 def launches():
     from hstu_sparse import PageFormat, PagePool, RotateKVCache
-    from hstu_sparse.pages.launch import write_pages
-    from hstu_sparse.rotatekv import launch_attention, launchers
-    from hstu_sparse.rotatekv.hadamard import hadamard_operator
-    from hstu_sparse.rotatekv.own import gradients_operator, own_operator
+    from hstu_sparse.cache.launch import write_pages
+    from hstu_sparse.cache.rotatekv import launch_attention, launchers
+    from hstu_sparse.cache.rotatekv.hadamard import hadamard_operator
+    from hstu_sparse.cache.rotatekv.own import gradients_operator, own_operator
 
     def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, splits=None,
              attend=None, local_bytes=SPILLS, architectures=(80, 90, 100, 120), **options):  # fmt: skip

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.scores import pair_bias
-from hstu_sparse.pages.codec import halves_of, load_codes, sign
+from hstu_sparse.cache.codec import halves_of, load_codes, sign
 from hstu_sparse.tiles.rows import in_registers, load_rows, locate, silu
 
 

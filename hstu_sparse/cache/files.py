@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hstu_sparse.cache.format import PageFormat
+from hstu_sparse.cache.layout import Layout
 from hstu_sparse.core.validation import FLOATING_DTYPES, check_bool, check_int
-from hstu_sparse.pages.format import PageFormat
-from hstu_sparse.pages.layout import Layout
 
 FORMAT = "hstu_sparse.pages.1"
 FACTS = {"format", "layers", "num_pages", "num_sequences", "timed"}

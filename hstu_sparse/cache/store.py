@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hstu_sparse.pages import packing
-from hstu_sparse.pages.format import PageFormat
+from hstu_sparse.cache import packing
+from hstu_sparse.cache.format import PageFormat
 
 
 def place(format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
+from hstu_sparse.cache import store
+from hstu_sparse.cache.pool import PagePool
 from hstu_sparse.core.jagged import jagged_to_padded, masked_product, padded_to_jagged
 from hstu_sparse.core.precision import widened
-from hstu_sparse.pages import store
-from hstu_sparse.pages.pool import PagePool
 
 
 def paged_reference(

@@ -11,6 +11,12 @@ from torch import Tensor
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.cache.format import PageFormat
+from hstu_sparse.cache.launch import code_offset, words
+from hstu_sparse.cache.merge import merge_parts_kernel
+from hstu_sparse.cache.paged.bias import candidate_bias_kernel
+from hstu_sparse.cache.paged.kernel import paged_attention_fwd_kernel
+from hstu_sparse.cache.pool import PagePool
 from hstu_sparse.core.launch import (
     LaunchConfig,
     cdiv,
@@ -24,12 +30,6 @@ from hstu_sparse.core.launch import (
 )
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
-from hstu_sparse.paged.bias import candidate_bias_kernel
-from hstu_sparse.paged.kernel import paged_attention_fwd_kernel
-from hstu_sparse.pages.format import PageFormat
-from hstu_sparse.pages.launch import code_offset, words
-from hstu_sparse.pages.merge import merge_parts_kernel
-from hstu_sparse.pages.pool import PagePool
 
 BIAS_BLOCK = 256  # positions of a program of `candidate_bias_kernel`
 FEW, SOME = 8, 48  # new tokens of a sequence on average, from which on programs take 64 of them, and 128

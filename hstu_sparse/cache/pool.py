@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hstu_sparse.cache import files, store
+from hstu_sparse.cache.format import PageFormat
 from hstu_sparse.core.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import INTEGER, check_int, check_tensor, choose_backend
-from hstu_sparse.pages import files, store
-from hstu_sparse.pages.format import PageFormat
 
 Row = array  # of typecode "i"
 
@@ -234,7 +234,7 @@ class PagePool:
         if choose_backend(backend, k, "PagePool.write") == "reference":
             store.write(self.tensors[layer], f, k, v, pages, *new_tokens(offsets, lengths, len(k)))
             return
-        from hstu_sparse.pages.launch import write_pages
+        from hstu_sparse.cache.launch import write_pages
 
         write_pages(self.tensors[layer], f, k, v, offsets, pages, lengths)
 
@@ -251,7 +251,7 @@ class PagePool:
             owned = page >= 0
             self.timestamps[page[owned], slot[owned]] = timestamps[owned]
             return
-        from hstu_sparse.pages.launch import write_timestamps
+        from hstu_sparse.cache.launch import write_timestamps
 
         write_timestamps(self.timestamps, self.format, timestamps, offsets, pages, lengths)
 

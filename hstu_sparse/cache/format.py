@@ -9,9 +9,9 @@ import math
 
 import torch
 
+from hstu_sparse.cache.layout import Layout, RotateKVOptions
 from hstu_sparse.core.launch import cdiv, next_power_of_2
 from hstu_sparse.core.validation import FLOATING_DTYPES, check_int
-from hstu_sparse.pages.layout import Layout, RotateKVOptions
 
 PAGE = 16  # tokens of a page of plain keys and values, and of unpruned codes
 CODE_DTYPES = {"codes": torch.int32, "ranges": torch.float16, "bitmap": torch.int64}

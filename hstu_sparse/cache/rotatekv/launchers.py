@@ -9,14 +9,14 @@ import functools
 import torch
 from torch import Tensor
 
+from hstu_sparse.cache.launch import code_offset, sizes, tile_tokens, words
+from hstu_sparse.cache.layout import Layout, RotateKVOptions
+from hstu_sparse.cache.rotatekv.cache import RotateKVCache
+from hstu_sparse.cache.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
 from hstu_sparse.core.launch import on_device, run
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
-from hstu_sparse.pages.launch import code_offset, sizes, tile_tokens, words
-from hstu_sparse.pages.layout import Layout, RotateKVOptions
-from hstu_sparse.rotatekv.cache import RotateKVCache
-from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
 
 
 def current(launch):

@@ -7,7 +7,7 @@ its key channels, HG = H / G, R tokens of a tile, BW channels of a block of code
 import triton
 import triton.language as tl
 
-from hstu_sparse.pages.codec import (
+from hstu_sparse.cache.codec import (
     butterfly,
     encode,
     greatest,
@@ -18,7 +18,7 @@ from hstu_sparse.pages.codec import (
     odd,
     sign,
 )
-from hstu_sparse.pages.encode import key_ranges, rotated_blocks, value_blocks
+from hstu_sparse.cache.encode import key_ranges, rotated_blocks, value_blocks
 from hstu_sparse.tiles.rows import locate
 
 

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from hstu_sparse.cache.codec import sign
 from hstu_sparse.core.launch import cdiv, run
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.validation import check_kernel
-from hstu_sparse.pages.codec import sign
 
 ELEMENTS = 2048  # elements of a program, unless a row has more
 

@@ -11,12 +11,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from hstu_sparse.cache import files, packing, store
+from hstu_sparse.cache.format import PageFormat
+from hstu_sparse.cache.layout import Layout, RotateKVOptions
+from hstu_sparse.cache.pool import PagePool, new_tokens
 from hstu_sparse.core.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
 from hstu_sparse.core.validation import check_tensor, choose_backend
-from hstu_sparse.pages import files, packing, store
-from hstu_sparse.pages.format import PageFormat
-from hstu_sparse.pages.layout import Layout, RotateKVOptions
-from hstu_sparse.pages.pool import PagePool, new_tokens
 
 
 def check_kv(k: Tensor, v: Tensor, seq_offsets: Tensor) -> dict[str, int]:
@@ -144,7 +144,7 @@ class RotateKVCache:
         if chosen == "reference":
             store.write(self.tensors, format, k, v, self.pages, sequence, position, self.channel_order)
         else:
-            from hstu_sparse.pages.launch import write_pages
+            from hstu_sparse.cache.launch import write_pages
 
             write_pages(self.tensors, format, k, v, seq_offsets, self.pages, before, self.channel_order)
         return self

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
+from hstu_sparse.cache import packing
+from hstu_sparse.cache.format import PageFormat
+from hstu_sparse.cache.layout import Layout, RotateKVOptions
+from hstu_sparse.cache.rotatekv import reference
+from hstu_sparse.cache.rotatekv.cache import RotateKVCache, check_kv
 from hstu_sparse.core.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import (
@@ -26,11 +31,6 @@ from hstu_sparse.core.validation import (
     check_tensor,
     choose_backend,
 )
-from hstu_sparse.pages import packing
-from hstu_sparse.pages.format import PageFormat
-from hstu_sparse.pages.layout import Layout, RotateKVOptions
-from hstu_sparse.rotatekv import reference
-from hstu_sparse.rotatekv.cache import RotateKVCache, check_kv
 
 MOST_HADAMARD = 4096
 
@@ -66,7 +66,7 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
         return packing.hadamard_reference(x)
     if n > MOST_HADAMARD:
         raise ValueError(f"the kernel takes n up to {MOST_HADAMARD}, got {n}; use backend='reference'")
-    from hstu_sparse.rotatekv.hadamard import hadamard_operator
+    from hstu_sparse.cache.rotatekv.hadamard import hadamard_operator
 
     return hadamard_operator(x)
 
@@ -224,7 +224,7 @@ def rotatekv_round_trip(
         restored = reference.round_trip_reference(k, v, position < sink_tokens, layout, channel_order)
         if chosen == "reference":
             return restored
-    from hstu_sparse.rotatekv.launchers import round_trip_operator
+    from hstu_sparse.cache.rotatekv.launchers import round_trip_operator
 
     return round_trip_operator(
         k, v, seq_offsets, channel_order, bits, head_group, quant_group, float(sparsity), sink_tokens, float(clip)
@@ -247,7 +247,7 @@ def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple
     _check_cache(cache)
     if choose_backend(backend, cache.seq_offsets, "rotatekv_decompress") == "reference":
         return reference.decompress_reference(cache)
-    from hstu_sparse.rotatekv.launchers import decompress
+    from hstu_sparse.cache.rotatekv.launchers import decompress
 
     return decompress(cache, sum(cache.lengths))
 
@@ -404,7 +404,7 @@ def _attend(q, q_offsets, source, max_seq_len, call, chosen):
         with torch.no_grad():
             out, lse = reference.attention_reference(q, q_offsets, *source, **call)
     else:
-        from hstu_sparse.rotatekv import launch_attention
+        from hstu_sparse.cache.rotatekv import launch_attention
 
         if not isinstance(source, RotateKVCache):
             source = launch_attention.Plain(*source)

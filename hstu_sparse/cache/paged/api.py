@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
+from hstu_sparse.cache.pool import PagePool
 from hstu_sparse.core.jagged import check_jagged, readable
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import (
@@ -20,7 +21,6 @@ from hstu_sparse.core.validation import (
     check_tensor,
     choose_backend,
 )
-from hstu_sparse.pages.pool import PagePool
 
 
 @without_autocast
@@ -133,9 +133,9 @@ def paged_attention(
         normalizer=check_normalizer(normalizer, max_seq_len), bias=bias,
     )  # fmt: skip
     if choose_backend(backend, q, "paged_attention") == "reference":
-        from hstu_sparse.paged.reference import paged_reference
+        from hstu_sparse.cache.paged.reference import paged_reference
 
         return paged_reference(q, k, v, q_offsets, pool, pages, lengths, **call)
-    from hstu_sparse.paged.launch import attention
+    from hstu_sparse.cache.paged.launch import attention
 
     return attention(q, k, v, q_offsets, pool, pages, lengths, **call)

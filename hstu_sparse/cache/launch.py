@@ -8,13 +8,13 @@ import functools
 import torch
 from torch import Tensor
 
+from hstu_sparse.cache.encode import write_codes_kernel
+from hstu_sparse.cache.format import PageFormat
+from hstu_sparse.cache.layout import TILE, Layout
+from hstu_sparse.cache.write import write_pages_kernel, write_timestamps_kernel
 from hstu_sparse.core.launch import LaunchConfig, configuration, on_device, padded_head, run
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
-from hstu_sparse.pages.encode import write_codes_kernel
-from hstu_sparse.pages.format import PageFormat
-from hstu_sparse.pages.layout import TILE, Layout
-from hstu_sparse.pages.write import write_pages_kernel, write_timestamps_kernel
 
 # The bits of the widest codes that unpacking can leave in the mantissa of a 16-bit type.
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}

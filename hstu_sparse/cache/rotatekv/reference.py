@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
+from hstu_sparse.cache import store
+from hstu_sparse.cache.layout import Layout
+from hstu_sparse.cache.packing import decode, encode
+from hstu_sparse.cache.rotatekv.cache import RotateKVCache
 from hstu_sparse.core.jagged import jagged_to_padded, padded_index, padded_to_jagged
 from hstu_sparse.core.precision import widened
-from hstu_sparse.pages import store
-from hstu_sparse.pages.layout import Layout
-from hstu_sparse.pages.packing import decode, encode
-from hstu_sparse.rotatekv.cache import RotateKVCache
 
 
 def decompress_reference(cache: RotateKVCache, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

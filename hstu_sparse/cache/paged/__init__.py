@@ -1,5 +1,5 @@
 """Attention of new tokens to keys and values that lie in the pages of a pool."""
 
-from hstu_sparse.paged.api import paged_attention
+from hstu_sparse.cache.paged.api import paged_attention
 
 __all__ = ["paged_attention"]

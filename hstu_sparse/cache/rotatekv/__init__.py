@@ -1,6 +1,6 @@
 """RotateKV: a rotated, low-bit, optionally pruned cache of keys and values."""
 
-from hstu_sparse.rotatekv.api import (
+from hstu_sparse.cache.rotatekv.api import (
     RotateKVCache,
     calibrate,
     hadamard_transform,

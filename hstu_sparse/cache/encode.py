@@ -10,7 +10,7 @@ stage of the transform across blocks is a sum of registers of one thread.
 import triton
 import triton.language as tl
 
-from hstu_sparse.pages.codec import (
+from hstu_sparse.cache.codec import (
     butterfly,
     encode,
     greatest,

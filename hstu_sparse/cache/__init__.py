@@ -11,7 +11,7 @@ encode.py    the kernel that writes codes; write.py: the one that writes uncompr
 merge.py     the kernel that merges the parts of a history that several programs attended to
 """
 
-from hstu_sparse.pages.format import PageFormat
-from hstu_sparse.pages.pool import PagePool, PoolFull
+from hstu_sparse.cache.format import PageFormat
+from hstu_sparse.cache.pool import PagePool, PoolFull
 
 __all__ = ["PageFormat", "PagePool", "PoolFull"]

@@ -12,6 +12,13 @@ from torch import Tensor
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.cache.launch import code_offset, words
+from hstu_sparse.cache.layout import TILE, Layout, RotateKVOptions
+from hstu_sparse.cache.merge import merge_parts_kernel
+from hstu_sparse.cache.rotatekv.angles import rope_table
+from hstu_sparse.cache.rotatekv.attention import rotatekv_attention_fwd_kernel
+from hstu_sparse.cache.rotatekv.cache import RotateKVCache
+from hstu_sparse.cache.rotatekv.launchers import current, inverse, sizes
 from hstu_sparse.core.launch import (
     cdiv,
     multiprocessors,
@@ -22,13 +29,6 @@ from hstu_sparse.core.launch import (
 )
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
-from hstu_sparse.pages.launch import code_offset, words
-from hstu_sparse.pages.layout import TILE, Layout, RotateKVOptions
-from hstu_sparse.pages.merge import merge_parts_kernel
-from hstu_sparse.rotatekv.angles import rope_table
-from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel
-from hstu_sparse.rotatekv.cache import RotateKVCache
-from hstu_sparse.rotatekv.launchers import current, inverse, sizes
 
 # The average number of queries of a sequence from which keys are restored, except with a `long_order`, and heads have
 # programs of their own.

@@ -9,10 +9,10 @@ import typing
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
+from hstu_sparse.cache.rotatekv import reference, rotatekv_round_trip
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import check_normalizer, check_qkv, check_scale, choose_backend
 from hstu_sparse.dense import hstu_attention
-from hstu_sparse.rotatekv import reference, rotatekv_round_trip
 
 if typing.TYPE_CHECKING:
     from hstu_sparse.dense.plan import AttentionPlan
@@ -73,7 +73,7 @@ def rotatekv_self_attention(
     )  # fmt: skip
     own_token = reference.own_token
     if backend == "triton":
-        from hstu_sparse.rotatekv.own import own_token_triton as own_token
+        from hstu_sparse.cache.rotatekv.own import own_token_triton as own_token
     q, coded_k, coded_v, self_term = own_token(q, k, v, *coded, bias, scale, normalizer)
     options: dict[str, typing.Any] = dict(scale=scale, normalizer=normalizer, bias=bias, plan=plan, backend=backend)
     return hstu_attention(q, coded_k, coded_v, seq_offsets, max_seq_len, **options) + self_term

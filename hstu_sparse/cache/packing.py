@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hstu_sparse.cache.layout import Layout, Side, plane_words, planes
 from hstu_sparse.core.jagged import readable
 from hstu_sparse.core.launch import cdiv
 from hstu_sparse.core.precision import widened, working_dtype
-from hstu_sparse.pages.layout import Layout, Side, plane_words, planes
 
 FP16_MOST = 65504.0
 LEAST = 2.0**-20  # the least scale: 16 of fp16's smallest steps, so that rounding changes it by at most 3%

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.scores import time_bias
-from hstu_sparse.pages.codec import butterfly, sign
-from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
+from hstu_sparse.cache.codec import butterfly, sign
+from hstu_sparse.cache.rotatekv.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles.rows import locate, opaque, silu
 
 # Signs of the matrices of a channel order, of all channels, that may be in shared memory throughout the loop, where the
