@@ -145,8 +145,8 @@ def cut_cross_entropy(shape, folder, **options):
 
 
 def tuned(shape, part, config):
+    from hstu_sparse.catalogue.launches import product_config
     from hstu_sparse.core.launch import override
-    from hstu_sparse.cross_entropy.launches import product_config
 
     def change(default, product, *_):
         return default.replace(**dict(zip(NAMES, config))) if product == part else default

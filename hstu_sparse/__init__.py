@@ -14,7 +14,7 @@ from hstu_sparse.cache.rotatekv import (
     rotatekv_round_trip,
 )
 from hstu_sparse.cache.rotatekv.self_attention import rotatekv_self_attention
-from hstu_sparse.cross_entropy import catalogue_loss
+from hstu_sparse.catalogue import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
 from hstu_sparse.gate_mlp import query_gates
 from hstu_sparse.htree import htree_attention

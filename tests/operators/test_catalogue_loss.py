@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from hstu_sparse import catalogue_loss
+from hstu_sparse.catalogue import Part
 from hstu_sparse.core import jagged
 from hstu_sparse.core.launch import override
-from hstu_sparse.cross_entropy import Part
 from tests.random.cases.catalogue_loss import check
 
 T, I, E, K = 9, 7, 5, 4
@@ -234,7 +234,7 @@ def test_kernels_agree_with_the_reference(name):
 @pytest.mark.parametrize("name", [name for name in CASES if "each token" in name])
 def test_other_ways_to_negatives_of_each_token(name, way, monkeypatch):
     """Not rows gathered and added by atomics: products with a small catalogue; a gradient summed in order."""
-    launches = pytest.importorskip("hstu_sparse.cross_entropy.launches")
+    launches = pytest.importorskip("hstu_sparse.catalogue.launches")
     monkeypatch.setattr(launches.small, "takes_products", lambda *_: way == "products")
     monkeypatch.setattr(launches, "ATOMIC_BYTES", 0)
     check("cpu", **{**CASE, **CASES[name]})
@@ -242,7 +242,7 @@ def test_other_ways_to_negatives_of_each_token(name, way, monkeypatch):
 
 @interpreter
 def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
-    small = pytest.importorskip("hstu_sparse.cross_entropy.small")
+    small = pytest.importorskip("hstu_sparse.catalogue.small")
     monkeypatch.setattr(small, "HELD", 128)
     monkeypatch.setattr(small, "takes_products", lambda *_: True)
     for corrected in (False, True):
@@ -252,7 +252,7 @@ def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
 @interpreter
 @pytest.mark.parametrize("name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch"])
 def test_kernels_with_tensor_descriptors(name):
-    launches = pytest.importorskip("hstu_sparse.cross_entropy.launches")
+    launches = pytest.importorskip("hstu_sparse.catalogue.launches")
     with override(launches.product_config, lambda config, *_: config.replace(TMA=True)):
         check("cpu", **{**CASE, **CASES[name]})
 
@@ -261,7 +261,7 @@ def test_kernels_with_tensor_descriptors(name):
 @pytest.mark.parametrize("sampled", ["shared", "per token"])
 def test_popular_items_are_cut_and_merged(sampled, monkeypatch):
     """Runs of the table's gradient longer than a piece: cut within a window, over several, and at its very end."""
-    launches = pytest.importorskip("hstu_sparse.cross_entropy.launches")
+    launches = pytest.importorskip("hstu_sparse.catalogue.launches")
     monkeypatch.setattr(launches.small, "takes_products", lambda *_: False)
     monkeypatch.setattr(launches, "ATOMIC_BYTES", 0)
     monkeypatch.setattr(launches, "PIECE", 16)
@@ -301,7 +301,7 @@ def test_an_item_of_norm_zero():
 @interpreter
 @pytest.mark.parametrize("shape", [(7,), (20, 9), (20, 1)], ids=["of the batch", "products", "gathered"])
 def test_opcheck(shape):
-    pytest.importorskip("hstu_sparse.cross_entropy.launches")
+    pytest.importorskip("hstu_sparse.catalogue.launches")
     generator = torch.Generator().manual_seed(0)
     out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 30))
     targets, negatives = (torch.randint(-1, 30, n, generator=generator) for n in ((20,), shape))

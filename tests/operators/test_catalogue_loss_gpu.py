@@ -60,7 +60,7 @@ def deterministic():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_reference(name, dtype, monkeypatch):
-    from hstu_sparse.cross_entropy import small
+    from hstu_sparse.catalogue import small
 
     if "several chunks" in name:
         monkeypatch.setattr(small, "HELD", 2**21)
@@ -166,7 +166,7 @@ def test_compiles_without_graph_breaks(form, request):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_opcheck(form, deterministic):
-    import hstu_sparse.cross_entropy.launches  # noqa: F401  registers the operators
+    import hstu_sparse.catalogue.launches  # noqa: F401  registers the operators
 
     out, items, targets, negatives = problem(40, 90, 32, form, torch.float32)
     temperature = torch.tensor(0.3, device="cuda", requires_grad=True)
@@ -178,7 +178,7 @@ def test_opcheck(form, deterministic):
 
 
 def test_batches_do_not_recompile_kernels():
-    from hstu_sparse.cross_entropy import products, rows, sampled, small
+    from hstu_sparse.catalogue import products, rows, sampled, small
 
     def compiled():
         kernels = [x for m in (products, rows, sampled, small) for x in vars(m).values() if hasattr(x, "device_caches")]

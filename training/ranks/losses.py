@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from hstu_sparse.cross_entropy import Part
+from hstu_sparse.catalogue import Part
 from models.attention.contract import AuxLoss
 from models.embedding import InputEmbedding
 from models.heads import CataloguePart, as_share, mol_loss, normalized

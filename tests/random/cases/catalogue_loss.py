@@ -138,8 +138,8 @@ def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torc
 
 
 def launches():
-    from hstu_sparse.cross_entropy.launches import catalogue_loss_operator as operator
-    from hstu_sparse.cross_entropy.parts import Part, loss_of_part
+    from hstu_sparse.catalogue.launches import catalogue_loss_operator as operator
+    from hstu_sparse.catalogue.parts import Part, loss_of_part
 
     # Behind the walk, where the gradient's end holds rows of both matrices beside the accumulators; within it only in
     # fp32 (three products, operands split in registers).

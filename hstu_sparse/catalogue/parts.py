@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hstu_sparse.catalogue.reference import NORM_EPS
 from hstu_sparse.core.launch import on_device
 from hstu_sparse.core.precision import widened
-from hstu_sparse.cross_entropy.reference import NORM_EPS
 
 LN2 = math.log(2)
 CHUNK = 2**22  # logits that the reference computes at a time
@@ -94,7 +94,7 @@ class _Kernels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, temperature, normalize: bool, part: Part):
-        from hstu_sparse.cross_entropy import launches
+        from hstu_sparse.catalogue import launches
 
         ctx.learned = temperature if isinstance(temperature, Tensor) else None
         ctx.scaling = (1.0 if ctx.learned is not None else temperature, normalize)
@@ -111,7 +111,7 @@ class _Kernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        from hstu_sparse.cross_entropy import launches
+        from hstu_sparse.catalogue import launches
 
         out, items, rows, inside, has_target, lse, row_scale, item_scale, share = ctx.saved_tensors
         lse = torch.where(has_target, lse / LN2, math.inf)
@@ -135,7 +135,7 @@ def _device(x: Tensor):
 
 
 def _call(ctx: Any, out: Tensor, items: Tensor, targets: Tensor):
-    from hstu_sparse.cross_entropy.launches import _Call
+    from hstu_sparse.catalogue.launches import _Call
 
     scale, normalize = ctx.scaling
     return _Call(out, items, targets, ctx.learned, None, None, scale, normalize, 0.0, 0.0)

@@ -5,11 +5,11 @@ Letters: T tokens, I items, E embedding size, K negatives.
 
 import torch
 
+from hstu_sparse.catalogue.parts import Part, loss_of_part
+from hstu_sparse.catalogue.reference import catalogue_loss_reference
 from hstu_sparse.core.jagged import check_storage, readable
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import INTEGER, check_bool, check_kernel, check_number, check_tensor, choose_backend
-from hstu_sparse.cross_entropy.parts import Part, loss_of_part
-from hstu_sparse.cross_entropy.reference import catalogue_loss_reference
 
 MAX_EMBEDDING = 512
 
@@ -139,7 +139,7 @@ def catalogue_loss(
             label_smoothing=label_smoothing,
         )
     check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
-    from hstu_sparse.cross_entropy.launches import catalogue_loss_operator
+    from hstu_sparse.catalogue.launches import catalogue_loss_operator
 
     learned = isinstance(temperature, torch.Tensor)
     return catalogue_loss_operator(

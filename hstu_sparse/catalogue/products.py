@@ -22,7 +22,7 @@ small probability times 1 / |item|: there the right side is normalised, and the 
 import triton
 import triton.language as tl
 
-from hstu_sparse.cross_entropy.rows import finish_items, finish_outputs, store_rows
+from hstu_sparse.catalogue.rows import finish_items, finish_outputs, store_rows
 from hstu_sparse.tiles.rows import in_registers
 
 # Sizes that differ between batches.

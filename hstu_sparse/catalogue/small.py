@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hstu_sparse.core import launch
-from hstu_sparse.core.rows import as_rows
-from hstu_sparse.cross_entropy.rows import (
+from hstu_sparse.catalogue.rows import (
     catalogue_loss_merge_bwd_ditems_kernel,
     catalogue_loss_merge_bwd_dout_kernel,
 )
+from hstu_sparse.core import launch
+from hstu_sparse.core.rows import as_rows
 
 # Approximate number of logits whose gradients are in memory at a time.
 HELD = 2**26

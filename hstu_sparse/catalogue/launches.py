@@ -13,18 +13,14 @@ import math
 import torch
 from torch import Tensor
 
-from hstu_sparse.core import launch
-from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, configuration, next_power_of_2, run
-from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
-from hstu_sparse.cross_entropy import small
-from hstu_sparse.cross_entropy.products import (
+from hstu_sparse.catalogue import small
+from hstu_sparse.catalogue.products import (
     catalogue_loss_bwd_ditems_kernel,
     catalogue_loss_bwd_dout_kernel,
     catalogue_loss_fwd_kernel,
     catalogue_loss_mark_kernel,
 )
-from hstu_sparse.cross_entropy.rows import (
+from hstu_sparse.catalogue.rows import (
     catalogue_loss_mean_kernel,
     catalogue_loss_merge_bwd_ditems_kernel,
     catalogue_loss_merge_bwd_dout_kernel,
@@ -32,12 +28,16 @@ from hstu_sparse.cross_entropy.rows import (
     catalogue_loss_scale_kernel,
     catalogue_loss_sum_kernel,
 )
-from hstu_sparse.cross_entropy.sampled import (
+from hstu_sparse.catalogue.sampled import (
     catalogue_loss_pieces_bwd_kernel,
     catalogue_loss_sampled_bwd_dout_kernel,
     catalogue_loss_sampled_fwd_kernel,
     catalogue_loss_table_bwd_kernel,
 )
+from hstu_sparse.core import launch
+from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, configuration, next_power_of_2, run
+from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.rows import as_rows
 
 LOG2E = math.log2(math.e)
 # Logits within this of 0, in base 2, need no running maximum: fp32 can represent 2^-(2 * 60).

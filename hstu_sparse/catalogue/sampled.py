@@ -18,7 +18,7 @@ most two for each PIECE entries, and summed up by a second kernel.
 import triton
 import triton.language as tl
 
-from hstu_sparse.cross_entropy.rows import EPS, LN2, LOG2E, finish_items, inverse_norm, load_fp32
+from hstu_sparse.catalogue.rows import EPS, LN2, LOG2E, finish_items, inverse_norm, load_fp32
 
 
 @triton.jit
