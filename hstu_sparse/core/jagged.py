@@ -6,18 +6,19 @@ A jagged tensor `[T, ...]` holds the sequences one after another; `seq_offsets [
 """
 
 import hashlib
+import importlib.util
 import itertools
 import os
 
 import torch
 
 from hstu_sparse.core.registration import plain
-from hstu_sparse.doctor import fbgemm_command
 
 # Checks that read values on a device wait for it, so they run there only on request.
 DEBUG = os.environ.get("HSTU_SPARSE_DEBUG", "0") not in ("", "0")
 
 LARGEST = 2**63 - 1  # of int64
+_INSTALLED = importlib.util.find_spec("fbgemm_gpu") is not None
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -189,12 +190,11 @@ def sequence_ids(seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
 def jagged_to_padded(values: torch.Tensor, seq_offsets: torch.Tensor, length: int) -> torch.Tensor:
     """Pad [T, ...] to [B, length, ...], zero past each sequence's end; tokens past `length` are dropped.
 
-    It is differentiable. fbgemm's operator handles fp32, fp16 and bf16; it has no kernel for fp64 and integers on a
-    CPU, which are gathered by index.
+    It is differentiable. fbgemm's operator pads fp32, fp16 and bf16 if it is installed; other dtypes are gathered by
+    index.
     """
     batch, inner = seq_offsets.shape[0] - 1, values.shape[1:]
-    if values.dtype in _FBGEMM_DTYPES and values.numel() and batch:
-        ops = _fbgemm()
+    if values.dtype in _FBGEMM_DTYPES and values.numel() and batch and (ops := _fbgemm()):
         flat = ops.jagged_to_padded_dense(values.flatten(1) if inner else values[:, None], [seq_offsets], [length], 0.0)
         return flat.view(batch, length, *inner)
     if values.shape[0] == 0:
@@ -207,25 +207,26 @@ def jagged_to_padded(values: torch.Tensor, seq_offsets: torch.Tensor, length: in
 def padded_to_jagged(padded: torch.Tensor, seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
     """Convert [B, length, ...] to [T, ...], the inverse of `jagged_to_padded`; passing T as `total` avoids a device
     sync.
+
+    Tokens past `length` are zero.
     """
     batch, length, inner = padded.shape[0], padded.shape[1], padded.shape[2:]
-    if padded.dtype in _FBGEMM_DTYPES and padded.numel() and total:
+    if padded.dtype in _FBGEMM_DTYPES and padded.numel() and total and (ops := _fbgemm()):
         dense = padded.flatten(2) if inner else padded[:, :, None]
-        return _fbgemm().dense_to_jagged(dense, [seq_offsets], total)[0].view(total, *inner)
-    if total == 0 or batch == 0:
+        return ops.dense_to_jagged(dense, [seq_offsets], total)[0].view(total, *inner)
+    if total == 0 or batch == 0 or length == 0:
         return padded.new_zeros(total, *inner)
-    owner = sequence_ids(seq_offsets, total)
-    position = torch.arange(total, device=padded.device) - seq_offsets.long()[owner]
-    return padded.flatten(0, 1).index_select(0, owner * length + position)
+    sequence = sequence_ids(seq_offsets, total)
+    position = torch.arange(total, device=padded.device) - seq_offsets.long()[sequence]
+    index = sequence * length + position.clamp(max=length - 1)
+    dropped = (position >= length).view(total, *[1] * len(inner))
+    return padded.flatten(0, 1).index_select(0, index).masked_fill(dropped, 0)
 
 
 def _fbgemm():
-    """Return torch.ops.fbgemm; ImportError with the command to install fbgemm if it is absent."""
-    try:
-        import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm, fakes and autograd
-    except ModuleNotFoundError as error:
-        if error.name != "fbgemm_gpu":
-            raise
-        command = fbgemm_command(torch.__version__, torch.cuda.is_available())
-        raise ImportError(f"fbgemm is missing, which pads sequences here: {command}") from None
+    """Return torch.ops.fbgemm, or None if fbgemm is not installed."""
+    if not _INSTALLED:
+        return None
+    import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm, fakes and autograd
+
     return torch.ops.fbgemm

@@ -9,9 +9,15 @@ from hstu_sparse.core import jagged
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
 
 
+@pytest.fixture(params=[True, False], ids=["with fbgemm", "without fbgemm"])
+def fbgemm(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(jagged, "_INSTALLED", False)
+
+
 @pytest.mark.parametrize("name", EDGE_CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_there_and_back(name, dtype):
+def test_there_and_back(name, dtype, fbgemm):
     lengths, _ = EDGE_CASES[name]
     values = (make_jagged(lengths, (2, 3)) * 100).to(dtype)
     offsets = make_offsets(lengths)
@@ -25,8 +31,19 @@ def test_there_and_back(name, dtype):
     assert torch.equal(jagged.padded_to_jagged(padded, offsets, sum(lengths)), values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("inner", [(), (3,)])
+def test_tokens_past_the_padded_length_are_dropped(dtype, inner, fbgemm):
+    """Rows that are shorter than their sequences: what is past them is gone, and comes back as zeros."""
+    values, offsets = (make_jagged((4, 2), inner) * 100).to(dtype), make_offsets((4, 2))
+    padded = jagged.jagged_to_padded(values, offsets, 3)
+    assert torch.equal(padded[0], values[:3])
+    back = jagged.padded_to_jagged(padded, offsets, 6)
+    assert torch.equal(back, torch.cat([values[:3], torch.zeros_like(values[:1]), values[4:]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients(dtype):
+def test_gradients(dtype, fbgemm):
     offsets = make_offsets((4, 0, 2))
     values = make_jagged((4, 0, 2), (3,), dtype=dtype, requires_grad=True)
     weight = torch.randn(3, 4, 3, dtype=dtype)
