@@ -55,8 +55,8 @@ test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
 
 doctor:
-	@if test -x $(BIN)/python; then $(BIN)/python hstu_sparse/doctor.py; \
-	elif test -n "$(PYTHON)"; then $(PYTHON) hstu_sparse/doctor.py; else echo "No Python from 3.11 to 3.13 found."; exit 1; fi
+	@if test -x $(BIN)/python; then $(BIN)/python tools/doctor.py; \
+	elif test -n "$(PYTHON)"; then $(PYTHON) tools/doctor.py; else echo "No Python from 3.11 to 3.13 found."; exit 1; fi
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -97,7 +97,7 @@ def inputs():
 @functools.cache
 def jagged(length):
     """Return (offsets, timestamps) of sequences of one length."""
-    from hstu_sparse.testing import make_offsets, make_timestamps
+    from tests.support.budgets import make_offsets, make_timestamps
 
     lengths = [length] * (TOKENS // length)
     return make_offsets(lengths, device="cuda"), make_timestamps(lengths, device="cuda")

@@ -39,7 +39,7 @@ def add_arguments(parser):
 
 
 def inputs(tokens, length, heads, size, dtype, window):
-    from hstu_sparse.testing import make_offsets
+    from tests.support.budgets import make_offsets
 
     generator = torch.Generator("cuda").manual_seed(0)
     draw = functools.partial(torch.randn, device="cuda", dtype=dtype, generator=generator)
@@ -51,7 +51,7 @@ def inputs(tokens, length, heads, size, dtype, window):
 def make_bias(tokens, length):
     """Return both tables, with 128 time buckets, and timestamps with gaps of a second to half a day."""
     from hstu_sparse.bias.relative import RelativeBias
-    from hstu_sparse.testing import make_timestamps
+    from tests.support.budgets import make_timestamps
 
     generator = torch.Generator("cuda").manual_seed(1)
     tables = (torch.randn(n, device="cuda", generator=generator).requires_grad_() for n in (length, 129))
@@ -82,7 +82,7 @@ def check(heads, size, dtype, biased, *items):
     from hstu_sparse import bsa_attention
     from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.bsa import bsa_attention_reference
-    from hstu_sparse.testing import assert_within_budget, gradients
+    from tests.support.budgets import assert_within_budget, gradients
 
     options = dict(items)
     torch.use_deterministic_algorithms(False)

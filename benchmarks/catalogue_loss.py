@@ -19,7 +19,7 @@ from run import Case
 from torch.nn import functional as F
 
 from hstu_sparse import catalogue_loss
-from hstu_sparse.testing import compare_with_reference
+from tests.support.budgets import compare_with_reference
 
 TEMPERATURE = 0.05
 ITEMS = [10_000, 100_000, 1_000_000]

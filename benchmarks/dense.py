@@ -11,7 +11,7 @@ import torch
 from run import Case
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
-from hstu_sparse.testing import assert_within_budget, gradients, make_offsets, make_timestamps
+from tests.support.budgets import assert_within_budget, gradients, make_offsets, make_timestamps
 
 LENGTHS = [1024, 4096, 16384, 65536]
 

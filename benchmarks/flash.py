@@ -19,7 +19,7 @@ from hstu_sparse import flash_attention
 from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.core.launch import LaunchConfig, override
 from hstu_sparse.flash.cute import INSTALLED
-from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
+from tests.support.budgets import assert_within_budget, gradients, make_jagged, make_offsets
 
 LENGTHS = [4096, 16384]
 

@@ -55,7 +55,7 @@ def run_ours(shape, options, deterministic=False, config=None):
     from hstu_sparse import htree_attention
     from hstu_sparse.core.launch import override
     from hstu_sparse.htree import launch
-    from hstu_sparse.testing import make_offsets
+    from tests.support.budgets import make_offsets
 
     q, k, v = inputs(*shape)
     offsets = make_offsets([shape[0]], device="cuda")
@@ -80,9 +80,9 @@ def run_ours(shape, options, deterministic=False, config=None):
 def check(sizes, *items):
     """Compare output and gradients with the reference, given the kernel's choice, at a length that fits into memory."""
     from hstu_sparse import htree_attention
-    from hstu_sparse.htree.compare import walk_kernel
     from hstu_sparse.htree.reference import htree_attention_reference
-    from hstu_sparse.testing import assert_within_budget, gradients, make_offsets
+    from tests.support.budgets import assert_within_budget, gradients, make_offsets
+    from tests.support.htree_compare import walk_kernel
 
     options = dict(items)
     full = options | dict(scale=sizes[2] ** -0.5, rope_base=10000.0)

@@ -82,7 +82,7 @@ def run_loss(top_k, backend, compiled):
 
 def check_loss(top_k):
     from hstu_sparse.compat import compute_index_loss_sparse
-    from hstu_sparse.testing import assert_within_budget, gradients
+    from tests.support.budgets import assert_within_budget, gradients
 
     arguments = loss_inputs(top_k)
     arguments = arguments | {
@@ -139,7 +139,7 @@ def uniform_indices(tokens, length):
 
 
 def sparse_inputs(tokens, length):
-    from hstu_sparse.testing import make_offsets
+    from tests.support.budgets import make_offsets
 
     q = normal(tokens, HEADS, SIZE).requires_grad_()
     k, v = (normal(tokens, SIZE, seed=seed).requires_grad_() for seed in (2, 3))
@@ -210,7 +210,7 @@ def run_sdpa(tokens, length, backend):
 
 
 def indexer_inputs(tokens, length):
-    from hstu_sparse.testing import make_offsets
+    from tests.support.budgets import make_offsets
 
     shapes = (tokens, INDEX_HEADS, INDEX_SIZE), (tokens, INDEX_SIZE), (tokens, INDEX_HEADS)
     tensors = [normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]

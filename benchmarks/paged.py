@@ -58,7 +58,7 @@ def tables(length):
 def filled(name, users, length, heads, size):
     """Return (pool, pages, lengths, offsets, keys, values, times) of users with histories of `length` in pages."""
     from hstu_sparse import PageFormat, PagePool
-    from hstu_sparse.testing import make_offsets
+    from tests.support.budgets import make_offsets
 
     format = PageFormat(heads, size, size, torch.bfloat16, **FORMATS[name])
     pool = PagePool(format, users * format.num_pages(length), num_sequences=users, device="cuda")
@@ -74,7 +74,7 @@ def filled(name, users, length, heads, size):
 def attending(name, users, length, heads, size, queries):
     """Return a call that scores candidates of every user, and its queries."""
     from hstu_sparse import RelativeBias, paged_attention
-    from hstu_sparse.testing import make_offsets
+    from tests.support.budgets import make_offsets
 
     pool, pages, lengths, *_ = filled(name, users, length, heads, size)
     q, k, v = (draw(users * queries, heads, size, seed) for seed in (2, 3, 4))
@@ -127,7 +127,7 @@ def run_append(name, users, length, heads, size):
 
 def run_dense(users, length, heads, size, queries):
     from hstu_sparse import RelativeBias, hstu_attention
-    from hstu_sparse.testing import make_offsets
+    from tests.support.budgets import make_offsets
 
     total_length = length + queries
     q, k, v = (draw(users * total_length, heads, size, seed) for seed in range(3))
@@ -141,7 +141,7 @@ def run_dense(users, length, heads, size, queries):
 @functools.cache
 def check(name, heads, size, queries):
     """Compare with the fp64 reference on the same pages, for 2 users with fewer events."""
-    from hstu_sparse.testing import assert_within_budget
+    from tests.support.budgets import assert_within_budget
 
     call, q = attending(name, 2, 1000, heads, size, queries)
     exact, lossy = call(q.double(), "reference"), call(q, "reference")

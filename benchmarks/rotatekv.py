@@ -33,7 +33,7 @@ def draw(users, length, heads, size, seed):
 
 
 def inputs(users, length, heads, size, queries):
-    from hstu_sparse.testing import make_offsets
+    from tests.support.budgets import make_offsets
 
     k, v = (draw(users, length, heads, size, seed) for seed in range(2))
     q = draw(users, queries, heads, size, 2)
@@ -75,7 +75,7 @@ def check(name, heads, size, queries, *options):
     """Compare with the fp64 reference on the same cache, for 2 users with fewer events."""
     from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.cache.rotatekv import reference
-    from hstu_sparse.testing import assert_within_budget
+    from tests.support.budgets import assert_within_budget
 
     q, q_offsets, k, v, offsets = inputs(2, 1000, heads, size, queries)
     cache = packed(k, v, offsets, *options)

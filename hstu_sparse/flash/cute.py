@@ -114,8 +114,8 @@ def _interface():
         return importlib.import_module("flash_attn.cute.interface")
     except Exception as error:  # a broken installation may raise anything
         raise RuntimeError(
-            f"{DISTRIBUTION} is installed but cannot be imported ({type(error).__name__}: {error}): run "
-            "python hstu_sparse/doctor.py, or use backend='triton'"
+            f"{DISTRIBUTION} is installed but cannot be imported ({type(error).__name__}: {error}): "
+            "install it again, or use backend='triton'"
         ) from error
 
 

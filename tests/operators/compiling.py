@@ -47,7 +47,7 @@ def compile_operator(name: str, arch: int, once: bool = False):
     A case that leaves sm_90 out was chosen for the other proven architecture, and is compiled whole there. once: of
     each kernel its first case everywhere.
     """
-    from hstu_sparse.ahead import compile_launches
+    from tools.ahead import compile_launches
 
     known: set[str] = set()
     for case in launches_of(name):

@@ -7,7 +7,7 @@ import torch
 import hstu_sparse.ring as ring
 from hstu_sparse import RelativeBias, compat, hstu_attention
 from hstu_sparse.ring import cut_sequences, flash_attention
-from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
+from tests.support.budgets import make_jagged, make_offsets, make_timestamps
 
 OPTIONS = {
     "full": {},

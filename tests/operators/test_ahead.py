@@ -2,9 +2,9 @@
 
 import pytest
 
-from hstu_sparse import ahead
-from hstu_sparse.ahead import early_reloads, unset_registers
 from tests.operators.compiling import compiled
+from tools import ahead
+from tools.ahead import early_reloads, unset_registers
 
 pytest.importorskip("triton")
 

@@ -8,8 +8,8 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, D head size. There i
 import pytest
 import torch
 
-from hstu_sparse import testing
 from hstu_sparse.bias import relative
+from tests.support import budgets as testing
 
 triton = pytest.importorskip("triton")
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from hstu_sparse import bsa_attention, compat
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bsa import bsa_attention_reference
-from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 from models.gate import GateModel
+from tests.support.budgets import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 
 
 def draw(lengths, H=2, D=8, V=6, dtype=torch.float64, seed=0):

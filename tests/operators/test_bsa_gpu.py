@@ -8,8 +8,8 @@ import torch
 from hstu_sparse import bsa_attention
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bsa import bsa_attention_reference
-from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases.bsa import agree, check
+from tests.support.budgets import compare_with_reference, make_jagged, make_offsets, make_timestamps
 
 pytestmark = pytest.mark.gpu
 

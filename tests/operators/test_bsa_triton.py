@@ -5,8 +5,8 @@ import torch
 
 from hstu_sparse import bsa_attention, bsa_plan
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases.bsa import check
+from tests.support.budgets import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")

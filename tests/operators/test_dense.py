@@ -8,8 +8,8 @@ import torch
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
 from hstu_sparse.bias.relative import time_bucket
-from hstu_sparse.testing import EDGE_CASES
 from tests.random.cases.dense import compare, inputs, with_tables
+from tests.support.budgets import EDGE_CASES
 
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 

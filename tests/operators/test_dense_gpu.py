@@ -7,9 +7,9 @@ import torch
 import triton
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
-from hstu_sparse.testing import EDGE_CASES, gradients, make_jagged
 from tests.random.cases.dense import compare, with_tables
 from tests.random.cases.dense import inputs as dense_inputs
+from tests.support.budgets import EDGE_CASES, gradients, make_jagged
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hstu_sparse import embed_inputs
-from hstu_sparse.testing import EDGE_CASES
 from tests.random.cases.embed_inputs import check, inputs, kernel, reference
+from tests.support.budgets import EDGE_CASES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")

@@ -11,13 +11,13 @@ import torch
 from hstu_sparse import flash_attention, ring_flash_attention
 from hstu_sparse.flash import cute
 from hstu_sparse.flash.problem import Options
-from hstu_sparse.testing import make_jagged, make_offsets
 from tests.operators import cute_stand_in
 from tests.operators.distributed import run_ranks
 from tests.operators.ring_on_gpus import capture
 from tests.operators.test_flash_gpu import BASE, attention_of
 from tests.operators.test_ring import assert_as_one_process
 from tests.random.cases import flash
+from tests.support.budgets import make_jagged, make_offsets
 
 ROOT = Path(__file__).resolve().parents[2]
 

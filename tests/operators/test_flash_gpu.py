@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hstu_sparse import flash_attention
-from hstu_sparse.testing import make_jagged, make_offsets
 from tests.random.cases import flash
+from tests.support.budgets import make_jagged, make_offsets
 
 pytestmark = pytest.mark.gpu
 

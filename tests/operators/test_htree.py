@@ -13,7 +13,7 @@ import torch
 
 from hstu_sparse import htree_attention
 from hstu_sparse.htree import reference
-from hstu_sparse.testing import make_jagged, make_offsets
+from tests.support.budgets import make_jagged, make_offsets
 
 
 def qkv(lengths, heads, kv_heads, head_size, value_size, **options):

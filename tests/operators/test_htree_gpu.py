@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hstu_sparse import htree_attention
-from hstu_sparse.testing import EDGE_CASES, make_offsets
 from tests.random.cases.htree import agree, make_inputs
+from tests.support.budgets import EDGE_CASES, make_offsets
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

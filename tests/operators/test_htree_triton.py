@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hstu_sparse import htree_attention
-from hstu_sparse.testing import EDGE_CASES, make_offsets
 from tests.random.cases.htree import agree, kernel_choices, make_inputs
+from tests.support.budgets import EDGE_CASES, make_offsets
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("hstu_sparse.htree.launch")

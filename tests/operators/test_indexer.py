@@ -21,8 +21,8 @@ from hstu_sparse import (
 )
 from hstu_sparse.bias.relative import time_bucket
 from hstu_sparse.compat import compute_index_loss_sparse
-from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import indexer as cases
+from tests.support.budgets import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 BACKENDS = ["reference", pytest.param("triton", marks=interpreter)]

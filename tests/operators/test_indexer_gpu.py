@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hstu_sparse import index_scores, indexer_loss, lightning_indexer, sparse_attention
-from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
 from tests.random.cases import indexer as cases
+from tests.support.budgets import make_jagged, make_offsets, make_timestamps
 
 pytestmark = pytest.mark.gpu
 

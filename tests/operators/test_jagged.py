@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hstu_sparse
 from hstu_sparse.core import jagged
-from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
+from tests.support.budgets import EDGE_CASES, make_jagged, make_offsets
 
 
 @pytest.fixture(params=[True, False], ids=["with fbgemm", "without fbgemm"])

@@ -241,7 +241,7 @@ def test_configurations_are_cached_and_overridden():
 def test_an_override_reaches_the_launch():
     from hstu_sparse import flash_attention
     from hstu_sparse.flash.launch import fwd_config
-    from hstu_sparse.testing import make_jagged, make_offsets
+    from tests.support.budgets import make_jagged, make_offsets
 
     q, configs = make_jagged((40, 3), (2, 16)), []
     right = flash_attention(q, q, q, make_offsets((40, 3)), causal=True, backend="triton")
@@ -260,7 +260,7 @@ def test_an_override_reaches_the_launch():
 EVERY_LAUNCH = """
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from hstu_sparse import ahead
+from tools import ahead
 from hstu_sparse.core import launch
 from tests.random.cases import NAMES, operator
 

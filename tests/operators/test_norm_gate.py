@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from hstu_sparse import layer_norm, norm_gate
-from hstu_sparse.testing import compare_with_reference
+from tests.support.budgets import compare_with_reference
 
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,8 +13,8 @@ from hstu_sparse import (
     rotatekv_attention,
     rotatekv_compress,
 )
-from hstu_sparse.testing import make_jagged, make_offsets
 from tests.operators.test_dense import interpreter
+from tests.support.budgets import make_jagged, make_offsets
 
 LENGTHS, N = (12, 0, 5), 12
 OFFSETS = make_offsets(LENGTHS)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from hstu_sparse import PageFormat, PagePool, PoolFull, rotatekv_round_trip
 from hstu_sparse.cache import files
-from hstu_sparse.testing import make_jagged, make_offsets
+from tests.support.budgets import make_jagged, make_offsets
 
 CODES = dict(bits=2, sink_tokens=4)
 FORMATS = {"bf16": PageFormat(2, 16, 32, torch.bfloat16), "2 bits": PageFormat(2, 16, 32, torch.float32, **CODES)}

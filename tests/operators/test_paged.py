@@ -8,7 +8,7 @@ import torch
 
 from hstu_sparse import PageFormat, PagePool, RelativeBias, hstu_attention, paged_attention
 from hstu_sparse.core.jagged import offsets_from_lengths
-from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
+from tests.support.budgets import make_jagged, make_offsets, make_timestamps
 
 H, D, V, N = 4, 16, 24, 160
 LENGTHS = (40, 0, 1, 65, 16, 100)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hstu_sparse import PageFormat, PagePool, RelativeBias, paged_attention
-from hstu_sparse.testing import make_jagged, make_offsets
 from tests.random.cases.paged import check
+from tests.support.budgets import make_jagged, make_offsets
 
 pytestmark = pytest.mark.gpu
 

@@ -5,9 +5,9 @@ import torch
 
 from hstu_sparse import PageFormat, PagePool, RelativeBias, paged_attention
 from hstu_sparse.core.launch import INTERPRET
-from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
 from tests.random.cases import operator
 from tests.random.cases.paged import launched_with
+from tests.support.budgets import make_jagged, make_offsets, make_timestamps
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hstu_sparse.ring import cut_sequences, softmax
-from hstu_sparse.testing import make_offsets
 from tests.operators.distributed import run_ranks
 from tests.operators.ring_cases import CASES, FORMS, OPTIONS, all_of_rank, expected, lengths_of, of_rank
+from tests.support.budgets import make_offsets
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hstu_sparse import rotary
-from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
+from tests.support.budgets import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

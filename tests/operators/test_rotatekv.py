@@ -23,7 +23,7 @@ from hstu_sparse.cache import packing, store
 from hstu_sparse.cache.layout import Layout, RotateKVOptions, Side
 from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.compat import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse
-from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
+from tests.support.budgets import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 
 
 def make(lengths=(37, 0, 130, 1), heads=2, size=32, value_size=24, dtype=torch.float32, seed=0):

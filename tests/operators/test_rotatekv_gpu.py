@@ -5,8 +5,8 @@ import torch
 
 from hstu_sparse import RelativeBias, hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
 from hstu_sparse.cache.rotatekv import reference
-from hstu_sparse.testing import assert_within_budget, compare_with_reference, make_jagged, make_offsets
 from tests.random.cases.rotatekv import check, check_self_attention
+from tests.support.budgets import assert_within_budget, compare_with_reference, make_jagged, make_offsets
 
 pytestmark = pytest.mark.gpu
 

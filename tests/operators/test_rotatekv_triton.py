@@ -13,8 +13,8 @@ from hstu_sparse import (
     rotatekv_self_attention,
 )
 from hstu_sparse.cache import packing
-from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases.rotatekv import check, check_self_attention
+from tests.support.budgets import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hstu_sparse.doctor import COMBINATIONS, TESTED, main, mismatches
+from tools.doctor import COMBINATIONS, TESTED, main, mismatches
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"torch": "2.13.0+cpu", "triton": "3.7.1", "torchrec": "1.8.0", "fbgemm": "1.8.0"}
@@ -43,7 +43,7 @@ def test_this_machine_is_fine(capsys):
 
 def test_runs_where_nothing_is_installed():
     """With no site-packages at all it still answers, and fails."""
-    command = [sys.executable, "-S", "-I", str(ROOT / "hstu_sparse" / "doctor.py")]
+    command = [sys.executable, "-S", "-I", str(ROOT / "tools" / "doctor.py")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert f"torch is missing: pip install torch=={TESTED}.0" in done.stdout and "Traceback" not in done.stderr

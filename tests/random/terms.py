@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from hstu_sparse.bias import relative
-from hstu_sparse.testing import gradients
+from tests.support.budgets import gradients
 
 TABLES = ("grad of position", "grad of time")
 # Up to so many tokens fp32 is held against what products sum, since nearly nothing may be left of all of them. With 16

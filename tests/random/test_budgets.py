@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hstu_sparse import testing
 from tests.random.cases import draw, operator
+from tests.support import budgets as testing
 
 aten = torch.ops.aten
 # What of an operator's module the check takes for its function, and calls with backend="triton".

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from hstu_sparse import PageFormat, PagePool
-from hstu_sparse.testing import make_jagged, make_offsets
 from serving.block_sums import BlockSums
 from tests.serving.plain import item_ids, make_config, make_model, serve
+from tests.support.budgets import make_jagged, make_offsets
 
 BSA = {"kind": "bsa", "block_size": 8, "block_counts": 3, "selection_group": 4, "window_size": 5}
 

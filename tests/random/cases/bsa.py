@@ -5,9 +5,9 @@ import torch
 from hstu_sparse import bsa_attention
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.bsa import bsa_attention_reference
-from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import sizes_of_terms
+from tests.support.budgets import compare_with_reference, make_jagged, make_offsets, make_timestamps
 
 GATES = ("g_cmp", "g_slc", "g_swa")
 # Bytes of local memory a thread may use for registers that do not fit. The key-major backward holds two accumulators of

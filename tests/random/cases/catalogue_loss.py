@@ -3,8 +3,8 @@
 import torch
 
 from hstu_sparse import catalogue_loss
-from hstu_sparse.testing import compare_with_reference, gradients
 from tests.random.cases import Launches
+from tests.support.budgets import compare_with_reference, gradients
 
 
 def draw(random, small):

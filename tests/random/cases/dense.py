@@ -5,9 +5,9 @@ import functools
 import torch
 
 from hstu_sparse import RelativeBias, hstu_attention
-from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import TABLES, sizes_of_terms
+from tests.support.budgets import assert_within_budget, gradients, make_jagged, make_offsets, make_timestamps
 
 # Bytes that a thread may spill, on sm_80 and sm_90, on later ones, whose kernels are not tuned, and without a bias:
 # there the tile of dk and dv that spills 32 was measured 7% faster than the largest one that spills none.

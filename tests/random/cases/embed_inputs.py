@@ -5,8 +5,8 @@ import functools
 import torch
 
 from hstu_sparse import embed_inputs
-from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
 from tests.random.cases import Launches
+from tests.support.budgets import compare_with_reference, make_jagged, make_offsets
 
 kernel = functools.partial(embed_inputs, backend="triton")
 reference = functools.partial(embed_inputs, backend="reference")

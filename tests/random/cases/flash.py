@@ -5,9 +5,9 @@ import functools
 import torch
 
 from hstu_sparse.ring import flash_attention
-from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
 from tests.random.cases import Launches
 from tests.random.terms import sizes_under_softmax
+from tests.support.budgets import assert_within_budget, gradients, make_jagged, make_offsets
 
 
 def draw(random, small):

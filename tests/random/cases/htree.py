@@ -8,7 +8,6 @@ import torch
 
 from hstu_sparse import htree_attention
 from hstu_sparse.htree import reference
-from hstu_sparse.htree.compare import misplaced, walk_kernel
 from hstu_sparse.htree.reference import (
     Tree,
     attend_queries,
@@ -16,9 +15,10 @@ from hstu_sparse.htree.reference import (
     htree_attention_reference,
     queries_at_once,
 )
-from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
 from tests.random.cases import Launches
 from tests.random.terms import sizes_under_softmax
+from tests.support.budgets import assert_within_budget, gradients, make_jagged, make_offsets
+from tests.support.htree_compare import misplaced, walk_kernel
 
 
 def make_inputs(lengths, heads, kv_heads, head_size, value_size, device="cpu", dtype=torch.float32, **options):

@@ -21,9 +21,9 @@ from hstu_sparse.compat import compute_index_loss_sparse
 from hstu_sparse.core.launch import next_power_of_2
 from hstu_sparse.indexer import reference as indexer_reference
 from hstu_sparse.indexer.reference import index_divergence
-from hstu_sparse.testing import compare_with_reference, gradients, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS, sizes_under_softmax
+from tests.support.budgets import compare_with_reference, gradients, make_offsets, make_timestamps
 
 # An entry of a table's gradient sums thousands of fp32 terms of either sign; the reference adds them in fp64.
 TABLE_FLOORS = {"grad of position": 1e-5, "grad of time": 1e-5}

@@ -3,8 +3,8 @@
 import torch
 
 from hstu_sparse import layer_norm, norm_gate
-from hstu_sparse.testing import compare_with_reference
 from tests.random.cases import Launches
+from tests.support.budgets import compare_with_reference
 
 
 def draw(random, small):

@@ -5,8 +5,8 @@ import functools
 import torch
 
 from hstu_sparse import query_gates
-from hstu_sparse.testing import compare_with_reference
 from tests.random.cases import Launches
+from tests.support.budgets import compare_with_reference
 
 kernel = functools.partial(query_gates, backend="triton")
 reference = functools.partial(query_gates, backend="reference")

@@ -5,8 +5,8 @@ import functools
 import torch
 
 from hstu_sparse import residual_add, residual_norm
-from hstu_sparse.testing import compare_with_reference
 from tests.random.cases import Launches
+from tests.support.budgets import compare_with_reference
 
 
 def forked(x, backend):

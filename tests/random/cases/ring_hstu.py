@@ -5,9 +5,9 @@ import functools
 import torch
 
 from hstu_sparse import RelativeBias, ring_hstu_attention
-from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import TABLES, sizes_of_terms
+from tests.support.budgets import compare_with_reference, make_jagged, make_offsets, make_timestamps
 
 
 def draw(random, small):

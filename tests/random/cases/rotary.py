@@ -3,8 +3,8 @@
 import torch
 
 from hstu_sparse import rotary
-from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
+from tests.support.budgets import compare_with_reference, make_jagged, make_offsets, make_timestamps
 
 
 def draw(random, small):

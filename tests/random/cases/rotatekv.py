@@ -16,9 +16,15 @@ from hstu_sparse.bias.relative import check_bias
 from hstu_sparse.cache import packing, store
 from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.compat import mustafar_attention_with_rope
-from hstu_sparse.testing import assert_within_budget, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS, TABLES
+from tests.support.budgets import (
+    assert_within_budget,
+    compare_with_reference,
+    make_jagged,
+    make_offsets,
+    make_timestamps,
+)
 
 # Bytes of local memory a thread may use for registers that do not fit. Keys that are turned back stand in the registers
 # with all of a group's channels: one head at a time nothing spills, and the work is a third more.

@@ -3,8 +3,8 @@
 import torch
 
 from hstu_sparse import silu_parts
-from hstu_sparse.testing import compare_with_reference
 from tests.random.cases import Launches
+from tests.support.budgets import compare_with_reference
 
 
 def joined(backend, sizes):

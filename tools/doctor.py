@@ -1,6 +1,6 @@
 """Report what is installed, whether it works together, and what to install if not.
 
-Run it as a file (`python hstu_sparse/doctor.py`, `make doctor`): it needs nothing but Python, so that it works when
+Run it as a file (`python tools/doctor.py`, `make doctor`): it needs nothing but Python, so that it works when
 nothing else does. Exit status: 0 when everything fits, 1 when something has to be installed.
 """
 
@@ -41,13 +41,6 @@ def gpu() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout.strip().splitlines()[0] if process.returncode == 0 and process.stdout.strip() else None
-
-
-def fbgemm_command(torch_version: str, has_gpu: bool) -> str:
-    """Return the command that installs the fbgemm that fits a release of torch."""
-    release = ".".join(torch_version.split(".")[:2])
-    release_version = COMBINATIONS.get(release, COMBINATIONS[TESTED])["fbgemm"]
-    return f"pip install {'fbgemm-gpu' if has_gpu else 'fbgemm-gpu-cpu'}=={release_version}"
 
 
 def mismatches(versions: dict[str, str | None], fbgemm_name: str | None, has_gpu: bool) -> list[str]:

@@ -1,7 +1,7 @@
 """Compare kernel and reference: all positions of large random data, or a trace of chosen positions layer by layer.
 
-    python -m hstu_sparse.htree.compare --tokens 65536 --heads 64 --kv-heads 4
-    python -m hstu_sparse.htree.compare --tokens 5000 --positions 0,15,16,4999
+    python -m tests.support.htree_compare --tokens 65536 --heads 64 --kv-heads 4
+    python -m tests.support.htree_compare --tokens 5000 --positions 0,15,16,4999
 
 Without --positions: absolute and relative error of the output, the worst positions, and how often kernel and reference
 choose different nodes, which is correct for importances that differ by rounding only. The error is computed twice:
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.htree.reference import Tree, Walk, attend_queries, group_leaders, weighted_values
-from hstu_sparse.testing import make_jagged, make_offsets
+from tests.support.budgets import make_jagged, make_offsets
 
 
 @dataclass
