@@ -44,9 +44,9 @@ def entering(words, above, c0, C, BN: tl.constexpr):
 
 @triton.jit
 def entering_scores(
-    low, high, q_low, q_high, keys, cos, sin, parents, first, word, c0, C, scores, G: tl.constexpr, BG: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr,
-    STEPPED: tl.constexpr, PRECISION: tl.constexpr,
+    low, high, q_low, q_high, keys, cos, sin, parents, first, word, c0, C,
+    BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return (nodes of a tile, scores [BG, BN] in base 2, -inf for candidates that do not enter the softmax)."""
     low, high = tile_query(low, high, q_low, q_high, cos, sin, c0, C, BH, SIBLINGS, STEPPED)
@@ -54,9 +54,6 @@ def entering_scores(
     s = tl.dot(low.to(k_low.dtype), tl.trans(k_low), input_precision=PRECISION)
     s = tl.dot(high.to(k_low.dtype), tl.trans(k_high), s, input_precision=PRECISION)
     c = c0 + tl.arange(0, BN)
-    if scores is not None:
-        h = tl.arange(0, BG)[:, None]
-        tl.store(scores + h * CANDIDATES + c[None, :], s, mask=(h < G) & (c < C)[None, :])
     return node, tl.where(((word & (1 << (c % (2 * BN)))) != 0)[None, :], s, -float("inf"))
 
 
@@ -71,9 +68,8 @@ def add_values(acc, p, values, node, c0, end, BV: tl.constexpr, BN: tl.constexpr
 @triton.jit
 def accumulate(
     running_max, running_sum, acc, q_low, q_high, keys, values, cos, sin, step_cos, step_sin, parents, words, above, C,
-    scores, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr,
+    STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a layer's candidates to the softmax, two tiles at a time: above the tokens those not in `words`."""
     # The last candidate above the tokens pools tokens after the query's, which may be NaN: it is not even multiplied by
@@ -87,13 +83,13 @@ def accumulate(
         next1 = first_node(parents, c0 + 3 * BN, C, RATE, SIBLINGS)
         next_word = entering(words, above, c0 + 2 * BN, C, BN)
         node0, s0 = entering_scores(
-            low, high, q_low, q_high, keys, cos, sin, parents, here0, word, c0, C, scores,
-            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, STEPPED, PRECISION,
+            low, high, q_low, q_high, keys, cos, sin, parents, here0, word, c0, C,
+            BH, BN, RATE, SIBLINGS, STEPPED, PRECISION,
         )  # fmt: skip
         low, high = next_query(low, high, step_cos, step_sin, STEPPED)
         node1, s1 = entering_scores(
-            low, high, q_low, q_high, keys, cos, sin, parents, here1, word, c0 + BN, C, scores,
-            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, STEPPED, PRECISION,
+            low, high, q_low, q_high, keys, cos, sin, parents, here1, word, c0 + BN, C,
+            BH, BN, RATE, SIBLINGS, STEPPED, PRECISION,
         )  # fmt: skip
         low, high = next_query(low, high, step_cos, step_sin, STEPPED)
         new_max = tl.maximum(running_max, tl.max(tl.maximum(s0, s1), 1))
@@ -109,22 +105,19 @@ def accumulate(
     return running_max, running_sum, acc
 
 
-@triton.jit(do_not_specialize=["B", "tokens", "count", "layers", "rows"])
+@triton.jit(do_not_specialize=["B", "tokens", "layers", "rows"])
 def htree_attend_fwd_kernel(
-    q, keys, values, offsets, cos, sin, workspace, out, lse, positions, choices, trace_scores, trace_state,
-    q_stride_t, q_stride_h, scale, B, tokens, count, layers, rows,
+    q, keys, values, offsets, cos, sin, workspace, out, lse, choices, q_stride_t, q_stride_h, scale, B, tokens,
+    layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
     SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr,
     LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
+    """Compute the output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq].
 
-    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers. The tokens are all, or those at `positions`, in whose
-    order `out` and `lse` then are. For the tests and the comparison tool the walk can be recorded: choices [count, H,
-    layers, TOP_K] the chosen nodes of the layers 1, 2, ...; trace_scores [count, H, layers + 1, G, CANDIDATES], in base
-    2, of the layers where any candidate enters the softmax; trace_state [count, H, layers + 1, G, BV + 2] output,
-    maximum and sum after each layer.
+    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers. choices [T, H, layers, TOP_K]: if given, it gets the
+    chosen nodes of the layers 1, 2, ..., for the tests.
     """
     workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
     marks = workspace + 2 * LIST
@@ -132,11 +125,8 @@ def htree_attend_fwd_kernel(
     step_cos, step_sin = row_angle(cos, sin, BN, BH)
     row = tl.arange(0, BG)
     live = row < G
-    for item in range(tl.program_id(0), count * H, tl.num_programs(0)):
-        g, i = (item // count).to(tl.int64), (item % count).to(tl.int64)
-        token = i
-        if positions is not None:
-            token = tl.load(positions + i).to(tl.int64)
+    for item in range(tl.program_id(0), tokens * H, tl.num_programs(0)):
+        g, token = (item // tokens).to(tl.int64), (item % tokens).to(tl.int64)
         b, start, length = find_sequence(offsets, token, B)
         t = (token - start).to(tl.int32)
         q_low, q_high = load_query(q + token * q_stride_t + g * G * q_stride_h, row, q_stride_h, live, scale, HALF, BH)
@@ -150,7 +140,6 @@ def htree_attend_fwd_kernel(
             first = g * rows + base + start // size + tl.where(layer > 0, b, 0)
             layer_keys = keys + first * (2 * BH)
             parents, children = workspace + current * LIST, workspace + (1 - current) * LIST
-            trace = (i * H + g) * (layers + 1) + layer
             if (layer > 0) & (C <= TOP_K):
                 choose_all(parents, children, C, LIST, RATE)
             else:
@@ -160,27 +149,18 @@ def htree_attend_fwd_kernel(
                         C, G, BG, BH, BN, RATE, TOP_K, LIST, SOME, CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED,
                         PRECISION,
                     )  # fmt: skip
-                scores = None
-                if trace_scores is not None:
-                    scores = trace_scores + trace * G * CANDIDATES
                 running_max, running_sum, acc = accumulate(
                     running_max, running_sum, acc, q_low, q_high, layer_keys, values + first * BV, cos, sin, step_cos,
-                    step_sin, parents, words, layer > 0, C, scores,
-                    G, BG, BH, BV, BN, RATE, CANDIDATES, SIBLINGS, STEPPED, PRECISION,
+                    step_sin, parents, words, layer > 0, C, BH, BV, BN, RATE, SIBLINGS, STEPPED, PRECISION,
                 )  # fmt: skip
                 tl.debug_barrier()
             if choices is not None:
                 j = tl.arange(0, LIST)
-                target = choices + ((i * H + g) * layers + layer - 1) * TOP_K + j
+                target = choices + ((token * H + g) * layers + layer - 1) * TOP_K + j
                 node = tl.load(children + j, mask=j < tl.minimum(C, TOP_K), other=-1)
                 tl.store(target, node, mask=(j < TOP_K) & (layer > 0))
-            if trace_state is not None:
-                state = trace_state + (trace * G + row) * (BV + 2)
-                tl.store(state[:, None] + tl.arange(0, BV)[None, :], acc, mask=live[:, None])
-                tl.store(state + BV, running_max, mask=live)
-                tl.store(state + BV + 1, running_sum, mask=live)
             current = 1 - current
             layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)
 
-        store_rows(out + (i * H + g) * G * V, row, V, live, acc / running_sum[:, None], V, BV)
-        tl.store(lse + (i * H + g) * G + row, running_max + tl.log2(running_sum), mask=live)
+        store_rows(out + (token * H + g) * G * V, row, V, live, acc / running_sum[:, None], V, BV)
+        tl.store(lse + (token * H + g) * G + row, running_max + tl.log2(running_sum), mask=live)

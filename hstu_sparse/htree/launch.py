@@ -156,17 +156,16 @@ def build_tree(problem: Problem, x: Tensor, keys: bool) -> Tensor:
     return nodes
 
 
-def attend(problem, q, keys, values, positions=None, choices=None, trace_scores=None, trace_state=None):
-    """Return (output [count, Hq, V], lse [count, Hq] in base 2) of all tokens or those at `positions`."""
+def attend(problem, q, keys, values, choices=None):
+    """Return (output [T, Hq, V], lse [T, Hq] in base 2); record the choices, if given."""
     p = problem
-    count = p.T if positions is None else positions.shape[0]
-    out = q.new_empty(count, q.shape[1], p.V)
-    lse = q.new_empty(count, q.shape[1], dtype=torch.float32)
-    grid, workspace, options = p.options("fwd", count * p.H)
+    out = q.new_empty(p.T, q.shape[1], p.V)
+    lse = q.new_empty(p.T, q.shape[1], dtype=torch.float32)
+    grid, workspace, options = p.options("fwd", p.T * p.H)
     run(
         htree_attend_fwd_kernel, grid,
-        q, keys, values, p.offsets, p.cos, p.sin, workspace, out, lse, positions, choices, trace_scores, trace_state,
-        *q.stride()[:2], p.scale / math.log(2.0), p.B, p.T, count, p.top, p.rows, **options,
+        q, keys, values, p.offsets, p.cos, p.sin, workspace, out, lse, choices, *q.stride()[:2],
+        p.scale / math.log(2.0), p.B, p.T, p.top, p.rows, **options,
     )  # fmt: skip
     return out, lse
 

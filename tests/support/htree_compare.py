@@ -1,184 +1,54 @@
-"""Compare kernel and reference: all positions of large random data, or a trace of chosen positions layer by layer.
+"""Compare the kernels of htree with the reference at all positions of large random data.
 
     python -m tests.support.htree_compare --tokens 65536 --heads 64 --kv-heads 4
-    python -m tests.support.htree_compare --tokens 5000 --positions 0,15,16,4999
 
-Without --positions: absolute and relative error of the output, the worst positions, and how often kernel and reference
-choose different nodes, which is correct for importances that differ by rounding only. The error is computed twice:
-against the reference with its own choice, and with the kernel's choice, which leaves only arithmetic errors. With
---positions: candidates, scores, choice, running maximum, sum and output of every layer, and the first difference.
+It prints the absolute and relative error of the output, the worst positions, and how often kernel and reference choose
+different nodes, which is correct for importances that differ by rounding only. The error is computed twice: against the
+reference with its own choice, and with the kernel's choice, which leaves only arithmetic errors.
 
 Without a GPU set TRITON_INTERPRET=1 and keep to some hundred tokens in fp32.
 
-Letters: P positions, Hq query heads, Hkv key/value heads, G query heads of each, V value head size, S top_k, M the
-greatest number of candidates of a layer.
+Letters: P positions, T tokens, Hq query heads, Hkv key/value heads, V value head size, S top_k.
 """
 
 import argparse
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hstu_sparse.htree.reference import Tree, Walk, attend_queries, group_leaders, weighted_values
+from hstu_sparse.htree.reference import Tree, Walk, attend_queries, group_leaders
 from tests.support.budgets import make_jagged, make_offsets
 
 
-@dataclass
-class KernelWalk:
-    """The kernel's walk at P positions; scores, maxima and sums in natural units."""
-
-    out: Tensor  # [P, Hq, V]
-    choices: list[Tensor]  # of the layers 1, 2, ...: [P, Hkv, S] int64 nodes, ascending, -1 last
-    scores: Tensor | None  # [P, Hkv, layers, G, M], NaN if the kernel computed none
-    state: Tensor | None  # [P, Hkv, layers, G, V + 2]: output before its division, maximum, sum after each layer
-
-
 def walk_kernel(
-    q, k, v, seq_offsets, max_seq_len, *, compression_rate, top_k, scale, rope_base, positions, selection_group=1,
-    trace=True,
-):  # fmt: skip
-    """Run the forward kernel at some tokens (`positions` [P], indices into T) and return its walk.
+    q, k, v, seq_offsets, max_seq_len, *, compression_rate, top_k, scale, rope_base, selection_group=1
+) -> tuple[Tensor, list[Tensor]]:
+    """Run the forward kernels and return the output [T, Hq, V] and the choices.
 
-    With a selection_group above 1 all tokens run, and scores and state are None.
+    The choices are a list for the layers 1, 2, ... of [T, Hkv, S] int64 nodes, ascending, -1 last.
     """
     from hstu_sparse.core.rows import as_rows
     from hstu_sparse.htree import launch
-
-    if selection_group > 1:
-        options = compression_rate, top_k, selection_group, scale, rope_base
-        return walk_groups(q, k, v, seq_offsets, max_seq_len, *options, positions)
-
-    launch.check_supported(q, k, v, compression_rate, top_k)
-    problem = launch.Problem(q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, scale, rope_base)
-    count, kv_heads, group = len(positions), k.shape[1], q.shape[1] // k.shape[1]
-    shape = (count, kv_heads, problem.top + 1, group)
-    choices = torch.full((count, kv_heads, problem.top, top_k), -1, dtype=torch.int32, device=q.device)
-    scores = state = None
-    if trace:
-        candidates = problem.constants["CANDIDATES"]
-        scores = torch.full((*shape, candidates), torch.nan, device=q.device)
-        state = torch.full((*shape, problem.BV + 2), torch.nan, device=q.device)
-    out, _ = launch.attend(
-        problem,
-        *as_rows(q, align=False),
-        launch.build_tree(problem, k, True),
-        launch.build_tree(problem, v, False),
-        positions,
-        choices,
-        scores,
-        state,
-    )
-    if trace:
-        scores = scores * math.log(2.0)
-        state = torch.cat([state[..., : v.shape[2]], state[..., -2:-1] * math.log(2.0), state[..., -1:]], -1)
-    return KernelWalk(out, [x.long() for x in choices.unbind(2)], scores, state)
-
-
-def walk_groups(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base, positions) -> KernelWalk:
-    """Do the work of `walk_kernel` for groups of tokens."""
-    from hstu_sparse.htree import launch
     from hstu_sparse.htree.group_launch import launch_group_forward
 
-    launch.check_supported(q, k, v, rate, top_k)
-    out, _, table = launch_group_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base)
-    sequence = torch.searchsorted(seq_offsets.long(), positions, right=True) - 1
-    start = seq_offsets.long()[sequence]
-    slots = q.shape[0] // group + len(seq_offsets) - 1
-    place = start // group + sequence + (positions - start) // group
-    choices = table[:-1, :top_k].unflatten(0, (slots, k.shape[1], -1))[place]
-    return KernelWalk(out[positions], [x.long() for x in choices.unbind(2)], None, None)
-
-
-def states(tree: Tree, walk: list[Walk]) -> list[Tensor]:
-    """Return [P, Hkv, G, V + 2]: output before its division, maximum and sum after each layer of the reference's
-    walk.
-    """
-    after_layers, entered = [], []
-    for layer in walk:
-        entered.append(layer.scores.masked_fill(~layer.enters.unsqueeze(-2), -torch.inf))
-        top = torch.cat(entered, -1).amax(-1, keepdim=True)
-        parts = [(x - top.masked_fill(top == -torch.inf, 0.0)).exp() for x in entered]
-        out = sum(weighted_values(tree, x, part) for x, part in zip(walk, parts))
-        after_layers.append(torch.cat([out, top, sum(part.sum(-1, keepdim=True) for part in parts)], -1))
-    return after_layers
-
-
-def kernel_candidates(choices: list[Tensor], walk: list[Walk], layer: int, place: int, head: int, t: int, rate: int):
-    """Return the kernel's candidates in a layer: the children of its choice above, or the top layer's nodes."""
-    rightmost = t // rate**layer
-    above = [w for w in walk if w.number == layer + 1 and bool(w.active[place])]
-    if not above:
-        return list(range(rightmost + 1))
-    parents = [p for p in choices[layer][place, head].tolist() if p >= 0]
-    return [p * rate + i for p in parents for i in range(rate) if p * rate + i <= rightmost]
-
-
-def gap(importance: Tensor, nodes: list[int], first: set[int], second: set[int]) -> float:
-    """Return the greatest relative difference of importance among nodes that only one of both chose."""
-    values = {n: float(importance[nodes.index(n)]) for n in first ^ second if n in nodes}
-    if not values:
-        return 0.0
-    return (max(values.values()) - min(values.values())) / max(max(values.values()), 1e-30)
-
-
-def trace(kernel: KernelWalk, tree: Tree, walk: list[Walk], positions: list[int], tolerance: float) -> list[str]:
-    """Return lines that compare the kernel's walk with the reference's, layer by layer, at one sequence's positions."""
-    lines = []
-    expected = states(tree, walk)
-    for place, t in enumerate(positions):
-        for head in range(walk[0].nodes.shape[1]):
-            lines.append(f"position {t}, key/value head {head}")
-            first = None
-            for layer, state in zip(walk, expected):
-                if not bool(layer.active[place]):
-                    continue
-                number = layer.number
-                nodes = [n for n in layer.nodes[place, head].tolist() if n >= 0]
-                had = kernel_candidates(kernel.choices, walk, number, place, head, t, tree.rate)
-                same = nodes == had
-                checks = {"candidates": (0.0 if same else math.inf, f"{len(had)} of {len(nodes)}")}
-                got = kernel.scores[place, head, number, :, : len(nodes)]
-                if same and not bool(got.isnan().any()):
-                    error = (got - layer.scores[place, head, :, : len(nodes)]).abs().max().item()
-                    checks["scores"] = (error, f"off by {error:.1e}")
-                elif same:
-                    checks["scores"] = (0.0, "all expanded, not needed")
-                if number:
-                    ours = {n for n in kernel.choices[number - 1][place, head].tolist() if n >= 0}
-                    theirs = {n for n in layer.chosen[place, head].tolist() if n >= 0}
-                    relative_gap = gap(layer.importance[place, head], nodes, ours, theirs)
-                    text = f"{len(ours)} nodes"
-                    if ours != theirs:
-                        text += f", kernel alone {sorted(ours - theirs)}, reference alone {sorted(theirs - ours)}"
-                        text += f", importances {relative_gap:.1e} apart"
-                    checks["choice"] = (math.inf if ours != theirs else 0.0, text)
-                mine, right = kernel.state[place, head, number], state[place, head].to(kernel.state.dtype)
-                for name, part in (("maximum", slice(-2, -1)), ("sum", slice(-1, None)), ("output", slice(0, -2))):
-                    a, b = mine[:, part], right[:, part]
-                    if torch.equal(a, b):
-                        error = 0.0
-                    else:
-                        error = ((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item()
-                    checks[name] = (error, f"off by {error:.1e}")
-                for name, (error, text) in checks.items():
-                    differs = not error <= tolerance
-                    mark = "   <- first difference" if differs and first is None else ""
-                    first = first or (name if differs else None)
-                    lines.append(f"  layer {number}  {name:<10}  {'differs' if differs else 'agrees '}  {text}{mark}")
-            if first is None:
-                lines.append("  no difference")
-    return lines
-
-
-def reference_walk(q, k, v, seq_offsets, max_seq_len, positions, options, choices=None):
-    """Return (tree, output, walk) of the reference in fp64 at the tokens `positions`."""
-    tree = Tree(k.double(), v.double(), seq_offsets, max_seq_len, options["compression_rate"], options["top_k"])
-    out, walk = attend_queries(
-        q[positions].double(), positions, tree, options["scale"], options["rope_base"], choices=choices
-    )
-    return tree, out, walk
+    launch.check_supported(q, k, v, compression_rate, top_k)
+    arguments = q, k, v, seq_offsets, max_seq_len, compression_rate, top_k
+    if selection_group > 1:
+        out, _, table = launch_group_forward(*arguments, selection_group, scale, rope_base)
+        token = torch.arange(q.shape[0], device=q.device)
+        sequence = torch.searchsorted(seq_offsets.long(), token, right=True) - 1
+        slots = q.shape[0] // selection_group + len(seq_offsets) - 1
+        start = seq_offsets.long()[sequence]
+        place = start // selection_group + sequence + (token - start) // selection_group
+        choices = table[:-1, :top_k].unflatten(0, (slots, k.shape[1], -1))[place]
+    else:
+        problem = launch.Problem(*arguments, scale, rope_base)
+        shape = (q.shape[0], k.shape[1], problem.top, top_k)
+        choices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+        trees = launch.build_tree(problem, k, True), launch.build_tree(problem, v, False)
+        out, _ = launch.attend(problem, *as_rows(q, align=False), *trees, choices)
+    return out, [x.long() for x in choices.unbind(2)]
 
 
 def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
@@ -190,13 +60,14 @@ def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
     sums = {"own choice": [0.0, 0.0, 0.0], "kernel's choice": [0.0, 0.0, 0.0]}  # max, squares of error and of reference
     differing = total = 0
     farthest = 0.0
+    out, chosen = walk_kernel(q, k, v, seq_offsets, tokens, **options)
     for begin in range(0, tokens, chunk):
         rows = torch.arange(begin, min(begin + chunk, tokens), device=q.device)
-        kernel = walk_kernel(q, k, v, seq_offsets, tokens, **options, positions=rows, trace=False)
-        for name, choices in (("own choice", None), ("kernel's choice", kernel.choices)):
+        nodes = [x[rows] for x in chosen]
+        for name, choices in (("own choice", None), ("kernel's choice", nodes)):
             arguments = (q[rows].double(), rows, tree, options["scale"], options["rope_base"])
             exact, walk = attend_queries(*arguments, leaders=q[leaders[rows]].double(), choices=choices)
-            error = (kernel.out.double() - exact).abs()
+            error = (out[rows].double() - exact).abs()
             entry = sums[name]
             entry[0] = max(entry[0], error.max().item())
             entry[1] += error.square().sum().item()
@@ -209,7 +80,7 @@ def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
                 worst = sorted(worst, reverse=True)[:10]
                 for layer in walk:
                     if layer.number:
-                        different = (layer.chosen != kernel.choices[layer.number - 1]).any(-1)
+                        different = (layer.chosen != nodes[layer.number - 1]).any(-1)
                         differing += int(different.sum())
                         total += different.numel()
             else:
@@ -254,10 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--positions", type=lambda x: [int(t) for t in x.split(",")], help="trace these")
     args = parser.parse_args(arguments)
-    if args.positions is not None and args.selection_group > 1:
-        parser.error("--positions is about selection_group 1, where a kernel walks and attends at once")
 
     dtype = getattr(torch, args.dtype)
     shapes = ((args.heads, args.head_size), (args.kv_heads, args.head_size), (args.kv_heads, args.value_size))
@@ -274,17 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
         rope_base=args.rope_base,
     )
     with torch.no_grad():
-        if args.positions is None:
-            lines = compare_all(q, k, v, offsets, options)
-        else:
-            wrong = [t for t in args.positions if not 0 <= t < args.tokens]
-            if wrong:
-                parser.error(f"positions must lie in 0 .. {args.tokens - 1}, got {wrong}")
-            rows = torch.tensor(args.positions, device=args.device)
-            kernel = walk_kernel(q, k, v, offsets, args.tokens, **options, positions=rows)
-            tree, _, walk = reference_walk(q, k, v, offsets, args.tokens, rows, options)
-            lines = trace(kernel, tree, walk, args.positions, 64 * torch.finfo(dtype).eps)
-    print("\n".join(lines))
+        print("\n".join(compare_all(q, k, v, offsets, options)))
 
 
 if __name__ == "__main__":

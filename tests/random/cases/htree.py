@@ -44,17 +44,17 @@ def kernel_choices(inputs, offsets, N, rate, top_k, scale, rope_base=10000.0, se
         dtype
     ).eps * max(1.0, abs(scale) * inputs["q"].shape[2] ** 0.5)
     with torch.no_grad():
-        kernel = walk_kernel(**inputs, seq_offsets=offsets, max_seq_len=N, **options, positions=rows, trace=False)
+        _, choices = walk_kernel(**inputs, seq_offsets=offsets, max_seq_len=N, **options)
         tree = Tree(inputs["k"].double(), inputs["v"].double(), offsets, N, rate, top_k)
         leaders = inputs["q"][group_leaders(tree.offsets, len(rows), selection_group)]
         for some in rows.split(queries_at_once(tree, inputs["q"].shape[1] // inputs["k"].shape[1])):
-            chosen = [x[some] for x in kernel.choices]
+            chosen = [x[some] for x in choices]
             led = leaders[some].double() if selection_group > 1 else None
             _, walk = attend_queries(
                 inputs["q"][some].double(), some, tree, scale, rope_base, leaders=led, choices=chosen
             )
             right_choice(chosen, walk, top_k, bound)
-    return kernel.choices
+    return choices
 
 
 def right_choice(choices, walk, top_k, bound):
