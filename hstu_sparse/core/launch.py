@@ -225,11 +225,13 @@ def run(kernel, grid: int | tuple[int, ...], *arguments, **settings) -> None:
     Args:
         kernel: a triton.jit function whose constexprs follow all other parameters.
         grid: the number of programs, or up to three of them.
-        arguments: all non-constexpr arguments, in their order; the device is that of the first tensor among them.
-        settings: the constexprs by name, and Triton's options (num_warps, num_stages, maxnreg, enable_fp_fusion).
+        arguments: all non-constexpr arguments, in their order, named tuples of them included; the device is that of the
+            first tensor among them.
+        settings: the constexprs by name, which may be named tuples too, and Triton's options (num_warps, num_stages,
+            maxnreg, enable_fp_fusion).
     """
     grid = (grid,) if isinstance(grid, int) else grid
-    device = next(x for x in arguments if isinstance(x, torch.Tensor)).get_device()
+    device = _device(arguments)
     if device < 0:  # interpreted, compiled ahead of time, or imagined
         if not _imagined:
             kernel[grid](*arguments, **settings)
@@ -247,10 +249,24 @@ def run(kernel, grid: int | tuple[int, ...], *arguments, **settings) -> None:
         compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
 
 
+def _device(arguments: tuple) -> int:
+    """Return the device's index of the first tensor, -1 for a CPU."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            return x.get_device()
+        if isinstance(x, tuple) and any(isinstance(part, (torch.Tensor, tuple)) for part in x):
+            return _device(x)
+    raise TypeError("no argument of the kernel is a tensor")
+
+
 def _settings_key(settings: dict) -> tuple:
     """Return names, values and types: 1, 1.0 and True are equal, but not the same constant."""
     values = settings.values()
-    return *settings, *values, *map(type, values)
+    return *settings, *values, *map(_types, values)
+
+
+def _types(value) -> type | tuple:
+    return (type(value), *map(_types, value)) if isinstance(value, tuple) else type(value)
 
 
 def _constants(kernel, count: int, settings: dict) -> tuple:

@@ -132,7 +132,8 @@ CALLS = [
     *[((tensor(), value, 7, 7), {"A": 1}) for value in VALUES.values()],
     *[((tensor(), 7, value, 7), {"A": 1}) for value in VALUES.values()],
     *[((tensor(), 7, 7, value), {"A": 1}) for value in VALUES.values()],
-    *[((tensor(), 7, 7, 7), {"A": a}) for a in (1, 2, True, 1.0, "x", None, torch.float32, (1, 2))],
+    *[((tensor(), 7, 7, 7), {"A": a}) for a in (1, 2, True, 1.0, "x", None, torch.float32, (1, 2), (1, True))],
+    *[((tensor(), 7, 7, 7), {"A": Pair(1, a)}) for a in (1, True, 1.0, "x", (1, 1), (1, 1.0))],
     *[((tensor(), 7, 7, 7), {"A": 1, "B": b}) for b in (1, 2, 3, False, 0)],
     *[((tensor(), 7, 7, 7), {"A": 1, "num_warps": n}) for n in (1, 4, 8)],
     ((tensor(), 7, 7, 7), {"A": 1, "num_stages": 4}),
@@ -152,6 +153,16 @@ def test_every_call_gets_the_kernel_that_triton_would_give_it():
     for (arguments, settings), (grid, key, passed) in zip(CALLS, kernel.launched[-len(CALLS) :], strict=True):
         assert grid == (5, 2, 1) and key == kernel.key_of(*arguments, **settings)
         assert all(x is y for x, y in zip(passed, arguments)) and passed[4:] == (settings["A"], settings.get("B", 3))
+
+
+def test_the_device_is_that_of_the_first_tensor_also_in_a_tuple():
+    kernel = Recorded()
+    for first in (Pair(3, Pair(None, tensor())), Pair(tensor(), 3)):
+        for _ in range(2):
+            launch.run(kernel, 1, first, 7, 7, 7, A=1)
+    assert len(kernel.dispatched) == len(kernel.launched) == 2
+    with pytest.raises(TypeError, match="no argument of the kernel is a tensor"):
+        launch.run(kernel, 1, Pair(3, None), 7, 7, 7, A=1)
 
 
 def test_kernels_of_one_name_are_told_apart():
