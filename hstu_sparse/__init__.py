@@ -16,11 +16,14 @@ from hstu_sparse.cache.rotatekv import (
 from hstu_sparse.cache.rotatekv.self_attention import rotatekv_self_attention
 from hstu_sparse.catalogue import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
-from hstu_sparse.gate_mlp import query_gates
 from hstu_sparse.htree import htree_attention
 from hstu_sparse.indexer import index_scores, indexer_loss, lightning_indexer, sparse_attention
-from hstu_sparse.input_embedding import embed_inputs
-from hstu_sparse.layer_norm_gate import layer_norm, norm_gate, residual_add, residual_norm
+from hstu_sparse.layer.embed_inputs import embed_inputs
+from hstu_sparse.layer.norm_gate import layer_norm, norm_gate
+from hstu_sparse.layer.query_gates import query_gates
+from hstu_sparse.layer.residual import residual_add, residual_norm
+from hstu_sparse.layer.rotary import rotary
+from hstu_sparse.layer.silu_parts import silu_parts
 from hstu_sparse.ring import (
     RingPlan,
     cut_sequences,
@@ -30,8 +33,6 @@ from hstu_sparse.ring import (
     ring_plan,
     whole_plan,
 )
-from hstu_sparse.rotary_embedding import rotary
-from hstu_sparse.uvqk import silu_parts
 
 __version__ = "0.2.0"
 

@@ -29,7 +29,7 @@ from hstu_sparse.cache.rotatekv import rotatekv_decompress, unpacked_attention
 from hstu_sparse.core.jagged import check_storage, jagged_to_padded
 from hstu_sparse.core.validation import check_bool, check_dropout, check_int, check_number, check_tensor
 from hstu_sparse.indexer import padded_indexer_loss
-from hstu_sparse.layer_norm_gate import norm_gate
+from hstu_sparse.layer.norm_gate import norm_gate
 from hstu_sparse.ring import ring_flash_attention
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.plan import RingPlan, fixed_plan

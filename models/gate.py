@@ -5,7 +5,7 @@ from typing import cast
 from torch import Tensor, nn
 
 import hstu_sparse
-from hstu_sparse.gate_mlp.api import takes_kernel
+from hstu_sparse.layer.query_gates import takes_kernel
 
 
 class GateModel(nn.Module):

@@ -138,7 +138,7 @@ def bsa_attention(
         )
         return (out, indices) if return_block_indices else out
 
-    from hstu_sparse.bsa import launch  # imports triton
+    from hstu_sparse.bsa import launch
     from hstu_sparse.bsa.plan import BlockPlan, make_plan, purpose_of
 
     check_kernel("bsa_attention", q, {"D": sizes["D"], "V": sizes["V"]})

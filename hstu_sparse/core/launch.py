@@ -1,7 +1,5 @@
 """Provide what every launcher of Triton kernels needs: configurations, precision of products, the launch itself.
 
-It imports no triton, so that `import hstu_sparse` works without it.
-
 Two environments run the same kernel source. On CUDA the kernels are compiled; under `TRITON_INTERPRET=1`, which must be
 set before triton is first imported, they run on the CPU, in fp32 as a rule: the interpreter is wrong for bf16.
 """

@@ -70,8 +70,6 @@ def test_many_sequences_and_dropout():
 
 @interpreter
 def test_opcheck():
-    import hstu_sparse.input_embedding.kernels  # noqa: F401  registers the operators
-
     x = inputs((2, 3), 4, 6)
     rest = (x["seq_offsets"], None, torch.tensor([3]), 2.0, 0.3)
     leaves = x["rows"].requires_grad_(), x["position"].requires_grad_()

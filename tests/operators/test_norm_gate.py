@@ -210,8 +210,6 @@ def test_only_the_needed_gradients():
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_opcheck(gate, dropout):
-    import hstu_sparse.layer_norm_gate.kernels  # noqa: F401  registers the operators
-
     x, u = inputs(5, 6).values()
     rest = (u if gate else None, torch.tensor([3]) if dropout else None, 1e-6, dropout, None)
     torch.library.opcheck(torch.ops.hstu_sparse.norm_gate_bwd.default, (torch.randn(5, 6), x, *rest))
@@ -306,7 +304,7 @@ def test_alignment_is_looked_at_in_every_call():
 @pytest.mark.gpu
 def test_another_batch_compiles_nothing():
     from hstu_sparse.core import launch
-    from hstu_sparse.layer_norm_gate.kernels import norm_gate_bwd_kernel, norm_gate_fwd_kernel
+    from hstu_sparse.layer.norm_gate import norm_gate_bwd_kernel, norm_gate_fwd_kernel
 
     seeds = torch.arange(8, device=DEVICE)
 

@@ -7,10 +7,11 @@ pytestmark = pytest.mark.gpu
 
 
 def count():
-    from hstu_sparse.gate_mlp import kernels as gates
-    from hstu_sparse.input_embedding import kernels as inputs
-    from hstu_sparse.layer_norm_gate import kernels, residual
-    from hstu_sparse.uvqk import kernels as parts
+    from hstu_sparse.layer import embed_inputs as inputs
+    from hstu_sparse.layer import norm_gate as kernels
+    from hstu_sparse.layer import query_gates as gates
+    from hstu_sparse.layer import residual
+    from hstu_sparse.layer import silu_parts as parts
 
     jit_functions = {
         x for m in (kernels, residual, gates, inputs, parts) for x in vars(m).values() if hasattr(x, "device_caches")

@@ -156,9 +156,7 @@ def test_no_function_hides_a_module():
 
 
 def test_the_operators_are_imported_without_what_takes_long():
-    """Check that `import` loads neither torch._dynamo nor triton, which take a second each; a first call does."""
-    code = (
-        "import sys, hstu_sparse, training.config; print([m for m in ('torch._dynamo', 'triton') if m in sys.modules])"
-    )
+    """Check that `import` does not load torch._dynamo, which takes a second; a first call does."""
+    code = "import sys, hstu_sparse, training.config; print([m for m in ('torch._dynamo',) if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]

@@ -48,7 +48,7 @@ def check(device, *, lengths, longer, size, dtype, more, strided, seed):
 
 
 def launches():
-    from hstu_sparse.input_embedding.kernels import embed_inputs_operator as operator
+    from hstu_sparse.layer.embed_inputs import embed_inputs_operator as operator
 
     def case(size, dtype, more, dropout):
         def call():

@@ -39,7 +39,7 @@ def check(device, *, tokens, channels, dtype, u_dtype, gate, stride, seed):
 
 
 def launches():
-    from hstu_sparse.layer_norm_gate import kernels
+    from hstu_sparse.layer import norm_gate as kernels
 
     def case(channels, dtype, gate, dropout):
         def call():

@@ -74,7 +74,7 @@ def compare(x):
 
 
 def launches():
-    from hstu_sparse.gate_mlp.kernels import query_gates_operator as operator
+    from hstu_sparse.layer.query_gates import query_gates_operator as operator
 
     def case(size, hidden, dtype, local_bytes=0):
         def call():

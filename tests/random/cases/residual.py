@@ -73,7 +73,7 @@ def sizes_of_terms(x, grad):
 
 
 def launches():
-    from hstu_sparse.layer_norm_gate.residual import residual_add_triton, residual_norm_triton
+    from hstu_sparse.layer.residual import residual_add_triton, residual_norm_triton
 
     def case(channels, dtype, added_dtype, biased):
         def call():

@@ -45,7 +45,7 @@ def check(device, *, lengths, heads, size, dtype, position, timed, contiguous, p
 
 
 def launches():
-    from hstu_sparse.rotary_embedding.kernels import rotary_operator
+    from hstu_sparse.layer.rotary import rotary_operator
 
     def case(size, dtype, timed, placed=False):
         def call():

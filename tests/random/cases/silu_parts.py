@@ -39,7 +39,7 @@ def check(device, *, tokens, sizes, dtype, strided, seed):
 
 
 def launches():
-    from hstu_sparse.uvqk.kernels import silu_parts_operator as operator
+    from hstu_sparse.layer.silu_parts import silu_parts_operator as operator
 
     def case(sizes, dtype):
         def call():

@@ -13,12 +13,92 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.core.launch import cdiv, multiprocessors, on_device, run
-from hstu_sparse.core.registration import once_only, register_preparation
+from hstu_sparse.core.precision import widened, without_autocast, working_dtype
+from hstu_sparse.core.registration import once_only, register_preparation, takes_launcher
 from hstu_sparse.core.rows import as_rows
-from hstu_sparse.layer_norm_gate.kernels import _gradients, _load, norm_gate_operator, rows_config
+from hstu_sparse.core.validation import check_tensor, choose_backend
+from hstu_sparse.layer.norm_gate import (
+    check_dtype,
+    check_input,
+    check_sizes,
+    layer_norm,
+    load_fp32,
+    norm_gate_gradients,
+    norm_gate_operator,
+    rows_config,
+)
 
 # Programs of the sum's backward kernel per multiprocessor.
 _RESIDENT = 8
+
+
+@without_autocast
+def residual_norm(
+    x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (x, layer_norm(x)), for a block whose result is added to x again: in Triton one backward kernel adds up
+    both gradients of x, which torch adds afterwards.
+
+    Arguments and errors as `layer_norm`.
+
+    Examples:
+        >>> x, normed = hstu_sparse.residual_norm(torch.tensor([[1.0, 3.0]]))
+        >>> normed
+        tensor([[-1.0000,  1.0000]])
+    """
+    eps, backend, _ = check_input(x, eps, backend, "residual_norm")
+    check_dtype(dtype)
+    if backend == "reference" or torch.compiler.is_compiling() or not takes_launcher(x):
+        return x, layer_norm(x, eps=eps, dtype=dtype, backend=backend)
+    check_sizes(x=x)
+    return residual_norm_triton(x, eps, dtype)
+
+
+@without_autocast
+def residual_add(
+    x: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
+) -> torch.Tensor:
+    """Compute x + added + bias, the end of a block: added is a product without its bias, usually of fewer bits than x.
+
+    In Triton this is one kernel, and one backward kernel that gives `added` its gradient in its own dtype and sums up
+    the bias's gradient at the same time, in a fixed order. The sum is fp32 for all dtypes.
+
+    Args:
+        x, added: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent, as for `norm_gate`.
+        bias: [C] of any floating dtype, or None.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, C], contiguous, of the dtype that x + added has. Gradients flow to all three; the kernels have no second
+        derivatives.
+
+    Examples:
+        >>> hstu_sparse.residual_add(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), torch.tensor([10.0, 20.0]))
+        tensor([[13., 24.]])
+
+    Raises:
+        TypeError, ValueError: with the expected and the actual value.
+    """
+    backend = choose_backend(backend, x, "residual_add")
+    sizes: dict[str, int] = {}
+    check_tensor("x", x, "T C", sizes)
+    check_tensor("added", added, "T C", sizes, device=x.device)
+    if bias is not None:
+        check_tensor("bias", bias, "C", sizes, device=x.device)
+    if backend == "reference":
+        return residual_add_reference(x, added, bias)
+    check_sizes(x=x, added=added)
+    return residual_add_triton(x, added, bias)
+
+
+def residual_add_reference(x: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute x + added + bias in the dtype of x + added: [T, C]."""
+    dtype = torch.promote_types(x.dtype, added.dtype)
+    x, added = widened(x, added)
+    total = x + added
+    if bias is not None:
+        total = total + bias.to(working_dtype(dtype))
+    return total.to(dtype).contiguous()
 
 
 class _Fork(torch.autograd.Function):
@@ -36,7 +116,7 @@ class _Fork(torch.autograd.Function):
             return stream_grad, None, None
         (x,) = ctx.saved_tensors
         with on_device(x.device):
-            (dx,) = _gradients(grad, x, None, stream_grad, None, ctx.eps, 0.0)
+            (dx,) = norm_gate_gradients(grad, x, None, stream_grad, None, ctx.eps, 0.0)
         return dx, None, None
 
 
@@ -48,7 +128,7 @@ def residual_add_fwd_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < tokens) & (column < C)
-    total = _load(x, row, column, x_stride_t, inside) + _load(added, row, column, added_stride_t, inside)
+    total = load_fp32(x, row, column, x_stride_t, inside) + load_fp32(added, row, column, added_stride_t, inside)
     if bias is not None:
         total += tl.load(bias + column, column < C, 0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64) * C + column, total, inside)
@@ -64,7 +144,7 @@ def residual_add_bwd_kernel(
     for first in range(tl.program_id(0) * ROWS, tokens, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
         inside = (row < tokens) & (column < C)
-        upstream = _load(grad, row, column, grad_stride_t, inside)
+        upstream = load_fp32(grad, row, column, grad_stride_t, inside)
         total += upstream
         if dadded is not None:
             tl.store(dadded + row.to(tl.int64) * C + column, upstream, inside)

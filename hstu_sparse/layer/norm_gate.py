@@ -1,4 +1,4 @@
-"""Define the Triton kernels and launchers of layer norm times a gate, with dropout.
+"""Compute layer norm without affine parameters, alone or times a gate with dropout.
 
 Letters: T tokens of the batch, C channels.
 
@@ -15,19 +15,141 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
 
 from hstu_sparse.core.launch import LaunchConfig, cdiv, next_power_of_2, run
+from hstu_sparse.core.precision import widened, without_autocast
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
-from hstu_sparse.core.validation import check_kernel, check_seed
+from hstu_sparse.core.validation import (
+    check_dropout,
+    check_kernel,
+    check_number,
+    check_seed,
+    check_tensor,
+    choose_backend,
+)
 from hstu_sparse.tiles.rows import drop
 
 MAX_CHANNELS = 4096
 TILE = 2048
 
 
+@without_autocast
+def norm_gate(
+    x: torch.Tensor,
+    u: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    dropout: float = 0.0,
+    seed: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Compute dropout(LayerNorm(x) * u), the step between attention and output projection in an HSTU layer.
+
+    The norm is over C, without affine parameters. In Triton there is one kernel each for forward and backward; only x,
+    u and the seed are saved for the backward pass, which recomputes mean, scale and mask.
+
+    Dropout retains element (t, c) with probability 1 - dropout and divides it by that. In Triton the mask is a function
+    of (seed, t, c) alone (Philox 4x32, 10 rounds), so equal seeds give equal masks for any T and C: use another seed
+    for every layer and step. The reference ignores `seed` and draws from torch's default generator, so that its mask
+    differs.
+
+    Args:
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent (a slice of a wider tensor is
+            not copied); a tensor whose channels are not adjacent is copied.
+        u: [T, C], its dtype may differ from x's; strides as x.
+        eps: added to the variance.
+        dropout: probability of zeroing, 0 <= dropout < 1; pass 0 in evaluation.
+        seed: int64 tensor of one element on x's device, needed by the kernels when dropout > 0. Read on the device.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, C], contiguous, of the dtype that x * u has. Gradients flow to x and u; the kernels have no second
+        derivatives.
+
+    Examples:
+        >>> x, u = torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 5.0]])
+        >>> hstu_sparse.norm_gate(x, u)
+        tensor([[-2.0000,  5.0000]])
+
+    Raises:
+        TypeError, ValueError: with the expected and the actual value.
+
+    Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3, equation 3 (arXiv 2402.17152).
+    """
+    eps, backend, sizes = check_input(x, eps, backend, "norm_gate")
+    check_tensor("u", u, "T C", sizes, device=x.device)
+    dropout = check_dropout(dropout)
+    if backend == "reference":
+        return norm_gate_reference(x, u, eps=eps, dropout=dropout)
+    return norm_gate_triton(x, u, eps, dropout, seed)
+
+
+@without_autocast
+def layer_norm(
+    x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """Compute LayerNorm(x) over C without affine parameters: (x - mean) / sqrt(variance + eps), as torch does.
+
+    It is for few channels: torch's CUDA kernel uses a block of threads for each row, these kernels a tile of many rows.
+
+    Args:
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent, as for `norm_gate`.
+        eps: added to the variance.
+        dtype: dtype of the result, floating point; by default x's. Statistics are always fp32.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, C], contiguous, of that dtype. Gradients flow to x; the kernels have no second derivatives.
+
+    Examples:
+        >>> hstu_sparse.layer_norm(torch.tensor([[1.0, 3.0], [5.0, 1.0]]))
+        tensor([[-1.0000,  1.0000],
+                [ 1.0000, -1.0000]])
+
+    Raises:
+        TypeError, ValueError: with the expected and the actual value.
+    """
+    eps, backend, _ = check_input(x, eps, backend, "layer_norm")
+    check_dtype(dtype)
+    if backend == "reference":
+        return norm_gate_reference(x, None, eps=eps, dropout=0.0, dtype=dtype)
+    return norm_gate_triton(x, None, eps, 0.0, None, dtype)
+
+
+def check_input(x, eps, backend, op) -> tuple[float, str, dict[str, int]]:
+    """Return eps as a float, the chosen backend, letter -> size."""
+    sizes: dict[str, int] = {}
+    check_tensor("x", x, "T C", sizes)
+    if not sizes["C"]:
+        raise ValueError("x must be [T, C] with C > 0, got C=0")
+    return check_number("eps", eps, above=0.0), choose_backend(backend, x, op), sizes
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise TypeError for a result's dtype that is not floating point."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating point, got {dtype}")
+
+
+def norm_gate_reference(
+    x: torch.Tensor, u: torch.Tensor | None, *, eps: float, dropout: float, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Compute dropout(LayerNorm(x) * u), or LayerNorm(x) without u: [T, C]. torch's own generator draws the mask.
+
+    dtype: dtype of the result; by default that of x * u.
+    """
+    dtype = dtype or (x.dtype if u is None else torch.promote_types(x.dtype, u.dtype))
+    x, u = widened(x, u)
+    normed = F.layer_norm(x, x.shape[-1:], eps=eps)
+    gated = normed if u is None else normed * u
+    return (F.dropout(gated, dropout) if dropout else gated).to(dtype).contiguous()
+
+
 @triton.jit
-def _load(base, row, column, stride, inside):
+def load_fp32(base, row, column, stride, inside):
+    """Load rows as fp32, zero outside."""
     return tl.load(base + row.to(tl.int64) * stride + column, inside, 0.0).to(tl.float32)
 
 
@@ -51,9 +173,9 @@ def norm_gate_fwd_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < tokens) & (column < C)
-    y, _ = _normalise(_load(x, row, column, x_stride_t, inside), column, eps, C)
+    y, _ = _normalise(load_fp32(x, row, column, x_stride_t, inside), column, eps, C)
     if u is not None:
-        y *= _load(u, row, column, u_stride_t, inside)
+        y *= load_fp32(u, row, column, u_stride_t, inside)
     if seed is not None:
         y = drop(y, seed, row, dropout, ROWS, BLOCK_C)
     tl.store(out + row.to(tl.int64) * C + column, y, inside)
@@ -68,19 +190,19 @@ def norm_gate_bwd_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < tokens) & (column < C)
-    h = _load(grad, row, column, grad_stride_t, inside)
-    y, rstd = _normalise(_load(x, row, column, x_stride_t, inside), column, eps, C)
+    h = load_fp32(grad, row, column, grad_stride_t, inside)
+    y, rstd = _normalise(load_fp32(x, row, column, x_stride_t, inside), column, eps, C)
     target = row.to(tl.int64) * C + column
     if seed is not None:
         h = drop(h, seed, row, dropout, ROWS, BLOCK_C)
     if u is not None:
         tl.store(du + target, h * y, inside)
-        h *= _load(u, row, column, u_stride_t, inside)
+        h *= load_fp32(u, row, column, u_stride_t, inside)
     mean = tl.sum(h, 1, keep_dims=True) / C
     along = tl.sum(h * y, 1, keep_dims=True) / C
     total = (h - mean - y * along) * rstd
     if more_grad is not None:
-        total += _load(more_grad, row, column, more_stride_t, inside)
+        total += load_fp32(more_grad, row, column, more_stride_t, inside)
     tl.store(dx + target, total, inside)
 
 
@@ -121,10 +243,11 @@ def _forward(x, u, seed, eps, dropout, dtype):
 
 def _backward(grad, x, u, seed, eps, dropout, _):
     """Return [dx, du], or [dx] without u."""
-    return _gradients(grad, x, u, None, seed, eps, dropout)
+    return norm_gate_gradients(grad, x, u, None, seed, eps, dropout)
 
 
-def _gradients(grad, x, u, more_grad, seed, eps, dropout):
+def norm_gate_gradients(grad, x, u, more_grad, seed, eps, dropout):
+    """Return [dx + more_grad, du], without u only the first; more_grad may be None."""
     tokens, channels = x.shape
     grad, x, u, more_grad = as_rows(grad, x, u, more_grad, align=False)
     outputs = [torch.empty((tokens, channels), dtype=a.dtype, device=x.device) for a in (x, u) if a is not None]

@@ -1,17 +1,72 @@
-"""Define the Triton kernels and launchers of SiLU in parts. Letters: T tokens, C channels; A, B, M, N columns of parts.
+"""Compute SiLU of a product's columns, in separate parts.
+
+Letters: T tokens, C channels; A, B, M, N columns of parts.
 
 A program has whole rows. Both kernels are limited by memory traffic, so that reading x again in backward costs little
 more.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
 
 from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, next_power_of_2, run
+from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
+from hstu_sparse.core.validation import check_int, check_kernel, check_tensor, choose_backend
 from hstu_sparse.tiles.rows import silu, silu_and_grad
+
+PARTS = 4
+MAX_SIZE = 4096
+
+
+@without_autocast
+def silu_parts(x: torch.Tensor, sizes: Sequence[int], *, backend: str = "auto") -> tuple[torch.Tensor, ...]:
+    """Split SiLU(x) into four parts of columns: an HSTU layer does this with its product, whose parts are u, v, q and
+    k.
+
+    In Triton the parts are separate tensors, and one backward kernel writes the whole gradient from the four, which
+    torch would concatenate first. Only x is saved.
+
+    Args:
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64).
+        sizes: the sizes of the four parts, which sum up to C, each from 1 to 4,096.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        Four tensors [T, size] of x's dtype, in Triton contiguous. Gradients flow to x; the kernels have no second
+        derivatives.
+
+    Examples:
+        >>> u, v, q, k = hstu_sparse.silu_parts(torch.zeros(5, 12), [4, 4, 2, 2])
+        >>> u.shape, k.shape
+        (torch.Size([5, 4]), torch.Size([5, 2]))
+
+    Raises:
+        TypeError, ValueError: with the expected and the actual value.
+    """
+    backend = choose_backend(backend, x, "silu_parts")
+    check_tensor("x", x, "T C", {})
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) != PARTS:
+        raise TypeError(f"sizes must be {PARTS} whole numbers, got {sizes!r}")
+    for size in sizes:
+        check_int("sizes", size, 1, MAX_SIZE)
+    if sum(sizes) != x.shape[1]:
+        raise ValueError(f"sizes must sum up to C={x.shape[1]}, got {list(sizes)}")
+    if backend == "reference":
+        return silu_parts_reference(x, list(sizes))
+    check_kernel("silu_parts", x, {})
+    return silu_parts_operator(x, *sizes)
+
+
+def silu_parts_reference(x: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
+    """Compute SiLU(x) [T, C], split into columns."""
+    return F.silu(x).split(sizes, dim=-1)
+
 
 # Numbers of the widest part in a program's tile.
 TILE = 2048

@@ -1,0 +1,1 @@
+"""Small fused operators of a layer, one file each: the public function, its reference, its kernels."""
