@@ -80,6 +80,16 @@ def test_it_asks_for_what_the_operators_import(wheel):
     assert imported - sys.stdlib_module_names - {"hstu_sparse", "fbgemm_gpu"} == names
 
 
+def test_triton_is_bounded_by_the_versions_that_were_tried(wheel):
+    """To allow the next version, see CONTRIBUTING.md: then it is added here and in pyproject.toml."""
+    (triton,) = (one for one in requirements(facts(wheel).get_all("Requires-Dist")) if one.name == "triton")
+    allowed = [
+        version for version in ("3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0", "4.0.0") if version in triton.specifier
+    ]
+    assert allowed == ["3.6.0", "3.7.1", "3.8.0"]
+    assert metadata.version("triton") in triton.specifier
+
+
 def test_facts_and_changelog_agree(wheel):
     metadata = facts(wheel)
     assert metadata["Version"] == hstu_sparse.__version__
