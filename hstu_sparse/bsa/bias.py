@@ -83,13 +83,19 @@ class KernelBias(NamedTuple):
 
 
 class TableGradients(NamedTuple):
-    """The memory to which kernels add the tables' gradients: see `TableSums`."""
+    """The memory to which kernels add the tables' gradients: see `TableSums`.
+
+    norms         the argument of `exact_scale`, if query-major kernels sum in shared memory first
+    means_factor  1 / the factor of mean keys' terms in the time table's sums
+    """
 
     position: object = None  # [POSITION_COPIES, positions]
     time: object = None  # [TIME_COPIES, buckets]
     unit: object = None  # of int64 sums, one fp32 number
     positions: object = 0
     buckets: object = 0
+    norms: object = None
+    means_factor: object = None
 
 
 class Side(NamedTuple):
@@ -186,11 +192,11 @@ def _edge_sides(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def open_gradients(tables, norms, time_shift, SUMS: tl.constexpr):
+def open_gradients(tables, time_shift, SUMS: tl.constexpr):
     """Prepare the `Gradients` of a program of consecutive queries.
 
-    SUMS: sum in shared memory first, as integers of 21 bits, or in the histogram of `time_shift` fewer bits; norms: the
-    argument of `exact_scale`. What leaves shared memory is fp32.
+    SUMS: sum in shared memory first, as integers of 21 bits, or in the histogram of `time_shift` fewer bits. What
+    leaves shared memory is fp32.
     """
     ring, lane = 0, 0
     scale, time_scale = 1.0, 1.0
@@ -203,7 +209,7 @@ def open_gradients(tables, norms, time_shift, SUMS: tl.constexpr):
         scale = tl.load(tables.unit)
     histogram = 0
     if SUMS:
-        scale = exact_scale(norms)
+        scale = exact_scale(tables.norms)
         time_scale = scale / (1 << time_shift).to(tl.float32)
         if tables.position is not None:
             ring = ring_open(time_shift)
@@ -222,13 +228,13 @@ def close_times(gradients, histogram, tables, SUMS: tl.constexpr):
 
 
 @triton.jit
-def means_gradients(gradients, histogram, tables, factor, SUMS: tl.constexpr):
-    """Return `Gradients` for mean keys, whose terms in the time table are 1 / `factor` times as large."""
+def means_gradients(gradients, histogram, tables, SUMS: tl.constexpr):
+    """Return `Gradients` for mean keys, whose terms in the time table are larger: see `TableGradients`."""
     if SUMS and tables.time is not None:
         histogram_clear(histogram)
     return Gradients(
         gradients.position, gradients.time, gradients.ring, gradients.lane, gradients.scale,
-        gradients.scale * factor if SUMS else gradients.time_scale,
+        gradients.scale * tables.means_factor if SUMS else gradients.time_scale,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def bsa_pool_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_choose_fwd_kernel(
-    q, kbar, kbar_low, offsets, indices, entries, bias, strides, scale, H, B, S,
+    q, kbar, kbar_low, offsets, chosen, bias, strides, call, B,
     D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
     P: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -61,8 +61,9 @@ def bsa_choose_fwd_kernel(
     The sort key is the fp32 score, its bits transformed to order as an integer, above the inverted block index: one
     comparison suffices, and ties go to the smaller block. P is S rounded up to a power of two.
 
-    entries: None, or the output for the plan's entries of the chosen blocks, [NG, H, S] int16.
+    chosen: the output.
     """
+    scale, H, S = call.scale, call.H, call.S
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
     if i * BG * R >= length:
@@ -101,16 +102,17 @@ def bsa_choose_fwd_kernel(
 
     p = tl.arange(0, P)[None, :]
     count = tl.minimum(own_block, S - 1)[:, None]
-    chosen = tl.where(p < count, (best & NO_BLOCK).to(tl.int32) ^ NO_BLOCK, NO_BLOCK)
-    chosen = tl.sort(chosen, descending=False)
-    chosen = tl.where(p < count, chosen, tl.where(p == count, own_block[:, None], -1))
+    j = tl.where(p < count, (best & NO_BLOCK).to(tl.int32) ^ NO_BLOCK, NO_BLOCK)
+    j = tl.sort(j, descending=False)
+    j = tl.where(p < count, j, tl.where(p == count, own_block[:, None], -1))
     row = (start // R + b + group).to(tl.int64)
     place = (row[:, None] * H + h) * S + p
     inside = live[:, None] & (p < S)
-    tl.store(indices + place, chosen, mask=inside)
-    if entries is not None:
+    tl.store(chosen.indices + place, j, mask=inside)
+    if chosen.entries is not None:
         plan_row = entries_row(start, b, first, BS)[:, None] * bias.blocks
-        tl.store(entries + place, tl.load(bias.entries + plan_row + chosen, inside & (chosen >= 0), 0), mask=inside)
+        entries = tl.load(bias.entries + plan_row + j, inside & (j >= 0), 0)
+        tl.store(chosen.entries + place, entries, mask=inside)
 
 
 @triton.jit

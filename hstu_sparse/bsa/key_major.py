@@ -52,7 +52,7 @@ class ListedBlock(NamedTuple):
 
 @triton.jit
 def find_listed_block(
-    lists, offsets, m_first, NB, together, H, B, CHUNK, BS: tl.constexpr, R: tl.constexpr
+    lists, offsets, m_first, NB, together, H, B, BS: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
     """Return the program's `ListedBlock`; the grid covers the chunks of the lists m_first .. m_first + NB * H - 1."""
     chunk = tl.load(lists.chunk_start + m_first) + tl.program_id(0)
@@ -63,8 +63,8 @@ def find_listed_block(
     if chunk < tl.load(lists.chunk_start + m_first + NB * H):
         m = tl.load(lists.chunk_list + chunk)
         part = chunk - tl.load(lists.chunk_start + m)
-        first = tl.load(lists.start + m) + part * CHUNK
-        count = tl.minimum(tl.load(lists.start + m + 1) - first, CHUNK)
+        first = tl.load(lists.start + m) + part * lists.chunk
+        count = tl.minimum(tl.load(lists.start + m + 1) - first, lists.chunk)
     h, slot = head_and_slot(tl.maximum(m - m_first, 0), NB, H, together)
     b, start, length, j = locate(offsets, slot, B, BS)
     return ListedBlock(m, part, first, count * R, h, slot, b, start, start + length, j * BS)
@@ -129,16 +129,17 @@ def add_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.con
 
 @triton.jit(do_not_specialize=["B", "NB", "together", "m_first"])
 def bsa_select_fwd_kernel(
-    q, k, v, g_slc, out, offsets, lists, bias, strides, scale, inv_n, m_first, NB, together, H, B, CHUNK,
+    q, k, v, g_slc, out, offsets, lists, bias, strides, call, m_first, NB, together, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ATOMIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Add a chunk's part to `out`: its queries attend to the block of keys that they chose.
 
-    m_first: the first of the launch's lists; NB, together: see `head_and_slot`; CHUNK: entries of a chunk.
+    m_first: the first of the launch's lists; NB, together: see `head_and_slot`.
     """
-    block = find_listed_block(lists, offsets, m_first, NB, together, H, B, CHUNK, BS, R)
+    scale, inv_n, H = call.scale, call.inv_n, call.H
+    block = find_listed_block(lists, offsets, m_first, NB, together, H, B, BS, R)
     if block.rows <= 0:
         return
     h = block.h
@@ -170,12 +171,13 @@ def bsa_select_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B", "NB", "together", "m_first"])
 def bsa_select_bwd_dq_kernel(
-    do, q, k, v, g_slc, dq, dg_slc, offsets, lists, bias, strides, scale, inv_n, m_first, NB, together, H, B, CHUNK,
+    do, q, k, v, g_slc, dq, dg_slc, offsets, lists, bias, strides, call, m_first, NB, together, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of q and of the selection gate alone, which the deterministic mode adds up slot by slot."""
-    block = find_listed_block(lists, offsets, m_first, NB, together, H, B, CHUNK, BS, R)
+    scale, inv_n, H = call.scale, call.inv_n, call.H
+    block = find_listed_block(lists, offsets, m_first, NB, together, H, B, BS, R)
     if block.rows <= 0:
         return
     h = block.h
@@ -224,8 +226,8 @@ def key_step(dk, dv, keys, values, queries, upstream, gate, scale, biases, FAST:
 
 @triton.jit(do_not_specialize=["B", "NB", "together", "gates_stride_h"])
 def bsa_select_bwd_dkv_kernel(
-    do, q, k, v, dkbar, dvbar, g_slc, g_swa, gates_stride_h, dk, dv, parts, dq, dg_slc, offsets, lists, part_start,
-    bias, tables, strides, scale, inv_n, window, NB, together, H, B, CHUNK,
+    do, q, k, v, gates, gates_stride_h, gradients, dq, dg_slc, offsets, lists, bias, tables, strides, call, NB,
+    together, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -236,9 +238,10 @@ def bsa_select_bwd_dkv_kernel(
     With DQ it also adds the list's part of dq and of the selection gate's gradient, by fp32 atomics. A block with one
     chunk is written directly; the chunks of longer lists write partial sums for bsa_merge_bwd_dkv_kernel.
 
-    g_slc, g_swa: [H, at least T + BM] fp32.
+    gates: by head. gradients: `KeyGradients`.
     """
-    block = find_listed_block(lists, offsets, 0, NB, together, H, B, CHUNK, BS, R)
+    scale, inv_n, H, window = call.scale, call.inv_n, call.H, call.window
+    block = find_listed_block(lists, offsets, 0, NB, together, H, B, BS, R)
     h, start, stop, chunk = block.h, block.start, block.stop, block.chunk
     length = (stop - start).to(tl.int32)
     if (block.m < 0) | (block.begin >= length):
@@ -255,8 +258,8 @@ def bsa_select_bwd_dkv_kernel(
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
-    g_slc += h * gates_stride_h
-    g_swa += h * gates_stride_h
+    g_slc = gates.slc + h * gates_stride_h
+    g_swa = gates.swa + h * gates_stride_h
     if not TMA:
         q += h * strides.q_h
         do += h * strides.do_h
@@ -324,14 +327,14 @@ def bsa_select_bwd_dkv_kernel(
         size = tl.minimum(length - block.begin, BS)
         mean = block.slot.to(tl.int64) * H + h
         d, e = tl.arange(0, BD), tl.arange(0, BV)
-        acc_k += (tl.load(dkbar + mean * D + d, mask=d < D, other=0.0) / size)[None, :]
-        acc_v += (tl.load(dvbar + mean * V + e, mask=e < V, other=0.0) / size)[None, :]
-    part = tl.load(part_start + block.m)
-    if tl.load(part_start + block.m + 1) == part:
-        store_rows(dk + (start * H + h) * D, s, H * D, known, acc_k, D, BD)
-        store_rows(dv + (start * H + h) * V, s, H * V, known, acc_v, V, BV)
+        acc_k += (tl.load(gradients.dkbar + mean * D + d, mask=d < D, other=0.0) / size)[None, :]
+        acc_v += (tl.load(gradients.dvbar + mean * V + e, mask=e < V, other=0.0) / size)[None, :]
+    part = tl.load(lists.part_start + block.m)
+    if tl.load(lists.part_start + block.m + 1) == part:
+        store_rows(gradients.dk + (start * H + h) * D, s, H * D, known, acc_k, D, BD)
+        store_rows(gradients.dv + (start * H + h) * V, s, H * V, known, acc_v, V, BV)
     else:
-        parts += (part + chunk).to(tl.int64) * (BS * (D + V)) + offset * (D + V)
+        parts = gradients.parts + (part + chunk).to(tl.int64) * (BS * (D + V)) + offset * (D + V)
         store_rows(parts, lane, D + V, lane < BN, acc_k, D, BD)
         store_rows(parts + D, lane, D + V, lane < BN, acc_v, V, BV)
 

@@ -12,6 +12,7 @@ In deterministic mode (torch.use_deterministic_algorithms) the lists come from a
 and for small groups the choice is processed slot by slot, so that no two programs of a launch add to one row.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import TableGradients, Tables, pair_norms
 from hstu_sparse.bsa.lists import invert
-from hstu_sparse.bsa.parameters import Chosen, Gates, Strides
+from hstu_sparse.bsa.parameters import Call, Chosen, Gates, KeyGradients, Strides
 from hstu_sparse.core.launch import (
     LaunchConfig,
     architecture,
@@ -119,7 +120,8 @@ class Problem:
         self.B = a.seq_offsets.shape[0] - 1
         self.BS, self.S, self.R = a.block_size, a.block_counts, group
         self.NB, self.NG = self.slots(a.block_size), self.slots(group)
-        self.window, self.scale, self.inv_n = a.window_size, a.scale, 1.0 / a.normalizer
+        self.window = a.window_size
+        self.call = Call(a.scale, 1.0 / a.normalizer, self.H, self.S, self.window)
         self.BD, self.BV = padded_head(self.D), padded_head(self.V)
         self.query_major = group >= QUERY_MAJOR
         self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
@@ -209,12 +211,12 @@ def contiguous_gates(a: Arguments) -> Gates:
     return Gates(g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous())
 
 
-def gates_by_head(p: Problem, *gates: Tensor) -> list[Tensor]:
+def gates_by_head(p: Problem, gates: Sequence[Tensor]) -> Gates:
     """Return gates as [H, T and more] fp32, whose tiles of consecutive tokens key-major kernels read contiguously."""
     by_head = torch.empty(len(gates), p.H, cdiv(p.T, 16) * 16 + 128, dtype=torch.float32, device=gates[0].device)
     for rows, gate in zip(by_head, gates):
         rows[:, : p.T] = gate.t()
-    return list(by_head)
+    return Gates(by_head[0], by_head[1], by_head[-1])
 
 
 def launch_forward(*arguments):
@@ -243,7 +245,7 @@ def launch_forward(*arguments):
     groups = p.group_tile()
     run(
         blocks.bsa_choose_fwd_kernel, (p.slots(groups * p.R), p.H),
-        q, kbar, kbar_low, p.offsets, *chosen, bias, strides, p.scale, p.H, p.B, p.S,
+        q, kbar, kbar_low, p.offsets, chosen, bias, strides, p.call, p.B,
         D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -255,8 +257,8 @@ def launch_forward(*arguments):
     tensors, tma = p.keys(config, k, v, kbar, vbar)
     run(
         query_major.bsa_query_fwd_kernel, (tiles * p.H,),
-        q, *tensors, p.offsets, chosen, gates, bias, out, strides,
-        p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(config.BM, tiles),
+        q, *tensors, p.offsets, chosen, gates, bias, out, strides, p.call, p.B, tiles,
+        p.tiles_together(config.BM, tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, TMA=tma,
         **config,
     )  # fmt: skip
@@ -265,8 +267,8 @@ def launch_forward(*arguments):
         for turn in range(lists.turns):
             run(
                 key_major.bsa_select_fwd_kernel, (lists.chunks_per_turn,),
-                q, k, v, gates.slc, out, p.offsets, lists.pointers(), bias, strides, p.scale, p.inv_n,
-                turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
+                q, k, v, gates.slc, out, p.offsets, lists.pointers(), bias, strides, p.call, turn * p.H * p.NB, p.NB,
+                p.blocks_together, p.B,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.config("select_fwd"),
             )  # fmt: skip
     return cut(out, value_size, q.dtype), indices, kbar, vbar, halves, entries
@@ -310,36 +312,35 @@ def launch_backward(do, *arguments):
     if sums:
         pitches = (0 if x is None else x.shape[1] for x in (sums.position, sums.time))
         tables = TableGradients(sums.position, sums.time, sums.unit, *pitches)
-    norms = pair_norms(do, v, present_gates) if p.sums else None
 
     fp32 = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
-    dg_cmp, dg_slc = torch.empty(p.T, p.H, **fp32), torch.empty(p.T, p.H, **fp32)
-    dg_swa = torch.empty((p.T, p.H) if p.window else (0,), **fp32)
+    dgates = Gates(*(torch.empty(shape, **fp32) for shape in [(p.T, p.H)] * 2 + [(p.T, p.H) if p.window else (0,)]))
     config = p.config("query_dq")
     tiles = p.slots(config.BM)
     tensors, tma = p.keys(config, k, v, kbar, vbar)
     keys_shift, means_shift = p.shifts(config.BM)
+    norms = pair_norms(do, v, present_gates) if p.sums else None
+    query_tables = tables._replace(norms=norms, means_factor=2.0**-means_shift / p.BS)
     run(
         query_major.bsa_query_bwd_dq_kernel, (tiles * p.H,),
-        do, q, *tensors, p.offsets, chosen, gates, dq, dg_cmp, dg_slc, dg_swa, bias, tables, norms, keys_shift,
-        2.0**-means_shift / p.BS, strides,
-        p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(config.BM, tiles),
+        do, q, *tensors, p.offsets, chosen, gates, dq, dgates, bias, query_tables, keys_shift, strides, p.call, p.B,
+        tiles, p.tiles_together(config.BM, tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         TMA=tma, **config,
     )  # fmt: skip
 
-    cmp_rows, slc_rows, *swa_list = gates_by_head(p, *present_gates)
-    swa_rows = swa_list[0] if swa_list else slc_rows
+    by_head = gates_by_head(p, present_gates)
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
+    key_gradients = KeyGradients(dkbar, dvbar, None, None, None)
     config = p.config("compress_dkv")
     # Enough programs for the earliest blocks, which nearly every query sees; one each if the order must be fixed.
     splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, 2048))
     described = p.tma(config.BM, do, q)
     run(
         means_major.bsa_compress_bwd_dkv_kernel, (p.slots(config.BN * p.BS), p.H, splits),
-        *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias, strides,
-        p.scale, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
+        *(described or (do, q)), kbar, vbar, p.offsets, by_head, by_head.cmp.stride(0), key_gradients, bias, strides,
+        p.call, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **config,
     )  # fmt: skip
 
@@ -354,9 +355,9 @@ def launch_backward(do, *arguments):
     described = p.tma(config.BM, do, q) if config.BM <= p.R else None
     run(
         key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // config.BN),
-        *(described or (do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
-        p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables,
-        strides, p.scale, p.inv_n, p.window, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
+        *(described or (do, q)), k, v, by_head, by_head.slc.stride(0), KeyGradients(dkbar, dvbar, dk, dv, parts), dq,
+        dgates.slc, p.offsets, lists.pointers(), bias, TableGradients() if p.query_major else tables, strides, p.call,
+        p.NB, p.blocks_together, p.B,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
         TMA=described is not None, **config,
     )  # fmt: skip
@@ -372,16 +373,16 @@ def launch_backward(do, *arguments):
         for turn in range(lists.turns):
             run(
                 key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_turn,),
-                do, q, k, v, gates.slc, dq, dg_slc, p.offsets, lists.pointers(), bias, strides,
-                p.scale, p.inv_n, turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
+                do, q, k, v, gates.slc, dq, dgates.slc, p.offsets, lists.pointers(), bias, strides, p.call,
+                turn * p.H * p.NB, p.NB, p.blocks_together, p.B,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.config("select_dq"),
             )  # fmt: skip
     gradients = [cut(d, x.shape[2], x.dtype) for d, x in zip((dq, dk, dv), unpadded[:3])]
-    gradients += [d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), present_gates)]
+    gradients += [d.to(g.dtype) for d, g in zip(dgates, present_gates)]
     if sums:
-        factor = p.inv_n
+        factor = p.call.inv_n
         if norms is not None:  # if a norm is not a number, the sums must be NaN too
-            factor = torch.where(norms.prod().isfinite(), p.inv_n, float("nan"))
+            factor = torch.where(norms.prod().isfinite(), p.call.inv_n, float("nan"))
         gradients += sums.gradients(factor)
     return gradients
 

@@ -33,7 +33,9 @@ class Lists:
     max_parts: int
 
     def pointers(self) -> ListPointers:
-        return ListPointers(self.tokens, self.start, self.chunk_start, self.chunk_list, self.entries)
+        return ListPointers(
+            self.tokens, self.start, self.chunk_start, self.chunk_list, self.entries, self.part_start, self.chunk
+        )  # fmt: skip
 
 
 def invert(p, indices: Tensor, entries: Tensor | None, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:

@@ -13,15 +13,16 @@ from hstu_sparse.tiles.rows import load_rows, load_tile, locate
 
 @triton.jit(do_not_specialize=["B", "gates_stride_h"])
 def bsa_compress_bwd_dkv_kernel(
-    do, q, kbar, vbar, offsets, g_cmp, gates_stride_h, dkbar, dvbar, bias, strides, scale, inv_n, H, B,
+    do, q, kbar, vbar, offsets, gates, gates_stride_h, gradients, bias, strides, call, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, ATOMIC: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of BN mean keys and values from every later query; grid axis 2 divides the queries in turn.
 
-    g_cmp: [H, at least T + BM] fp32.
+    gates: by head. gradients: `KeyGradients`.
     """
+    scale, inv_n, H = call.scale, call.inv_n, call.H
     b, start, length, i = locate(offsets, tl.program_id(0), B, BN * BS)
     h = tl.program_id(1)
     blocks = length // BS
@@ -37,7 +38,7 @@ def bsa_compress_bwd_dkv_kernel(
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
-    g_cmp += h * gates_stride_h
+    g_cmp = gates.cmp + h * gates_stride_h
     if not TMA:
         q += h * strides.q_h
         do += h * strides.do_h
@@ -56,5 +57,5 @@ def bsa_compress_bwd_dkv_kernel(
             acc_k, acc_v, _, _ = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate, scale, biases, FAST, PRECISION
             )
-        add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * scale * inv_n), D, BD, ATOMIC)
-        add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)
+        add_rows(gradients.dkbar + base * D, j, H * D, known, acc_k * (BS * scale * inv_n), D, BD, ATOMIC)
+        add_rows(gradients.dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

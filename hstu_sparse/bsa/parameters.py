@@ -1,6 +1,7 @@
 """Define groups of arguments of the block-sparse kernels; those of the bias are in bias.py.
 
-Letters: T tokens of the batch, H heads, S blocks chosen per group, NG group slots.
+Letters: T tokens of the batch, H heads, D query/key and V value head size, BS block size, S blocks chosen per group, NG
+group slots, NB block slots.
 """
 
 from typing import NamedTuple
@@ -18,11 +19,41 @@ class Chosen(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gates, [T, H] each, see the public function; without a window `swa` is a copy of `slc` that is not read."""
+    """The gates or their gradients, see the public function: [T, H], or by head [H, at least T and a tile] fp32.
+
+    Without a window `swa` is another one that is not read.
+    """
 
     cmp: object
     slc: object
     swa: object
+
+
+class Call(NamedTuple):
+    """The numbers of a call.
+
+    inv_n   1 / normalizer
+    H, S    heads, and blocks chosen per group
+    window  the window's size, or 0
+    """
+
+    scale: object
+    inv_n: object
+    H: object
+    S: object
+    window: object
+
+
+class KeyGradients(NamedTuple):
+    """The gradients of mean keys and values [NB, H, D or V] fp32, of keys and values [T, H, D or V], and partial sums
+    of the latter, [parts, BS, D + V] fp32.
+    """
+
+    dkbar: object
+    dvbar: object
+    dk: object
+    dv: object
+    parts: object
 
 
 class Strides(NamedTuple):
@@ -44,10 +75,12 @@ class Strides(NamedTuple):
 
 
 class ListPointers(NamedTuple):
-    """The pointers of `Lists` (lists.py) that kernels read."""
+    """The pointers of `Lists` (lists.py) that kernels read, and the number of entries of a chunk."""
 
     tokens: object
     start: object
     chunk_start: object
     chunk_list: object
     entries: object
+    part_start: object
+    chunk: object

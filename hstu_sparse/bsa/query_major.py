@@ -138,12 +138,13 @@ def band_begin(tile, window, BN: tl.constexpr, BS: tl.constexpr, WINDOW: tl.cons
 
 @triton.jit(do_not_specialize=["B", "tiles", "together"])
 def bsa_query_fwd_kernel(
-    q, k, v, kbar, vbar, offsets, chosen, gates, bias, out, strides, scale, inv_n, H, B, S, window, tiles, together,
+    q, k, v, kbar, vbar, offsets, chosen, gates, bias, out, strides, call, B, tiles, together,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of BM queries of one head. TMA: k, v, kbar and vbar are tensor descriptors."""
+    scale, inv_n, H, S, window = call.scale, call.inv_n, call.H, call.S, call.window
     h, slot = head_and_slot(tl.program_id(0), tiles, H, together)
     tile = find_queries(offsets, tiles, h, slot, B, H, BM, BS)
     start, end, t, live = tile.start, tile.end, tile.t, tile.live
@@ -208,8 +209,8 @@ def bsa_query_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B", "tiles", "together", "time_shift"])
 def bsa_query_bwd_dq_kernel(
-    do, q, k, v, kbar, vbar, offsets, chosen, gates, dq, dg_cmp, dg_slc, dg_swa, bias, tables, norms, time_shift,
-    means_factor, strides, scale, inv_n, H, B, S, window, tiles, together,
+    do, q, k, v, kbar, vbar, offsets, chosen, gates, dq, dgates, bias, tables, time_shift, strides, call, B, tiles,
+    together,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, SUMS: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -217,8 +218,9 @@ def bsa_query_bwd_dq_kernel(
     """Compute the gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight
     * (do.v).
 
-    SUMS, norms, time_shift, means_factor: see `open_gradients` and `means_gradients`.
+    SUMS, time_shift: see `open_gradients`.
     """
+    scale, inv_n, H, S, window = call.scale, call.inv_n, call.H, call.S, call.window
     h, slot = head_and_slot(tl.program_id(0), tiles, H, together)
     tile = find_queries(offsets, tiles, h, slot, B, H, BM, BS)
     start, end, t, live = tile.start, tile.end, tile.t, tile.live
@@ -233,7 +235,7 @@ def bsa_query_bwd_dq_kernel(
         kbar += ((start // BS + tile.b) * H + h) * D
         vbar += ((start // BS + tile.b) * H + h) * V
     slc = tl.load(gates.slc + tile.token, mask=live, other=0.0).to(tl.float32)
-    gradients, histogram = open_gradients(tables, norms, time_shift, SUMS)
+    gradients, histogram = open_gradients(tables, time_shift, SUMS)
     acc = tl.zeros([BM, BD], tl.float32)
     slc_branch = tl.zeros([BM], tl.float32)
     swa_branch = tl.zeros([BM], tl.float32)
@@ -291,7 +293,7 @@ def bsa_query_bwd_dq_kernel(
 
     complete = (t + 1) // BS
     if end >= BS:  # the means of the complete blocks
-        gradients = means_gradients(gradients, histogram, tables, means_factor, SUMS)
+        gradients = means_gradients(gradients, histogram, tables, SUMS)
         cmp = tl.load(gates.cmp + tile.token, mask=live, other=0.0).to(tl.float32) * BS
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
@@ -312,8 +314,8 @@ def bsa_query_bwd_dq_kernel(
             if tables.time is not None:
                 add_pair_times(gradients, dscore, buckets, SUMS, SUMS)
         close_times(gradients, histogram, tables, SUMS)
-    tl.store(dg_cmp + tile.token, cmp_branch * (BS * inv_n), mask=live)
-    tl.store(dg_slc + tile.token, slc_branch * inv_n, mask=live)
+    tl.store(dgates.cmp + tile.token, cmp_branch * (BS * inv_n), mask=live)
+    tl.store(dgates.slc + tile.token, slc_branch * inv_n, mask=live)
     if WINDOW:
-        tl.store(dg_swa + tile.token, swa_branch * inv_n, mask=live)
+        tl.store(dgates.swa + tile.token, swa_branch * inv_n, mask=live)
     store_rows(dq + (start * H + h) * D, t, H * D, live, acc * (scale * inv_n), D, BD)
