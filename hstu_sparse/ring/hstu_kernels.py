@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hstu_sparse.bias.gradients import add_pairs
 from hstu_sparse.bias.scores import pair_bias
-from hstu_sparse.tiles.rows import load_rows, locate, silu, silu_and_grad
+from hstu_sparse.tiles.rows import load_head, locate, silu, silu_and_grad
 
 PER_BATCH = ["num_seqs", "window_size"]
 CALLER_POINTERS = [
@@ -115,52 +115,50 @@ def _scores(
 
 
 @triton.jit
-def _add(target, stride_t, stride_h, head, token, inside, value, SIZE: tl.constexpr):
-    """Add value to rows of a head of `target` [tokens, H, SIZE] fp32."""
+def _add(target, head, token, inside, value, SIZE: tl.constexpr):
+    """Add value to rows of a head of `target`, `Rows` [tokens, H, SIZE] fp32."""
     column = tl.arange(0, value.shape[1])
-    rows = target + head * stride_h + token[:, None] * stride_t + column[None, :]
+    rows = target.pointer + head * target.stride_h + token[:, None] * target.stride_t + column[None, :]
     mask = inside[:, None] & (column < SIZE)[None, :]
     tl.store(rows, tl.load(rows, mask, 0.0) + value, mask)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def ring_hstu_fwd_kernel(
-    q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
-    q_offsets, k_offsets, q_positions, k_positions, q_times, k_times, position_table, time_table, cells, num_seqs,
-    scale, inverse_n, window_size,
+    q, k, v, out, q_offsets, k_offsets, q_positions, k_positions, q_times, k_times, position_table, time_table, cells,
+    num_seqs, scale, inverse_n, window_size,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, V_OUT: tl.constexpr, N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys' contribution to `out` (fp32) of BLOCK_M queries of one head."""
+    """Add the keys' contribution to `out` (fp32) of BLOCK_M queries of one head; q, k, v and out are `Rows`."""
     tables = Tables(position_table, time_table, cells)
     tile = _own_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
     if not tile.some:
         return
     head, token, inside, t = tile.head, tile.token, tile.inside, tile.position
-    query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
+    query = load_head(q, head, token, inside, D, PAD_D)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     k_end = tl.load(k_offsets + tile.b + 1).to(tl.int64)
     for start in range(tl.load(k_offsets + tile.b).to(tl.int64), k_end, BLOCK_N):
         other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
         if _overlap(t, s, window_size, HAS_WINDOW):
             k_time = _times(k_times, other, k_inside, tables)[None, :]
-            key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
+            key = load_head(k, head, other, k_inside, D, PAD_D)
             scores, seen, _ = _scores(
                 query, key, t[:, None] - s[None, :], tile.time[:, None], k_time, tables, scale, window_size, N,
                 HAS_WINDOW, PRECISION,
             )  # fmt: skip
             weights = tl.where(seen, silu(scores, FAST), 0.0)
-            value = load_rows(v + head * v_stride_h, other, v_stride_t, k_inside, V, PAD_V)
+            value = load_head(v, head, other, k_inside, V, PAD_V)
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
-    _add(out, out_stride_t, out_stride_h, head, token, inside, acc * inverse_n, V_OUT)
+    _add(out, head, token, inside, acc * inverse_n, V_OUT)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def ring_hstu_bwd_dq_kernel(
-    q, k, v, do, dq, position_grad, time_grad, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
-    do_stride_t, do_stride_h, dq_stride_t, dq_stride_h, q_offsets, k_offsets, q_positions, k_positions, q_times,
-    k_times, position_table, time_table, cells, num_seqs, scale, inverse_n, window_size,
+    q, k, v, do, dq, position_grad, time_grad, q_offsets, k_offsets, q_positions, k_positions, q_times, k_times,
+    position_table, time_table, cells, num_seqs, scale, inverse_n, window_size,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
@@ -171,16 +169,16 @@ def ring_hstu_bwd_dq_kernel(
     if not tile.some:
         return
     head, token, inside = tile.head, tile.token, tile.inside
-    query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
-    dout = load_rows(do + head * do_stride_h, token, do_stride_t, inside, V, PAD_V)
+    query = load_head(q, head, token, inside, D, PAD_D)
+    dout = load_head(do, head, token, inside, V, PAD_V)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     k_end = tl.load(k_offsets + tile.b + 1).to(tl.int64)
     for start in range(tl.load(k_offsets + tile.b).to(tl.int64), k_end, BLOCK_N):
         other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
         if _overlap(tile.position, s, window_size, HAS_WINDOW):
             k_time = _times(k_times, other, k_inside, tables)[None, :]
-            key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
-            value = load_rows(v + head * v_stride_h, other, v_stride_t, k_inside, V, PAD_V)
+            key = load_head(k, head, other, k_inside, D, PAD_D)
+            value = load_head(v, head, other, k_inside, V, PAD_V)
             distance = tile.position[:, None] - s[None, :]
             scores, seen, bucket = _scores(
                 query, key, distance, tile.time[:, None], k_time, tables, scale, window_size, N, HAS_WINDOW, PRECISION
@@ -190,14 +188,13 @@ def ring_hstu_bwd_dq_kernel(
             ds = tl.where(seen, ds, 0.0)
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
             add_pairs(position_grad, time_grad, None, ds, distance, seen, bucket, N)
-    _add(dq, dq_stride_t, dq_stride_h, head, token, inside, acc * scale, D_OUT)
+    _add(dq, head, token, inside, acc * scale, D_OUT)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def ring_hstu_bwd_dkv_kernel(
-    q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
-    do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, q_offsets, k_offsets, q_positions, k_positions,
-    q_times, k_times, position_table, time_table, cells, num_seqs, scale, inverse_n, window_size,
+    q, k, v, do, dk, dv, q_offsets, k_offsets, q_positions, k_positions, q_times, k_times, position_table, time_table,
+    cells, num_seqs, scale, inverse_n, window_size,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
@@ -210,8 +207,8 @@ def ring_hstu_bwd_dkv_kernel(
     if not tile.some:
         return
     head, token, inside, s = tile.head, tile.token, tile.inside, tile.position
-    key = load_rows(k + head * k_stride_h, token, k_stride_t, inside, D, PAD_D)
-    value = load_rows(v + head * v_stride_h, token, v_stride_t, inside, V, PAD_V)
+    key = load_head(k, head, token, inside, D, PAD_D)
+    value = load_head(v, head, token, inside, V, PAD_V)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     q_end = tl.load(q_offsets + tile.b + 1).to(tl.int64)
@@ -219,8 +216,8 @@ def ring_hstu_bwd_dkv_kernel(
         other, q_inside, t = _tile_of(start, q_end, q_positions, NO_QUERY, BLOCK_M)
         if _overlap(t, s, window_size, HAS_WINDOW):
             q_time = _times(q_times, other, q_inside, tables)[None, :]
-            query = load_rows(q + head * q_stride_h, other, q_stride_t, q_inside, D, PAD_D)
-            dout = load_rows(do + head * do_stride_h, other, do_stride_t, q_inside, V, PAD_V)
+            query = load_head(q, head, other, q_inside, D, PAD_D)
+            dout = load_head(do, head, other, q_inside, V, PAD_V)
             scores, seen, _ = _scores(
                 key, query, t[None, :] - s[:, None], q_time, tile.time[:, None], tables, scale, window_size, N,
                 HAS_WINDOW, PRECISION,
@@ -230,5 +227,5 @@ def ring_hstu_bwd_dkv_kernel(
             acc_v = tl.dot(weights.to(dout.dtype), dout, acc_v, input_precision=PRECISION)
             ds = tl.where(seen, slope * tl.dot(value, tl.trans(dout), input_precision=PRECISION), 0.0)
             acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
-    _add(dk, dk_stride_t, dk_stride_h, head, token, inside, acc_k * (scale * inverse_n), D_OUT)
-    _add(dv, dv_stride_t, dv_stride_h, head, token, inside, acc_v * inverse_n, V_OUT)
+    _add(dk, head, token, inside, acc_k * (scale * inverse_n), D_OUT)
+    _add(dv, head, token, inside, acc_v * inverse_n, V_OUT)

@@ -10,6 +10,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import LaunchConfig, configuration, padded_head, precision, run
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
+from hstu_sparse.tiles.rows import Rows
 
 
 @configuration
@@ -32,15 +33,14 @@ def _launch(
     kernel, grid_tokens, block, tensors, extra, q_offsets, k_offsets, q_positions, k_positions, normalizer, scale,
     window_size, bias: RelativeBias, sizes: dict, config,
 ):  # fmt: skip
-    """Call kernel[...](*tensors, *extra, strides of the tensors, ...); the first tensors are q, k, v, aligned."""
+    """Call kernel[...](*tensors, *extra, ...), the tensors as `Rows`; the first are q, k, v, aligned."""
     q, _, v = tensors[:3]
     cells = None if bias.time is None else device_cells(num_time_buckets(bias.time), q.device)
     positions = 1 if bias.position is None else bias.position.shape[0]
     num_seqs = q_offsets.shape[0] - 1
-    strides = [stride for x in tensors for stride in x.stride()[:2]]
     run(
         kernel, (grid_tokens // config[block] + num_seqs) * q.shape[1],
-        *tensors, *extra, *strides, *(x.contiguous() for x in (q_offsets, k_offsets, q_positions, k_positions)),
+        *map(Rows.of, tensors), *extra, *(x.contiguous() for x in (q_offsets, k_offsets, q_positions, k_positions)),
         *(None if x is None else x.contiguous() for x in (bias.query_timestamps, bias.timestamps, *bias[:2])),
         cells, num_seqs, scale, 1.0 / normalizer, window_size,
         H=q.shape[1], D=q.shape[2], V=v.shape[2], N=positions, HAS_WINDOW=window_size > 0,

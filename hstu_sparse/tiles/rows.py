@@ -7,6 +7,8 @@ Tiles are numbered without reading the offsets on the host: sequence b has its t
 T // SIZE + B of them in all, and unused ones cost an early return.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -136,6 +138,24 @@ def numbered(h, slot, slots, H, together):
     """
     first = slot // together * together
     return first * H + h * tl.minimum(together, slots - first) + (slot - first)
+
+
+class Rows(NamedTuple):
+    """A tensor [T, H, size] with adjacent channels, as kernels take it: pointer, strides between tokens and heads."""
+
+    pointer: object
+    stride_t: object
+    stride_h: object
+
+    @classmethod
+    def of(cls, x) -> "Rows":
+        return cls(x, x.stride(0), x.stride(1))
+
+
+@triton.jit
+def load_head(x, head, tokens, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Load a tile [tokens, PADDED] of one head of `Rows`, zero outside of the mask and past SIZE columns."""
+    return load_rows(x.pointer + head * x.stride_h, tokens, x.stride_t, mask, SIZE, PADDED)
 
 
 @triton.jit
