@@ -15,6 +15,7 @@ from hstu_sparse.flash.tiles import (
     LOG2_E,
     PER_BATCH,
     ROW_BLOCK,
+    HeadOptions,
     dropout_mask,
     find_tile,
     hide,
@@ -23,12 +24,12 @@ from hstu_sparse.flash.tiles import (
     piece,
     query_ranges,
 )
-from hstu_sparse.tiles.rows import block_source, in_registers, load_block, load_rows, locate
+from hstu_sparse.tiles.rows import block_source, in_registers, load_block, load_head, locate, row_pointer
 
 
 @triton.jit(do_not_specialize=["num_pieces", "total"], do_not_specialize_on_alignment=["q_offsets"])
 def flash_attention_bwd_rows_kernel(
-    out, do, lse, rows, out_stride_t, out_stride_h, do_stride_t, do_stride_h, q_offsets, num_pieces, total,
+    out, do, lse, rows, q_offsets, num_pieces, total,
     H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Compute rows [2, H, slots * ROW_BLOCK]: the log-sum-exp in units of log2, and the sum of output times gradient.
@@ -43,8 +44,8 @@ def flash_attention_bwd_rows_kernel(
     row = tile * ROW_BLOCK + part
     token = begin + row
     inside = row < length
-    product = load_rows(out + head * out_stride_h, token, out_stride_t, inside, V, PAD_V).to(tl.float32)
-    product *= load_rows(do + head * do_stride_h, token, do_stride_t, inside, V, PAD_V).to(tl.float32)
+    product = load_head(out, head, token, inside, V, PAD_V).to(tl.float32)
+    product *= load_head(do, head, token, inside, V, PAD_V).to(tl.float32)
     before = tl.load(lse + head.to(tl.int64) * total + token, inside, float("-inf"))
     width = row_width(num_pieces, total)
     rows += head * width + tl.cast(slot, tl.int64) * ROW_BLOCK + part
@@ -63,7 +64,7 @@ def row_width(num_pieces, total):
 @triton.jit
 def _attend_dq(
     acc, q, do, row_lse, row_delta, first, last, t, t_first, q_inside, k, v, k_stride, v_stride, k_length, k_position,
-    scale, slope, left, right, seed, pair, dropout,
+    options,
     D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
@@ -73,18 +74,18 @@ def _attend_dq(
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, k_length, D, PAD_D, MASKED, TMA)
         value = load_block(v, start, n, v_stride, k_length, V, PAD_V, MASKED, TMA)
-        scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
+        scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * options.scale
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         s = (k_position + start + n)[None, :]
-        if slope is not None:
-            scores -= slope * tl.abs(t - s).to(tl.float32)
+        if options.slope is not None:
+            scores -= options.slope * tl.abs(t - s).to(tl.float32)
         if MASKED:
             inside = (start + n < k_length)[None, :]
-            scores = hide(scores, t, s, q_inside, inside, left, right, HAS_LEFT, HAS_RIGHT)
+            scores = hide(scores, t, s, q_inside, inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
         weights = tl.exp2(scores - row_lse)
-        if seed is not None:
-            keep = dropout_mask(seed, pair, t_first, k_position + start, dropout, ALIGNED, BLOCK_M, BLOCK_N)
-            dp = tl.where(keep, dp / (1.0 - dropout), 0.0)
+        if options.seed is not None:
+            keep = dropout_mask(options, t_first, k_position + start, ALIGNED, BLOCK_M, BLOCK_N)
+            dp = tl.where(keep, dp / (1.0 - options.dropout), 0.0)
         ds = weights * (dp - row_delta)
         acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
     return acc
@@ -92,15 +93,14 @@ def _attend_dq(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def flash_attention_bwd_dq_kernel(
-    q, k, v, do, rows, before, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
-    do_stride_h, dq_stride_t, dq_stride_h, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left,
-    right, slopes, slope_stride, seed, dropout,
+    q, k, v, do, rows, before, dq, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call, left, right,
+    slope_stride, seed,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IN_PLACE: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WGMMA: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of BLOCK_M queries of one head in one program. scale: times log2(e).
+    """Compute dq of BLOCK_M queries of one head in one program.
 
     before: None, or the summand [T, H, D] fp32, contiguous. IN_PLACE: it is `dq`.
     """
@@ -117,43 +117,42 @@ def flash_attention_bwd_dq_kernel(
     q_inside = (first_row + m < length)[:, None]
     t_first = tile.position + first_row
     t = (t_first + m)[:, None]
-    q += begin * q_stride_t + head * q_stride_h
-    do += begin * do_stride_t + head * do_stride_h
-    query = in_registers(load_block(q, first_row, m, q_stride_t, length, D, PAD_D, True), WGMMA)
-    dout = in_registers(load_block(do, first_row, m, do_stride_t, length, V, PAD_V, True), WGMMA)
+    query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, length, D, PAD_D, True)
+    query = in_registers(query, WGMMA)
+    dout = load_block(row_pointer(do, begin, head), first_row, m, do.stride_t, length, V, PAD_V, True)
+    dout = in_registers(dout, WGMMA)
     width = row_width(num_pieces, total)
     rows += head * width + (begin // ROW_BLOCK + tile.index) * ROW_BLOCK + first_row + m
     row_lse = tl.load(rows)[:, None]
     row_delta = tl.load(rows + H * width)[:, None]
     slope = None
-    if slopes is not None:
-        slope = tl.load(slopes + tile.sequence * slope_stride + head) * LOG2_E
+    if call.slopes is not None:
+        slope = tl.load(call.slopes + tile.sequence * slope_stride + head) * LOG2_E
+    head_options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
-    k += head // GROUP * k_stride_h
-    v += head // GROUP * v_stride_h
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(tile.sequence * PIECES + i, k_offsets, k_starts)
         bounds = key_ranges(
             first_row, length, k_length, tile.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
-        keys = block_source(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
-        values = block_source(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
+        keys = block_source(row_pointer(k, k_begin, head // GROUP), k.stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
+        values = block_source(row_pointer(v, k_begin, head // GROUP), v.stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
         for part in tl.static_range(3):
             if part > 0 or HAS_LEFT:  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     acc = _attend_dq(
                         acc, query, dout, row_lse, row_delta, bounds[part], bounds[part + 1], t, t_first, q_inside,
-                        keys, values, k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed,
-                        tile.sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        keys, values, k.stride_t, v.stride_t, k_length, k_position, head_options, D, V, HAS_LEFT,
+                        HAS_RIGHT, ALIGNED, PRECISION, part != 1,
                         BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
-    dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
-    result = acc * (scale / LOG2_E)
+    result = acc * (call.scale / LOG2_E)
     if before is not None:
         before += (begin + first_row) * (H * D_OUT) + head * D_OUT
         result += tl.load(before + m[:, None] * (H * D_OUT) + d[None, :], inside, 0.0)
-    tl.store(dq + m[:, None] * dq_stride_t + d[None, :], result.to(dq.dtype.element_ty), inside)
+    target = row_pointer(dq, begin + first_row, head) + m[:, None] * dq.stride_t + d[None, :]
+    tl.store(target, result.to(dq.pointer.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -181,7 +180,7 @@ def load_row(base, start, rows, TMA: tl.constexpr):
 @triton.jit
 def _attend_dkv(
     dk, dv, k, v, first, last, s, s_first, k_inside, q, do, lse, delta, q_stride, do_stride, q_length, q_position,
-    scale, slope, left, right, seed, pair, dropout,
+    options,
     D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
@@ -192,20 +191,20 @@ def _attend_dkv(
         query = load_block(q, start, m, q_stride, q_length, D, PAD_D, MASKED, TMA)
         dout = load_block(do, start, m, do_stride, q_length, V, PAD_V, MASKED, TMA)
         row_lse = load_row(lse, start, m, TMA)
-        scores = tl.dot(k, tl.trans(query), input_precision=PRECISION) * scale
+        scores = tl.dot(k, tl.trans(query), input_precision=PRECISION) * options.scale
         t = (q_position + start + m)[None, :]
-        if slope is not None:
-            scores -= slope * tl.abs(t - s).to(tl.float32)
+        if options.slope is not None:
+            scores -= options.slope * tl.abs(t - s).to(tl.float32)
         if MASKED:
             inside = (start + m < q_length)[None, :]
-            scores = hide(scores, t, s, inside, k_inside, left, right, HAS_LEFT, HAS_RIGHT)
+            scores = hide(scores, t, s, inside, k_inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
         weights = tl.exp2(scores - row_lse)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         passed = weights
-        if seed is not None:
-            keep = tl.trans(dropout_mask(seed, pair, q_position + start, s_first, dropout, ALIGNED, BLOCK_M, BLOCK_N))
-            passed = tl.where(keep, weights / (1.0 - dropout), 0.0)
-            dp = tl.where(keep, dp / (1.0 - dropout), 0.0)
+        if options.seed is not None:
+            keep = tl.trans(dropout_mask(options, q_position + start, s_first, ALIGNED, BLOCK_M, BLOCK_N))
+            passed = tl.where(keep, weights / (1.0 - options.dropout), 0.0)
+            dp = tl.where(keep, dp / (1.0 - options.dropout), 0.0)
         ds = weights * (dp - load_row(delta, start, m, TMA))
         dv = tl.dot(passed.to(dout.dtype), dout, dv, input_precision=PRECISION)
         dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
@@ -214,17 +213,17 @@ def _attend_dkv(
 
 @triton.jit
 def _one_head(
-    dk, dv, key, value, head, tile, s, s_first, k_inside, q, do, rows, width,
-    q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right, slopes, slope_stride,
-    seed, dropout,
+    dk, dv, key, value, head, tile, s, s_first, k_inside, q, do, rows, width, q_offsets, q_starts, call, left, right,
+    slope_stride, seed,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of one head of queries to dk and dv."""
     slope = None
-    if slopes is not None:
-        slope = tl.load(slopes + tile.sequence * slope_stride + head) * LOG2_E
+    if call.slopes is not None:
+        slope = tl.load(call.slopes + tile.sequence * slope_stride + head) * LOG2_E
+    head_options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
     for i in tl.static_range(PIECES):
         index = tile.sequence * PIECES + i
         begin, length, position = piece(index, q_offsets, q_starts)
@@ -240,8 +239,8 @@ def _one_head(
             BLOCK_M,
             BLOCK_N,
         )
-        query = block_source(q + begin * q_stride_t + head * q_stride_h, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
-        dout = block_source(do + begin * do_stride_t + head * do_stride_h, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
+        query = block_source(row_pointer(q, begin, head), q.stride_t, length, D, BLOCK_M, PAD_D, TMA)
+        dout = block_source(row_pointer(do, begin, head), do.stride_t, length, V, BLOCK_M, PAD_V, TMA)
         lse = rows + head * width + (begin // ROW_BLOCK + index) * ROW_BLOCK
         delta = row_source(lse + H * width, length, BLOCK_M, TMA)
         lse = row_source(lse, length, BLOCK_M, TMA)
@@ -250,8 +249,8 @@ def _one_head(
                 if bounds[part] < bounds[part + 1]:
                     dk, dv = _attend_dkv(
                         dk, dv, key, value, bounds[part], bounds[part + 1], s, s_first, k_inside, query, dout, lse,
-                        delta, q_stride_t, do_stride_t, length, position, scale, slope, left, right, seed,
-                        tile.sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        delta, q.stride_t, do.stride_t, length, position, head_options, D, V, HAS_LEFT, HAS_RIGHT,
+                        ALIGNED, PRECISION, part != 1,
                         BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     return dk, dv
@@ -259,10 +258,10 @@ def _one_head(
 
 @triton.jit
 def _store_sum(
-    target, sums, stride_t, stride_h, begin, head, value, length, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+    target, sums, begin, head, value, length, WIDTH: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Store value, its first `length` rows, in rows begin .. of a head of `target`, adding `sums`, contiguous, if
-    any.
+    """Store value, its first `length` rows, in rows begin .. of a head of `target` (`Rows`), adding `sums`,
+    contiguous, if any.
     """
     row = tl.arange(0, value.shape[0])[:, None]
     column = tl.arange(0, value.shape[1])[None, :]
@@ -270,16 +269,14 @@ def _store_sum(
     if sums is not None:
         sums += begin * (HEADS * WIDTH) + head * WIDTH
         value += tl.load(sums + row * (HEADS * WIDTH) + column, inside, 0.0)
-    target += begin * stride_t + head * stride_h
-    tl.store(target + row * stride_t + column, value.to(target.dtype.element_ty), inside)
+    pointers = row_pointer(target, begin, head) + row * target.stride_t + column
+    tl.store(pointers, value.to(target.pointer.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def flash_attention_bwd_dkv_kernel(
-    q, k, v, do, rows, dk, dv, dk_sums, dv_sums, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
-    v_stride_h, do_stride_t, do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
-    q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left, right, slopes, slope_stride,
-    seed, dropout,
+    q, k, v, do, rows, dk, dv, dk_sums, dv_sums, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call,
+    left, right, slope_stride, seed,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
@@ -299,30 +296,28 @@ def flash_attention_bwd_dkv_kernel(
     k_inside = (first_row + n < length)[:, None]
     s_first = tile.position + first_row
     s = (s_first + n)[:, None]
-    k += begin * k_stride_t + k_head * k_stride_h
-    v += begin * v_stride_t + k_head * v_stride_h
-    key = load_block(k, first_row, n, k_stride_t, length, D, PAD_D, True)
-    value = load_block(v, first_row, n, v_stride_t, length, V, PAD_V, True)
+    key = load_block(row_pointer(k, begin, k_head), first_row, n, k.stride_t, length, D, PAD_D, True)
+    value = load_block(row_pointer(v, begin, k_head), first_row, n, v.stride_t, length, V, PAD_V, True)
     width = row_width(num_pieces, total)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     if GROUP == 1:
         acc_k, acc_v = _one_head(
             acc_k, acc_v, key, value, k_head, tile, s, s_first, k_inside, q, do,
-            rows, width, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right,
-            slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
+            rows, width, q_offsets, q_starts, call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT,
+            HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
             BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     else:
         for head in range(k_head * GROUP, (k_head + 1) * GROUP):
             acc_k, acc_v = _one_head(
                 acc_k, acc_v, key, value, head, tile, s, s_first, k_inside, q, do,
-                rows, width, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right,
-                slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
+                rows, width, q_offsets, q_starts, call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT,
+                HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
                 BLOCK_N, PAD_D, PAD_V, TMA,
             )  # fmt: skip
-    acc_k *= scale / LOG2_E
+    acc_k *= call.scale / LOG2_E
     begin += first_row
     num_rows = length - first_row
-    _store_sum(dk, dk_sums, dk_stride_t, dk_stride_h, begin, k_head, acc_k, num_rows, D_OUT, H // GROUP)
-    _store_sum(dv, dv_sums, dv_stride_t, dv_stride_h, begin, k_head, acc_v, num_rows, V_OUT, H // GROUP)
+    _store_sum(dk, dk_sums, begin, k_head, acc_k, num_rows, D_OUT, H // GROUP)
+    _store_sum(dv, dv_sums, begin, k_head, acc_v, num_rows, V_OUT, H // GROUP)

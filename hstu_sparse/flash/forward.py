@@ -14,6 +14,7 @@ from hstu_sparse.flash.tiles import (
     LOG2_E,
     PER_BATCH,
     STEADY,
+    HeadOptions,
     dropout_mask,
     find_tile,
     hide,
@@ -21,13 +22,12 @@ from hstu_sparse.flash.tiles import (
     keys_seen,
     piece,
 )
-from hstu_sparse.tiles.rows import block_source, load_block, load_rows
+from hstu_sparse.tiles.rows import block_source, load_block, load_head, row_pointer
 
 
 @triton.jit
 def _attend(
-    acc, peak, total, q, first, last, t, t_first, q_inside, k, v, k_stride, v_stride, k_length, k_position, scale,
-    slope, left, right, seed, pair, dropout,
+    acc, peak, total, q, first, last, t, t_first, q_inside, k, v, k_stride, v_stride, k_length, k_position, options,
     D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
@@ -40,13 +40,13 @@ def _attend(
         key = load_block(k, start, n, k_stride, k_length, D, PAD_D, MASKED, TMA)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         s = (k_position + start + n)[None, :]
-        factor = scale
-        if slope is not None:
-            scores = scores * scale - slope * tl.abs(t - s).to(tl.float32)
+        factor = options.scale
+        if options.slope is not None:
+            scores = scores * options.scale - options.slope * tl.abs(t - s).to(tl.float32)
             factor = 1.0
         if MASKED:
             inside = (start + n < k_length)[None, :]
-            scores = hide(scores, t, s, q_inside, inside, left, right, HAS_LEFT, HAS_RIGHT)
+            scores = hide(scores, t, s, q_inside, inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
         if IS_STEADY:
             weights = tl.exp2(scores * factor - peak[:, None])
             total += tl.sum(weights, 1)
@@ -57,8 +57,8 @@ def _attend(
             total = total * correction + tl.sum(weights, 1)
             acc = acc * correction[:, None]
             peak = higher
-        if seed is not None:
-            keep = dropout_mask(seed, pair, t_first, k_position + start, dropout, ALIGNED, BLOCK_M, BLOCK_N)
+        if options.seed is not None:
+            keep = dropout_mask(options, t_first, k_position + start, ALIGNED, BLOCK_M, BLOCK_N)
             weights = tl.where(keep, weights, 0.0)
         value = load_block(v, start, n, v_stride, k_length, V, PAD_V, MASKED, TMA)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
@@ -67,8 +67,7 @@ def _attend(
 
 @triton.jit
 def _walk(
-    acc, other_lse, query, tile, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale, slope,
-    left, right, seed, pair, dropout,
+    acc, other_lse, query, tile, t, t_first, q_inside, k, v, k_head, k_offsets, k_starts, options,
     D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ADD: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
@@ -85,17 +84,17 @@ def _walk(
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(tile.sequence * PIECES + i, k_offsets, k_starts)
         bounds = key_ranges(
-            tile.first, tile.length, k_length, tile.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
-            BLOCK_N,
+            tile.first, tile.length, k_length, tile.position - k_position, options.left, options.right, HAS_LEFT,
+            HAS_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        keys = block_source(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
-        values = block_source(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
+        keys = block_source(row_pointer(k, k_begin, k_head), k.stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
+        values = block_source(row_pointer(v, k_begin, k_head), v.stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
         for part in tl.static_range(3):
             if part > 0 or HAS_LEFT:  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     acc, peak, sums = _attend(
                         acc, peak, sums, query, bounds[part], bounds[part + 1], t, t_first, q_inside, keys, values,
-                        k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed, pair, dropout,
+                        k.stride_t, v.stride_t, k_length, k_position, options,
                         D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1, IS_STEADY, BLOCK_M, BLOCK_N, PAD_D,
                         PAD_V, TMA,
                     )  # fmt: skip
@@ -104,21 +103,20 @@ def _walk(
 
 @triton.jit(do_not_specialize=["total"])
 def flash_attention_longest_kernel(
-    k, longest, k_stride_t, k_stride_h, total,
+    k, longest, total,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAD_D: tl.constexpr,
 ):  # fmt: skip
     """Compute longest [Hkv]: the square of each head's greatest norm of a key."""
     head = tl.program_id(0) % HEADS
     token = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    key = load_rows(k + head * k_stride_h, token, k_stride_t, token < total, D, PAD_D).to(tl.float32)
+    key = load_head(k, head, token, token < total, D, PAD_D).to(tl.float32)
     tl.atomic_max(longest + head, tl.max(tl.sum(key * key, 1)), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def flash_attention_fwd_kernel(
-    q, k, v, longest, before, out, lse, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
-    out_stride_t, out_stride_h, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left, right, slopes,
-    slope_stride, seed, dropout,
+    q, k, v, longest, before, out, lse, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call, left,
+    right, slope_stride, seed,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IN_PLACE: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
@@ -127,9 +125,8 @@ def flash_attention_fwd_kernel(
     """Compute BLOCK_M queries of one head in one program.
 
     longest: None, or for each head of keys the square of the greatest norm (see `STEADY`).
-    before: None, or, with `lse`, the results of earlier calls for other keys: [T, H, V] fp32, contiguous. IN_PLACE: it
-    is
-        `out`.
+    before: None, or, with `lse`, the results of earlier calls for other keys: [T, H, V] fp32, contiguous.
+    IN_PLACE: it is `out`.
     """
     ADD: tl.constexpr = before is not None
     # With a causal mask the last tile has the most work.
@@ -146,11 +143,11 @@ def flash_attention_fwd_kernel(
     q_inside = (first_row + m < length)[:, None]
     t_first = tile.position + first_row
     t = (t_first + m)[:, None]
-    q += begin * q_stride_t + head * q_stride_h
-    query = load_block(q, first_row, m, q_stride_t, length, D, PAD_D, True)
+    query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, length, D, PAD_D, True)
     slope = None
-    if slopes is not None:
-        slope = tl.load(slopes + sequence * slope_stride + head) * LOG2_E
+    if call.slopes is not None:
+        slope = tl.load(call.slopes + sequence * slope_stride + head) * LOG2_E
+    head_options = HeadOptions(call.scale, slope, left, right, seed, sequence * H + head, call.dropout)
     inside = q_inside & (e < V_OUT)[None, :]
     lse += head.to(tl.int64) * total + begin + first_row + m
 
@@ -160,32 +157,28 @@ def flash_attention_fwd_kernel(
         other_lse = tl.load(lse, first_row + m < length, float("-inf")) * LOG2_E
         before += (begin + first_row) * (H * V_OUT) + head * V_OUT
         # The stored output has been divided by 1 - dropout.
-        acc = tl.load(before + m[:, None] * (H * V_OUT) + e[None, :], inside, 0.0) * (1.0 - dropout)
-    k += head // GROUP * k_stride_h
-    v += head // GROUP * v_stride_h
+        acc = tl.load(before + m[:, None] * (H * V_OUT) + e[None, :], inside, 0.0) * (1.0 - call.dropout)
     steady = False
     if longest is not None:
         # The product of two norms bounds all scores: NaN or inf is not steady.
         norm = tl.max(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1))
-        steady = norm * tl.load(longest + head // GROUP) * (scale * scale) <= STEADY * STEADY
+        steady = norm * tl.load(longest + head // GROUP) * (call.scale * call.scale) <= STEADY * STEADY
         if ADD:
             # The other keys' sum must not vanish beside a maximum of 0 either.
             steady = steady & (tl.min(tl.where(other_lse > float("-inf"), other_lse, 0.0)) >= -STEADY)
     if steady:
         acc, peak, sums = _walk(
-            acc, other_lse, query, tile, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
-            slope, left, right, seed, sequence * H + head, dropout, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED,
-            PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+            acc, other_lse, query, tile, t, t_first, q_inside, k, v, head // GROUP, k_offsets, k_starts, head_options,
+            D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     else:
         acc, peak, sums = _walk(
-            acc, other_lse, query, tile, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
-            slope, left, right, seed, sequence * H + head, dropout, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED,
-            PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+            acc, other_lse, query, tile, t, t_first, q_inside, k, v, head // GROUP, k_offsets, k_starts, head_options,
+            D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     sees_keys = sums != 0.0  # true for NaN
     sums = tl.where(sees_keys, sums, 1.0)  # acc is 0 for a query without keys
     tl.store(lse, tl.where(sees_keys, (peak + tl.log2(sums)) / LOG2_E, float("-inf")), first_row + m < length)
-    result = acc / (sums * (1.0 - dropout))[:, None]
-    out += (begin + first_row) * out_stride_t + head * out_stride_h
-    tl.store(out + m[:, None] * out_stride_t + e[None, :], result.to(out.dtype.element_ty), inside)
+    result = acc / (sums * (1.0 - call.dropout))[:, None]
+    target = row_pointer(out, begin + first_row, head) + m[:, None] * out.stride_t + e[None, :]
+    tl.store(target, result.to(out.pointer.dtype.element_ty), inside)

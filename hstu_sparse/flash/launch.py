@@ -26,7 +26,8 @@ from hstu_sparse.flash.backward import (
 )
 from hstu_sparse.flash.forward import flash_attention_fwd_kernel, flash_attention_longest_kernel
 from hstu_sparse.flash.problem import Layout, Options
-from hstu_sparse.flash.tiles import LOG2_E, ROW_BLOCK
+from hstu_sparse.flash.tiles import LOG2_E, ROW_BLOCK, Call
+from hstu_sparse.tiles.rows import Rows
 
 # Tokens of a batch from which the launch of `looks_for_bounds` costs less than it saves.
 MANY = 2**15
@@ -114,15 +115,16 @@ class Launch:
     def __init__(self, q, k, v, layout: Layout, options: Options):
         self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = self.as_rows(q, k, v)
+        self.inputs = [Rows.of(x) for x in (self.q, self.k, self.v)]
         self.layout, self.options = layout, options
         self.heads, self.kv_heads = q.shape[1], k.shape[1]
         self.pieces = layout.q_offsets.shape[0] - 1
         slopes = options.slopes
         self.problem = (
             layout.q_offsets, layout.k_offsets, layout.q_starts, layout.k_starts, self.pieces, q.shape[0],
-            options.scale * LOG2_E.value, options.left, options.right, slopes,
+            Call(options.scale * LOG2_E.value, slopes, options.dropout), options.left, options.right,
             slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
-            options.seed if options.dropout else None, options.dropout,
+            options.seed if options.dropout else None,
         )  # fmt: skip
         features = {"dropout"} if options.dropout else set()
         features |= {"alibi"} if slopes is not None else set()
@@ -155,14 +157,11 @@ class Launch:
         tokens, block = self.k.shape[0], max(16, 8192 // self.sizes[0])
         if tokens:
             run(
-                flash_attention_longest_kernel, cdiv(tokens, block) * self.kv_heads, self.k, longest,
-                *self._strides(self.k), tokens, HEADS=self.kv_heads, D=self.k.shape[2], BLOCK=block,
+                flash_attention_longest_kernel, cdiv(tokens, block) * self.kv_heads, Rows.of(self.k), longest, tokens,
+                HEADS=self.kv_heads, D=self.k.shape[2], BLOCK=block,
                 PAD_D=self.sizes[0],
             )  # fmt: skip
         return longest
-
-    def _strides(self, *tensors):
-        return [stride for x in tensors for stride in x.stride()[:2]]
 
     def forward(self, out: torch.Tensor, lse: torch.Tensor, *, before=None) -> None:
         """Write out [T, H, V] and lse [H, T] fp32.
@@ -173,10 +172,9 @@ class Launch:
             return
         config = fwd_config(*self.chosen)
         longest = self._longest() if looks_for_bounds(*self.chosen) else None
-        strides = self._strides(self.q, self.k, self.v, out)
         self._start(
             flash_attention_fwd_kernel, self.q.shape[0] // config.BLOCK_M, self.heads,
-            (self.q, self.k, self.v, longest, before, out, lse, *strides), config, IN_PLACE=before is out,
+            (*self.inputs, longest, before, Rows.of(out), lse), config, IN_PLACE=before is out,
         )  # fmt: skip
 
     def rows(self, out: torch.Tensor, grad: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -188,8 +186,8 @@ class Launch:
             (grad,) = as_rows(grad, align=False)
             block = min(ROW_BLOCK.value, max(16, 4096 // self.sizes[1]))
             run(
-                flash_attention_bwd_rows_kernel, slots * ROW_BLOCK.value // block * self.heads, out, grad, lse, rows,
-                *self._strides(out, grad), self.layout.q_offsets, self.pieces, tokens, H=self.heads, V=self.v_out,
+                flash_attention_bwd_rows_kernel, slots * ROW_BLOCK.value // block * self.heads, Rows.of(out),
+                Rows.of(grad), lse, rows, self.layout.q_offsets, self.pieces, tokens, H=self.heads, V=self.v_out,
                 BLOCK=block, PAD_V=self.sizes[1],
             )  # fmt: skip
         return rows
@@ -199,10 +197,9 @@ class Launch:
         if not self.q.shape[0]:
             return
         (grad,), config = self.as_rows(grad), bwd_dq_config(*self.chosen)
-        strides = self._strides(self.q, self.k, self.v, grad, dq)
         self._start(
             flash_attention_bwd_dq_kernel, self.q.shape[0] // config.BLOCK_M, self.heads,
-            (self.q, self.k, self.v, grad, rows, before, dq, *strides), config, IN_PLACE=before is dq,
+            (*self.inputs, Rows.of(grad), rows, before, Rows.of(dq)), config, IN_PLACE=before is dq,
         )  # fmt: skip
 
     def dkv(self, grad, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, sums=None) -> None:
@@ -210,10 +207,9 @@ class Launch:
         if not self.k.shape[0]:
             return
         (grad,), config = self.as_rows(grad), bwd_dkv_config(*self.chosen)
-        strides = self._strides(self.q, self.k, self.v, grad, dk, dv)
         self._start(
             flash_attention_bwd_dkv_kernel, self.k.shape[0] // config.BLOCK_N, self.kv_heads,
-            (self.q, self.k, self.v, grad, rows, dk, dv, *(sums or (None, None)), *strides), config,
+            (*self.inputs, Rows.of(grad), rows, Rows.of(dk), Rows.of(dv), *(sums or (None, None))), config,
         )  # fmt: skip
 
 

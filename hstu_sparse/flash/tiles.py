@@ -41,6 +41,28 @@ def piece(index, offsets, starts):
     return begin, length, position
 
 
+class Call(NamedTuple):
+    """The numbers of a launch that batches share: the scale times log2(e), the slopes or None, and the dropout."""
+
+    scale: object
+    slopes: object
+    dropout: object
+
+
+class HeadOptions(NamedTuple):
+    """The options of a sequence's head: `slope` is in units of log2, or None, and `pair` is its number in the counters
+    of Philox.
+    """
+
+    scale: tl.tensor
+    slope: tl.tensor
+    left: tl.tensor
+    right: tl.tensor
+    seed: tl.tensor
+    pair: tl.tensor
+    dropout: tl.tensor
+
+
 class Tile(NamedTuple):
     """The rows of a program's tile, `first` .. of a piece, for one head. `index`: the piece's."""
 
@@ -146,21 +168,22 @@ def hide(scores, t, s, q_inside, k_inside, left, right, HAS_LEFT: tl.constexpr, 
 
 
 @triton.jit
-def dropout_mask(seed, pair, t_first, s_first, dropout, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def dropout_mask(options, t_first, s_first, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Return [M, N] bool: the weights of M queries from position t_first and N keys from s_first that are not dropped.
 
     A call of Philox gives the numbers of four keys, from a multiple of four on. ALIGNED: s_first is such a multiple.
     """
+    key = tl.load(options.seed)
     t = t_first + tl.arange(0, M)[:, None]
     if ALIGNED:
         zero = tl.zeros([M, N // 4], tl.int32)
         group = s_first // 4 + tl.arange(0, N // 4)[None, :]
-        first, second, third, fourth = tl.philox(tl.load(seed), zero + group, zero + t, zero + pair, zero)
+        first, second, third, fourth = tl.philox(key, zero + group, zero + t, zero + options.pair, zero)
         bits = tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(M, N)
     else:
         zero = tl.zeros([M, N], tl.int32)
         s = s_first + tl.arange(0, N)[None, :]
-        first, second, third, fourth = tl.philox(tl.load(seed), zero + s // 4, zero + t, zero + pair, zero)
+        first, second, third, fourth = tl.philox(key, zero + s // 4, zero + t, zero + options.pair, zero)
         word = s % 4
         bits = tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
-    return (bits >> 8).to(tl.float32) >= dropout * 16777216.0
+    return (bits >> 8).to(tl.float32) >= options.dropout * 16777216.0

@@ -153,6 +153,12 @@ class Rows(NamedTuple):
 
 
 @triton.jit
+def row_pointer(x, token, head):
+    """Return the pointer to a head's row of `Rows`."""
+    return x.pointer + token * x.stride_t + head * x.stride_h
+
+
+@triton.jit
 def load_head(x, head, tokens, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Load a tile [tokens, PADDED] of one head of `Rows`, zero outside of the mask and past SIZE columns."""
     return load_rows(x.pointer + head * x.stride_h, tokens, x.stride_t, mask, SIZE, PADDED)
