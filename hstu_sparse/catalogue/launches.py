@@ -21,6 +21,8 @@ from hstu_sparse.catalogue.products import (
     catalogue_loss_mark_kernel,
 )
 from hstu_sparse.catalogue.rows import (
+    ItemsEnd,
+    OutputsEnd,
     catalogue_loss_mean_kernel,
     catalogue_loss_merge_bwd_ditems_kernel,
     catalogue_loss_merge_bwd_dout_kernel,
@@ -359,7 +361,7 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     marks, mark_sizes = None, (1, 1)
     if call.skip and not sampled:
         marks, mark_sizes = _marks(call, out, matrix, item_scale, row_scale, lse)
-    ending = (call.items, call.items.stride(0), item_sum, grad, inverse_count)
+    end = OutputsEnd(logits, call.items, call.items.stride(0), item_sum, grad, inverse_count, dout, along)
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
     partial = call.new(splits, call.T, call.E) if splits > 1 else None
@@ -367,14 +369,14 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     run(
         catalogue_loss_bwd_dout_kernel, cdiv(call.T, config.BLOCK_M) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
-        logits, *ending, dout, along, partial, call.smoothing, marks,
+        end, partial, call.smoothing, marks,
         0 if marks is None else marks.shape[1], call.T, call.I, W, per_split, SIZE=call.E, OWN_MARK=mark_sizes[0],
         MARK=mark_sizes[1], **shape, **settings,
     )  # fmt: skip
     if splits > 1:
         call.over_rows(
             catalogue_loss_merge_bwd_dout_kernel, call.T, partial, call.out, call.out.stride(0), row_scale,
-            call.targets, lse, logits, *ending, dout, along, call.smoothing, call.T, call.I, splits,
+            call.targets, lse, end, call.smoothing, call.T, call.I, splits,
         )  # fmt: skip
     del partial
     if marks is not None:
@@ -384,12 +386,13 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     parts = splits > 1 or sampled
     partial = call.new(splits, W, call.E) if parts else None
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
+    items_end = ItemsEnd(row_scale, out_sum, grad, inverse_count, ditems)
     walk, scales, targets, sums, settings = _walk(config, out, row_scale, call.targets if hits is None else hits, lse)
     if W:
         run(
             catalogue_loss_bwd_ditems_kernel, cdiv(W, config.BLOCK_M) * splits,
-            walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, row_scale,
-            out_sum, grad, inverse_count, ditems, partial, call.smoothing, marks,
+            walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, items_end,
+            partial, call.smoothing, marks,
             0 if marks is None else marks.shape[1], W, call.T, per_split, SIZE=call.E, OWN_MARK=mark_sizes[1],
             MARK=mark_sizes[0], **shape, **settings,
         )  # fmt: skip
@@ -400,8 +403,8 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
         return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, drawn)
     if splits > 1:
         call.over_rows(
-            catalogue_loss_merge_bwd_ditems_kernel, W, partial, call.items, call.items.stride(0), row_scale, out_sum,
-            grad, inverse_count, ditems, call.smoothing, call.I, splits,
+            catalogue_loss_merge_bwd_ditems_kernel, W, partial, call.items, call.items.stride(0), items_end,
+            call.smoothing, call.I, splits,
         )  # fmt: skip
     return ditems
 
@@ -443,8 +446,8 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
         ditems = torch.empty_like(call.items, memory_format=torch.contiguous_format)
         sums = sums[:, : call.E].contiguous()
         call.over_rows(
-            catalogue_loss_merge_bwd_ditems_kernel, call.I, sums, call.items, call.items.stride(0), row_scale, None,
-            grad, inverse_count, ditems, 0.0, call.I, 1,
+            catalogue_loss_merge_bwd_ditems_kernel, call.I, sums, call.items, call.items.stride(0),
+            ItemsEnd(row_scale, None, grad, inverse_count, ditems), 0.0, call.I, 1,
         )  # fmt: skip
         return ditems
     return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, None)

@@ -301,9 +301,9 @@ def _weigh_items(
 
 @triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_bwd_dout_kernel(
-    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, positive, table,
-    table_stride, item_sum, grad, inverse_count, dout, along, partial, smoothing, marks, marks_stride, T, I, W,
-    per_split, SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, OWN_MARK: tl.constexpr,
+    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, end, partial,
+    smoothing, marks, marks_stride, T, I, W, per_split,
+    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, OWN_MARK: tl.constexpr,
     MARK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -339,8 +339,7 @@ def catalogue_loss_bwd_dout_kernel(
             store_rows(base, t, t < T, acc[chunk], SIZE, BLOCK_E, chunk)
     else:
         finish_outputs(
-            acc, t, out, out_stride, row_scale, targets, lse, positive, table, table_stride, item_sum, grad,
-            inverse_count, dout, along, smoothing, T, I, SIZE, BLOCK_E, NORMALIZE,
+            acc, t, out, out_stride, row_scale, targets, lse, end, smoothing, T, I, SIZE, BLOCK_E, NORMALIZE,
         )  # fmt: skip
 
 
@@ -404,16 +403,16 @@ def _weigh_outputs(
 
 @triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_bwd_ditems_kernel(
-    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, first_scale, out_sum, grad,
-    inverse_count, ditems, partial, smoothing, marks, marks_stride, I, W, per_split,
+    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, end, partial,
+    smoothing, marks, marks_stride, I, W, per_split,
     SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, OWN_MARK: tl.constexpr, MARK: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of ditems [I, SIZE], or (with `partial` [splits, I, SIZE]) a split's sum over outputs.
 
-    TMA: out, row_scale, targets and lse are tensor descriptors. first_scale: row_scale as a pointer. I: rows of
-    `items`, W: T. marks [rows of OWN_MARK items, columns of MARK tokens].
+    TMA: out, row_scale, targets and lse are tensor descriptors. I: rows of `items`, W: T. marks [rows of OWN_MARK
+    items, columns of MARK tokens].
     """
     tile, split, bounds = _range(I, per_split, W, BLOCK_M, BLOCK_N)
     i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -446,6 +445,5 @@ def catalogue_loss_bwd_ditems_kernel(
             store_rows(base, i, i < I, acc[chunk], SIZE, BLOCK_E, chunk)
     else:
         finish_items(
-            acc, i, i < I, items, items_stride, first_scale, out_sum, grad, inverse_count, ditems, smoothing, I, SIZE,
-            BLOCK_E, NORMALIZE,
+            acc, i, i < I, items, items_stride, end, smoothing, I, SIZE, BLOCK_E, NORMALIZE,
         )  # fmt: skip

@@ -9,12 +9,44 @@ times the scale of the logits, the gradient of the mean and, for an item, the ou
 includes.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 EPS = tl.constexpr(1e-6)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+class OutputsEnd(NamedTuple):
+    """The tensors that `finish_outputs` reads and writes.
+
+    positive             [T] the targets' logits, or None if the sums include the positives
+    table, table_stride  the catalogue, of which the targets are rows
+    item_sum             [E] the sum of the normalised items, for smoothing, or None
+    grad, inverse_count  the loss's gradient, and one over the number of targets, one number each
+    dout, along          the outputs
+    """
+
+    positive: object
+    table: object
+    table_stride: object
+    item_sum: object
+    grad: object
+    inverse_count: object
+    dout: object
+    along: object
+
+
+class ItemsEnd(NamedTuple):
+    """The tensors that `finish_items` reads and writes; out_sum [E]: the sum of the outputs, for smoothing, or None."""
+
+    row_scale: object
+    out_sum: object
+    grad: object
+    inverse_count: object
+    ditems: object
 
 
 @triton.jit
@@ -143,83 +175,82 @@ def _smooth(mean, factor, E: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit
 def finish_outputs(
-    acc, t, out, out_stride, row_scale, targets, lse, positive, table, table_stride, item_sum, grad, inverse_count,
-    dout, along, smoothing, T, I, E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
+    acc, t, out, out_stride, row_scale, targets, lse, end, smoothing, T, I,
+    E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """Write dout and along[t] = sum over items of logit times its gradient, from acc, the softmax times the items.
 
-    acc: a tuple of chunks [M, WIDTH]. table: the catalogue, of which the targets are rows. positive: None if acc
-    includes the positives.
+    acc: a tuple of chunks [M, WIDTH]. end: `OutputsEnd`.
     """
     target = tl.load(targets + t, t < T, -1)
     counts = target >= 0
-    if positive is None:
+    if end.positive is None:
         share = tl.where(counts, smoothing - 1.0, 0.0)
     else:
-        share = tl.exp2(tl.load(positive + t, counts, 0.0) - tl.load(lse + t, counts, 0.0)) - 1.0
+        share = tl.exp2(tl.load(end.positive + t, counts, 0.0) - tl.load(lse + t, counts, 0.0)) - 1.0
     if NORMALIZE:
         square = tl.zeros_like(share)
         for chunk in tl.static_range(len(acc)):
-            y = load_fp32(table, target, counts, table_stride, E, WIDTH, chunk)
+            y = load_fp32(end.table, target, counts, end.table_stride, E, WIDTH, chunk)
             square += tl.sum(y * y, 1)
         share *= 1.0 / tl.maximum(tl.sqrt(square), EPS)
     projection = tl.zeros_like(share)
     square = tl.zeros_like(share)
     complete = ()
     for chunk in tl.static_range(len(acc)):
-        y = load_fp32(table, target, counts, table_stride, E, WIDTH, chunk)
+        y = load_fp32(end.table, target, counts, end.table_stride, E, WIDTH, chunk)
         part = acc[chunk] + share[:, None] * y
-        if item_sum is not None:
-            part -= tl.where(counts[:, None], _smooth(item_sum, smoothing / I, E, WIDTH, chunk), 0.0)
+        if end.item_sum is not None:
+            part -= tl.where(counts[:, None], _smooth(end.item_sum, smoothing / I, E, WIDTH, chunk), 0.0)
         x = load_fp32(out, t, counts, out_stride, E, WIDTH, chunk)
         projection += tl.sum(x * part, 1)
         square += tl.sum(x * x, 1)
         complete = complete + (part,)  # noqa: RUF005  Triton does not support starred tuples
     scale = tl.load(row_scale + t, counts, 0.0) * LN2
-    tl.store(along + t, projection * scale, t < T)
+    tl.store(end.along + t, projection * scale, t < T)
     projection = tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)
-    factor = scale * (tl.load(grad).to(tl.float32) * tl.load(inverse_count))
+    factor = scale * (tl.load(end.grad).to(tl.float32) * tl.load(end.inverse_count))
     for chunk in tl.static_range(len(acc)):
         part = complete[chunk]
         if NORMALIZE:
             part -= load_fp32(out, t, counts, out_stride, E, WIDTH, chunk) * projection[:, None]
-        store_rows(dout, t, t < T, part * factor[:, None], E, WIDTH, chunk)
+        store_rows(end.dout, t, t < T, part * factor[:, None], E, WIDTH, chunk)
 
 
 @triton.jit
 def finish_items(
-    acc, i, inside, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I,
+    acc, i, inside, items, items_stride, end, smoothing, I,
     E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """Write rows i of ditems from acc: the logits' gradients times the outputs, scaled if NORMALIZE.
 
-    acc: a tuple of chunks [M, WIDTH].
+    acc: a tuple of chunks [M, WIDTH]. end: `ItemsEnd`.
     """
-    factor = tl.load(grad).to(tl.float32) * tl.load(inverse_count) * LN2
+    factor = tl.load(end.grad).to(tl.float32) * tl.load(end.inverse_count) * LN2
     if not NORMALIZE:
         # One number for all tokens.
-        factor *= tl.load(row_scale)
+        factor *= tl.load(end.row_scale)
     projection = tl.zeros_like(i).to(tl.float32)
     square = tl.zeros_like(projection)
     if NORMALIZE:
         for chunk in tl.static_range(len(acc)):
             part = acc[chunk]
-            if out_sum is not None:
-                part -= _smooth(out_sum, smoothing / I, E, WIDTH, chunk)
+            if end.out_sum is not None:
+                part -= _smooth(end.out_sum, smoothing / I, E, WIDTH, chunk)
             y = load_fp32(items, i, inside, items_stride, E, WIDTH, chunk)
             projection += tl.sum(y * part, 1)
             square += tl.sum(y * y, 1)
         projection = tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)
     for chunk in tl.static_range(len(acc)):
         part = acc[chunk]
-        if out_sum is not None:
-            part -= _smooth(out_sum, smoothing / I, E, WIDTH, chunk)
+        if end.out_sum is not None:
+            part -= _smooth(end.out_sum, smoothing / I, E, WIDTH, chunk)
         if NORMALIZE:
             part -= load_fp32(items, i, inside, items_stride, E, WIDTH, chunk) * projection[:, None]
             part *= (factor / tl.maximum(tl.sqrt(square), EPS))[:, None]
         else:
             part *= factor
-        store_rows(ditems, i, inside, part, E, WIDTH, chunk)
+        store_rows(end.ditems, i, inside, part, E, WIDTH, chunk)
 
 
 @triton.jit
@@ -233,28 +264,23 @@ def _merge(partial, r, R, splits, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl
 
 @triton.jit(do_not_specialize=["T", "I", "splits", "smoothing"])
 def catalogue_loss_merge_bwd_dout_kernel(
-    partial, out, out_stride, row_scale, targets, lse, positive, table, table_stride, item_sum, grad, inverse_count,
-    dout, along, smoothing, T, I, splits,
+    partial, out, out_stride, row_scale, targets, lse, end, smoothing, T, I, splits,
     E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Finish dout from the sum over splits."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     acc = _merge(partial, t, T, splits, E, PAD_E, ROWS)
     finish_outputs(
-        (acc,), t, out, out_stride, row_scale, targets, lse, positive, table, table_stride, item_sum, grad,
-        inverse_count, dout, along, smoothing, T, I, E, PAD_E, NORMALIZE,
+        (acc,), t, out, out_stride, row_scale, targets, lse, end, smoothing, T, I, E, PAD_E, NORMALIZE
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["I", "splits", "smoothing"])
 def catalogue_loss_merge_bwd_ditems_kernel(
-    partial, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I, splits,
+    partial, items, items_stride, end, smoothing, I, splits,
     E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Finish ditems from the sum over splits."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     acc = _merge(partial, i, I, splits, E, PAD_E, ROWS)
-    finish_items(
-        (acc,), i, i < I, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I, E, PAD_E,
-        NORMALIZE,
-    )  # fmt: skip
+    finish_items((acc,), i, i < I, items, items_stride, end, smoothing, I, E, PAD_E, NORMALIZE)

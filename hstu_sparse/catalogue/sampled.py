@@ -18,7 +18,7 @@ most two for each PIECE entries, and summed up by a second kernel.
 import triton
 import triton.language as tl
 
-from hstu_sparse.catalogue.rows import EPS, LN2, LOG2E, finish_items, inverse_norm, load_fp32
+from hstu_sparse.catalogue.rows import EPS, LN2, LOG2E, ItemsEnd, finish_items, inverse_norm, load_fp32
 
 
 @triton.jit
@@ -228,10 +228,8 @@ def catalogue_loss_table_bwd_kernel(
                 tl.store(slot + e, acc, e < E)
             else:
                 row = tl.zeros([1], tl.int64) + item
-                finish_items(
-                    (acc,), row, row >= 0, table, table_stride, row_scale, None, grad, inverse_count, dtable, 0.0, I, E,
-                    PAD_E, NORMALIZE,
-                )  # fmt: skip
+                ending = ItemsEnd(row_scale, None, grad, inverse_count, dtable)
+                finish_items((acc,), row, row >= 0, table, table_stride, ending, 0.0, I, E, PAD_E, NORMALIZE)
 
 
 @triton.jit(do_not_specialize=["entries", "I"])
@@ -257,7 +255,5 @@ def catalogue_loss_pieces_bwd_kernel(
             end += PIECE
             more = _key(keys, end, end < entries, -1) == item
         row = tl.zeros([1], tl.int64) + item
-        finish_items(
-            (acc,), row, row >= 0, table, table_stride, row_scale, None, grad, inverse_count, dtable, 0.0, I, E, PAD_E,
-            NORMALIZE,
-        )  # fmt: skip
+        ending = ItemsEnd(row_scale, None, grad, inverse_count, dtable)
+        finish_items((acc,), row, row >= 0, table, table_stride, ending, 0.0, I, E, PAD_E, NORMALIZE)

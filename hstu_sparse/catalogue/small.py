@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse.catalogue.rows import (
+    ItemsEnd,
+    OutputsEnd,
     catalogue_loss_merge_bwd_ditems_kernel,
     catalogue_loss_merge_bwd_dout_kernel,
 )
@@ -127,8 +129,9 @@ def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> T
         # The product includes the targets' own -1: with smoothing 1 nothing is added.
         call.over_rows(
             catalogue_loss_merge_bwd_dout_kernel, end - begin, part, call.out[tokens], call.out.stride(0),
-            row_scale[tokens], call.targets[tokens], lse[tokens], None, call.items, call.items.stride(0), None, grad,
-            inverse_count, dout[tokens], along[tokens], 1.0, end - begin, call.I, 1,
+            row_scale[tokens], call.targets[tokens], lse[tokens], OutputsEnd(
+                None, call.items, call.items.stride(0), None, grad, inverse_count, dout[tokens], along[tokens]
+            ), 1.0, end - begin, call.I, 1,
         )  # fmt: skip
         part = _product(gradients.T, rows[tokens])
         total = part if total is None else total.add_(part)
@@ -136,7 +139,7 @@ def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> T
     if factor != 1:
         total.mul_(1 / factor)
     call.over_rows(
-        catalogue_loss_merge_bwd_ditems_kernel, call.I, total, call.items, call.items.stride(0), row_scale, None, grad,
-        inverse_count, ditems, 0.0, call.I, 1,
+        catalogue_loss_merge_bwd_ditems_kernel, call.I, total, call.items, call.items.stride(0),
+        ItemsEnd(row_scale, None, grad, inverse_count, ditems), 0.0, call.I, 1,
     )  # fmt: skip
     return ditems

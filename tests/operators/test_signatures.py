@@ -11,8 +11,6 @@ WIDE = {
     "dense_attention_bwd_dkv_kernel",
     "dense_attention_bwd_dq_kernel",
     "dense_attention_fwd_kernel",
-    "catalogue_loss_bwd_ditems_kernel",
-    "catalogue_loss_bwd_dout_kernel",
     "group_attention_bwd_dkv_kernel",
     "group_attention_bwd_kernel",
     "group_attention_fwd_kernel",
