@@ -21,8 +21,6 @@ WIDE = {
     "lightning_indexer_collect_kernel",
     "paged_attention_fwd_kernel",
     "rotatekv_attention_fwd_kernel",
-    "rotatekv_own_bwd_kernel",
-    "rotatekv_own_fwd_kernel",
     "sparse_attention_bwd_dkv_kernel",
     "sparse_attention_bwd_kernel",
     "write_codes_kernel",

@@ -13,6 +13,8 @@ the gradients of k' and v' belong to k and v, straight through the codes.
 Letters: T tokens, H heads, D query/key and V value head size, N normalizer.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,7 @@ from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.core.launch import cdiv, multiprocessors, padded_head, run
 from hstu_sparse.core.registration import once_only, register_preparation
 from hstu_sparse.core.rows import as_rows
-from hstu_sparse.tiles.rows import load_rows, silu, silu_and_grad, store_rows
+from hstu_sparse.tiles.rows import Rows, load_head, load_rows, silu, silu_and_grad, store_rows
 
 # Tokens of a tile; programs of the backward kernel per multiprocessor; columns of a program's sums for the tables.
 _TOKENS, _RESIDENT, _SUMS = 16, 8, 256
@@ -30,45 +32,53 @@ _POSITION = tl.constexpr(_SUMS - 1)  # the column of the position table's first 
 assert _POSITION.value > MAX_BUCKETS
 
 
+class TokenBias(NamedTuple):
+    """The bias of a token with itself: tables and cells as in `pair_bias`, times [T], entries of the position table."""
+
+    position: object
+    time: object
+    cells: object
+    timestamps: object
+    query_timestamps: object
+    positions: object
+
+
 @triton.jit
-def token_bias(token, mask, position, time, cells, timestamps, query_timestamps, positions):
+def token_bias(token, mask, bias):
     """Return (biases of the pairs of a token with itself, their time buckets), [tokens]."""
     query_times = 0
     key_times = 0
-    if time is not None:
-        query_times = tl.load(query_timestamps + token, mask, 0)
-        key_times = tl.load(timestamps + token, mask, 0)
+    if bias.time is not None:
+        query_times = tl.load(bias.query_timestamps + token, mask, 0)
+        key_times = tl.load(bias.timestamps + token, mask, 0)
     distance = tl.zeros_like(token)
-    return pair_bias(distance, mask, query_times, key_times, position, time, cells, positions)
+    return pair_bias(distance, mask, query_times, key_times, bias.position, bias.time, bias.cells, bias.positions)
 
 
 @triton.jit(do_not_specialize=["T"])
 def rotatekv_own_fwd_kernel(
-    q, k, v, coded_k, coded_v, self_term, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
-    position, time, cells, timestamps, query_timestamps, positions, scale, inverse, T,
+    q, k, v, coded_k, coded_v, self_term, bias, scale, inverse, T,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Compute R tokens of `self_term`; inverse: 1/N."""
+    """Compute R tokens of `self_term`; inverse: 1/N. q, k and v are `Rows`, bias is a `TokenBias`."""
     token = tl.program_id(0) * R + tl.arange(0, R)
     mask = token < T
-    bias, _ = token_bias(token, mask, position, time, cells, timestamps, query_timestamps, positions)
+    biases, _ = token_bias(token, mask, bias)
     for h in range(H):
-        query = load_rows(q + h * q_stride_h, token, q_stride_t, mask, D, PAD_D).to(tl.float32) * scale
-        key = load_rows(k + h * k_stride_h, token, k_stride_t, mask, D, PAD_D).to(tl.float32)
+        query = load_head(q, h, token, mask, D, PAD_D).to(tl.float32) * scale
+        key = load_head(k, h, token, mask, D, PAD_D).to(tl.float32)
         coded_key = load_rows(coded_k + h * D, token, H * D, mask, D, PAD_D).to(tl.float32)
-        value = load_rows(v + h * v_stride_h, token, v_stride_t, mask, V, PAD_V).to(tl.float32)
+        value = load_head(v, h, token, mask, V, PAD_V).to(tl.float32)
         coded_value = load_rows(coded_v + h * V, token, H * V, mask, V, PAD_V).to(tl.float32)
-        weight = silu(tl.sum(query * key, 1) + bias, False) * inverse
-        coded_weight = silu(tl.sum(query * coded_key, 1) + bias, False) * inverse
+        weight = silu(tl.sum(query * key, 1) + biases, False) * inverse
+        coded_weight = silu(tl.sum(query * coded_key, 1) + biases, False) * inverse
         result = weight[:, None] * value - coded_weight[:, None] * coded_value
         store_rows(self_term + h * V, token, H * V, mask, result, V, PAD_V)
 
 
 @triton.jit(do_not_specialize=["T"])
 def rotatekv_own_bwd_kernel(
-    q, k, v, coded_k, coded_v, dq, dk, dv, down, q_out, k_out, v_out, q_stride_t, q_stride_h, k_stride_t, k_stride_h,
-    v_stride_t, v_stride_h, dq_stride_t, dq_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, down_stride_t,
-    down_stride_h, position, time, cells, timestamps, query_timestamps, positions, sums, scale, inverse, T,
+    q, k, v, coded_k, coded_v, dq, dk, dv, down, q_out, k_out, v_out, bias, sums, scale, inverse, T,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, R: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -82,43 +92,41 @@ def rotatekv_own_bwd_kernel(
     for first in range(tl.program_id(0) * R, T, tl.num_programs(0) * R):
         token = first + tl.arange(0, R)
         mask = token < T
-        bias, bucket = token_bias(token, mask, position, time, cells, timestamps, query_timestamps, positions)
+        biases, bucket = token_bias(token, mask, bias)
         dbias = tl.zeros([R], tl.float32)
         for h in range(H):
-            query = load_rows(q + h * q_stride_h, token, q_stride_t, mask, D, PAD_D).to(tl.float32)
-            key = load_rows(k + h * k_stride_h, token, k_stride_t, mask, D, PAD_D).to(tl.float32)
+            query = load_head(q, h, token, mask, D, PAD_D).to(tl.float32)
+            key = load_head(k, h, token, mask, D, PAD_D).to(tl.float32)
             coded_key = load_rows(coded_k + h * D, token, H * D, mask, D, PAD_D).to(tl.float32)
-            value = load_rows(v + h * v_stride_h, token, v_stride_t, mask, V, PAD_V).to(tl.float32)
+            value = load_head(v, h, token, mask, V, PAD_V).to(tl.float32)
             coded_value = load_rows(coded_v + h * V, token, H * V, mask, V, PAD_V).to(tl.float32)
-            upstream = (
-                load_rows(down + h * down_stride_h, token, down_stride_t, mask, V, PAD_V).to(tl.float32) * inverse
-            )
-            weight, slope = silu_and_grad(tl.sum(query * key, 1) * scale + bias, False)
-            coded_weight, coded_slope = silu_and_grad(tl.sum(query * coded_key, 1) * scale + bias, False)
+            upstream = load_head(down, h, token, mask, V, PAD_V).to(tl.float32) * inverse
+            weight, slope = silu_and_grad(tl.sum(query * key, 1) * scale + biases, False)
+            coded_weight, coded_slope = silu_and_grad(tl.sum(query * coded_key, 1) * scale + biases, False)
             ds = slope * tl.sum(upstream * value, 1)
             coded_ds = -coded_slope * tl.sum(upstream * coded_value, 1)
             dbias += ds + coded_ds
             ds *= scale
             coded_ds *= scale
-            grad = load_rows(dq + h * dq_stride_h, token, dq_stride_t, mask, D, PAD_D).to(tl.float32)
+            grad = load_head(dq, h, token, mask, D, PAD_D).to(tl.float32)
             grad += ds[:, None] * key + coded_ds[:, None] * coded_key
             store_rows(q_out + h * D, token, H * D, mask, grad, D, PAD_D)
-            grad = load_rows(dk + h * dk_stride_h, token, dk_stride_t, mask, D, PAD_D).to(tl.float32)
+            grad = load_head(dk, h, token, mask, D, PAD_D).to(tl.float32)
             store_rows(k_out + h * D, token, H * D, mask, grad + (ds + coded_ds)[:, None] * query, D, PAD_D)
-            grad = load_rows(dv + h * dv_stride_h, token, dv_stride_t, mask, V, PAD_V).to(tl.float32)
+            grad = load_head(dv, h, token, mask, V, PAD_V).to(tl.float32)
             store_rows(v_out + h * V, token, H * V, mask, grad + (weight - coded_weight)[:, None] * upstream, V, PAD_V)
-        if time is not None:
+        if bias.time is not None:
             total += tl.sum(tl.where(bucket[:, None] == column, dbias[:, None], 0.0), 0)
-        if position is not None:
+        if bias.position is not None:
             total += tl.sum(tl.where(column == _POSITION, dbias[:, None], 0.0), 0)
     if sums is not None:
         tl.store(sums + tl.program_id(0) * SUMS + tl.arange(0, SUMS), total)
 
 
-def _biases(position, time, timestamps, query_timestamps) -> tuple:
-    """Return the bias arguments of both kernels."""
+def _bias(position, time, timestamps, query_timestamps) -> TokenBias:
     cells = None if time is None else device_cells(num_time_buckets(time), time.device)
-    return position, time, cells, timestamps, query_timestamps, 0 if position is None else position.shape[0]
+    positions = 0 if position is None else position.shape[0]
+    return TokenBias(position, time, cells, timestamps, query_timestamps, positions)
 
 
 def _constants(q, v) -> dict:
@@ -126,18 +134,14 @@ def _constants(q, v) -> dict:
     return dict(H=q.shape[1], D=d, V=size, PAD_D=padded_head(d), PAD_V=padded_head(size), R=_TOKENS, num_warps=4)
 
 
-def _strides(*tensors) -> list[int]:
-    return [stride for x in tensors for stride in x.stride()[:2]]
-
-
 def _own(q, k, v, coded_k, coded_v, position, time, timestamps, query_timestamps, scale, normalizer):
     self_term = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if self_term.numel():
         q, k, v = as_rows(q, k, v, align=False)
         run(
-            rotatekv_own_fwd_kernel, cdiv(q.shape[0], _TOKENS), q, k, v, coded_k, coded_v, self_term,
-            *_strides(q, k, v), *_biases(position, time, timestamps, query_timestamps), scale, 1.0 / normalizer,
-            q.shape[0], **_constants(q, v),
+            rotatekv_own_fwd_kernel, cdiv(q.shape[0], _TOKENS), *map(Rows.of, (q, k, v)), coded_k, coded_v, self_term,
+            _bias(position, time, timestamps, query_timestamps), scale, 1.0 / normalizer, q.shape[0],
+            **_constants(q, v),
         )  # fmt: skip
     return [self_term]
 
@@ -151,12 +155,11 @@ def _gradients(
     tables = outputs[3:]
     sums = torch.zeros(programs, _SUMS, dtype=torch.float32, device=q.device) if tables else None
     if q.numel():
-        rows, grads = as_rows(q, k, v, align=False), as_rows(dq, dk, dv, down, align=False)
-        q, k, v = rows
+        rows, grads = (map(Rows.of, as_rows(*x, align=False)) for x in ((q, k, v), (dq, dk, dv, down)))
         run(
-            rotatekv_own_bwd_kernel, programs, q, k, v, coded_k, coded_v, *grads, *outputs[:3],
-            *_strides(*rows, *grads), *_biases(position, time, timestamps, query_timestamps), sums, scale,
-            1.0 / normalizer, tokens, **_constants(q, v), SUMS=_SUMS,
+            rotatekv_own_bwd_kernel, programs, *rows, coded_k, coded_v, *grads, *outputs[:3],
+            _bias(position, time, timestamps, query_timestamps), sums, scale, 1.0 / normalizer, tokens,
+            **_constants(q, v), SUMS=_SUMS,
         )  # fmt: skip
     if tables:
         total = sums.sum(0)
