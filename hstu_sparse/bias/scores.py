@@ -40,6 +40,25 @@ POSITION_MARGIN = 1024
 HIDDEN_BIAS = tl.constexpr(-1e30)
 
 
+class KernelBias(NamedTuple):
+    """A kernel's arguments for a bias by a plan; members of an absent bias are None.
+
+    position, time                 the tables' halves (see `halved_tables_kernel`)
+    cells, steps                   `bucket_cells` and `bucket_steps`
+    query_times, query_offset      the queries' times and their offsets: see `TokenTimes`
+    key_times, key_offset          those of the keys
+    """
+
+    position: object
+    time: object
+    cells: object
+    steps: object
+    query_times: object
+    query_offset: object
+    key_times: object
+    key_offset: object
+
+
 class Bias(NamedTuple):
     """The biases' inputs for a program's resident side; members of an absent bias are not read.
 

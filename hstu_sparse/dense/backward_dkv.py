@@ -22,7 +22,7 @@ from hstu_sparse.dense.ranges import (
     store_block,
     visible,
 )
-from hstu_sparse.tiles.rows import block_source, load_block
+from hstu_sparse.tiles.rows import block_source, load_block, row_pointer
 
 
 @triton.jit
@@ -59,17 +59,15 @@ def _attend_dkv(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def dense_attention_bwd_dkv_kernel(
-    q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
-    do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
-    seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale, schedule, entries, runs, near, row, total,
-    q_times, q_offset, k_times, k_offset, position_bias, time_bias, cells, steps,
+    q, k, v, do, dk, dv, seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale, tiles, row, total,
+    bias,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITION: tl.constexpr,
     HAS_TIME: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of BLOCK_N keys of one head in each program. TMA: load queries by tensor descriptor."""
-    head, b, entry = scheduled(schedule, H)
+    head, b, entry = scheduled(tiles.schedule, H)
     if b < 0:
         return
     begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
@@ -78,26 +76,23 @@ def dense_attention_bwd_dkv_kernel(
     first_row = (tl.load(entry + 1) & MOST_TILES) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     s = first_row + n
-    q += begin * q_stride_t + head * q_stride_h
-    k += begin * k_stride_t + head * k_stride_h
-    v += begin * v_stride_t + head * v_stride_h
-    do += begin * do_stride_t + head * do_stride_h
-    key = load_block(k, first_row, n, k_stride_t, length, D, PAD_D, True)
-    value = load_block(v, first_row, n, v_stride_t, length, V, PAD_V, True)
+    key = load_block(row_pointer(k, begin, head), first_row, n, k.stride_t, length, D, PAD_D, True)
+    value = load_block(row_pointer(v, begin, head), first_row, n, v.stride_t, length, V, PAD_V, True)
     begin_row, full, free, end = query_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N)
     high, low, offset = 0.0, 0.0, 0
+    q_times, q_offset, entries, near = bias.query_times, bias.query_offset, tiles.entries, tiles.near
     if HAS_TIME:
-        high = tl.load(k_times + begin + s, s < length, 0.0)[:, None]
-        low = tl.load(k_times + total + begin + s, s < length, 0.0)[:, None]
-        offset = tl.load(k_offset + begin + s, s < length, 0)[:, None]
+        high = tl.load(bias.key_times + begin + s, s < length, 0.0)[:, None]
+        low = tl.load(bias.key_times + total + begin + s, s < length, 0.0)[:, None]
+        offset = tl.load(bias.key_offset + begin + s, s < length, 0)[:, None]
         q_times += begin
         q_offset += begin
         slot = begin // BLOCK_N + b + first_row // BLOCK_N
         entries += slot * row
         near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
-        full = tl.load(runs + slot)
-    bias = Bias(
-        position_bias, time_bias, cells, steps, high, low, offset, q_times, q_offset, entries, near,
+        full = tl.load(tiles.runs + slot)
+    tile_bias = Bias(
+        bias.position, bias.time, bias.cells, bias.steps, high, low, offset, q_times, q_offset, entries, near,
         begin_row // BLOCK_M, total,
     )  # fmt: skip
     # The loops are over: near blocks, or, without times, all up to `full`; with times, other blocks that need masks;
@@ -106,8 +101,8 @@ def dense_attention_bwd_dkv_kernel(
     near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M) if HAS_TIME else wide
     ranges = ((begin_row, near_end), (near_end, wide), (full, free), (free, end))
 
-    q = block_source(q, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
-    do = block_source(do, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
+    queries = block_source(row_pointer(q, begin, head), q.stride_t, length, D, BLOCK_M, PAD_D, TMA)
+    douts = block_source(row_pointer(do, begin, head), do.stride_t, length, V, BLOCK_M, PAD_V, TMA)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     for part in tl.static_range(4):
@@ -115,15 +110,15 @@ def dense_attention_bwd_dkv_kernel(
             # The condition saves registers with TMA and costs some without.
             if not TMA or ranges[part][0] < ranges[part][1]:
                 acc_k, acc_v = _attend_dkv(
-                    acc_k, acc_v, key, value, *ranges[part], s, first_row, sequence, q, do, q_stride_t, do_stride_t,
-                    half_scale, bias,
+                    acc_k, acc_v, key, value, *ranges[part], s, first_row, sequence, queries, douts, q.stride_t,
+                    do.stride_t, half_scale, tile_bias,
                     Kind(
                         D, V, PAD_D, PAD_V, BLOCK_M, BLOCK_N, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
                         PRECISION, ASM,
                     ),
                     part != 2, part == 0, TMA,
                 )  # fmt: skip
-    dk += (begin + first_row) * dk_stride_t + head * dk_stride_h
-    store_block(dk, n, dk_stride_t, s < length, acc_k * (scale * half_inverse_n), D_OUT, PAD_D)
-    dv += (begin + first_row) * dv_stride_t + head * dv_stride_h
-    store_block(dv, n, dv_stride_t, s < length, acc_v * (2.0 * half_inverse_n), V_OUT, PAD_V)
+    target = row_pointer(dk, begin + first_row, head)
+    store_block(target, n, dk.stride_t, s < length, acc_k * (scale * half_inverse_n), D_OUT, PAD_D)
+    target = row_pointer(dv, begin + first_row, head)
+    store_block(target, n, dv.stride_t, s < length, acc_v * (2.0 * half_inverse_n), V_OUT, PAD_V)

@@ -31,7 +31,7 @@ from hstu_sparse.dense.ranges import (
     store_block,
     visible,
 )
-from hstu_sparse.tiles.rows import in_registers, load_block
+from hstu_sparse.tiles.rows import in_registers, load_block, row_pointer
 
 
 @triton.jit
@@ -73,10 +73,8 @@ def _attend_dq(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def dense_attention_bwd_dq_kernel(
-    q, k, v, do, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t, do_stride_h,
-    dq_stride_t, dq_stride_h, position_grad, time_grad, norms, time_shift,
-    seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale, schedule, entries, runs, near, row, total,
-    q_times, q_offset, k_times, k_offset, position_bias, time_bias, cells, steps,
+    q, k, v, do, dq, position_grad, time_grad, norms, time_shift, seq_offsets, num_targets, window_size, half_scale,
+    half_inverse_n, scale, tiles, row, total, bias,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITION: tl.constexpr,
     HAS_TIME: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr, TABLE: tl.constexpr,
@@ -87,24 +85,20 @@ def dense_attention_bwd_dq_kernel(
     norms: present if the sums of the tables' gradients are integers. HOLD: keep q and do in registers.
     """
     EXACT: tl.constexpr = norms is not None
-    head, b, entry = scheduled(schedule, H)
+    head, b, entry = scheduled(tiles.schedule, H)
     if b < 0:
         return
     begin, sequence, block, t = find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M)
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
-    q += begin * q_stride_t + head * q_stride_h
-    k += begin * k_stride_t + head * k_stride_h
-    v += begin * v_stride_t + head * v_stride_h
-    do += begin * do_stride_t + head * do_stride_h
-    query = load_block(q, first_row, m, q_stride_t, sequence.length, D, PAD_D, True)
-    dout = load_block(do, first_row, m, do_stride_t, sequence.length, V, PAD_V, True)
+    query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, sequence.length, D, PAD_D, True)
+    dout = load_block(row_pointer(do, begin, head), first_row, m, do.stride_t, sequence.length, V, PAD_V, True)
     query, dout = in_registers(query, HOLD), in_registers(dout, HOLD)
     bounds, bias_fields = query_tile_bias(
-        b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
-        HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M, BLOCK_N,
+        b, begin, block, first_row, t, sequence, bias, tiles, row, total, HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M,
+        BLOCK_N,
     )  # fmt: skip
-    bias = Bias(position_bias, time_bias, cells, steps, *bias_fields, total)
+    tile_bias = Bias(bias.position, bias.time, bias.cells, bias.steps, *bias_fields, total)
     ring, histogram, lane = 0, 0, 0
     sum_scale, time_scale = half_inverse_n, 1.0
     if EXACT:
@@ -121,14 +115,15 @@ def dense_attention_bwd_dq_kernel(
     if ((HAS_POSITION and EXACT) or HAS_TIME) and ASM:
         tl.debug_barrier()
     gradients = Gradients(position_grad, time_grad, ring, lane, sum_scale, time_scale)
+    keys, values = row_pointer(k, begin, head), row_pointer(v, begin, head)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     ring_low = 1 << 30
     for part in tl.static_range(4):
         if (part > 0 or HAS_WINDOW) and (part != 2 or HAS_TIME):  # noqa: SIM102  known to the compiler
             if bounds[part] < bounds[part + 1]:
                 acc, ring_low = _attend_dq(
-                    acc, ring_low, query, dout, bounds[part], bounds[part + 1], t, first_row, sequence, k, v,
-                    k_stride_t, v_stride_t, half_scale, bias, gradients,
+                    acc, ring_low, query, dout, bounds[part], bounds[part + 1], t, first_row, sequence,
+                    keys, values, k.stride_t, v.stride_t, half_scale, tile_bias, gradients,
                     Kind(
                         D, V, PAD_D, PAD_V, BLOCK_M, BLOCK_N, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
                         PRECISION, ASM,
@@ -143,5 +138,5 @@ def dense_attention_bwd_dq_kernel(
         ring_flush(ring, position_grad, ring_low, tl.maximum(nearest, ring_low), farthest, sequence.length)
     if HAS_TIME and ASM:
         histogram_close(histogram, time_grad, half_inverse_n, time_shift, TABLE, EXACT)
-    dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
-    store_block(dq, m, dq_stride_t, t < sequence.length, acc * (scale * half_inverse_n), D_OUT, PAD_D)
+    target = row_pointer(dq, begin + first_row, head)
+    store_block(target, m, dq.stride_t, t < sequence.length, acc * (scale * half_inverse_n), D_OUT, PAD_D)

@@ -22,7 +22,7 @@ from hstu_sparse.dense.ranges import (
     store_block,
     visible,
 )
-from hstu_sparse.tiles.rows import load_block
+from hstu_sparse.tiles.rows import load_block, row_pointer
 
 
 @triton.jit
@@ -56,42 +56,42 @@ def _attend(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def dense_attention_fwd_kernel(
-    q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
-    seq_offsets, num_targets, window_size, half_scale, inverse_n, schedule, entries, runs, near, row, total,
-    q_times, q_offset, k_times, k_offset, position_bias, time_bias, cells, steps,
+    q, k, v, out, seq_offsets, num_targets, window_size, half_scale, inverse_n, tiles, row, total, bias,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITION: tl.constexpr,
     HAS_TIME: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of BLOCK_M queries of one head in each program."""
-    head, b, entry = scheduled(schedule, H)
+    """Compute the outputs of BLOCK_M queries of one head in each program.
+
+    q, k, v, out: `Rows`. tiles: `TileMap`, row: its `row`. bias: `KernelBias`.
+    """
+    head, b, entry = scheduled(tiles.schedule, H)
     if b < 0:
         return
     begin, sequence, block, t = find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M)
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
-    q += begin * q_stride_t + head * q_stride_h
-    k += begin * k_stride_t + head * k_stride_h
-    v += begin * v_stride_t + head * v_stride_h
-    query = load_block(q, first_row, m, q_stride_t, sequence.length, D, PAD_D, True)
+    query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, sequence.length, D, PAD_D, True)
     bounds, bias_fields = query_tile_bias(
-        b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
-        HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M, BLOCK_N,
+        b, begin, block, first_row, t, sequence, bias, tiles, row, total, HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M,
+        BLOCK_N,
     )  # fmt: skip
-    bias = Bias(position_bias, time_bias, cells, steps, *bias_fields, total)
+    tile_bias = Bias(bias.position, bias.time, bias.cells, bias.steps, *bias_fields, total)
+    keys, values = row_pointer(k, begin, head), row_pointer(v, begin, head)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     for part in tl.static_range(4):
         if (part > 0 or HAS_WINDOW) and (part != 2 or HAS_TIME):  # noqa: SIM102  known to the compiler
             if bounds[part] < bounds[part + 1]:
                 acc = _attend(
-                    acc, query, bounds[part], bounds[part + 1], t, first_row, sequence, k, v, k_stride_t, v_stride_t,
-                    half_scale, bias,
+                    acc, query, bounds[part], bounds[part + 1], t, first_row, sequence, keys, values, k.stride_t,
+                    v.stride_t, half_scale, tile_bias,
                     Kind(
                         D, V, PAD_D, PAD_V, BLOCK_M, BLOCK_N, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
                         PRECISION, ASM,
                     ),
                     part != 1, part == 3,
                 )  # fmt: skip
-    out += (begin + first_row) * out_stride_t + head * out_stride_h
-    store_block(out, m, out_stride_t, t < sequence.length, acc * inverse_n, V_OUT, PAD_V)
+    store_block(
+        row_pointer(out, begin + first_row, head), m, out.stride_t, t < sequence.length, acc * inverse_n, V_OUT, PAD_V
+    )

@@ -16,7 +16,7 @@ import torch
 from hstu_sparse.bias.buckets import bucket_steps, device_cells, hidden_bucket, num_time_buckets
 from hstu_sparse.bias.gradients import greatest_norms_kernel, table_gradients_kernel
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.bias.scores import POSITION_MARGIN, halved_tables_kernel
+from hstu_sparse.bias.scores import POSITION_MARGIN, KernelBias, halved_tables_kernel
 from hstu_sparse.core.launch import (
     INTERPRET,
     LaunchConfig,
@@ -48,6 +48,7 @@ from hstu_sparse.dense.plan import (
     with_backward,
 )
 from hstu_sparse.tiles.assembly import proven
+from hstu_sparse.tiles.rows import Rows
 
 # Copies of the time bias's sums, so that programs do not contend for one address.
 _COPIES = 1 if INTERPRET else 64
@@ -103,7 +104,6 @@ class _Launch:
         self.plan = AttentionPlan.of_flat(purpose, plan)
         self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = as_rows(q, k, v)
-        self.strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2]
         self.scale, self.normalizer = scale, normalizer
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
@@ -122,7 +122,7 @@ class _Launch:
         run(kernel, grid, *arguments, **_constants(self.case), **config, **more)
 
     def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:
-        """Return an attention kernel's arguments from `schedule` on: its tile map, the times, the halved tables."""
+        """Return an attention kernel's last arguments: the tile map, the numbers that vary with it, the bias."""
         buckets, device = self.plan.purpose.num_buckets, self.q.device
         if buckets is None:
             times, finders = (None,) * 4, (None, None)
@@ -133,7 +133,7 @@ class _Launch:
         position = None if self.bias.position is None else tables[POSITION_MARGIN:]
         time = None if self.bias.time is None else tables[width:]
         total = self.plan.purpose.total
-        return *tiles, tiles.row, total, *times, position, time, *finders
+        return tiles, tiles.row, total, KernelBias(position, time, *finders, *times)
 
     def halved_tables(self) -> torch.Tensor:
         """Return half the values of the bias tables in fp32, as the kernels read them; empty without a bias."""
@@ -163,7 +163,7 @@ class _Launch:
             return out, tables
         purpose, tiles = self.plan.purpose, self.plan.forward
         arguments = (
-            self.q, self.k, self.v, out, *self.strides, *out.stride()[:2], *self.metadata[:2], purpose.window_size,
+            *map(Rows.of, (self.q, self.k, self.v, out)), *self.metadata[:2], purpose.window_size,
             0.5 * self.scale, 1.0 / self.normalizer, *self.planned(tiles, tables),
         )  # fmt: skip
         self.run(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
@@ -208,14 +208,13 @@ class _Launch:
             self._run_hopper(dense_attention_bwd_dq_hopper_kernel, "MNNM", sources, (dq,), factors, config)
             return [dq, dk, dv]
         self.plan = with_backward(self.plan, *self.metadata)
-        purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
+        purpose, rows = self.plan.purpose, [*map(Rows.of, sources)]
         numbers = *self.metadata[:2], purpose.window_size, half_scale, 0.5 / self.normalizer, self.scale
 
         if bwd_dkv_config(self.features).TMA:
             allow_descriptors()
         arguments = (
-            *sources, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
-            *self.planned(self.plan.dkv, tables),
+            *rows, Rows.of(dk), Rows.of(dv), *numbers, *self.planned(self.plan.dkv, tables),
         )  # fmt: skip
         self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
 
@@ -226,8 +225,8 @@ class _Launch:
         time_shift = max(0, terms.bit_length() - 10)
         table = 0 if self.bias.time is None else hidden_bucket(purpose.num_buckets)
         arguments = (
-            *sources, dq, *strides, *dq.stride()[:2], position_sums, time_sums, norms, time_shift,
-            *numbers, *self.planned(self.plan.dq, tables),
+            *rows, Rows.of(dq), position_sums, time_sums, norms, time_shift, *numbers, *self.planned(self.plan.dq,
+            tables),
         )  # fmt: skip
         self.run(dense_attention_bwd_dq_kernel, self.plan.dq, arguments, bwd_dq_config, TABLE=table, COPIES=_COPIES)
         if self.biased:

@@ -175,7 +175,7 @@ def silu_and_slope(h, FAST: tl.constexpr):
 
 @triton.jit
 def query_tile_bias(
-    b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
+    b, begin, block, first_row, t, sequence, bias, tiles, row, total,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TIME: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -190,15 +190,15 @@ def query_tile_bias(
     high, low, offset, nearest = 0.0, 0.0, 0, 0
     if HAS_TIME:
         slot = begin // BLOCK_M + b + block
-        high = tl.load(q_times + begin + t, t < sequence.length, 0.0)[:, None]
-        low = tl.load(q_times + total + begin + t, t < sequence.length, 0.0)[:, None]
-        offset = tl.load(q_offset + begin + t, t < sequence.length, 0)[:, None]
-        k_times += begin
-        k_offset += begin
-        entries += slot * row
-        near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
+        high = tl.load(bias.query_times + begin + t, t < sequence.length, 0.0)[:, None]
+        low = tl.load(bias.query_times + total + begin + t, t < sequence.length, 0.0)[:, None]
+        offset = tl.load(bias.query_offset + begin + t, t < sequence.length, 0)[:, None]
+        k_times = bias.key_times + begin
+        k_offset = bias.key_offset + begin
+        entries = tiles.entries + slot * row
+        near = tiles.near + slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
         nearest = (end - 1) // BLOCK_N
-        diagonal = tl.load(runs + slot)
+        diagonal = tl.load(tiles.runs + slot)
         near_start = tl.maximum(diagonal, (nearest - (NEAR - 1)) * BLOCK_N)
         return (first, full, diagonal, near_start, end), (high, low, offset, k_times, k_offset, entries, near, nearest)
     else:

@@ -8,9 +8,6 @@ MOST = 20  # besides compile-time constants
 # Kernels that still have more. A kernel that no longer does is removed here.
 WIDE = {
     "dense_attention_bwd_dkv_hopper_kernel",
-    "dense_attention_bwd_dkv_kernel",
-    "dense_attention_bwd_dq_kernel",
-    "dense_attention_fwd_kernel",
     "group_attention_bwd_dkv_kernel",
     "group_attention_bwd_kernel",
     "group_attention_fwd_kernel",
