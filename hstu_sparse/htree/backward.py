@@ -26,7 +26,7 @@ from hstu_sparse.htree.walk import (
     tile_query,
     turn,
 )
-from hstu_sparse.tiles.rows import load_rows, store_rows
+from hstu_sparse.tiles.rows import load_rows, row_pointer, store_rows
 
 
 @triton.jit
@@ -106,8 +106,7 @@ def add_gradients(
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows"])
 def htree_attend_bwd_kernel(
-    do, q, keys, values, offsets, cos, sin, workspace, out, lse, dq, dk, dv, units,
-    do_stride_t, do_stride_h, q_stride_t, q_stride_h, q_scale, scale, B, tokens, layers, rows,
+    do, q, nodes, workspace, out, lse, dq, gradients, q_scale, scale, B, tokens, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
     SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr,
@@ -115,8 +114,10 @@ def htree_attend_bwd_kernel(
 ):  # fmt: skip
     """Compute dq [T, Hq, D], and add to dk [H, rows, D] and dv [H, rows, V]; keys' gradients are rotated like the keys.
 
-    units [2]: with FIXED the sums of dk and dv are integers, in multiples of 1 / units[0] and 1 / units[1].
+    do, q: `Rows`. FIXED: the sums of dk and dv are integers.
     """
+    keys, values, offsets, cos, sin = nodes.key_rows, nodes.value_rows, nodes.offsets, nodes.cos, nodes.sin
+    dk, dv, units = gradients.dk, gradients.dv, gradients.units
     workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
     marks = workspace + 2 * LIST
     tops, words = marks + CANDIDATES, marks + CANDIDATES + CANDIDATES // 32
@@ -127,10 +128,8 @@ def htree_attend_bwd_kernel(
         g, token = (item // tokens).to(tl.int64), (item % tokens).to(tl.int64)
         b, start, length = find_sequence(offsets, token, B)
         t = (token - start).to(tl.int32)
-        q_low, q_high = load_query(
-            q + token * q_stride_t + g * G * q_stride_h, row, q_stride_h, live, q_scale, HALF, BH
-        )
-        upstream = load_rows(do + token * do_stride_t + g * G * do_stride_h, row, do_stride_h, live, V, BV)
+        q_low, q_high = load_query(row_pointer(q, token, g * G), row, q.stride_h, live, q_scale, HALF, BH)
+        upstream = load_rows(row_pointer(do, token, g * G), row, do.stride_h, live, V, BV)
         output = load_rows(out + (token * H + g) * G * V, row, V, live, V, BV)
         delta = tl.sum(upstream.to(tl.float32) * output.to(tl.float32), 1)
         total = tl.load(lse + (token * H + g) * G + row, mask=live, other=float("inf"))

@@ -24,7 +24,7 @@ from hstu_sparse.htree.walk import (
     step_down,
     tile_query,
 )
-from hstu_sparse.tiles.rows import sequence_of, store_rows
+from hstu_sparse.tiles.rows import row_pointer, sequence_of, store_rows
 
 
 @triton.jit
@@ -107,8 +107,7 @@ def accumulate(
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows"])
 def htree_attend_fwd_kernel(
-    q, keys, values, offsets, cos, sin, workspace, out, lse, choices, q_stride_t, q_stride_h, scale, B, tokens,
-    layers, rows,
+    q, nodes, workspace, out, lse, choices, scale, B, tokens, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
     SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr,
@@ -116,9 +115,9 @@ def htree_attend_fwd_kernel(
 ):  # fmt: skip
     """Compute the output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq].
 
-    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers. choices [T, H, layers, TOP_K]: if given, it gets the
-    chosen nodes of the layers 1, 2, ..., for the tests.
+    q: `Rows`. choices [T, H, layers, TOP_K]: if given, it gets the chosen nodes of the layers 1, 2, ..., for the tests.
     """
+    keys, values, offsets, cos, sin = nodes.key_rows, nodes.value_rows, nodes.offsets, nodes.cos, nodes.sin
     workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
     marks = workspace + 2 * LIST
     tops, words = marks + CANDIDATES, marks + CANDIDATES + CANDIDATES // 32
@@ -129,7 +128,7 @@ def htree_attend_fwd_kernel(
         g, token = (item // tokens).to(tl.int64), (item % tokens).to(tl.int64)
         b, start, length = find_sequence(offsets, token, B)
         t = (token - start).to(tl.int32)
-        q_low, q_high = load_query(q + token * q_stride_t + g * G * q_stride_h, row, q_stride_h, live, scale, HALF, BH)
+        q_low, q_high = load_query(row_pointer(q, token, g * G), row, q.stride_h, live, scale, HALF, BH)
 
         running_max = tl.full([BG], -float("inf"), tl.float32)
         running_sum = tl.zeros([BG], tl.float32)

@@ -26,6 +26,8 @@ from hstu_sparse.htree.launch import (
     push_gradients,
 )
 from hstu_sparse.htree.layout import depth
+from hstu_sparse.htree.walk import NodeGradients
+from hstu_sparse.tiles.rows import Rows
 
 
 @configuration
@@ -89,7 +91,7 @@ def make_choices(p: GroupProblem, q: Tensor, keys: Tensor) -> Tensor:
             del options[name]
         run(
             htree_choose_fwd_kernel, grid,
-            q, keys, p.offsets, p.cos, p.sin, workspace, table, *q.stride()[:2], p.scale / math.log(2.0), p.B, p.T,
+            Rows.of(q), p.nodes(keys, None), workspace, table, p.scale / math.log(2.0), p.B, p.T,
             p.top, p.rows, p.slots, R=p.R, **options,
         )  # fmt: skip
     return table
@@ -107,8 +109,8 @@ def launch_group_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, 
     grid, options = p.group_options("fwd")
     run(
         htree_group_fwd_kernel, grid,
-        q, keys, build_tree(p, v, False), p.offsets, p.cos, p.sin, table, out, lse, *q.stride()[:2],
-        p.scale / math.log(2.0), p.B, p.T, p.top, p.rows, p.choices, p.slots, **options,
+        Rows.of(q), p.nodes(keys, build_tree(p, v, False)), table, out, lse, p.scale / math.log(2.0), p.B, p.T, p.top,
+        p.rows, p.choices, p.slots, **options,
     )  # fmt: skip
     return out, lse, table
 
@@ -129,8 +131,8 @@ def launch_group_backward(
     grid, options = p.group_options("bwd")
     run(
         htree_group_bwd_kernel, grid,
-        grad, q, build_tree(p, k, True), build_tree(p, v, False), p.offsets, p.cos, p.sin, table, out, lse, dq, dk_sums,
-        dv_sums, units, *grad.stride()[:2], *q.stride()[:2], p.scale / math.log(2.0), p.scale, p.B, p.T, p.top, p.rows,
+        Rows.of(grad), Rows.of(q), p.nodes(build_tree(p, k, True), build_tree(p, v, False)), table, out, lse, dq,
+        NodeGradients(dk_sums, dv_sums, units), p.scale / math.log(2.0), p.scale, p.B, p.T, p.top, p.rows,
         p.choices, p.slots, FIXED=fixed, **options,
     )  # fmt: skip
     push_gradients(p, dk_sums, dk, units, True)

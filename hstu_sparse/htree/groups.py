@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.htree.walk import begin_walk, choose, choose_all, load_query, row_angle, step_down, top_layer, turn
-from hstu_sparse.tiles.rows import locate, store_rows
+from hstu_sparse.tiles.rows import locate, row_pointer, store_rows
 
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "slots"])
 def htree_choose_fwd_kernel(
-    q, keys, offsets, cos, sin, workspace, table, q_stride_t, q_stride_h, scale, B, tokens, layers, rows, slots,
+    q, nodes, workspace, table, scale, B, tokens, layers, rows, slots,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr, SOME: tl.constexpr,
     CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
@@ -35,8 +35,9 @@ def htree_choose_fwd_kernel(
 ):  # fmt: skip
     """Fill the table of choices, initially -1: the words of a layer whose candidates are all chosen stay -1.
 
-    keys: as in `htree_attend_fwd_kernel`; workspace [programs, WORKSPACE]: as in `walk.py`.
+    q: `Rows`. nodes: without values. workspace [programs, WORKSPACE]: as in `walk.py`.
     """
+    keys, offsets, cos, sin = nodes.key_rows, nodes.offsets, nodes.cos, nodes.sin
     workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
     marks = workspace + LIST
     tops = marks + CANDIDATES
@@ -49,8 +50,8 @@ def htree_choose_fwd_kernel(
         t = number * R
         layer, size, base, C = begin_walk(workspace, length, t, tokens, B, layers, TOP_K, LIST, RATE)
         layer = tl.where(t < length, layer, 0)  # a slot without a group
-        begin = q + (start + tl.minimum(t, length - 1)) * q_stride_t + g * G * q_stride_h
-        q_low, q_high = load_query(begin, row, q_stride_h, live & (t < length), scale, HALF, BH)
+        begin = row_pointer(q, start + tl.minimum(t, length - 1), g * G)
+        q_low, q_high = load_query(begin, row, q.stride_h, live & (t < length), scale, HALF, BH)
         parents = workspace
         while layer > 0:
             layer_keys = keys + (g * rows + base + start // size + b) * (2 * BH)
@@ -187,8 +188,7 @@ def turned_queries(
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "choices", "slots"])
 def htree_group_fwd_kernel(
-    q, keys, values, offsets, cos, sin, table, out, lse, q_stride_t, q_stride_h, scale, B, tokens, layers, rows,
-    choices, slots,
+    q, nodes, table, out, lse, scale, B, tokens, layers, rows, choices, slots,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr,
     BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
     TOP_K: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr,
@@ -196,8 +196,9 @@ def htree_group_fwd_kernel(
     """Compute the output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for groups with their
     choices.
 
-    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers; table: the choices. PARTS programs share a group.
+    q: `Rows`. table: the choices. PARTS programs share a group.
     """
+    keys, values, offsets, cos, sin = nodes.key_rows, nodes.value_rows, nodes.offsets, nodes.cos, nodes.sin
     # Late groups have the most candidates, so they start first.
     slot, part = (slots - 1 - tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     g = tl.program_id(1).to(tl.int64)
@@ -216,7 +217,7 @@ def htree_group_fwd_kernel(
                 group, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
             )
             low, high, _, _ = turned_queries(
-                q, group, level.place, cos, sin, q_stride_t, q_stride_h, scale, HALF, BH, keys.dtype.element_ty
+                q.pointer, group, level.place, cos, sin, q.stride_t, q.stride_h, scale, HALF, BH, keys.dtype.element_ty
             )
             for c0 in range(0, level.end, BN):
                 node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, TURN)

@@ -15,16 +15,17 @@ from hstu_sparse.tiles.rows import load_rows, store_rows
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "choices", "slots"])
 def htree_group_bwd_kernel(
-    do, q, keys, values, offsets, cos, sin, table, out, lse, dq, dk, dv, units, do_stride_t, do_stride_h,
-    q_stride_t, q_stride_h, q_scale, scale, B, tokens, layers, rows, choices, slots,
+    do, q, nodes, table, out, lse, dq, gradients, q_scale, scale, B, tokens, layers, rows, choices, slots,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr,
     BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
     TOP_K: tl.constexpr, WORDS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq [T, Hq, D], and add to dk [H, rows, D] and dv [H, rows, V]; keys' gradients are rotated like the keys.
 
-    units [2]: with FIXED the sums of dk and dv are integers, in multiples of 1 / units[0] and 1 / units[1].
+    do, q: `Rows`. FIXED: the sums of dk and dv are integers.
     """
+    keys, values, offsets, cos, sin = nodes.key_rows, nodes.value_rows, nodes.offsets, nodes.cos, nodes.sin
+    dk, dv, units = gradients.dk, gradients.dv, gradients.units
     slot, part = (slots - 1 - tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     g = tl.program_id(1).to(tl.int64)
     group = find_group(offsets, slot, part, g, B, G, R, BM)
@@ -33,7 +34,7 @@ def htree_group_bwd_kernel(
     e = tl.arange(0, BV)[None, :]
     f = tl.arange(0, BH)[None, :]
     upstream = tl.load(
-        do + group.token[:, None] * do_stride_t + group.head[:, None] * do_stride_h + e,
+        do.pointer + group.token[:, None] * do.stride_t + group.head[:, None] * do.stride_h + e,
         mask=group.live[:, None] & (e < V), other=0.0,
     )  # fmt: skip
     row = group.token * (H * G) + group.head
@@ -50,7 +51,17 @@ def htree_group_bwd_kernel(
                 group, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
             )
             low, high, row_cos, row_sin = turned_queries(
-                q, group, level.place, cos, sin, q_stride_t, q_stride_h, q_scale, HALF, BH, keys.dtype.element_ty
+                q.pointer,
+                group,
+                level.place,
+                cos,
+                sin,
+                q.stride_t,
+                q.stride_h,
+                q_scale,
+                HALF,
+                BH,
+                keys.dtype.element_ty,
             )
             # dq is summed in the order of the rotated queries, and rotated back after the layer.
             dq_low, dq_high = turn(dq_low, dq_high, row_cos, row_sin)

@@ -37,6 +37,8 @@ from hstu_sparse.htree.forward import htree_attend_fwd_kernel
 from hstu_sparse.htree.layout import depth, tree_layers
 from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
 from hstu_sparse.htree.reference import rope_tables
+from hstu_sparse.htree.walk import NodeGradients, Nodes
+from hstu_sparse.tiles.rows import Rows
 
 # Positions within a layer occupy the low bits of a key; the remaining bits of an importance must distinguish
 # candidates.
@@ -124,6 +126,10 @@ class Problem:
             PRECISION=precision(q.dtype),
         )  # fmt: skip
 
+    def nodes(self, keys: Tensor, values: Tensor | None) -> Nodes:
+        """Return the kernels' arguments for trees of keys and values."""
+        return Nodes(keys, values, self.offsets, self.cos, self.sin)
+
     def options(self, kernel: str, items: int) -> tuple[tuple[int], Tensor, dict]:
         """Return (grid, workspace, keywords) of a walking kernel for `items` pairs of a token and a key/value head."""
         config = walk_config(kernel, *self.padded_sizes)
@@ -164,8 +170,8 @@ def attend(problem, q, keys, values, choices=None):
     grid, workspace, options = p.options("fwd", p.T * p.H)
     run(
         htree_attend_fwd_kernel, grid,
-        q, keys, values, p.offsets, p.cos, p.sin, workspace, out, lse, choices, *q.stride()[:2],
-        p.scale / math.log(2.0), p.B, p.T, p.top, p.rows, **options,
+        Rows.of(q), p.nodes(keys, values), workspace, out, lse, choices, p.scale / math.log(2.0), p.B, p.T, p.top,
+        p.rows, **options,
     )  # fmt: skip
     return out, lse
 
@@ -207,8 +213,8 @@ def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale,
     grid, workspace, options = p.options("bwd", p.T * p.H)
     run(
         htree_attend_bwd_kernel, grid,
-        grad, q, build_tree(p, k, True), build_tree(p, v, False), p.offsets, p.cos, p.sin, workspace, out, lse, dq,
-        dk_sums, dv_sums, units, *grad.stride()[:2], *q.stride()[:2], p.scale / math.log(2.0), p.scale, p.B, p.T, p.top,
+        Rows.of(grad), Rows.of(q), p.nodes(build_tree(p, k, True), build_tree(p, v, False)), workspace, out, lse, dq,
+        NodeGradients(dk_sums, dv_sums, units), p.scale / math.log(2.0), p.scale, p.B, p.T, p.top,
         p.rows, FIXED=fixed, **options,
     )  # fmt: skip
     push_gradients(p, dk_sums, dk, units, True)

@@ -22,11 +22,39 @@ A program's workspace, in global memory, holds one after the other
 Scores are never stored.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 # The bits of infinity, above every other importance: the last candidate's importance, so that it is always chosen.
 INFINITE = tl.constexpr(0x7F800000)
+
+
+class Nodes(NamedTuple):
+    """The tree that a kernel reads.
+
+    key_rows, value_rows  [H, rows, 2 BH] and [H, rows, BV], the nodes of all layers
+    offsets               [B + 1]
+    cos, sin              [positions, BH], RoPE's tables
+    """
+
+    key_rows: object
+    value_rows: object
+    offsets: object
+    cos: object
+    sin: object
+
+
+class NodeGradients(NamedTuple):
+    """The sums of the nodes' gradients, dk [H, rows, D] and dv [H, rows, V].
+
+    units [2]: if they are integers, in multiples of 1 / units[0] and 1 / units[1], else None.
+    """
+
+    dk: object
+    dv: object
+    units: object
 
 
 @triton.jit
