@@ -118,8 +118,8 @@ def store_bitmap(bitmap, row, slot, mask, is_kept, b: tl.constexpr, C: tl.conste
 
 @triton.jit(do_not_specialize=["B", "P", "S"])
 def write_codes_kernel(
-    k, k_stride_t, k_stride_h, v, v_stride_t, v_stride_h, offsets, lengths, pages, order, sink_k, sink_v, k_codes,
-    k_ranges, k_bitmap, v_codes, v_ranges, B, P, S, scale,
+    k, v, offsets, lengths, pages, order, sink_k, sink_v, k_codes, k_ranges, k_bitmap, v_codes, v_ranges, B, P, S,
+    scale,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, REAL: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
@@ -129,7 +129,7 @@ def write_codes_kernel(
 ):  # fmt: skip
     """Write R new tokens of one head group, after `lengths` [B] others, into the pages of the table [B, P].
 
-    D: channels of a head, padded; REAL: without padding.
+    k, v: `Rows`. D: channels of a head, padded; REAL: without padding.
     """
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G
@@ -156,20 +156,23 @@ def write_codes_kernel(
         sink = real & (position < S) & (first >= 0)
         for head in tl.static_range(G):
             at = (first + position) * (HG * G) + group * G + head
-            source = token[:, None] * k_stride_t + (group * G + head).to(tl.int64) * k_stride_h
+            source = token[:, None] * k.stride_t + (group * G + head).to(tl.int64) * k.stride_h
             for start in tl.static_range(0, D, K_BLOCK):
                 column = start + tl.arange(0, K_BLOCK)[None, :]
                 inside = sink[:, None] & (column < REAL)
-                tl.store(sink_k + at[:, None] * REAL + column, tl.load(k + source + column, inside, 0.0), inside)
-            source = token[:, None] * v_stride_t + (group * G + head).to(tl.int64) * v_stride_h
+                tl.store(
+                    sink_k + at[:, None] * REAL + column, tl.load(k.pointer + source + column, inside, 0.0), inside
+                )
+            source = token[:, None] * v.stride_t + (group * G + head).to(tl.int64) * v.stride_h
             for start in tl.static_range(0, V, V_BLOCK):
                 column = start + tl.arange(0, V_BLOCK)[None, :]
                 inside = sink[:, None] & (column < V)
-                tl.store(sink_v + at[:, None] * V + column, tl.load(v + source + column, inside, 0.0), inside)
+                tl.store(sink_v + at[:, None] * V + column, tl.load(v.pointer + source + column, inside, 0.0), inside)
 
     x = rotated_blocks(
-        k, token, packed, group * G, k_stride_t, k_stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER, REAL
-    )
+        k.pointer, token, packed, group * G, k.stride_t, k.stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER,
+        REAL,
+    )  # fmt: skip
     masks = x
     if SPARSE:
         masks = greatest(x, KEPT, K_BLOCKS, R)
@@ -191,8 +194,10 @@ def write_codes_kernel(
     V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
     for g in tl.static_range(V_GROUPS):
         y, v_scale, v_zero = value_blocks(
-            v, token, packed, group * G, v_stride_t, v_stride_h, INSET, V, CV, V_BLOCK, g * V_PER, V_PER, LEVELS, R
-        )
+            v.pointer, token, packed, group * G, v.stride_t, v.stride_h, INSET, V, CV, V_BLOCK, g * V_PER, V_PER,
+            LEVELS,
+            R,
+        )  # fmt: skip
         at = (row * V_GROUPS + g) * PAGE + slot
         store_range(v_ranges + at, packed, v_scale, v_zero)
         for i in tl.static_range(V_PER):

@@ -15,6 +15,7 @@ from hstu_sparse.cache.write import write_pages_kernel, write_timestamps_kernel
 from hstu_sparse.core.launch import LaunchConfig, configuration, on_device, padded_head, run
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
+from hstu_sparse.tiles.rows import Rows
 
 # The bits of the widest codes that unpacking can leave in the mantissa of a 16-bit type.
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}
@@ -76,7 +77,7 @@ def write_pages(
         return
     k, v = as_rows(k, v, align=False)
     batch, layout = offsets.shape[0] - 1, format.layout
-    inputs = k, *k.stride()[:2], v, *v.stride()[:2], offsets.contiguous(), lengths.contiguous(), pages.contiguous()
+    inputs = Rows.of(k), Rows.of(v), offsets.contiguous(), lengths.contiguous(), pages.contiguous()
     with on_device(k.device):
         if layout is None:
             rows = 16

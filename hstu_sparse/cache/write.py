@@ -7,16 +7,16 @@ a tile.
 import triton
 import triton.language as tl
 
-from hstu_sparse.tiles.rows import load_rows, locate, store_rows
+from hstu_sparse.tiles.rows import load_head, locate, store_rows
 
 
 @triton.jit(do_not_specialize=["B", "P"])
 def write_pages_kernel(
-    k, k_stride_t, k_stride_h, v, v_stride_t, v_stride_h, offsets, lengths, pages, key_pages, value_pages, B, P,
+    k, v, offsets, lengths, pages, key_pages, value_pages, B, P,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, PAGE: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """Write R new tokens of one head."""
+    """Write R new tokens of one head; k and v are `Rows`."""
     b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
     if tile * R >= count:
         return
@@ -27,9 +27,9 @@ def write_pages_kernel(
     page = tl.load(pages + b.to(tl.int64) * P + position // PAGE, real, 0).to(tl.int64)
     real = real & (page >= 0)
     row = (page * H + head) * PAGE + position % PAGE
-    x = load_rows(k + head * k_stride_h, begin + index, k_stride_t, real, D, PAD_D)
+    x = load_head(k, head, begin + index, real, D, PAD_D)
     store_rows(key_pages, row, D, real, x, D, PAD_D)
-    x = load_rows(v + head * v_stride_h, begin + index, v_stride_t, real, V, PAD_V)
+    x = load_head(v, head, begin + index, real, V, PAD_V)
     store_rows(value_pages, row, V, real, x, V, PAD_V)
 
 

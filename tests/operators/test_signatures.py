@@ -18,7 +18,6 @@ WIDE = {
     "rotatekv_attention_fwd_kernel",
     "sparse_attention_bwd_dkv_kernel",
     "sparse_attention_bwd_kernel",
-    "write_codes_kernel",
 }
 
 
