@@ -26,7 +26,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train
 from benchmarks.scale import part_of_batch
 from data.balance import Deal
 from models.hstu import SequenceModel
@@ -35,6 +34,7 @@ from training.ranks.processes import Ranks
 from training.ranks.step import token_work
 from training.report import environment
 from training.run import open_data, open_device
+from training.step import build_step
 
 ITEMS = 3_706
 ML_1M = (
@@ -75,7 +75,7 @@ def measured(config: RunConfig, lengths: np.ndarray, size: int, steps: int, rank
     model = SequenceModel(config.model, ITEMS).to(device).train()
     with patch.dict(os.environ):
         os.environ.pop("WORLD_SIZE", None)  # the step of one process, uncaptured
-        _, step = train.build_step(config, model, device)
+        _, step = build_step(config, model, device)
 
     def seconds(batch) -> float:
         if not gpu:

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import train
 from benchmarks.figures import RESULTS, panels, save
 from data.batch import Batch
 from models.hstu import SequenceModel
@@ -30,6 +29,7 @@ from models.tasks import retrieval
 from training.config import RunConfig
 from training.report import environment
 from training.run import set_matmul_precision
+from training.step import build_step
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = [200, 2048, 8192, 32768]
@@ -206,7 +206,7 @@ def prepare(options, attention: dict, length: int, device: torch.device) -> tupl
     batch = random_batch(config, options.items, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    _, step = train.build_step(config, model, device)
+    _, step = build_step(config, model, device)
     for _ in range(3):
         step(batch)
     return config, model, batch, step, torch.cuda.max_memory_allocated() - before if cuda else None
@@ -225,7 +225,7 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
     retrieval.head_loss = marked(head_loss, "loss")
     try:
         eager = config.model_copy(update={"train": config.train.model_copy(update={"cuda_graphs": False})})
-        optimizer, step = train.build_step(eager, model, device)
+        optimizer, step = build_step(eager, model, device)
         optimizer.step = marked(optimizer.step, "optimizer")
         step(batch)
         times_of_kernels = kernel_times(step, batch, device)

@@ -21,7 +21,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train
 from benchmarks import parts
 from benchmarks.figures import RESULTS
 from data.batch import Batch
@@ -35,6 +34,7 @@ from training.planning.plan import CUBLAS_BYTES, MIB, memory_of_a_gpu, plan, tok
 from training.ranks.processes import Ranks
 from training.report import environment
 from training.run import build_model, open_data
+from training.step import build_step, train_batches
 
 STEPS = 4  # of the first epoch, before the largest batch
 
@@ -43,7 +43,7 @@ def predict(options) -> dict:
     """Return the plan, and its peaks of training alone and of the whole run."""
     config = load_config(options.config, options.overrides)
     data = open_data(config, device=torch.device("cpu"))
-    prediction = plan(data.config, data, train.build_step, memory_of_a_gpu())
+    prediction = plan(data.config, data, build_step, memory_of_a_gpu())
     return asdict(prediction) | {"peak": prediction.peak, "training_peak": prediction.training_peak}
 
 
@@ -65,7 +65,7 @@ def recorded() -> None:
         sequences = padded_sequences(config.train.batch_size, record["length"])
         with imagined_gpu(), Meter() as meter:
             model = SequenceModel(config.model, record["items"]).train()
-            _, step = train.build_step(config.model_copy(update={"train": uncaptured}), model, torch.device("cpu"))
+            _, step = build_step(config.model_copy(update={"train": uncaptured}), model, torch.device("cpu"))
             of_tokens = [torch.empty(tokens, dtype=torch.int64) for _ in range(4)]
             offsets, users = (torch.empty(n, dtype=torch.int64) for n in (sequences + 1, sequences))
             for _ in range(2):
@@ -89,8 +89,8 @@ def measure(options) -> dict:
     counts = tokens_of_batches(config, data)
     epoch = int(np.argmax([tokens.max() for tokens in counts]))
     model = build_model(config, data.vocabulary, data.device, ranks).train()
-    _, step = train.build_step(config, model, data.device, ranks=ranks)
-    batches = train.train_batches(config, data, ranks)
+    _, step = build_step(config, model, data.device, ranks=ranks)
+    batches = train_batches(config, data, ranks)
     for number, batch in enumerate(batches.epoch(0)):
         if number == STEPS:
             break

@@ -31,7 +31,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train
 from data.batch import Batch, Whole
 from models import embedding
 from models.hstu import SequenceModel
@@ -41,6 +40,7 @@ from training.ranks.step import deal_of
 from training.ranks.tables import ShardedTable
 from training.report import environment
 from training.run import open_device
+from training.step import build_step
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGE, SMALL = str(ROOT / "configs/ml-1m-hstu-large.yaml"), str(ROOT / "configs/ml-1m-hstu.yaml")
@@ -124,7 +124,7 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
     with torch.no_grad():
         for weight in tables:
             weight.normal_(std=0.02)
-    _, step = train.build_step(config, model, device, ranks=ranks)
+    _, step = build_step(config, model, device, ranks=ranks)
     built = time.monotonic() - began
     batches = [random_batch(config, items, ranks, n, longest, device) for n in range(steps)]
     losses, seconds, queued = [], [], []

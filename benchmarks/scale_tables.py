@@ -17,7 +17,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train
 from benchmarks.scale import CASES, Case, random_batch
 from models.hstu import SequenceModel
 from training.config import RunConfig, load_config
@@ -25,6 +24,7 @@ from training.planning.plan import CUBLAS_BYTES, GPU_BYTES, MIB, plan_step
 from training.planning.ranks import ImaginedRanks, ImaginedTable
 from training.ranks.processes import Ranks
 from training.report import markdown_table
+from training.step import build_step
 
 ONE_GPU = ("captured", "uncaptured", "shared")  # steps on one GPU: the plain one, and that of ranks
 
@@ -86,7 +86,7 @@ def predicted(record: dict) -> int:
         return SequenceModel(config.model, items, table=table)
 
     largest = (batches[0], *record["largest"])
-    plan = plan_step(config, items, make_model, train.build_step, largest, GPU_BYTES)
+    plan = plan_step(config, items, make_model, build_step, largest, GPU_BYTES)
     # The other batches wait on the device.
     sizes = [sum(x.numel() * x.element_size() for _, x, _ in batch._tensors()) for batch in batches]
     first = record["before"] < 2 * CUBLAS_BYTES

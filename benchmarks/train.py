@@ -28,7 +28,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train
 from data.features.features import feature_of
 from data.features.options import Features, ItemFile
 from models.attention import SoftmaxAttention
@@ -38,6 +37,7 @@ from training.folder import write_file
 from training.ranks.processes import Ranks
 from training.report import environment
 from training.run import build_model, open_data
+from training.step import build_step, phase_at, train_batches
 
 STEPS = 20
 ML_1M = (
@@ -109,9 +109,9 @@ def measure_step(config) -> dict:
     config = data.config
     torch.manual_seed(config.seed)
     model = build_model(config, data.vocabulary, data.device).train()
-    _, step = train.build_step(config, model, data.device)
-    phase, gpu = train.phase_at(config, math.inf), data.device.type == "cuda"
-    batches = list(itertools.islice(train.train_batches(config, data, Ranks(config)).epoch(0), STEPS))
+    _, step = build_step(config, model, data.device)
+    phase, gpu = phase_at(config, math.inf), data.device.type == "cuda"
+    batches = list(itertools.islice(train_batches(config, data, Ranks(config)).epoch(0), STEPS))
     for batch in 2 * batches if gpu else batches[:1]:
         step(replace(batch, phase=phase))
     wait = torch.cuda.synchronize if gpu else lambda: None
@@ -135,7 +135,7 @@ def measure(config, profiled: bool, **described) -> None:
     torch.manual_seed(config.seed)
     data = open_data(config)
     model = build_model(data.config, data.vocabulary, data.device)
-    _, step = train.build_step(config, model, data.device)
+    _, step = build_step(config, model, data.device)
     batches = data.batches("train", batch_size=config.train.batch_size, seed=config.seed)
     evaluation = data.eval_batches("test")
     wait = torch.cuda.synchronize if data.device.type == "cuda" else lambda: None

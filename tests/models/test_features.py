@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-import train
 from data.features.features import feature_of
 from data.features.vocabulary import fit_features, with_rows
 from data.splits import Split
@@ -19,6 +18,7 @@ from models.hstu import SequenceModel
 from models.losses import Negatives, competing_items, sampled_loss
 from models.tasks.build import build_task
 from training.config import RunConfig
+from training.step import build_step
 
 KINDS = {"brand": "category", "genres": "list"}
 FEATURES = {
@@ -83,7 +83,7 @@ def losses_of(config, dataset, steps=2):
     """The losses of the first training steps, and the model behind them."""
     dataset, splits, known, task = prepared(config, dataset)
     model = model_of(config, dataset, known)
-    _, step = train.build_step(config, model, torch.device("cpu"))
+    _, step = build_step(config, model, torch.device("cpu"))
     batches = task.batches(dataset, splits.train, batch_size=10, seed=0)
     model.train()
     step_losses = [

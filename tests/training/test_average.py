@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import train
 from tests.programs.test_train import ROOT, fails, final, run, start
 from training.average import WeightAverage
 from training.checkpoint import checkpoints, load_folder
 from training.config import load_config
+from training.step import set_lr
 
 OPTIONS = ["train.ema_decay=0.9", "train.decay=cosine", "train.warmup_steps=7", "data.protocol=published"]
 
@@ -63,7 +63,7 @@ def test_learning_rate(decay, expected):
     )
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     for step, rate in enumerate(expected):
-        train.set_lr(config, optimizer, step, 6)
+        set_lr(config, optimizer, step, 6)
         if rate is not None:
             assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
 from data.batches import Batches
 from data.errors import ConfigError
 from data.features.vocabulary import fit_features, with_rows
@@ -22,6 +21,7 @@ from tests.models.test_features import FEATURES, with_made_up_features
 from tests.models.test_hstu import make_batch
 from training.config import RunConfig
 from training.graph import GraphedStep, padded_tokens
+from training.step import build_step, phase_at, set_lr
 
 KINDS = {
     "dense": {"block": "hstu", "attention": {"kind": "dense"}},
@@ -69,14 +69,14 @@ def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy", features=F
     torch.manual_seed(0)
     model = SequenceModel(config.model, dataset.num_items, features=known).cuda()
     initial = {name: x.detach().clone() for name, x in model.named_parameters()}
-    optimizer, step = train.build_step(config, model, torch.device("cuda"))
+    optimizer, step = build_step(config, model, torch.device("cuda"))
     batches = Batches(dataset, splits.train, batch_size=32, device="cuda")
     losses = []
     model.train()
     for number in range(steps // len(batches) + 1):
         for batch in batches.epoch(number):
-            train.set_lr(config, optimizer, len(losses), 100)
-            batch = replace(batch, phase=train.phase_at(config, len(losses)))
+            set_lr(config, optimizer, len(losses), 100)
+            batch = replace(batch, phase=phase_at(config, len(losses)))
             losses.append({name: value.item() for name, value in step(batch).items()})
     losses = {name: torch.tensor([row[name] for row in losses]) for name in losses[0]}
     return losses, dict(model.named_parameters()), initial, step

@@ -76,7 +76,7 @@ class Plan:
 def plan(config: RunConfig, data: Data, build_step: Callable, gpu_bytes: int) -> Plan:
     """Make the plan of a run on GPUs.
 
-    data: opened, on a CPU. build_step: train.build_step. gpu_bytes: the memory of a GPU.
+    data: opened, on a CPU. build_step: that of training/step.py. gpu_bytes: the memory of a GPU.
     """
     ranks, context = data_ranks(config), config.parallel.context
     world = ranks * context

@@ -61,7 +61,7 @@ class Shares(nn.Module):
 def build_shared_step(
     config: RunConfig, model: SequenceModel, device: torch.device, average: WeightAverage | None, ranks: Ranks
 ) -> tuple[torch.optim.Optimizer, Step]:
-    """Return the optimiser and the step function, as train.build_step does, for this rank's part of a batch.
+    """Return the optimiser and the step function, as training.step.build_step does, for this rank's part of a batch.
 
     The step returns the losses of the whole batch, and `imbalance`, see data/balance.py.
     """

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
 from benchmarks import scale_tables, scaling
 from tests.programs.test_train import ROOT
 from training.config import load_config
 from training.planning.meter import BLOCK, Meter
 from training.ranks.processes import Ranks
 from training.run import build_model, open_data
+from training.step import build_step, train_batches
 
 SMALL = "data.synthetic={num_users: 60, num_items: 100, mean_length: 20, min_length: 5, max_length: 60}"
 KINDS = {
@@ -48,18 +48,18 @@ SCRIPT = """
 import json, sys
 from dataclasses import asdict
 import torch
-import train
 from benchmarks import scale_tables
 from training.config import load_config
 from training.planning import plan as planning
 from training.run import open_data
+from training.step import build_step
 
 CONFIG, RECORD, *CASES = sys.argv[1:]
 for case in CASES:
     data = open_data(load_config(CONFIG, json.loads(case)), device=torch.device("cpu"))
     saved = {}
-    def build_step(*given):
-        optimizer, step = train.build_step(*given)
+    def recorded(*given):
+        optimizer, step = build_step(*given)
         def counted(batch):
             saved.clear()
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -72,7 +72,7 @@ for case in CASES:
             saved[key] = x.untyped_storage().nbytes()
         return x
     own = set()
-    found = planning.plan(data.config, data, build_step, planning.GPU_BYTES)
+    found = planning.plan(data.config, data, recorded, planning.GPU_BYTES)
     print(json.dumps(asdict(found) | {"peak": found.peak, "training_peak": found.training_peak,
                                       "saved": sum(saved.values())}))
 print(json.dumps(scale_tables.predicted(json.loads(RECORD))))
@@ -111,8 +111,8 @@ def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
     config = load_config(ROOT / "configs/synthetic-hstu.yaml", [SMALL, *KINDS[kind]])
     data = open_data(config, device=torch.device("cpu"))
     model = build_model(data.config, data.vocabulary, data.device)
-    optimizer, step = train.build_step(data.config, model, data.device)
-    step(next(train.train_batches(data.config, data, Ranks(data.config)).epoch(0)))
+    optimizer, step = build_step(data.config, model, data.device)
+    step(next(train_batches(data.config, data, Ranks(data.config)).epoch(0)))
 
     def total(tensors) -> int:
         return sum(x.numel() * x.element_size() for x in tensors)

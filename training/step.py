@@ -1,0 +1,113 @@
+"""Make the batches, the optimiser and the step of a run, and set the learning rate."""
+
+import math
+from typing import Any
+
+import torch
+
+from data.batch import Batch
+from data.batches import Batches
+from models.tasks.build import build_task
+from training.average import WeightAverage
+from training.config import RunConfig
+from training.graph import GraphedStep, Losses, Step
+from training.optimizer import AdamW
+from training.ranks.processes import Ranks
+from training.ranks.step import build_shared_step, deal_of
+from training.run import Data
+
+# The other names in a line of metrics.jsonl, which an auxiliary loss must not have.
+TAKEN = {"epoch", "step", "loss", "split", "seconds", "grad_norm", "imbalance"}
+
+
+def train_batches(config: RunConfig, data: Data, ranks: Ranks) -> Batches:
+    c = config.train
+    options: dict[str, Any] = {"batch_size": c.batch_size, "seed": config.seed, "group_by_length": c.group_by_length}
+    if (deal := deal_of(config, ranks)) is not None:
+        options["deal"] = deal
+    if c.augment is not None:
+        options["augment"] = c.augment
+    return data.batches("train", **options)
+
+
+def build_step(
+    config: RunConfig, model, device: torch.device, average: WeightAverage | None = None, ranks: Ranks | None = None
+) -> tuple[torch.optim.Optimizer, Step]:
+    """Return the optimiser, and the function that makes one step: batch -> losses, without waiting for the device.
+
+    The losses are 0-d by name: `loss`, which the step minimises, the auxiliary losses before their weights, and
+    `grad_norm` before clipping (in captured steps only if train.clip_norm needs it).
+    """
+    c, ranks = config.train, ranks or Ranks(config)
+    if ranks.engine:
+        return build_shared_step(config, model, device, average, ranks)
+    graphed = device.type == "cuda" and c.cuda_graphs and not c.compile and ranks.world == 1
+    optimizer = AdamW(
+        model.parameters(),
+        lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
+        betas=c.betas,
+        weight_decay=c.weight_decay,
+        capturable=graphed,
+    )
+    if c.compile:
+        for layer in model.layers:
+            layer.compile(dynamic=True)
+
+    dtype = torch.bfloat16 if c.autocast == "bf16" else None
+    task, reserved_names = build_task(config), TAKEN.union(config.task.metric_names())
+
+    def step(batch: Batch) -> Losses:
+        whole_batch, batch = batch, ranks.cut(batch)
+        # A cache of cast weights would outlive the step that a graph captures.
+        with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
+            out, aux = model.raw_output(batch)
+        loss, of_task = task.loss(model, out, batch, whole_batch, dtype)
+        aux |= of_task
+        if wrong := aux.keys() & reserved_names:
+            raise ValueError(
+                f"an auxiliary loss cannot be named {', '.join(sorted(wrong))}: metrics.jsonl has that name"
+            )
+        for extra in aux.values():
+            loss = loss + extra.weighted
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        loss = ranks.sum_gradients(model.parameters(), loss.detach())
+        norm = {}
+        if c.clip_norm is not None:
+            norm = {"grad_norm": torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm).detach()}
+        elif not graphed:  # a captured step computes it only on request
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = {"grad_norm": torch.nn.utils.get_total_norm(gradients).detach()}
+        optimizer.step()
+        if average is not None:
+            average.update()
+        return {"loss": loss} | {name: extra.value.detach() for name, extra in aux.items()} | norm
+
+    if not graphed:
+        return optimizer, step
+    return optimizer, GraphedStep(step, batch_size=c.batch_size, longest=config.model.max_seq_len)
+
+
+def phase_at(config: RunConfig, step: float) -> int:
+    """Return the greatest end of a phase that this step has reached, over all attention layers; 0 before the first."""
+    ends = (end for attention in config.model.attention for end in attention.phase_ends())
+    return max((end for end in ends if end <= step), default=0)
+
+
+def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> float:
+    """Set the learning rate of this step, of `steps` in all: rising during the warm-up, then according to
+    `train.decay`.
+    """
+    c = config.train
+    lr = c.lr * min(1.0, (step + 1) / max(1, c.warmup_steps))
+    past = max(0, step - c.warmup_steps) / max(1, steps - c.warmup_steps)
+    if c.decay == "linear":
+        lr *= 1 - past
+    elif c.decay == "cosine":
+        lr *= 0.5 * (1 + math.cos(math.pi * past))
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+    return lr
