@@ -2,31 +2,24 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
-from training.checkpoint import Progress, exists, load_folder, save_folder
+from training.checkpoints import Checkpoints, Progress
 from training.config import RunConfig
-from training.ranks.saving import Saver
 from training.run import changes, check_of_this_run
+from training.saved import exists, load_folder, save_folder
 
 
-def keep_best(
-    config: RunConfig, folder: Path | None, model, progress: Progress, metrics: dict, saver: Saver | None = None
-) -> None:
-    """Save the model's weights to `best` if these metrics are better than all before; note in `progress` what is best.
+def keep_best(config: RunConfig, checkpoints: Checkpoints, progress: Progress, metrics: dict) -> None:
+    """Save the weights to evaluate to `best` if these metrics are better than all before; note in `progress` what is
+    best.
 
-    A metric that is not finite is never better. folder: the run's; None on ranks that do not write. saver: of several
-    ranks.
+    A metric that is not finite is never better.
     """
     value = metrics[config.best_metric]
     if math.isfinite(value) and (progress.best is None or value > progress.best):
         progress.best, progress.stale = value, 0
-        facts: dict[str, Any] = {"run": progress.run, "config": progress.config, "fingerprint": progress.fingerprint}
-        facts |= {"value": value, "epoch": progress.epoch}
-        if saver is not None:
-            saver.save_best(facts)
-        elif folder is not None:
-            save_folder(folder / "best", {"model": model.state_dict()}, facts)
+        facts = {"run": progress.run, "config": progress.config, "fingerprint": progress.fingerprint}
+        checkpoints.save_best(facts | {"value": value, "epoch": progress.epoch})
     else:
         progress.stale += 1
 

@@ -1,7 +1,5 @@
-"""Write what a run leaves: result.json and report.md, for a finished or an interrupted run."""
+"""End a run: result.json and report.md, for a finished or an interrupted run."""
 
-import json
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -9,52 +7,54 @@ import torch
 from cli.interrupt import Stopped
 from cli.terminal import terminal
 from data.batches import Batches
-from training.checkpoint import Progress, load_weights
-from training.config import RunConfig
-from training.folder import read_manifest, write_file
-from training.ranks.saving import load_slices
-from training.report import environment, print_result, write_report
-from training.run import Data, Tracked, final_facts, final_weights, judge
+from training.folder import read_manifest
+from training.report import environment, print_result
+from training.run import Tracked, final_facts, final_weights, judge
+from training.setup import Run
+from training.weights import load_slices, load_weights
 
 
-def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progress, watched: str | None) -> None:
-    """Evaluate the run on its test split, if it has one, and write result.json and the report.
+def finish(run: Run) -> None:
+    """Evaluate a run that was trained to its end on its test split, if it has one, and write result.json and the
+    report.
 
-    If several ranks evaluate (`data.task.ranks`), each of them calls this, and the first one writes.
+    Where one rank evaluates alone, the others have done their part.
     """
+    run.log.close(finished=True)
+    run.ranks.of_first(None)  # the first process has written its files
+    config, data, model, folder = run.config, run.data, run.model, run.folder
     ranks = data.task.ranks
-    first = ranks is None or ranks.first
+    if ranks is None and not run.ranks.first:
+        return
     if ranks is None:
         weights, facts, source = final_weights(folder)
         load_weights(model, weights, source)
     else:
         facts, source = final_facts(folder)
         load_slices(model, source, ranks)
-    result = known_facts(folder, model, data, progress) | {"weights": source.name, "epoch": facts["epoch"]}
+    result = known_facts(run) | {"weights": source.name, "epoch": facts["epoch"]}
     if "value" in facts:
         result["best"] = facts["value"]
     try:
-        if data.splits.test is not None and watched is not None and config.eval.test:
-            result |= judge(model, data, "test", folder if first else None)
-            batches = Tracked(data.eval_batches(watched), f"judging the baseline on {watched}")
-            result["plotted_baseline"] = data.task.baseline(data.dataset, data.splits, watched, cast(Batches, batches))
+        if data.splits.test is not None and run.watched is not None and config.eval.test:
+            result |= judge(model, data, "test", run.writer.write_judged)
+            batches = Tracked(data.eval_batches(run.watched), f"judging the baseline on {run.watched}")
+            baseline = data.task.baseline(data.dataset, data.splits, run.watched, cast(Batches, batches))
+            result["plotted_baseline"] = baseline
     except Stopped:
-        if first:
-            leave(config, folder, model, data, progress)
+        leave(run)
         raise
-    if not first:
-        return
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    write_file(folder / "result.json", json.dumps(result, indent=1))
-    write_report(folder, config, data.task, result, progress.records, data.dataset)
+    run.writer.write_result(config, data, result, run.progress)
     print_result(config.name, data.task, result)
     terminal.say(f"Report: {folder / 'report.md'}")
 
 
-def leave(config: RunConfig, folder: Path, model, data: Data, progress: Progress) -> None:
+def leave(run: Run) -> None:
     """Write what is known of an interrupted run; nothing is evaluated for it."""
-    result = known_facts(folder, model, data, progress) | {"finished": False, "epoch": progress.epoch}
+    config, progress = run.config, run.progress
+    result = known_facts(run) | {"finished": False, "epoch": progress.epoch}
     result["weights"] = "the last checkpoint" if progress.best is None else "best"
     if progress.best is not None:
         result["best"] = progress.best
@@ -66,15 +66,15 @@ def leave(config: RunConfig, folder: Path, model, data: Data, progress: Progress
     result["notes"] = [
         f"INTERRUPTED after {progress.epoch} of {config.train.epochs} epochs, saved at step {progress.step:,}: this "
         f"report has the state at that time, and nothing was evaluated.{best} To continue: "
-        f"python train.py --resume {folder}",
+        f"python train.py --resume {run.folder}",
         *result["notes"],
     ]
-    write_file(folder / "result.json", json.dumps(result, indent=1))
-    write_report(folder, config, data.task, result, progress.records, data.dataset)
+    run.writer.write_result(config, run.data, result, progress)
 
 
-def known_facts(folder: Path, model, data: Data, progress: Progress) -> dict:
+def known_facts(run: Run) -> dict:
     """Return the facts about a run that are known at any time."""
+    data, progress = run.data, run.progress
     return {
         "finished": True,
         "steps": progress.step,
@@ -83,6 +83,6 @@ def known_facts(folder: Path, model, data: Data, progress: Progress) -> dict:
         "notes": [*data.dataset.notes, *data.splits.notes],
         "skipped": data.splits.skipped,
         "environment": environment(data.device),
-        "run": read_manifest(folder),
-        "parameters": model.num_parameters,
+        "run": read_manifest(run.folder),
+        "parameters": run.model.num_parameters,
     }

@@ -1,8 +1,6 @@
 """Open what training and evaluation of a run share: its data, its model, its final weights, its evaluation."""
 
 import os
-import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +16,23 @@ from data.batches import Batches
 from data.datasets import FORMATS, DataError, Dataset, Vocabulary, load_dataset
 from data.errors import ConfigError, UserError
 from data.explain import dotted
-from data.features.vocabulary import FeatureVocabulary, fit_features, with_rows
+from data.features.vocabulary import fit_features, with_rows
 from data.prepare import find_prepared
 from data.splits import Splits
 from data.types import shown
-from data.vocabulary import index_of, vocabulary_of
+from data.vocabulary import vocabulary_of
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from models.tasks.contract import Task
-from training.checkpoint import CheckpointError, Progress, checkpoints, exists, last_facts, load_folder, load_weights
+from training.checkpoints import Progress, checkpoints, last_facts
 from training.config import RunConfig, differences, load_config
-from training.folder import access, check_run, read_manifest, write_judged
+from training.folder import access, check_run, read_manifest
 from training.ranks.processes import Ranks
-from training.ranks.saving import checked_facts, load_slices, open_slices
-from training.ranks.tables import ShardedTable, sharded_table
+from training.ranks.tables import ShardedTable
+from training.saved import CheckpointError, exists, load_folder
 from training.vocabulary import Known, load_vocabulary
+from training.weights import load_slices, load_weights, saved_weights
 
-# Matches the weights of a table of features, and captures its name.
-FEATURE_TABLE = re.compile(r"embedding\.(?:items|context)\..*embedding_bags\.([^.]+)\.weight")
 MOST_THREADS = 16  # for each core; more would not help, and many more cannot be started
 
 
@@ -231,7 +228,7 @@ def build_model(
 def final_weights(folder: Path) -> tuple[dict, dict, Path]:
     """Load a run's final weights: the best on the validation split if it had one, else the last."""
     facts, source = final_facts(folder)
-    return load_folder(source, "model")[0]["model"], facts, source
+    return saved_weights(source)[0], facts, source
 
 
 def final_facts(folder: Path) -> tuple[dict, Path]:
@@ -242,7 +239,7 @@ def final_facts(folder: Path) -> tuple[dict, Path]:
     _, facts = load_folder(folders[0])
     check_of_this_run(facts.get("run"), folder, folders[0])
     if type(facts.get("epoch")) is not int or facts["epoch"] < 0:
-        raise CheckpointError(f"{folders[0]}: damaged, epoch cannot be {facts.get('epoch')!r}")
+        raise CheckpointError(f"{folders[0]}: not valid, epoch cannot be {facts.get('epoch')!r}")
     return facts, folders[0]
 
 
@@ -328,86 +325,18 @@ def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Pa
         )
 
 
-def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, folder: Path) -> None:
-    """Copy the weights of the run in `folder` into a new model: rows of items that both know, and all other tensors.
-
-    Rows of items that the run does not know stay as initialised. ConfigError if another tensor does not fit.
-    """
-    check_run(folder)
-    facts, source = final_facts(folder)
-    source_vocabulary = load_vocabulary(folder)
-    if source_vocabulary.fingerprint != facts.get("fingerprint"):
-        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
-    if config.model.action_embedding and vocabulary.action_names != source_vocabulary.vocabulary.action_names:
-        raise ConfigError(f"--init-from {shown(folder, 200)}: its actions have other names")
-    place = index_of(np.asarray(vocabulary.item_ids), source_vocabulary.vocabulary.item_ids)
-    if vocabulary.features is not None and vocabulary.features.trained is not None:
-        place[~vocabulary.features.trained] = -1  # their rows stay zero
-    copied_items = torch.from_numpy(np.flatnonzero(place >= 0))
-    old_rows, sharded = torch.from_numpy(place[place >= 0]), sharded_table(model)
-    if sharded is None:
-        weights = load_folder(source, "model")[0]["model"]
-    else:
-        checked_facts(source, sharded.ranks)
-        with open_slices(source, sharded) as (weights, item_rows):
-            if item_rows.get_shape()[1] != sharded.size:
-                raise ConfigError(f"--init-from {shown(folder, 200)}: another model, the item table does not fit")
-            sharded.take(lambda begin, end: item_rows[begin:end], copied_items, old_rows)
-    of_features = feature_places(vocabulary.features, source_vocabulary.vocabulary.features)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    for name in sorted(state.keys() | weights.keys()):
-        feature = FEATURE_TABLE.fullmatch(name)
-        table = name.startswith("embedding.tables.embeddings.") or name == "targets" or feature is not None
-        if name not in state or name not in weights or state[name].shape[table:] != weights[name].shape[table:]:
-            raise ConfigError(f"--init-from {shown(folder, 200)}: another model, {name} does not fit")
-        old, new = weights[name], state[name]
-        if name in ("embedding.tables.embeddings.item.weight", "targets"):
-            new[copied_items.to(new.device)] = old[old_rows].to(new)
-        elif feature is not None and feature[1] in of_features:
-            new_index, old_index = of_features[feature[1]]
-            new[new_index.to(new.device)] = old[old_index].to(new)
-        elif table:
-            rows = min(len(old), len(new))
-            new[:rows] = old[:rows].to(new)
-        else:
-            state[name] = old
-    load_weights(model, state, source)
-    terminal.say(f"{source}: weights copied, with the rows of {len(copied_items):,} of {len(place):,} items")
-
-
-def feature_places(
-    features: FeatureVocabulary | None, others: FeatureVocabulary | None
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Map the table of each feature to (new rows, old rows) of the same values; tables of numbers are left out."""
-    places = {}
-    new, old = ({(o.entity, o.name): o for o in v.features} if v else {} for v in (features, others))
-    for key in new.keys() & old.keys():
-        new_feature, old_feature = new[key], old[key]
-        if new_feature.kind != "number" and old_feature.kind != "number":
-            rows = old_feature.rows_of(new_feature.values)
-            in_both = np.append(True, rows > 0)  # the unknown rows too
-            new_rows, old_rows = np.arange(len(rows) + 1)[in_both], np.append(0, rows)[in_both]
-            places["_".join(key)] = torch.from_numpy(new_rows), torch.from_numpy(old_rows)
-    return places
-
-
-def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
+def judge(
+    model, data: Data, split: str, write: Callable[[dict[str, np.ndarray]], object] = lambda arrays: None
+) -> dict:
     """Compute everything that a report says about one split; see `Task.judge`.
 
-    folder: the run's folder, which gets the task's `judged`, so that compare.py can compare runs user by user.
+    write: is called with the task's `judged`, arrays by name, so that compare.py can compare runs user by user.
     """
     batches = Tracked(data.eval_batches(split), f"judging on {split}")
     result = data.task.judge(model, data.dataset, data.splits, split, cast(Batches, batches))
-    judged = result.pop("judged", {})
-    if folder is not None:
-        fingerprint = data.dataset.events_fingerprint or data.dataset.fingerprint
-        write_judged(folder, judged | {"fingerprint": np.array(fingerprint)})
+    fingerprint = data.dataset.events_fingerprint or data.dataset.fingerprint
+    write(result.pop("judged", {}) | {"fingerprint": np.array(fingerprint)})
     return result
-
-
-def new_folder(config: RunConfig) -> Path:
-    """Return the path of a new run's folder below run_dir/name, by the current time; another run may have it."""
-    return Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
@@ -422,14 +351,6 @@ def absolute_paths(config: RunConfig) -> RunConfig:
         }
         paths["features"] = features.model_copy(update=files)
     return config.model_copy(update={"data": config.data.model_copy(update=paths)})
-
-
-def within_budget(config: RunConfig, steps: int) -> RunConfig:
-    """Return the configuration with the number of epochs of `steps` steps that its train.steps allows."""
-    c = config.train
-    if c.steps is None:
-        return config
-    return config.model_copy(update={"train": c.model_copy(update={"epochs": min(c.epochs, -(-c.steps // steps))})})
 
 
 def was_saved(folder: Path) -> bool:

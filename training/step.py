@@ -21,6 +21,7 @@ TAKEN = {"epoch", "step", "loss", "split", "seconds", "grad_norm", "imbalance"}
 
 
 def train_batches(config: RunConfig, data: Data, ranks: Ranks) -> Batches:
+    """Return the batches of training; of several ranks each gets its part of a batch."""
     c = config.train
     options: dict[str, Any] = {"batch_size": c.batch_size, "seed": config.seed, "group_by_length": c.group_by_length}
     if (deal := deal_of(config, ranks)) is not None:

@@ -31,7 +31,7 @@ HEAD = "{kind: mol, query_components: 2, item_components: 2, component_dim: 4, g
 MODEL = ["model.num_heads=2", "model.attention_dim=8", "model.linear_dim=8", "model.feed_forward_dim=16"]
 MODEL += [f"model.attention={ATTENTION}", f"model.head={HEAD}", "model.rotary={position: true, time: true}"]
 TRAIN = ["train.ema_decay=0.9", "train.decay=cosine", "train.matmul_precision=high", "loss.negatives=shared"]
-first_raw = lambda entries: next(name for name in sorted(entries) if name.startswith("raw."))
+first_average = lambda entries: next(name for name in sorted(entries) if name.startswith("average."))
 
 
 def only(keep: Callable[[str], bool]) -> Callable[[dict], dict]:
@@ -40,15 +40,15 @@ def only(keep: Callable[[str], bool]) -> Callable[[dict], dict]:
 
 # A resume may use none of these.
 RESUME: dict[str, Change] = {
-    "no weights beside the average": tensors("state", only(lambda n: not n.startswith("raw."))),
-    "one weight beside the average missing": tensors("state", lambda t: t.pop(first_raw(t)) is None),
-    "weight beside the average too many": tensors("state", lambda t: t.update({"raw.zzz": torch.zeros(1)})),
-    "weight beside the average NaN": tensors("state", lambda t: t[first_raw(t)].fill_(float("nan")) is None),
-    "weight beside the average of another shape": tensors("state", lambda t: t.update({first_raw(t): torch.zeros(3)})),
-    "weights beside the average in fp64": tensors(
-        "state", lambda t: {n: v.double() if n.startswith("raw.") else v for n, v in t.items()}
+    "no averages": tensors("state", only(lambda n: not n.startswith("average."))),
+    "one average missing": tensors("state", lambda t: t.pop(first_average(t)) is None),
+    "an average too many": tensors("state", lambda t: t.update({"average.zzz": torch.zeros(1)})),
+    "average NaN": tensors("state", lambda t: t[first_average(t)].fill_(float("nan")) is None),
+    "average of another shape": tensors("state", lambda t: t.update({first_average(t): torch.zeros(3)})),
+    "averages in fp64": tensors(
+        "state", lambda t: {n: v.double() if n.startswith("average.") else v for n, v in t.items()}
     ),
-    "average without a gate of the head": tensors("model", only(lambda n: "pair_gate" not in n)),
+    "weights without a gate of the head": tensors("model", only(lambda n: "pair_gate" not in n)),
     "moments of one number": tensors(
         "state", lambda t: {n: v.mean() if n.endswith("exp_avg") else v for n, v in t.items()}
     ),

@@ -20,13 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, save
 
 import eval as evaluation
 import train
 from tests.hostile.configs import BASE
 from tests.hostile.harness import EITHER, ERROR, WORKS, Case, Process, judge, signalled
-from training.checkpoint import _facts_checksum
+from training.saved import checksum, facts_checksum
+from training.weights import read_tensors, saved_tensors
 
 LONG = ["train.epochs=6", "train.batch_size=4", "data.synthetic.num_users=80"]
 STEP = 48  # of such a run of 120 steps, at which it is stopped: in the third of six epochs
@@ -48,7 +50,7 @@ def facts(run: Path) -> dict:
     digest = lambda *files: hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return {
         "metrics": [{key: value for key, value in line.items() if key != "seconds"} for line in lines],
-        "weights": digest(last / "model.safetensors", last / "state.safetensors"),
+        "weights": digest(last / "__0_0.distcp"),
         "best": digest(run / "best" / "model.safetensors"),
         "result": {key: result[key] for key in ("model", "popularity", "by_history", "weights", "epoch", "steps")},
     }
@@ -57,7 +59,7 @@ def facts(run: Path) -> dict:
 def differs(run: Path, expected: dict) -> str | None:
     actual = facts(run)
     names = [name for name in expected if actual[name] != expected[name]]
-    left = [path.name for path in run.rglob(".*") if path.name != ".lock"]
+    left = [path.name for path in run.rglob(".*") if path.name not in (".lock", ".metadata")]
     if names:
         return f"other {', '.join(names)} than the run that was never stopped"
     return f"left behind {left}" if left else None
@@ -106,17 +108,38 @@ def _state(folder: Path, change: Callable[[dict], object]) -> None:
     facts = json.loads((folder / "state.json").read_text())
     change(facts)
     facts.pop("checksum", None)
-    (folder / "state.json").write_text(json.dumps(facts | {"checksum": _facts_checksum(facts)}))
+    (folder / "state.json").write_text(json.dumps(facts | {"checksum": facts_checksum(facts)}))
 
 
-def tensors(name: str, change: Callable[[dict], object]) -> Change:
-    """Other tensors in a file, and all checksums right."""
+def tensors(kind: str, change: Callable[[dict], object], listed: bool = True) -> Change:
+    """Other tensors in the checkpoint, for `model` in best/ too, and all checksums right.
+
+    kind: `model` or `state`, which is the rest. listed: whether state.json has the names of the other tensors.
+    """
 
     def rewrite(content: bytes) -> bytes:
         entries = dict(load(content))
         return save(change(entries) or entries)
 
-    return forged(f"{name}.safetensors", rewrite)
+    def go(run: Path) -> None:
+        if kind == "model":
+            forged("model.safetensors", rewrite)(run)
+        folder = newest(run)
+        entries = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved_tensors(folder).items()}
+        read_tensors(folder, entries)
+        weights = {name[6:]: value for name, value in entries.items() if name.startswith("model.")}
+        state = {name: value for name, value in entries.items() if not name.startswith("model.")}
+        part = weights if kind == "model" else state
+        changed = change(part) or part
+        weights, state = (changed, state) if kind == "model" else (weights, changed)
+        entries = state | {f"model.{name}": value for name, value in weights.items()}
+        dcp.save(entries, checkpoint_id=folder, no_dist=True)
+        files = [path for path in folder.iterdir() if path.name != "state.json"]
+        facts = {"sha256": {path.name: checksum(path) for path in files}}
+        facts["sizes"] = {path.name: path.stat().st_size for path in files}
+        _state(folder, lambda of: of.update(facts | ({"tensors": sorted(entries)} if listed else {})))
+
+    return go
 
 
 def with_values(**values) -> Change:
@@ -234,20 +257,30 @@ DAMAGE: dict[str, Change] = {
 
 # These concern a resume alone.
 RESUME: dict[str, Change] = {
-    "state cut short": raw("state.safetensors", lambda b: b[:-9]),
-    "state deleted": lambda run: (newest(run) / "state.safetensors").unlink(),
-    "no random state": tensors("state", lambda t: t.pop("random.cpu") is None),
+    "tensors cut short": raw("__0_0.distcp", lambda b: b[:-9]),
+    "tensors cut short, forged": forged("__0_0.distcp", lambda b: b[: len(b) // 2]),
+    "tensors are zeros, forged": forged("__0_0.distcp", lambda b: bytes(len(b))),
+    "tensors are a pickle, forged": forged("__0_0.distcp", lambda b: pickle.dumps(Bomb())),
+    "tensors deleted": lambda run: (newest(run) / "__0_0.distcp").unlink(),
+    "metadata cut short": raw(".metadata", lambda b: b[:-9]),
+    "metadata deleted": lambda run: (newest(run) / ".metadata").unlink(),
+    "metadata run code, forged": forged(".metadata", lambda b: pickle.dumps(Bomb())),
+    "metadata are a list, forged": forged(".metadata", lambda b: pickle.dumps([])),
+    "metadata is a pipe": instead(".metadata", os.mkfifo),
+    "no random state": tensors("state", lambda t: t.pop("random.cpu") is None, listed=False),
     "random state too short": tensors("state", lambda t: t.update({"random.cpu": torch.zeros(3, dtype=torch.uint8)})),
     "random state as fractions": tensors("state", lambda t: t.update({"random.cpu": torch.zeros(3)})),
+    "random state of zeros": tensors("state", lambda t: t["random.cpu"].zero_() is None),
     "unknown tensor": tensors("state", lambda t: t.update({"a.b": torch.zeros(1)})),
     "optimizer of no parameter": tensors("state", lambda t: t.update({"optimizer.x.step": torch.zeros(1)})),
-    "optimizer of parameter 999": tensors("state", lambda t: t.update({"optimizer.999.step": torch.zeros(1)})),
     "optimizer of other shapes": tensors("state", lambda t: {n: v[:1] if "exp_avg" in n else v for n, v in t.items()}),
-    "optimizer half missing": tensors("state", lambda t: {n: v for n, v in t.items() if "optimizer.0." not in n}),
+    "optimizer half missing": tensors("state", lambda t: {n: v for n, v in t.items() if "attention" not in n}, False),
     "optimizer without second moments": tensors("state", lambda t: {n: v for n, v in t.items() if "_sq" not in n}),
-    "optimizer missing": tensors("state", lambda t: {n: v for n, v in t.items() if "optimizer" not in n}),
+    "optimizer missing": tensors("state", lambda t: {n: v for n, v in t.items() if "optimizer" not in n}, False),
     "optimizer NaN": tensors("state", lambda t: {n: v * float("nan") if "exp" in n else v for n, v in t.items()}),
+    "optimizer negative": tensors("state", lambda t: {n: v - 1 if "exp_avg_sq" in n else v for n, v in t.items()}),
     "optimizer in int32": tensors("state", lambda t: {n: v.int() if "exp" in n else v for n, v in t.items()}),
+    "no list of tensors": untold("tensors"),
     "step -5": with_values(step=-5),
     "step is text": with_values(step="x"),
     "batch 10^9": with_values(batch=10**9),
@@ -273,7 +306,7 @@ RESUME: dict[str, Change] = {
     ".lock is a link": lambda run: ((run / ".lock").unlink(), (run / ".lock").symlink_to(run / "config.yaml")),
     ".lock is a pipe": lambda run: ((run / ".lock").unlink(), os.mkfifo(run / ".lock")),
     "metrics.jsonl is a pipe": lambda run: ((run / "metrics.jsonl").unlink(), os.mkfifo(run / "metrics.jsonl")),
-    "state is a pipe": instead("state.safetensors", os.mkfifo),
+    "tensors are a pipe": instead("__0_0.distcp", os.mkfifo),
     "metrics.jsonl is a folder": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
 }
 

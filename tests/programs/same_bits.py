@@ -3,7 +3,8 @@
     git archive COMMIT | tar x -C /tmp/before
     python -m tests.programs.same_bits /tmp/before .
 
-The models are those of CASES, one thread each; what is compared are the saved weights and the losses in metrics.jsonl.
+The models are those of CASES, one thread each. The weights of best/ and of the last checkpoint are compared, and the
+losses in metrics.jsonl.
 """
 
 import hashlib
@@ -14,11 +15,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+from safetensors.torch import load_file
+
+from training.weights import saved_weights
+
 SETTINGS = [
     "data.synthetic={num_users: 60, num_items: 100, mean_length: 20, min_length: 5, max_length: 60, actions: true}",
     *("model.num_layers=2", "train.epochs=2", "train.batch_size=16", "threads=1", "device=cpu"),
 ]
 MOL = "model.head={kind: mol, query_components: 2, item_components: 2, component_dim: 8, gate_hidden_dim: 8}"
+RANKING = ["task={kind: ranking, actions: [{name: liked, at_least: 1}]}", "data.protocol=last_tenth", "loss={}"]
 CASES = {
     "hstu": [],
     "bsa": ["model.attention.kind=bsa", "loss.kind=in_batch"],
@@ -28,7 +34,11 @@ CASES = {
     ],
     "indexer": ["model.attention={kind: indexer, warmup_steps: 4, selection_group: 4}"],
     "mol": [MOL, "train.ema_decay=0.9"],
-    "ranking": ["task={kind: ranking, actions: [{name: liked, at_least: 1}]}", "data.protocol=last_tenth", "loss={}"],
+    "htree": ["model.attention.kind=htree", "loss.kind=mixed_negatives", "train.clip_norm=0.5"],
+    "rotatekv": ["model.attention.kind=rotatekv", "model.dropout=0.2"],
+    "16-bit": ["model.table_dtype=bfloat16", "train.ema_decay=0.9", "train.decay=cosine", "loss.kind=bce"],
+    "ranking": RANKING,
+    "ranking-bsa": [*RANKING, "model.attention.kind=bsa", "train.clip_norm=0.5"],
 }
 
 
@@ -41,8 +51,11 @@ def trained(tree: Path, case: str, folder: Path) -> tuple[str, list[float]]:
     if done.returncode:
         raise SystemExit(f"{tree}, {case}: {done.stderr[-2000:]}")
     digest = hashlib.sha256()
-    for path in sorted((folder / "run").rglob("model.safetensors")):
-        digest.update(path.read_bytes())
+    for saved in (folder / "run/best", max((folder / "run/checkpoints").iterdir())):
+        one_file = saved / "model.safetensors"  # of best weights, and of checkpoints of earlier commits
+        weights = load_file(one_file) if one_file.exists() else saved_weights(saved)[0]
+        for name in sorted(weights):
+            digest.update(name.encode() + weights[name].float().numpy().tobytes())
     lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     return digest.hexdigest(), [line["loss"] for line in lines]
 

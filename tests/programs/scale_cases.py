@@ -98,6 +98,7 @@ def run(case: str, out: Path) -> None:
     import train
     from cli.command import train_options
     from cli.program import guarded
+    from training import setup
 
     world, losses = int(os.environ.get("WORLD_SIZE", 1)), []
     name, *overrides = case.split(":")
@@ -115,7 +116,7 @@ def run(case: str, out: Path) -> None:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (out / f"{name}-{world}.json").exists():
         return
     folder = out / (name if resumed else f"{case}-{world}")
-    build, write, reduce = train.build_step, FileSystemWriter.write_data, dist.all_reduce
+    build, write, reduce = setup.build_step, FileSystemWriter.write_data, dist.all_reduce
     agreements = []  # exchanges of whole numbers, whose greatest counts: on what ranks do after a step
 
     def recorded(*inputs, **options):
@@ -140,7 +141,7 @@ def run(case: str, out: Path) -> None:
             agreements.append(tensor)
         return reduce(tensor, op, *inputs, **options)
 
-    train.build_step, FileSystemWriter.write_data, dist.all_reduce = recorded, written, reduced
+    setup.build_step, FileSystemWriter.write_data, dist.all_reduce = recorded, written, reduced
     arguments = [str(ROOT / "configs/synthetic-hstu.yaml"), *SETTINGS]
     arguments += [part.replace("OUT/", f"{out}/") for part in CASES[name]]
     arguments += [*(part for part in overrides if part != "resume"), "--run", str(folder)]
@@ -148,7 +149,7 @@ def run(case: str, out: Path) -> None:
     try:
         code = guarded(lambda interrupts: train.work(options, interrupts), quiet=True)
     finally:
-        train.build_step, FileSystemWriter.write_data, dist.all_reduce = build, write, reduce
+        setup.build_step, FileSystemWriter.write_data, dist.all_reduce = build, write, reduce
     if code:
         sys.exit(code)
     if int(os.environ.get("RANK", 0)) == 0:

@@ -16,7 +16,8 @@ from torch.distributed.run import parse_args
 from cli.command import train_options
 from tests.damage import damaged_files
 from tests.programs.scale_cases import CASES
-from training.checkpoint import CheckpointError, checkpoints, load_folder, set_aside_damaged
+from training.checkpoints import checkpoints, set_aside_damaged
+from training.saved import CheckpointError, load_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each model, loss and way to spread the table at least once.
@@ -168,11 +169,11 @@ def test_the_folder_s_option_has_two_names():
 
 def test_ranks_save_nothing_that_is_not_finite(tmp_path):
     errors = launch(sys.executable, [2], tmp_path, f"hstu:resume:{FEW}:train.lr=1e20", status=1)
-    saved = checkpoints(tmp_path / "hstu")
-    for checkpoint in saved:
+    left = checkpoints(tmp_path / "hstu")
+    for checkpoint in left:
         assert all(value.isfinite().all() for value in tensors_of(checkpoint).values())
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert "is not finite after step" in line and f"{saved[-1]} is saved" in line
+    assert "is not finite after step" in line and f"{left[-1]} is kept" in line
 
 
 def test_ranks_agree_once_a_step(two_ranks):
@@ -203,6 +204,17 @@ def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path):
     assert len(list((run / "checkpoints").glob(f"damaged-{last.name}-*"))) == 1
     assert len(facts_of(tmp_path, "row", 2)["losses"]) == 1
     check(facts_of(tmp_path, "row", 2), facts_of(two_ranks, "row", 2))
+
+
+def test_a_run_of_one_process_goes_on_with_two_ranks_and_back(tmp_path):
+    """A loss that draws nothing, since ranks draw other negatives than one process without `parallel`."""
+    (tmp_path / "cases.json").write_text(json.dumps({"whole": ["loss.kind=cross_entropy", "train.ema_decay=0.9"]}))
+    settings, more = "eval.every=3:parallel.data", tmp_path / "cases.json"
+    launch(sys.executable, [1], tmp_path / "alone", f"whole:resume:train.epochs=3:{settings}=1", more=more)
+    for world, epochs, data in ((1, 1, "1"), (2, 2, "auto"), (1, 3, "1")):
+        launch(sys.executable, [world], tmp_path, f"whole:resume:train.epochs={epochs}:{settings}={data}", more=more)
+    assert len(facts_of(tmp_path, "whole", 1)["losses"]) == 4
+    check(facts_of(tmp_path, "whole", 1), facts_of(tmp_path / "alone", "whole", 1))
 
 
 @pytest.mark.slow

@@ -6,11 +6,13 @@ import shutil
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 import eval as evaluation
 import train
+from training import writer
 from training.folder import FolderError, access, check_run, claimed, write_file
 from training.monitor import MetricsLog, explain_faults
 from training.tracking import TensorBoard
@@ -57,9 +59,9 @@ def test_runs_that_start_together_get_a_folder_each(tmp_path):
 
     def start():
         gate.wait()
-        with claimed(folder, new=True, another=True) as run:
-            names.append(run.name)
-            write_file(run / "config.yaml", "x")
+        with claimed(folder, new=True, another=True) as path:
+            names.append(path.name)
+            write_file(path / "config.yaml", "x")
             gate.wait()
 
     threads = [threading.Thread(target=start) for _ in range(8)]
@@ -95,7 +97,7 @@ def test_what_a_kill_left_is_put_right(tmp_path):
 @pytest.mark.parametrize("path", ["a\0b", "a" * 5000, "/proc/nope"])
 def test_places_that_cannot_be(path):
     with pytest.raises(FolderError) as error:
-        claimed(train.Path(path), new=True).__enter__()
+        claimed(Path(path), new=True).__enter__()
     assert len(str(error.value)) < 400 and "\n" not in str(error.value)
 
 
@@ -160,7 +162,7 @@ def test_killed_before_its_first_checkpoint_it_starts_from_the_beginning(finishe
 @pytest.mark.parametrize("name", ["write_file", "save_vocabulary"])
 def test_killed_as_its_folder_is_filled_it_can_be_resumed(finished, tmp_path, monkeypatch, name):
     """The first file of a run's folder is the one that a resumed run needs."""
-    run, write = tmp_path / "run", getattr(train, name)
+    run, write = tmp_path / "run", getattr(writer, name)
 
     class Killed(BaseException):
         pass
@@ -169,7 +171,7 @@ def test_killed_as_its_folder_is_filled_it_can_be_resumed(finished, tmp_path, mo
         write(*arguments)
         raise Killed
 
-    monkeypatch.setattr(train, name, killed)
+    monkeypatch.setattr(writer, name, killed)
     with pytest.raises(Killed):
         train.main([str(finished.parent / "config.yaml"), "--run", str(run)])
     monkeypatch.undo()

@@ -1,22 +1,21 @@
 """AdamW: torch's bits for fp32 parameters, moments in fp32 for 16-bit ones, through checkpoints too."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from training import optimizer as optimizers
 from training.average import WeightAverage
-from training.checkpoint import (
-    CheckpointError,
-    Progress,
-    checkpoints,
-    load_checkpoint,
-    load_folder,
-    save_checkpoint,
-    save_folder,
-)
+from training.checkpoints import Checkpoints, Progress, checkpoints
+from training.config import load_config
 from training.optimizer import AdamW, bytes_in_training
+from training.ranks.processes import Ranks
+from training.saved import CheckpointError
+from training.weights import saved_tensors
 
+CONFIG = Path(__file__).parents[2] / "configs/synthetic-hstu.yaml"
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1}
 
 
@@ -70,33 +69,23 @@ def test_moments_of_16_bit_parameters_are_those_of_fp32(monkeypatch):
 def test_a_checkpoint_keeps_moments_and_averages_of_16_bit_weights(tmp_path):
     model, other = Model(), Model(seed=1)
     optimizer, average = AdamW(model.parameters(), **OPTIONS), WeightAverage(model, 0.9)
+    ranks = Ranks(load_config(CONFIG, []))
     train(model, optimizer, average)
-    with average.in_the_model():
-        save_checkpoint(tmp_path, model, optimizer, Progress(run="r", fingerprint="x", step=5), average)
+    Checkpoints(tmp_path, model, optimizer, average, ranks).save(Progress(run="r", fingerprint="x", step=5))
     loaded_optimizer, loaded_average = AdamW(other.parameters(), **OPTIONS), WeightAverage(other, 0.9)
-    load_checkpoint(tmp_path, other, loaded_optimizer, loaded_average)
+    Checkpoints(tmp_path, other, loaded_optimizer, loaded_average, ranks).load()
     train(model, optimizer, average, seed=1)
     train(other, loaded_optimizer, loaded_average, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(average.averages, loaded_average.averages, strict=True))
-
-    # Checkpoints of earlier versions have both in 16 bits; they are read.
-    folder = checkpoints(tmp_path)[0]
-    tensors, facts = load_folder(folder, "model", "state")
-    exact, state = tensors["state"].pop("average.table.weight"), tensors["state"]
-    for key in ("optimizer.0.exp_avg", "optimizer.0.exp_avg_sq"):
-        assert state[key].dtype == torch.float32
-        state[key] = state[key].bfloat16()
-    save_folder(folder, tensors, facts)
-    load_checkpoint(tmp_path, other, loaded_optimizer, loaded_average)
-    assert torch.equal(loaded_average.averages[0], exact.bfloat16().float())
-    for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(loaded_optimizer.state[other.table.weight][key], state[f"optimizer.0.{key}"].float())
-
-    state["average.table.weight"] = exact[:3]
-    save_folder(folder, tensors, facts)
-    with pytest.raises(CheckpointError, match=r"damaged, average\.table\.weight does not fit"):
-        load_checkpoint(tmp_path, other, loaded_optimizer, loaded_average)
+    tensors = saved_tensors(checkpoints(tmp_path)[0])
+    assert tensors["model.table.weight"] == ((6, 4), torch.bfloat16)
+    for name in ("average.table.weight", "optimizer.table.weight.exp_avg", "optimizer.table.weight.exp_avg_sq"):
+        assert tensors[name] == ((6, 4), torch.float32)
+    optimizer.state[model.table.weight]["exp_avg"] = optimizer.state[model.table.weight]["exp_avg"].bfloat16()
+    Checkpoints(tmp_path, model, optimizer, average, ranks).save(Progress(run="r", fingerprint="x", step=6))
+    with pytest.raises(CheckpointError, match=r"belongs to another .* optimizer\.table\.weight\.exp_avg and 0 other"):
+        Checkpoints(tmp_path, other, loaded_optimizer, loaded_average, ranks).load()
 
 
 def test_bytes_in_training():

@@ -2,28 +2,26 @@
 
 import json
 import os
+import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from tests.damage import damaged_files
-from training import checkpoint
+from training import saved
 from training.average import WeightAverage
-from training.checkpoint import (
-    CheckpointError,
-    Progress,
-    checkpoints,
-    exists,
-    load_checkpoint,
-    load_folder,
-    not_finite,
-    save_checkpoint,
-    save_folder,
-    set_aside_damaged,
-    training_state,
-)
+from training.checkpoints import Checkpoints, Progress, checkpoints, set_aside_damaged
+from training.config import load_config
+from training.ranks.processes import Ranks
+from training.saved import CheckpointError, exists, load_folder, not_finite, save_folder
+from training.weights import read_tensors, saved_tensors, saved_weights
+
+ROOT = Path(__file__).parents[2]
+RANKS = Ranks(load_config(ROOT / "configs/synthetic-hstu.yaml", []))  # of one process
+FILES = [".metadata", "__0_0.distcp", "state.json"]
 
 
 def setup(seed=0):
@@ -31,6 +29,18 @@ def setup(seed=0):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     return model, optimizer
+
+
+def of(run, model, optimizer, average=None):
+    return Checkpoints(run, model, optimizer, average, RANKS)
+
+
+def save_checkpoint(run, model, optimizer, progress, average=None):
+    of(run, model, optimizer, average).save(progress)
+
+
+def load_checkpoint(run, model, optimizer, average=None):
+    return of(run, model, optimizer, average).load()
 
 
 def at(step, **facts):
@@ -109,7 +119,7 @@ def test_what_cannot_be_read_is_not_set_aside(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(checkpoint, "_checksum", refuse)
+    monkeypatch.setattr(saved, "checksum", refuse)
     with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
         set_aside_damaged(tmp_path)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
@@ -121,15 +131,16 @@ def test_what_is_not_finite_is_named(where, value):
     model, optimizer = setup()
     average = WeightAverage(model, 0.9)
     step(model, optimizer)
-    assert not_finite(training_state(model, optimizer, average)) is None
+    checkpoints = of(Path("unused"), model, optimizer, average)
+    assert not_finite(checkpoints.tensors()) is None
     tensor = {
         "weight": model.weight.data,
         "moment": optimizer.state[model.weight]["exp_avg_sq"],
         "average": average.averages[0],
     }[where]
     tensor[1, 2] = value
-    name = {"weight": "weight", "moment": "optimizer.weight.exp_avg_sq", "average": "average.weight"}[where]
-    assert not_finite(training_state(model, optimizer, average)) == name
+    name = {"weight": "model.weight", "moment": "optimizer.weight.exp_avg_sq", "average": "average.weight"}[where]
+    assert not_finite(checkpoints.tensors()) == name
 
 
 def test_nothing_that_is_not_finite_is_written(tmp_path):
@@ -149,7 +160,7 @@ def test_modes_follow_the_umask(tmp_path):
     assert {path.stat().st_mode & 0o777 for path in checkpoints(tmp_path)[0].iterdir()} == {0o644}
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json"])
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
 def test_what_is_no_regular_file_is_not_read(tmp_path, file, kind):
     model, optimizer = setup()
@@ -167,7 +178,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path, file, kind):
         load_checkpoint(tmp_path, model, optimizer)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json"])
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_damage_is_told_in_one_line(tmp_path, file, damage):
     model, optimizer = setup()
@@ -192,7 +203,7 @@ def test_another_model_is_told(tmp_path):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
     wide = nn.Linear(4, 2)
-    with pytest.raises(CheckpointError, match="belongs to another model, weight"):
+    with pytest.raises(CheckpointError, match=r"belongs to another model.* model\.weight"):
         load_checkpoint(tmp_path, wide, torch.optim.AdamW(wide.parameters()))
 
 
@@ -212,6 +223,83 @@ def test_progress_of_another_version_is_told(tmp_path):
         load_checkpoint(tmp_path, model, optimizer)
 
 
+def test_checkpoints_of_version_0_2_0_are_refused_by_name_and_their_weights_read(tmp_path):
+    model, optimizer = setup()
+    tensors = {"model": model.state_dict(), "state": {"random.cpu": torch.get_rng_state()}}
+    save_folder(tmp_path / "checkpoints" / "step-00000001", tensors, at(1).model_dump() | {"optimizer": []})
+    with pytest.raises(CheckpointError, match=r"step-00000001: was saved by version 0\.2\.0.*--init-from RUN"):
+        load_checkpoint(tmp_path, model, optimizer)
+    weights, facts = saved_weights(checkpoints(tmp_path)[0])
+    assert torch.equal(weights["weight"], model.weight) and facts["step"] == 1
+    save_checkpoint(tmp_path / "ranks", model, optimizer, at(1))
+    (folder,) = checkpoints(tmp_path / "ranks")
+    _, facts = load_folder(folder)
+    del facts["tensors"]  # as ranks wrote it
+    saved.write_facts(folder, facts, {name: saved.checksum(folder / name) for name in FILES[:2]})
+    with pytest.raises(CheckpointError, match=r"step-00000001: was saved by version 0\.2\.0"):
+        load_checkpoint(tmp_path / "ranks", model, optimizer)
+    assert torch.equal(saved_weights(folder)[0]["weight"], model.weight)
+
+
+def test_weights_to_evaluate_are_the_averages(tmp_path):
+    model, optimizer = setup()
+    model.to(torch.bfloat16)
+    average = WeightAverage(model, 0.9)
+    nn.init.constant_(model.weight, 2.0)
+    average.update()
+    save_checkpoint(tmp_path, model, optimizer, at(1), average)
+    weights, _ = saved_weights(checkpoints(tmp_path)[0])
+    assert torch.equal(weights["weight"], average.averages[0].bfloat16()) and weights["weight"].dtype == torch.bfloat16
+    read = {"model.weight": torch.empty(2, 3, dtype=torch.bfloat16)}
+    read_tensors(checkpoints(tmp_path)[0], read)
+    assert torch.equal(read["model.weight"], torch.full((2, 3), 2.0, dtype=torch.bfloat16))
+
+
+def test_best_weights_are_the_averages(tmp_path):
+    model, optimizer = setup()
+    average = WeightAverage(model, 0.9)
+    nn.init.constant_(model.weight, 2.0)
+    of(tmp_path, model, optimizer, average).save_best({"value": 1})
+    assert torch.equal(saved_weights(tmp_path / "best")[0]["weight"], average.averages[0])
+    assert torch.equal(model.weight, torch.full((2, 3), 2.0)) and not torch.equal(model.weight, average.averages[0])
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+def test_metadata_run_no_code(tmp_path, monkeypatch):
+    """A forged .metadata, with its checksum right."""
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    (folder,) = checkpoints(tmp_path)
+    assert saved_tensors(folder)["model.weight"] == ((2, 3), torch.float32)
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    _, facts = load_folder(folder)
+    saved.write_facts(folder, facts, {name: saved.checksum(folder / name) for name in FILES[:2]})
+    with pytest.raises(CheckpointError, match=r"cannot be read \(posix\.system is no part of a checkpoint\)"):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match="step-00000002: cannot be written: No space left on device") as error:
+            save_checkpoint(tmp_path, model, optimizer, at(2))
+    assert len(str(error.value).splitlines()) == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert load_checkpoint(tmp_path, model, optimizer).step == 1
+
+
 def test_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
@@ -220,6 +308,25 @@ def test_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
         save_checkpoint(tmp_path, model, optimizer, at(2))
     monkeypatch.undo()
     assert load_checkpoint(tmp_path, model, optimizer).step == 1
+
+
+def test_only_a_wrong_checksum_is_called_damage(tmp_path):
+    """Files whose checksums are right and that cannot be used all the same."""
+    save_folder(tmp_path / "best", {"model": {"x": torch.ones(3)}}, {"value": 1})
+    (tmp_path / "best" / "model.safetensors").write_bytes(b"x" * 100)
+    saved.write_facts(tmp_path / "best", {}, {"model.safetensors": saved.checksum(tmp_path / "best/model.safetensors")})
+    for what in ({"checked": slice(None)}, {}):
+        with pytest.raises(CheckpointError, match=r"best/model.safetensors: cannot be read \(SafetensorError") as error:
+            load_folder(tmp_path / "best", "model", **what)
+        assert "damaged" not in str(error.value)
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    (folder,) = checkpoints(tmp_path)
+    _, facts = load_folder(folder)
+    saved.write_facts(folder, facts | {"batch": -1}, {name: saved.checksum(folder / name) for name in FILES[:2]})
+    with pytest.raises(CheckpointError, match="step-00000001: not valid, batch"):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert set_aside_damaged(tmp_path) == []
 
 
 def test_replaced_folder_is_never_missing(tmp_path):

@@ -1,0 +1,58 @@
+"""Measure (`train.py --dry-run`) or predict (`--plan`) the time and memory of a run, and save nothing."""
+
+import resource
+import time
+from dataclasses import replace
+
+import torch
+
+from cli.interrupt import Interrupts
+from cli.terminal import duration, terminal
+from training.config import RunConfig
+from training.ranks.processes import Ranks
+from training.run import open_data
+from training.setup import introduce, set_up
+from training.step import build_step, phase_at
+
+REHEARSED = 3  # steps of a dry run that are timed
+
+
+def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
+    """Do a dry run: prepare the data, make and measure a few steps, save nothing."""
+    interrupts.stage = "rehearsing; nothing was written but prepared data"
+    ranks = Ranks(config)
+    terminal.quiet |= not ranks.first
+    parts = set_up(config, ranks)
+    config, data = parts.config, parts.data
+    introduce(config, data, parts.model, len(parts.batches), "none, this is a dry run")
+    seconds = []
+    for number, batch in enumerate(parts.batches.epoch(0)):
+        if number > REHEARSED:
+            break
+        began = time.monotonic()
+        parts.step(replace(batch, phase=phase_at(config, 0)))["loss"].item()
+        seconds.append(time.monotonic() - began)
+    typical = sum(seconds[1:] or seconds) / len(seconds[1:] or seconds)  # the first one also compiles
+    if data.device.type == "cuda":
+        memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of GPU memory"
+    else:
+        memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory, including Python's"
+    terminal.say(
+        f"A step takes about {duration(typical)}, an epoch {duration(typical * len(parts.batches))}, the run "
+        f"{duration(typical * len(parts.batches) * config.train.epochs)} without evaluations, and at most {memory}"
+    )
+
+
+def tell_plan(config: RunConfig, gpu_gib: float | None, interrupts: Interrupts) -> None:
+    """Print the predicted memory of each GPU; only the data are prepared.
+
+    gpu_gib: GiB of a GPU's memory; absent, that of this machine's first GPU.
+    """
+    # Importing torchrec's planner takes a second.
+    from training.planning.plan import describe, memory_of_a_gpu, plan
+
+    interrupts.stage = "planning; nothing was written but prepared data"
+    data = open_data(config, device=torch.device("cpu"))
+    gpu_bytes = memory_of_a_gpu() if gpu_gib is None else int(gpu_gib * 2**30)
+    for line in describe(plan(data.config, data, build_step, gpu_bytes), data.config, gpu_bytes):
+        terminal.say(line)

@@ -1,0 +1,269 @@
+"""Set up a run: options -> data, model, optimiser, step and batches; begin it in its folder, or resume it there."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from cli.interrupt import Interrupts
+from cli.terminal import terminal
+from data.batches import Batches
+from data.errors import ConfigError
+from models.hstu import SequenceModel
+from training.average import WeightAverage
+from training.checkpoints import Checkpoints, Progress, checkpoints, last_facts
+from training.config import RunConfig
+from training.graph import Step
+from training.monitor import Means, MetricsLog
+from training.optimizer import bytes_in_training
+from training.ranks.processes import NoLog, Ranks
+from training.ranks.tables import sharded_table
+from training.run import (
+    Data,
+    TrainingError,
+    build_model,
+    changes,
+    check_of_this_run,
+    check_same_run,
+    open_data,
+    was_saved,
+)
+from training.saved import not_finite
+from training.step import build_step, phase_at, train_batches
+from training.tracking import check_tracking
+from training.warm_start import warm_start
+from training.writer import NoWriter, Writer
+
+
+@dataclass
+class Parts:
+    """The parts of a run that training needs, whether it is saved or not.
+
+    config: with all values that depend on the data.
+    """
+
+    config: RunConfig
+    data: Data
+    model: SequenceModel
+    optimizer: torch.optim.Optimizer
+    step: Step
+    average: WeightAverage | None
+    batches: Batches
+
+
+def set_up(config: RunConfig, ranks: Ranks, trained_on: str | None = None, init_from: Path | None = None) -> Parts:
+    """Open the data and make the model, its step and its batches.
+
+    trained_on: the fingerprint that the data must have. init_from: a run with whose weights the model begins.
+    """
+    data = open_data(config, trained_on=trained_on, ranks=ranks)
+    config = data.config
+    torch.manual_seed(config.seed)
+    model = build_model(config, data.vocabulary, data.device, ranks)
+    if init_from is not None:
+        warm_start(model, config, data.vocabulary, init_from)
+    table = sharded_table(model)
+    others = [] if table is None else [table.weight]
+    average = WeightAverage(model, config.train.ema_decay, others) if config.train.ema_decay else None
+    optimizer, step = build_step(config, model, data.device, average, ranks)
+    batches = train_batches(config, data, ranks)
+    return Parts(within_budget(config, len(batches)), data, model, optimizer, step, average, batches)
+
+
+@dataclass
+class Run(Parts):
+    """A run that trains; every rank has one and does the same with it.
+
+    watched      the split that is evaluated after epochs, or None
+    means        of the losses of the epoch so far
+    losses       of the last epoch: means; rates: its learning rate and speed
+    saved_place  (epoch, batch) of the last checkpoint
+    override     whether the folder takes over a changed configuration
+    """
+
+    folder: Path
+    ranks: Ranks
+    interrupts: Interrupts
+    progress: Progress
+    checkpoints: Checkpoints
+    writer: Writer
+    log: MetricsLog | NoLog
+    means: Means
+    watched: str | None
+    started: float
+    saved_place: tuple[int, int] | None
+    override: bool
+    losses: dict[str, float] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        return self.config.train.epochs * len(self.batches)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def last_phase(self) -> bool:
+        """Whether the model is the one that is kept: an earlier phase trains another, and nothing is chosen in it."""
+        return phase_at(self.config, self.progress.step) == phase_at(self.config, math.inf)
+
+    @property
+    def finished(self) -> bool:
+        patience = self.config.eval.patience
+        return self.progress.epoch >= self.config.train.epochs or bool(patience and self.progress.stale >= patience)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the weights are evaluated after this epoch."""
+        every = self.config.eval.every
+        return self.watched is not None and bool(every) and (self.progress.epoch + 1) % every == 0
+
+    def begin(self) -> None:
+        """Save the first checkpoint: a run with lines of metrics has one; if there is none, it or they were lost."""
+        self.save(again=self.override)
+        self.writer.take_over_best(self.config, self.progress)
+
+    def agree(self) -> tuple[int, int]:
+        """Return (whether a checkpoint is due, the number of a signal or 0), the same on all ranks."""
+        due, signal = self.ranks.greatest(int(self.checkpoints.due), self.interrupts.signal)
+        return due, signal
+
+    def save(self, again: bool = False) -> None:
+        """Save a checkpoint, unless there is one of this place; again: even then."""
+        place = self.progress.epoch, self.progress.batch
+        if place == self.saved_place and not again:
+            return
+        self.check_finite()
+        self.saved_place, progress = place, self.progress
+        progress.losses, progress.seconds, progress.records = self.means.state(), self.seconds, self.log.records
+        self.checkpoints.save(progress)
+
+    def save_when_due(self) -> None:
+        """Save at the end of an epoch if a checkpoint is due, and at the end of the last one."""
+        if self.finished or self.agree()[0]:
+            self.save()
+
+    def check_finite(self) -> None:
+        """Raise TrainingError if a tensor that a checkpoint or best/ would have is not finite."""
+        losses = ((f"the mean of {name}", total) for name, total in self.means.sums.items())
+        for name in filter(None, self.ranks.of_all(not_finite(chain(self.checkpoints.tensors(), losses)))):
+            raise self.diverged(f"{name} is not finite after step {self.progress.step:,}")
+
+    def diverged(self, what: str) -> TrainingError:
+        self.checkpoints.wait()
+        ending = self.ranks.of_first([f"; {last} is kept" for last in checkpoints(self.folder)[-1:]])
+        return TrainingError(f"{what}: try a lower train.lr or train.clip_norm{''.join(ending)}")
+
+
+@contextmanager
+def open_or_resume(
+    config: RunConfig,
+    folder: Path | None,
+    resume: bool | None,
+    override: bool,
+    init_from: Path | None,
+    interrupts: Interrupts,
+    named: tuple[str, ...],
+) -> Iterator[Run]:
+    """Claim the folder and yield the run in it, with a checkpoint; see `train.train` for the options."""
+    ranks = Ranks(config)
+    terminal.quiet |= not ranks.first
+    writer = Writer() if ranks.first else NoWriter()
+    folder, auto, unnamed = ranks.of_first(folder or new_folder(config)), resume is None, folder is None
+    if resume is None:
+        resume = ranks.of_first(folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()))
+    with writer.claim(folder, new=not resume, another=unnamed) as folder:
+        for damaged in writer.set_aside_damaged() if auto else []:
+            terminal.say(f"{damaged}: not whole, set aside")
+        yield _opened(config, ranks.of_first(folder), resume, override, init_from, ranks, interrupts, named, writer)
+
+
+def _opened(
+    config: RunConfig,
+    folder: Path,
+    resume: bool,
+    override: bool,
+    init_from: Path | None,
+    ranks: Ranks,
+    interrupts: Interrupts,
+    named: tuple[str, ...],
+    writer: Writer,
+) -> Run:
+    interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
+    saved = resume and was_saved(folder)
+    check_tracking(config)
+    parts = set_up(config, ranks, str(last_facts(folder)[0].get("fingerprint")) if saved else None, init_from)
+    config, data, batches = parts.config, parts.data, parts.batches
+    watched = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
+    if config.eval.patience and watched != "valid":
+        raise ConfigError("eval.patience: there is no validation split to stop by in these data")
+    table, seconds = sharded_table(parts.model), config.train.checkpoint_seconds
+    saver = Checkpoints(folder, parts.model, parts.optimizer, parts.average, ranks, table, seconds)
+    progress = Progress(run="", fingerprint=data.dataset.fingerprint)
+    if saved:
+        progress = saver.load(config.seed)
+        check_of_this_run(progress.run, folder, folder / "checkpoints")
+        if changed := changes(progress.config, config, folder / "checkpoints") if named else []:
+            override = override or all(line.startswith(named) for line in changed)
+        if not override:
+            check_same_run(progress, config, len(batches), folder)
+    progress.config = config.model_dump(mode="json")
+    ranks.of_first(None)  # all have read before the first one writes
+    writer.begin(config, data, progress, new=not saved, rewrite=not resume or override)
+    log = writer.open_log(config, progress)
+    if log.lost:
+        terminal.say("metrics.jsonl had been changed: its lines are restored from the checkpoint")
+    introduce(config, data, parts.model, len(batches), folder)
+    return Run(
+        **vars(parts),
+        folder=folder,
+        ranks=ranks,
+        interrupts=interrupts,
+        progress=progress,
+        checkpoints=saver,
+        writer=writer,
+        log=log,
+        means=Means(data.device, progress.losses),
+        watched=watched,
+        started=time.monotonic() - progress.seconds,
+        saved_place=(progress.epoch, progress.batch) if saved else None,
+        override=override,
+    )
+
+
+def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | str) -> None:
+    """Print the data, the model and the known sizes before training begins."""
+    for note in data.dataset.notes:
+        terminal.say(f"data: {note}")
+    table = sharded_table(model)
+    weights = [*model.parameters(), *([] if table is None else [table.weight])]
+    size = sum(bytes_in_training(weight, averaged=config.train.ema_decay is not None) for weight in weights)
+    epochs = config.train.epochs
+    terminal.say(
+        f"{data.dataset.name}: {data.dataset.num_users:,} users, {data.dataset.num_items:,} items, "
+        f"{data.dataset.num_events:,} events; {model.num_parameters:,} parameters; {data.device}; run folder {folder}"
+    )
+    terminal.say(
+        f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; weights, gradients and moments take "
+        f"{size / 2**20:,.1f} MiB, plus the tensors of a step (--dry-run measures these and the time)"
+    )
+
+
+def new_folder(config: RunConfig) -> Path:
+    """Return the path of a new run's folder below run_dir/name, by the current time; another run may have it."""
+    return Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
+
+
+def within_budget(config: RunConfig, steps: int) -> RunConfig:
+    """Return the configuration with the number of epochs of `steps` steps that its train.steps allows."""
+    c = config.train
+    if c.steps is None:
+        return config
+    return config.model_copy(update={"train": c.model_copy(update={"epochs": min(c.epochs, -(-c.steps // steps))})})

@@ -1,0 +1,88 @@
+"""Begin a run with the weights of another one."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cli.terminal import terminal
+from data.datasets import Vocabulary
+from data.errors import ConfigError
+from data.features.vocabulary import FeatureVocabulary
+from data.types import shown
+from data.vocabulary import index_of
+from models.hstu import SequenceModel
+from training.config import RunConfig
+from training.folder import check_run
+from training.ranks.tables import sharded_table
+from training.run import final_facts
+from training.saved import CheckpointError
+from training.vocabulary import load_vocabulary
+from training.weights import checked_facts, load_weights, open_slices, saved_weights
+
+# Matches the weights of a table of features, and captures its name.
+FEATURE_TABLE = re.compile(r"embedding\.(?:items|context)\..*embedding_bags\.([^.]+)\.weight")
+
+
+def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, folder: Path) -> None:
+    """Copy the weights of the run in `folder` into a new model: rows of items that both know, and all other tensors.
+
+    Rows of items that the run does not know stay as initialised. ConfigError if another tensor does not fit.
+    """
+    check_run(folder)
+    facts, source = final_facts(folder)
+    source_vocabulary = load_vocabulary(folder)
+    if source_vocabulary.fingerprint != facts.get("fingerprint"):
+        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
+    if config.model.action_embedding and vocabulary.action_names != source_vocabulary.vocabulary.action_names:
+        raise ConfigError(f"--init-from {shown(folder, 200)}: its actions have other names")
+    place = index_of(np.asarray(vocabulary.item_ids), source_vocabulary.vocabulary.item_ids)
+    if vocabulary.features is not None and vocabulary.features.trained is not None:
+        place[~vocabulary.features.trained] = -1  # their rows stay zero
+    copied_items = torch.from_numpy(np.flatnonzero(place >= 0))
+    old_rows, sharded = torch.from_numpy(place[place >= 0]), sharded_table(model)
+    if sharded is None:
+        weights, _ = saved_weights(source)
+    else:
+        checked_facts(source, sharded.ranks)
+        with open_slices(source, sharded) as (weights, shape, item_rows):
+            if shape[1] != sharded.size:
+                raise ConfigError(f"--init-from {shown(folder, 200)}: another model, the item table does not fit")
+            sharded.take(item_rows, copied_items, old_rows)
+    of_features = feature_places(vocabulary.features, source_vocabulary.vocabulary.features)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in sorted(state.keys() | weights.keys()):
+        feature = FEATURE_TABLE.fullmatch(name)
+        table = name.startswith("embedding.tables.embeddings.") or name == "targets" or feature is not None
+        if name not in state or name not in weights or state[name].shape[table:] != weights[name].shape[table:]:
+            raise ConfigError(f"--init-from {shown(folder, 200)}: another model, {name} does not fit")
+        old, new = weights[name], state[name]
+        if name in ("embedding.tables.embeddings.item.weight", "targets"):
+            new[copied_items.to(new.device)] = old[old_rows].to(new)
+        elif feature is not None and feature[1] in of_features:
+            new_index, old_index = of_features[feature[1]]
+            new[new_index.to(new.device)] = old[old_index].to(new)
+        elif table:
+            rows = min(len(old), len(new))
+            new[:rows] = old[:rows].to(new)
+        else:
+            state[name] = old
+    load_weights(model, state, source)
+    terminal.say(f"{source}: weights copied, with the rows of {len(copied_items):,} of {len(place):,} items")
+
+
+def feature_places(
+    features: FeatureVocabulary | None, others: FeatureVocabulary | None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Map the table of each feature to (new rows, old rows) of the same values; tables of numbers are left out."""
+    places = {}
+    new, old = ({(o.entity, o.name): o for o in v.features} if v else {} for v in (features, others))
+    for key in new.keys() & old.keys():
+        new_feature, old_feature = new[key], old[key]
+        if new_feature.kind != "number" and old_feature.kind != "number":
+            rows = old_feature.rows_of(new_feature.values)
+            in_both = np.append(True, rows > 0)  # the unknown rows too
+            new_rows, old_rows = np.arange(len(rows) + 1)[in_both], np.append(0, rows)[in_both]
+            places["_".join(key)] = torch.from_numpy(new_rows), torch.from_numpy(old_rows)
+    return places

@@ -1,0 +1,220 @@
+"""Read tensors of checkpoints, and the weights with which a run is evaluated: of best/ or of a checkpoint.
+
+best/ is one safetensors file. A checkpoint is a folder of torch.distributed.checkpoint, whose tensors are whole by name
+whatever number of ranks wrote them; any number of ranks, or none, can read them.
+"""
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from data.atomic import find_folder
+from data.types import shown
+from models.hstu import SequenceModel
+from models.protocols import RankGroup
+from training.ranks.tables import ShardedTable, sharded_table
+from training.saved import CheckpointError, load_folder
+
+TABLE = "embedding.tables.embeddings.item.weight"  # the item table's name, as one process saves it
+# What a checkpoint's .metadata is pickled from.
+PICKLED = {(metadata.__name__, name) for name, of in vars(metadata).items() if isinstance(of, type)}
+PICKLED = {(module, name) for module, name in PICKLED if getattr(metadata, name).__module__ == module}
+PICKLED |= {("torch", str(of).removeprefix("torch.")) for of in vars(torch).values() if isinstance(of, torch.dtype)}
+PICKLED |= {("torch", "Size"), ("torch.serialization", "_get_layout")}
+PICKLED |= {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+PICKLED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in PICKLED:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """Read a checkpoint; its .metadata, a pickle, cannot run code."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> metadata.Metadata:
+        with Path(self.path, ".metadata").open("rb") as file:
+            _Unpickler(file).load()
+        return super().read_metadata(*args, **options)
+
+
+@contextmanager
+def reading(source: Path) -> Iterator[None]:
+    """Report an error inside as one of `source`, whose files are as they were written."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that one process reads, which is meant
+            yield
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{source}: cannot be read ({reason(error)})") from error
+
+
+def reason(error: BaseException) -> str:
+    """Return the cause of an error of torch.distributed.checkpoint, in one line."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return shown(getattr(error, "strerror", None) or str(error).strip().split("\n")[0], 300)
+
+
+def saved_tensors(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the shape and dtype of each tensor of a checkpoint by name."""
+    with reading(source):
+        entries: Any = Reader(source).read_metadata().state_dict_metadata
+        return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
+
+
+def read_tensors(source: Path, tensors: dict[str, Any]) -> None:
+    """Fill tensors, or this rank's shards of them, with what a checkpoint has under their names."""
+    with reading(source):
+        dcp.load(tensors, storage_reader=Reader(source), no_dist=True)
+
+
+def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
+    """Return `local`, [rows, columns] or [rows], as this rank's shard of a tensor that all ranks share.
+
+    For [rows], one number for each row of a shard, the whole tensor has a column for each cut of the columns.
+    """
+    cells, world = local if local.dim() == 2 else local[:, None], table.ranks.world
+    if table.kind == "table_wise":  # one rank has all
+        return cells
+    rows, columns = (table.num_items, cells.shape[1]), (table.num_items, cells.shape[1] * world)
+    size, dimension = (rows, 0) if table.kind == "row_wise" else (columns, 1)
+    stride = (size[1], 1)
+    return DTensor.from_local(cells, mesh, [Shard(dimension)], run_check=False, shape=torch.Size(size), stride=stride)
+
+
+def whole_weights(model: nn.Module, table: ShardedTable | None, first: bool) -> dict[str, Tensor]:
+    """Return the model's state dict with the whole item table on the first rank's host; nothing on other ranks."""
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    if table is not None:
+        whole = torch.empty(table.num_items if first else 0, table.size)
+        for begin, rows in table.blocks():
+            whole[begin : begin + len(rows)] = rows.cpu()
+        weights[TABLE] = whole
+    return weights if first else {}
+
+
+def is_one_file(source: Path) -> bool:
+    """Return whether the weights are in model.safetensors: those of best/, and of checkpoints of version 0.2.0."""
+    return source.name == "best" or source.name.startswith(".best") or (source / "model.safetensors").exists()
+
+
+def judged_names(source: Path) -> dict[str, tuple[str, torch.Size, torch.dtype]]:
+    """Map each weight's name to (its name in a checkpoint, shape, dtype): averages in place of weights if there are."""
+    saved = saved_tensors(source)
+    names = {}
+    for name in saved:
+        kind, _, weight = name.partition(".")
+        if kind == "model":
+            names[weight] = f"average.{weight}" if f"average.{weight}" in saved else name, *saved[name]
+    return names
+
+
+def saved_weights(source: Path) -> tuple[dict[str, Tensor], dict]:
+    """Return the weights with which a run is evaluated, whole, and the facts, of best weights or of a checkpoint."""
+    source = find_folder(source)
+    if is_one_file(source):
+        tensors, facts = load_folder(source, "model")
+        return tensors["model"], facts
+    _, facts = load_folder(source, checked=slice(None))
+    names = judged_names(source)
+    weights = {name: torch.empty(size, dtype=dtype) for name, (_, size, dtype) in names.items()}
+    read_tensors(source, {names[name][0]: weight for name, weight in weights.items()})
+    return weights, facts
+
+
+def checked_facts(source: Path, ranks: RankGroup) -> dict:
+    """Return the facts of a checkpoint or of best weights, each of whose files one rank checks.
+
+    All ranks raise the CheckpointError that one of them found.
+    """
+    try:
+        result: Any = load_folder(source, checked=slice(ranks.rank, None, ranks.world))[1]
+    except CheckpointError as error:
+        result = error
+    for one in ranks.of_all(result):
+        if isinstance(one, CheckpointError):
+            raise one
+    return result
+
+
+@contextmanager
+def open_slices(
+    source: Path, table: ShardedTable | None
+) -> Iterator[tuple[dict[str, Tensor], list[int], Callable[[int, int], Tensor]]]:
+    """Return (weights without a sharded table, that table's shape, a function that reads rows begin .. end - 1 of it).
+
+    The files of `source` must have been checked.
+    """
+    source = find_folder(source)
+    if not is_one_file(source):
+        state, _ = saved_weights(source)
+        rows = torch.empty(0, 0) if table is None else state.pop(TABLE)
+        yield state, list(rows.shape), lambda begin, end: rows[begin:end]
+        return
+    path = source / "model.safetensors"
+    try:
+        with safe_open(path, "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys() if table is None or name != TABLE}  # noqa: SIM118
+            part: Any = None if table is None else file.get_slice(TABLE)
+            yield state, [] if table is None else part.get_shape(), lambda begin, end: part[begin:end]
+    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({shown(str(error), 300)})") from error
+
+
+def load_slices(model: SequenceModel, source: Path, ranks: RankGroup) -> None:
+    """Load the weights of `source` into a model, of its sharded table only this rank's shard."""
+    checked_facts(source, ranks)
+    table, source = sharded_table(model), find_folder(source)
+    if is_one_file(source):
+        with open_slices(source, table) as (state, shape, rows):
+            model.load_state_dict(state)
+            if table is not None:
+                if shape != [table.num_items, table.size]:
+                    raise CheckpointError(f"{source}: belongs to another model, {TABLE} does not fit")
+                table.fill(rows)
+        return
+    tensors, names = model.state_dict(), judged_names(source)
+    mesh = None if table is None else init_device_mesh(table.device.type, (ranks.world,))
+    if table is not None and mesh is not None and table.kernel is not None:
+        tensors[TABLE] = sharded(table, mesh, table.weight)
+    if wrong := sorted(name for name in tensors if name not in names or names[name][1] != tensors[name].size()):
+        raise CheckpointError(f"{source}: belongs to another model, {wrong[0]} does not fit")
+    read_tensors(source, {names[name][0]: value for name, value in tensors.items()})
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
+    """Load all weights; CheckpointError unless they match the model's by name, shape and dtype, and are finite."""
+    expected = model.state_dict()
+    wrong = sorted(
+        name
+        for name in expected.keys() | weights.keys()
+        if name not in expected or name not in weights or expected[name].shape != weights[name].shape
+    )
+    if wrong:
+        raise CheckpointError(
+            f"{source}: belongs to another model, {wrong[0]} and {len(wrong) - 1} other tensors do not fit"
+        )
+    for name, weight in weights.items():
+        if weight.dtype != expected[name].dtype:
+            raise CheckpointError(f"{source}: {name} must be {expected[name].dtype}, got {weight.dtype}")
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise CheckpointError(f"{source}: {name} is not finite")
+    model.load_state_dict(weights)

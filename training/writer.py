@@ -1,0 +1,87 @@
+"""Write what a run's folder has beside its checkpoints: on the first rank. On the others NoWriter does nothing."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from training.best import take_over_best
+from training.checkpoints import Progress, set_aside_damaged
+from training.config import RunConfig, as_yaml
+from training.folder import MANIFEST, claimed, new_manifest, write_file, write_judged
+from training.monitor import MetricsLog
+from training.ranks.processes import NoLog
+from training.report import write_report
+from training.run import Data
+from training.tracking import open_tracker
+from training.vocabulary import save_vocabulary
+
+
+class Writer:
+    """Write the files of the run in `folder`."""
+
+    folder: Path
+
+    @contextmanager
+    def claim(self, folder: Path, new: bool, another: bool) -> Iterator[Path]:
+        """Claim the folder, see `claimed`."""
+        with claimed(folder, new, another) as self.folder:
+            yield self.folder
+
+    def set_aside_damaged(self) -> list[Path]:
+        return set_aside_damaged(self.folder)
+
+    def begin(self, config: RunConfig, data: Data, progress: Progress, *, new: bool, rewrite: bool) -> None:
+        """Write the configuration first, so that a run that is killed here can be resumed; then who it is.
+
+        new: the run has no checkpoint. rewrite: even over a configuration that is there.
+        """
+        if rewrite or not (self.folder / "config.yaml").exists():
+            write_file(self.folder / "config.yaml", as_yaml(config))
+        if new:
+            manifest = new_manifest()
+            write_file(self.folder / MANIFEST, json.dumps(manifest, indent=1))
+            save_vocabulary(self.folder, data.dataset, data.vocabulary)
+            progress.run = manifest["run"]
+
+    def open_log(self, config: RunConfig, progress: Progress) -> MetricsLog:
+        return MetricsLog(self.folder, progress.records, open_tracker(config, self.folder, progress.run, progress.step))
+
+    def take_over_best(self, config: RunConfig, progress: Progress) -> None:
+        take_over_best(config, self.folder, progress)
+
+    def write_judged(self, arrays: dict[str, np.ndarray]) -> None:
+        write_judged(self.folder, arrays)
+
+    def write_result(self, config: RunConfig, data: Data, result: dict, progress: Progress) -> None:
+        """Write result.json and the report."""
+        write_file(self.folder / "result.json", json.dumps(result, indent=1))
+        write_report(self.folder, config, data.task, result, progress.records, data.dataset)
+
+
+class NoWriter(Writer):
+    """Write nothing: the first rank does."""
+
+    @contextmanager
+    def claim(self, folder: Path, new: bool, another: bool) -> Iterator[Path]:
+        yield folder
+
+    def set_aside_damaged(self) -> list[Path]:
+        return []
+
+    def begin(self, config: RunConfig, data: Data, progress: Progress, *, new: bool, rewrite: bool) -> None:
+        pass
+
+    def open_log(self, config: RunConfig, progress: Progress) -> NoLog:  # type: ignore[override]
+        return NoLog(progress.records)
+
+    def take_over_best(self, config: RunConfig, progress: Progress) -> None:
+        pass
+
+    def write_judged(self, arrays: dict[str, np.ndarray]) -> None:
+        pass
+
+    def write_result(self, config: RunConfig, data: Data, result: dict, progress: Progress) -> None:
+        pass
