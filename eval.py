@@ -149,7 +149,8 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
     interrupts.stage = f"predicting; {path} is written"
     if options.predict:
         tracked = terminal.track(batches.epoch(0), len(batches), "predicting")
-        frame = recommendations(config, model, dataset, tracked, options.top_k, data.task.ranks)
+        how = config.eval.filter_seen
+        frame = recommendations(config, model, dataset, tracked, options.top_k, data.task.ranks, filter_seen=how)
         if first:
             write_table(options.predict, frame)
     print_result(config.name, data.task, result)
@@ -163,7 +164,9 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
 def recommend(
     options, config: RunConfig, known: Known, model, interrupts: Interrupts, ranks: Ranks | None = None
 ) -> None:
-    """Write the top-k items that come next after whole histories, without the items of the history."""
+    """Write the top-k items that come next after whole histories, without the items of the history unless
+    `eval.filter_seen` is `none`, as a service answers.
+    """
     interrupts.stage = "preparing the data; nothing was written"
     if options.history:
         dataset = load_history(config, known, options.history)
@@ -186,7 +189,8 @@ def recommend(
     batches = whole_histories(dataset, users, at, config.model.max_seq_len, size, model.embedding.position.device)
     interrupts.stage = "recommending; nothing was written"
     tracked = terminal.track(batches, -(-len(users) // size), "recommending")
-    frame = recommendations(config, model, dataset, tracked, options.top_k, ranks)
+    how = "none" if config.eval.filter_seen == "none" else "history"
+    frame = recommendations(config, model, dataset, tracked, options.top_k, ranks, filter_seen=how)
     if ranks is None or ranks.first:
         write_table(options.recommend, frame)
     terminal.say(f"Written: {options.recommend} ({len(frame):,} rows for {len(users):,} users)")

@@ -174,6 +174,24 @@ def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float)
     return starts[0], starts[1], cuts
 
 
+def target_events(split: Split) -> np.ndarray:
+    """Return the events that the samples of a split predict last, [M]."""
+    return split.end - 1
+
+
+def repeats(dataset: Dataset, events: np.ndarray) -> np.ndarray:
+    """Return for each of `events` [N] whether its user had the same item before: [N] bool."""
+    users = np.unique(np.searchsorted(dataset.user_offsets, events, side="right") - 1)
+    begin, end = dataset.user_offsets[users], dataset.user_offsets[users + 1]
+    counts = end - begin
+    all_events = np.repeat(end - np.cumsum(counts), counts) + np.arange(counts.sum())
+    pairs = np.repeat(users, counts) * np.int64(dataset.num_items) + dataset.items[all_events]
+    _, first = np.unique(pairs, return_index=True)
+    repeated = np.ones(len(pairs), bool)
+    repeated[first] = False
+    return repeated[np.searchsorted(all_events, events)]
+
+
 def train_item_counts(dataset: Dataset, splits: Splits) -> np.ndarray:
     """Return how often each item occurs in the training events of whole histories (not only windows), [num_items]."""
     in_training = train_events(dataset, splits.train_end)

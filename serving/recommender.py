@@ -240,14 +240,15 @@ class Recommender:
         actions = None if self.actions is None else dataset.actions
         self.add_many(users, places, dataset.items, dataset.timestamps, actions)
 
-    def recommend(self, users, k: int = 10, at=None, exclude_seen: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    def recommend(self, users, k: int = 10, at=None, exclude_seen: bool | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return the k best items for each user: (items [B, k] original ids, scores [B, k] float32), best first.
 
         Args:
             users: [B] ids.
             k: at least 1. Where fewer items are left, -1 or the empty text follows, with scores of -inf.
             at: seconds, one for all or [B]; by default now, or the user's last event where that is later.
-            exclude_seen: leave out every item that the user ever met.
+            exclude_seen: leave out every item that the user ever met; by default unless the run's
+                `eval.filter_seen` is `none`.
 
         Raises NoHistory, TooEarly, InvalidRequest, CacheFull; ServingError for a run that ranks given candidates.
         """
@@ -266,14 +267,16 @@ class Recommender:
             raise InvalidRequest(f"k: expected a whole number of at least 1, got {k!r}")
 
     def recommend_checked(
-        self, requests: list[Ask], k: int, exclude_seen: Sequence[bool]
+        self, requests: list[Ask], k: int, exclude_seen: Sequence[bool | None]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return what `recommend` does for requests that `check_requests` returned, with `exclude_seen` for each."""
         nothing = np.zeros(0, np.int32)
         with self._lock:
             out = self._engine.answer(requests)
-            seen = [request.history.seen if without else nothing for request, without in zip(requests, exclude_seen)]
-            values, rows = self._best(out, k, seen if any(exclude_seen) else [])
+            by_default = self.config.eval.filter_seen != "none"
+            leave_out = [by_default if without is None else without for without in exclude_seen]
+            seen = [request.history.seen if without else nothing for request, without in zip(requests, leave_out)]
+            values, rows = self._best(out, k, seen if any(leave_out) else [])
         if values.shape[1] < k:
             more = ((0, 0), (0, k - values.shape[1]))
             values, rows = np.pad(values, more, constant_values=-np.inf), np.pad(rows, more, constant_values=-1)

@@ -93,9 +93,11 @@ class EvalConfig(Options):
     none, watch the test split without choosing anything by it."""
     batch_size: int = Field(512, ge=1)
     """The number of users in a batch."""
-    filter_seen: Literal["history", "window", "none"] = "history"
+    filter_seen: Literal["auto", "history", "window", "none"] = "auto"
     """Which of a user's earlier items are removed from the ranking: the whole history, those in the model's window
-    (as in the published figures), or none."""
+    (as in the published figures), or none. A target that is removed counts as a miss. `auto` is `none` if more than 1%
+    of the validation targets (without validation, of the users' last training events) repeat an earlier item of their
+    user, otherwise `history`; the run's `config.yaml` shows which."""
     best_metric: str | None = None
     """The metric that chooses the best weights, greater being better; absent, NDCG@10 or the task's first metric."""
     patience: int | None = Field(None, ge=1)

@@ -93,18 +93,26 @@ def _is_table(path: Path) -> bool:
 
 @torch.no_grad()
 def recommendations(
-    config: RunConfig, model, dataset: Dataset, batches: Iterable[Batch], k: int, ranks: RankGroup | None = None
+    config: RunConfig,
+    model,
+    dataset: Dataset,
+    batches: Iterable[Batch],
+    k: int,
+    ranks: RankGroup | None = None,
+    *,
+    filter_seen: str,
 ):
     """Return the k best items of each sequence, as a frame in original ids: user, rank (from 1), item, score.
 
-    ranks: the ranks that compute it together. A user with fewer remaining items has fewer rows.
+    ranks: the ranks that compute it together. filter_seen: the earlier items that are removed, as in the options of
+    evaluation. A user with fewer remaining items has fewer rows.
     """
     import polars as pl
 
-    score, how = model_scorer(model, config.train.autocast == "bf16", ranks), config.eval.filter_seen
+    score = model_scorer(model, config.train.autocast == "bf16", ranks)
     parts: list[tuple[np.ndarray, ...]] = []
     for batch in batches:
-        best, ids = best_items(score(batch), k, None if how == "none" else seen_by(how, batch))
+        best, ids = best_items(score(batch), k, None if filter_seen == "none" else seen_by(filter_seen, batch))
         parts.append(tuple(x.cpu().numpy() for x in (batch.users, ids, best)))
     users, items, values = (np.concatenate(columns) for columns in zip(*parts))
     width = items.shape[1]

@@ -18,7 +18,7 @@ from data.errors import ConfigError, UserError
 from data.explain import dotted
 from data.features.vocabulary import fit_features, with_rows
 from data.prepare import find_prepared
-from data.splits import Splits
+from data.splits import Splits, repeats, target_events
 from data.types import shown
 from data.vocabulary import vocabulary_of
 from models.hstu import SequenceModel
@@ -33,6 +33,7 @@ from training.saved import CheckpointError, exists, load_folder
 from training.vocabulary import Known, load_vocabulary
 from training.weights import load_slices, load_weights, saved_weights
 
+MOST_REPEATS = 0.01  # the share of targets that repeat an item from which on `auto` removes nothing from the ranking
 MOST_THREADS = 16  # for each core; more would not help, and many more cannot be started
 
 
@@ -118,6 +119,9 @@ def open_data(
     task = build_task(config, ranks)
     task.check_data(dataset)
     splits = task.splits(dataset)
+    if config.eval.filter_seen == "auto":
+        config = with_filter(config, dataset, splits)
+        task = build_task(config, ranks)
     if vocabulary is None:
         feature_vocabulary = (
             None if config.data.features is None else fit_features(dataset, splits.train_end, config.data.features)
@@ -205,6 +209,18 @@ def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"attention": layers})})
 
 
+def with_filter(config: RunConfig, dataset: Dataset, splits: Splits) -> RunConfig:
+    """Return the configuration with the `eval.filter_seen` that `auto` is for these data: `none` where more than
+    MOST_REPEATS of the validation targets (without validation, of the users' last training events) repeat an item.
+    """
+    if splits.valid is not None:
+        events = target_events(splits.valid)
+    else:
+        events = splits.train_end[splits.train_end - dataset.user_offsets[:-1] >= 2] - 1
+    how = "none" if len(events) and repeats(dataset, events).mean() > MOST_REPEATS else "history"
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"filter_seen": how})})
+
+
 def build_model(
     config: RunConfig,
     vocabulary: Vocabulary,
@@ -249,13 +265,17 @@ def open_weights(folder: Path, overrides: list[str], read: bool = True) -> tuple
     read: whether to read the weights; else they are empty.
     """
     check_run(folder)
-    config = load_config(folder / "config.yaml", overrides)
+    config, of_run = load_config(folder / "config.yaml", overrides), load_config(folder / "config.yaml")
+    if config.eval.filter_seen == "auto":  # what it was for the run's own data
+        config = config.model_copy(
+            update={"eval": config.eval.model_copy(update={"filter_seen": of_run.eval.filter_seen})}
+        )
     weights: dict = {}
     if read:
         weights, facts, source = final_weights(folder)
     else:
         facts, source = final_facts(folder)
-    check_config(facts, load_config(folder / "config.yaml"), folder, source)
+    check_config(facts, of_run, folder, source)
     known = load_vocabulary(folder)
     if known.fingerprint != facts.get("fingerprint"):
         raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 KS = (1, 5, 10, 50, 100, 200)
+REMOVED = np.iinfo(np.int64).max  # the rank of a target that a filter removes from the ranking: a miss in every metric
 # Upper bounds of the history-length groups, in events before the target.
 LENGTH_EDGES = (5, 10, 20, 50, 100, 200)
 # Upper bounds of the groups by an item's number of training events.
@@ -14,14 +15,15 @@ COUNT_EDGES = (0, 5, 10, 30, 100, 300, 1000)
 def user_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, np.ndarray]:
     """Compute the metrics of each user, who has one relevant item: name -> [M] float64.
 
-    ranks: [M] int, from 1. HR@k = 1 where the rank is <= k, else 0; NDCG@k = HR@k / log2(rank + 1); MRR = 1 / rank.
+    ranks: [M] int, from 1. HR@k = 1 where the rank is <= k, else 0; NDCG@k = HR@k / log2(rank + 1); MRR = 1 / rank. All
+    are 0 where the rank is REMOVED.
     """
     gain = 1 / np.log2(ranks + 1.0)
     values = {}
     for k in ks:
         values[f"HR@{k}"] = (ranks <= k).astype(np.float64)
         values[f"NDCG@{k}"] = gain * (ranks <= k)
-    return values | {"MRR": 1.0 / ranks}
+    return values | {"MRR": np.where(ranks == REMOVED, 0.0, 1.0 / ranks)}
 
 
 def ranking_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, float]:

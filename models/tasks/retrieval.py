@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from data.batch import Batch
 from data.batches import Batches
 from data.errors import ConfigError
-from data.splits import Split, Splits, train_item_counts
+from data.splits import Split, Splits, repeats, target_events, train_item_counts
 from data.types import Dataset, shown
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
@@ -34,7 +34,8 @@ from models.tasks.scoring import FILTERS, Scores, best_items, model_scorer, popu
 
 # Sentences of a report for the values of eval.filter_seen.
 FILTERED = {
-    "history": "all items of a user's history are removed from the ranking",
+    "history": "all items of a user's history are removed from the ranking, so that a target that repeats one is a "
+    "miss",
     "window": "the items of the model's window (the last max_seq_len events) are removed from the ranking, "
     "as in the published figures",
     "none": "nothing is removed from the ranking",
@@ -103,7 +104,8 @@ class Retrieval(Task):
         """
         config, chosen = self.config, getattr(splits, split)
         counts, main = train_item_counts(dataset, splits), self.config.eval.filter_seen
-        result = {"split": split, "users": len(chosen.users), "items": dataset.num_items, "filter_seen": main}
+        result: dict[str, Any] = {"split": split, "users": len(chosen.users), "items": dataset.num_items}
+        result |= {"filter_seen": main, "repeated": float(repeats(dataset, target_events(chosen)).mean())}
         scorer = model_scorer(model, config.train.autocast == "bf16", self.ranks)
         lists: list[np.ndarray] = []
 
@@ -154,6 +156,7 @@ class Retrieval(Task):
             f"Split {result['split']}, {result['users']:,} users, full ranking over the catalogue. "
             f"Main metrics: {FILTERED[self.config.eval.filter_seen]} "
             f"(eval.filter_seen={self.config.eval.filter_seen}). The tables show the other choices, too.",
+            f"{result['repeated']:.2%} of the targets repeat an earlier item of their user.",
             *self._cold_lines(result),
             *result["notes"],
         ]

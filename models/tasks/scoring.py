@@ -18,6 +18,7 @@ from data.batch import Batch
 from hstu_sparse.core.jagged import sequence_ids
 from models.hstu import SequenceModel
 from models.protocols import RankGroup
+from models.tasks.ranking_metrics import REMOVED
 
 # Which of a user's earlier items are filtered from the ranking, each a superset of the one before.
 FILTERS = ("none", "window", "history")
@@ -73,23 +74,18 @@ def normalized_items(item_weight: Tensor) -> Tensor:
     return F.normalize(item_weight.float(), dim=-1, eps=1e-6)
 
 
-def mask_seen(
-    scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, keep: Tensor | None = None, start: int = 0
-) -> Tensor:
+def mask_seen(scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, start: int = 0) -> Tensor:
     """Set the scores [B, W] of the items of each user's history to -inf, in place.
 
-    seen_items: [S] int64, jagged by seen_offsets [B+1]. keep: [B] item whose score stays (a target that repeats an
-    earlier event can then still be ranked). start: the item of the first column.
+    seen_items: [S] int64, jagged by seen_offsets [B+1]. start: the item of the first column.
     """
     rows, columns = sequence_ids(seen_offsets, len(seen_items)), seen_items - start
     users, width = scores.shape
     hidden = (columns >= 0) & (columns < width)
-    if keep is not None:
-        hidden &= seen_items != keep[rows]
     if not scores.is_cuda:
         scores[rows[hidden], columns[hidden].long()] = float("-inf")
         return scores
-    # Items to keep mark an extra column behind the last: dropping them instead would wait for the device.
+    # Items of other tiles mark an extra column behind the last: dropping them instead would wait for the device.
     mask = torch.zeros(users, width + 1, dtype=torch.bool, device=scores.device)
     mask.view(-1).index_fill_(0, rows * (width + 1) + torch.where(hidden, columns, width), True)
     return scores.masked_fill_(mask[:, :width], float("-inf"))
@@ -180,6 +176,8 @@ def rank_targets(
 ) -> list[np.ndarray]:
     """Rank every sequence's last target among the whole catalogue, one array [M] for each entry of `filters`.
 
+    A target that a filter removes has the rank REMOVED, which is in no top k.
+
     score: batch -> Scores or [B, I]. filters: which earlier items of the user are filtered, of FILTERS; `history` needs
     batches with seen items. candidates: (B, I) -> items [B, C] that compete beside the target; by default all.
     """
@@ -214,10 +212,21 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
         # In the order of FILTERS: each filters what the one before did and more, and writes into the scores.
         for place in sorted(range(len(filters)), key=lambda place: FILTERS.index(filters[place])):
             if filters[place] != "none":
-                mask_seen(tile, *seen_by(filters[place], batch), keep=targets, start=start)
+                mask_seen(tile, *seen_by(filters[place], batch), start=start)
             before[place] += count_before(tile[:, begin - start :], target_scores, targets, begin)
-    before = [scores.summed(count) for count in before]
-    return [torch.where(target_scores[:, 0].isnan(), scores.num_items, 1 + count) for count in before]
+    ranks = []
+    for filter_name, count in zip(filters, before):
+        rank = torch.where(target_scores[:, 0].isnan(), scores.num_items, 1 + scores.summed(count))
+        if filter_name != "none":
+            rank = rank.masked_fill(repeated(targets, *seen_by(filter_name, batch)), REMOVED)
+        ranks.append(rank)
+    return ranks
+
+
+def repeated(targets: Tensor, seen_items: Tensor, seen_offsets: Tensor) -> Tensor:
+    """Return for each of targets [B] whether it is among its user's seen items [S]: [B] bool."""
+    rows = sequence_ids(seen_offsets, len(seen_items))
+    return torch.zeros_like(targets).index_add_(0, rows, (seen_items == targets[rows]).to(targets.dtype)) > 0
 
 
 def seen_by(filter_name: str, batch: Batch) -> tuple[Tensor, Tensor]:

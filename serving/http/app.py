@@ -330,14 +330,18 @@ def create_app(
         return Accepted(accepted=await answer(await parsed(request, parse_events)))
 
     @app.get("/users/{user}/recommendations", **secured(), include_in_schema=not recommender.ranking)
-    async def recommend(user: UserPath, k: Length = 10, at: At = None, exclude_seen: bool = True) -> Recommendations:
-        """Return the k best items for a user, best first; by default without those that the user met before."""
+    async def recommend(
+        user: UserPath, k: Length = 10, at: At = None, exclude_seen: bool | None = None
+    ) -> Recommendations:
+        """Return the k best items for a user, best first. `exclude_seen` chooses whether to leave out those that the
+        user met before; by default they are left out unless the run's `eval.filter_seen` is `none`.
+        """
         items, scores = await answer(Recommend(user, k, at, exclude_seen))
         return Recommendations(items=[Recommended(item=item, score=score) for item, score in zip(items, scores)])
 
     @app.get("/recommendations", **secured(checks=by_query), include_in_schema=not recommender.ranking)
     async def recommend_by_query(
-        user: UserQuery, k: Length = 10, at: At = None, exclude_seen: bool = True
+        user: UserQuery, k: Length = 10, at: At = None, exclude_seen: bool | None = None
     ) -> Recommendations:
         """Do the same as /users/{user}/recommendations, for ids that a client or a proxy changes in a path."""
         return await recommend(user, k, at, exclude_seen)

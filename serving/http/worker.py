@@ -57,7 +57,7 @@ class Recommend:
     user: str
     k: int
     at: int | None
-    exclude_seen: bool
+    exclude_seen: bool | None
     done: Future = field(default_factory=Future)
 
 

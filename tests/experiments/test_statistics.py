@@ -172,7 +172,7 @@ def test_plan(tmp_path):
             "data.protocol: all, eval.patience: null, train.lr",
             "settings.bsa: data.protocol=all has no held-out events to compare settings on",
         ),
-        ("train.lr", "eval.filter_seen: none, train.lr", "settings.bsa: eval.filter_seen: history -> none"),
+        ("train.lr", "eval.filter_seen: none, train.lr", "settings.bsa: eval.filter_seen: auto -> none"),
         (PLAN, "[]", "plan.yaml: expected a mapping"),
         ("quick: {train.epochs: 1}\n", "", "--quick: the plan does not say what to change"),
         (

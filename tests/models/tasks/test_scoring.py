@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from data.batch import Batch
 from models.tasks import scoring as retrieval
-from models.tasks.ranking_metrics import metrics_by_length, ranking_metrics
+from models.tasks.ranking_metrics import REMOVED, metrics_by_length, ranking_metrics
 from models.tasks.scoring import (
     best_items,
     mask_seen,
@@ -51,17 +51,17 @@ def test_nan_ranks_last():
     assert target_ranks(scores, torch.tensor([0])).tolist() == [5]
 
 
-def test_filters_take_out_window_or_history_but_never_the_target():
+def test_filters_take_out_window_or_history_and_a_target_in_it():
     # Item 4 scores best, then 3, 2, 1, 0. The user saw 4 long ago and 3 lately; the target is 2.
     batch = batch_of([[4, 3], [4, 2]], [[3], [2]], [2, 2])
     scorer = lambda batch: torch.arange(5.0).repeat(2, 1)
     none, window, history = rank_targets(scorer, [batch], filters=("none", "window", "history"))
     assert none.tolist() == [3, 3]
-    assert window.tolist() == [2, 3]  # the second user's target repeats an event of the window: it stays
-    assert history.tolist() == [1, 2]
+    assert window.tolist() == [2, REMOVED]  # the second user's target repeats an event of the window
+    assert history.tolist() == [1, REMOVED]
     # The order asked for does not matter.
     again = rank_targets(scorer, [batch], filters=("history", "none"))
-    assert [ranks.tolist() for ranks in again] == [[1, 2], [3, 3]]
+    assert [ranks.tolist() for ranks in again] == [[1, REMOVED], [3, 3]]
 
 
 def test_popularity_is_the_same_for_all_users():
@@ -175,6 +175,7 @@ def test_metrics_by_hand():
     assert metrics["NDCG@10"] == pytest.approx((1 + 1 / math.log2(3)) / 4)
     assert metrics["NDCG@200"] == pytest.approx((1 + 1 / math.log2(3) + 1 / math.log2(12)) / 4)
     assert metrics["MRR"] == pytest.approx((1 + 1 / 2 + 1 / 11 + 1 / 300) / 4)
+    assert set(ranking_metrics(np.array([REMOVED])).values()) == {0.0}
 
 
 def test_no_user_gives_nan():
