@@ -30,7 +30,7 @@ from data.features.vocabulary import with_rows
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
 from models.tasks.ranking_metrics import ranking_metrics
-from models.tasks.scoring import model_scorer, rank_targets, sampled_candidates
+from models.tasks.scoring import SampledCandidates, model_scorer, rank_targets
 from serving import Recommender, ServingOptions
 from serving.judge import ServedModel
 from training.config import ParallelConfig, RunConfig
@@ -134,11 +134,16 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         result |= {"data": config.data.path, "left_out": dataset.left_out}
     batches = data.eval_batches(split)
     if options.sampled:
-        candidates = sampled_candidates(options.sampled, options.seed)
+        candidates = SampledCandidates(options.sampled, options.seed)
         score = model_scorer(model, config.train.autocast == "bf16", data.task.ranks)
         tracked = terminal.track(batches.epoch(0), len(batches), "ranking among sampled items")
         (places,) = rank_targets(score, tracked, filters=[config.eval.filter_seen], candidates=candidates)
-        label = f"SAMPLED: target among {options.sampled} random items, not comparable with full ranking"
+        label = f"SAMPLED: target among {options.sampled} random unseen items, not comparable with full ranking"
+        if candidates.short:
+            result["notes"].append(
+                f"Warning: --sampled {options.sampled}: {candidates.short:,} users have fewer unseen items, all of "
+                "which were ranked."
+            )
         result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(places)}
     if served:
         result["served"] = served.description

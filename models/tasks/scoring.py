@@ -172,14 +172,15 @@ def rank_targets(
     batches: Iterable[Batch],
     *,
     filters: Sequence[str] = ("history",),
-    candidates: Callable[[int, int], Tensor] | None = None,
+    candidates: Callable[[Batch, int], Tensor] | None = None,
 ) -> list[np.ndarray]:
     """Rank every sequence's last target among the whole catalogue, one array [M] for each entry of `filters`.
 
     A target that a filter removes has the rank REMOVED, which is in no top k.
 
     score: batch -> Scores or [B, I]. filters: which earlier items of the user are filtered, of FILTERS; `history` needs
-    batches with seen items. candidates: (B, I) -> items [B, C] that compete beside the target; by default all.
+    batches with seen items. candidates: (batch, I) -> items [B, C] that compete with the target, with -1 for none; by
+    default all.
     """
     ranks: list[list[Tensor]] = [[] for _ in filters]
     for batch in batches:
@@ -199,7 +200,7 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
         tile_scores = tile.gather(1, (targets - start).clamp(0, tile.shape[1] - 1)[:, None])
         target_scores = torch.where(new[:, None], tile_scores, target_scores)
     target_scores = scores.summed(target_scores)
-    chosen = None if candidates is None else candidates(scores.num_users, scores.num_items).to(targets.device)
+    chosen = None if candidates is None else candidates(batch, scores.num_items).to(targets.device)
     before = [torch.zeros_like(targets) for _ in filters]
     for begin, start, tile in tiles or scores.tiles():
         if chosen is not None:
@@ -316,7 +317,24 @@ def popularity_scorer(counts: np.ndarray, device: torch.device) -> Callable[[Bat
     return score
 
 
-def sampled_candidates(count: int, seed: int) -> Callable[[int, int], Tensor]:
-    """Draw `count` items uniformly, with replacement, for each user, for metrics over sampled candidates."""
-    generator = torch.Generator().manual_seed(seed)
-    return lambda num_users, num_items: torch.randint(num_items, (num_users, count), generator=generator)
+class SampledCandidates:
+    """Draw distinct items for each user among those that are neither the target nor in the user's history.
+
+    count: how many for each user, or all that there are. short: the number of users so far who had fewer.
+    """
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.short, self._rng = count, 0, np.random.default_rng(seed)
+
+    def __call__(self, batch: Batch, num_items: int) -> Tensor:
+        """Return the drawn items of a batch with seen items, [B, count] int64, filled up with -1."""
+        drawn = np.full((batch.num_sequences, self.count), -1, np.int64)
+        seen, offsets, targets = (x.cpu().numpy() for x in (*seen_by("history", batch), last_targets(batch)))
+        for row, target in enumerate(targets):
+            barred = np.unique(np.append(seen[offsets[row] : offsets[row + 1]], target))
+            left = num_items - len(barred)
+            places = self._rng.choice(left, min(self.count, left), replace=False, shuffle=False)
+            # The p-th of the other items is p plus the number of barred items before it.
+            drawn[row, : len(places)] = places + np.searchsorted(barred - np.arange(len(barred)), places, side="right")
+            self.short += left < self.count
+        return torch.from_numpy(drawn)

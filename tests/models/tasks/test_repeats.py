@@ -106,6 +106,17 @@ def test_auto_follows_the_data_and_is_recorded(runs):
     assert run("train.py", "--resume", runs / "again", "train.epochs=3").returncode == 0
 
 
+def test_sampled_ranks_among_unseen_items(runs):
+    """There are 25 items, of which a user has seen 8: with the target aside, 16 are left."""
+    for count, warned in ((16, False), (20, True)):
+        done = run("eval.py", runs / "new", "--sampled", count)
+        assert done.returncode == 0, done.stderr
+        assert ("40 users have fewer unseen items, all of which were ranked" in done.stdout) == warned
+        # Ranking among all unseen items is the full ranking without the history.
+        result = json.loads((runs / "new" / "eval-test.json").read_text())
+        assert result["sampled"]["MRR"] == pytest.approx(result["model"]["history"]["MRR"])
+
+
 @pytest.mark.parametrize("name", ["again", "new"])
 def test_owned_items_follow_the_run_everywhere(runs, name):
     """`none` allows the user's own items in every list, other filters leave them out."""

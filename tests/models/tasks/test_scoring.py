@@ -11,12 +11,12 @@ from data.batch import Batch
 from models.tasks import scoring as retrieval
 from models.tasks.ranking_metrics import REMOVED, metrics_by_length, ranking_metrics
 from models.tasks.scoring import (
+    SampledCandidates,
     best_items,
     mask_seen,
     model_scorer,
     popularity_scorer,
     rank_targets,
-    sampled_candidates,
     seen_by,
     target_ranks,
     top_items,
@@ -75,12 +75,31 @@ def test_sampled_candidates_flatter_and_are_seeded():
     scorer = lambda batch: -torch.arange(1000.0).repeat(200, 1)
     (full,) = rank_targets(scorer, [batch], filters=("none",))
     sampled = [
-        rank_targets(scorer, [batch], filters=("none",), candidates=sampled_candidates(100, seed=7))[0]
-        for _ in range(2)
+        rank_targets(scorer, [batch], filters=("none",), candidates=SampledCandidates(100, seed=7))[0] for _ in range(2)
     ]
     assert (full == 501).all()
     assert (sampled[0] == sampled[1]).all()
-    assert 40 < sampled[0].mean() < 60  # half of about 95 different candidates score higher
+    assert 45 < sampled[0].mean() < 57  # half of 100 different candidates score higher
+
+
+def test_sampled_candidates_are_distinct_and_unseen():
+    histories = [[3, 1, 3], list(range(12)), [7]]
+    batch = batch_of(histories, [history[-1:] for history in histories], [5, 12, 7])
+    everyone = set()
+    for seed in range(40):
+        candidates = SampledCandidates(8, seed=seed)
+        drawn = candidates(batch, 16)
+        for history, target, row in zip(histories, [5, 12, 7], drawn.tolist()):
+            chosen = [item for item in row if item >= 0]
+            left = set(range(16)) - {*history, target}
+            assert len(set(chosen)) == len(chosen) == min(8, len(left)) and set(chosen) <= left
+        assert candidates.short == 1  # the second user has three unseen items besides the target
+        everyone |= set(drawn[0].tolist())
+    assert everyone == set(range(16)) - {3, 1, 5}
+    # All items score alike: each candidate with a smaller id comes before the target, and nothing else does.
+    (ranks,) = rank_targets(lambda _: torch.zeros(3, 16), [batch], filters=("none",), candidates=lambda *_: drawn)
+    expected = [1 + sum(0 <= item < target for item in row) for row, target in zip(drawn.tolist(), [5, 12, 7])]
+    assert ranks.tolist() == expected
 
 
 def test_top_items_break_ties_by_id():
@@ -119,7 +138,7 @@ def test_tiles_change_nothing(tile, monkeypatch):
     histories[4][2] = targets[4]
     batch = batch_of(histories, [history[-5:] for history in histories], targets)
     filters = ("none", "window", "history")
-    candidates = sampled_candidates(30, seed=1)
+    drawn = SampledCandidates(30, seed=1)(batch, items)
 
     def evaluated():
         ranks = rank_targets(lambda batch: scores, [batch], filters=filters)
@@ -127,7 +146,6 @@ def test_tiles_change_nothing(tile, monkeypatch):
         lists = [best_items(scores, k, seen) for k in (1, 10, 83) for seen in (None, seen_by("history", batch))]
         return ranks, few, lists
 
-    drawn = candidates(users, items)
     monkeypatch.setattr(retrieval, "TILE", 10**9)
     whole = evaluated()
     monkeypatch.setattr(retrieval, "TILE", users * tile)
