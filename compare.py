@@ -21,7 +21,7 @@ from cli.program import guarded
 from cli.terminal import terminal
 from experiments.plan import load_plan
 from experiments.report import as_html
-from experiments.results import as_csv, as_json, collect, finished
+from experiments.results import as_csv, collect, comparison_json, finished
 from experiments.runs import run_all, speed_jobs, training_jobs, write_settings
 from experiments.table import print_results
 from training.folder import claimed, write_file
@@ -46,7 +46,7 @@ def work(options, interrupts: Interrupts) -> None:
             failed += run_all(speed_jobs(configs, options.out), interrupts)  # one process at a time
         interrupts.stage = "comparing; all runs are finished"
         results = collect(plan, options.out, failed)
-        write_file(options.out / "comparison.json", as_json(results))
+        write_file(options.out / "comparison.json", comparison_json(results))
         write_file(options.out / "comparison.csv", as_csv(results))
         write_file(options.out / "report.html", as_html(results))
         print_results(results)

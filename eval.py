@@ -13,7 +13,6 @@ if __name__ == "__main__":
     answer_early(eval_options, __doc__)
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -34,7 +33,7 @@ from models.tasks.scoring import SampledCandidates, model_scorer, rank_targets
 from serving import Recommender, ServingOptions
 from serving.judge import ServedModel
 from training.config import ParallelConfig, RunConfig
-from training.folder import access, read_regular, write_file
+from training.folder import access, as_json, read_regular, write_file
 from training.monitor import explain_faults
 from training.outputs import check_export, check_table, export_items, recommendations, whole_histories, write_table
 from training.ranks.processes import Ranks
@@ -150,7 +149,7 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
     first = data.task.ranks is None or data.task.ranks.first
     path = options.run / result_name(split, options, options.data)
     if first:
-        write_file(path, json.dumps(result, indent=1))
+        write_file(path, as_json(result))
     interrupts.stage = f"predicting; {path} is written"
     if options.predict:
         tracked = terminal.track(batches.epoch(0), len(batches), "predicting")

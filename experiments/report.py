@@ -59,6 +59,7 @@ def _explanation(results: Results) -> list[str]:
     lines = [
         f"{results.users:,} users. Ratios of means to {results.baseline.name}, with 95% intervals over {chance}; "
         "p values are two-sided and corrected by Holm for the number of settings."
+        + (f" Less {results.metric} is better: a ratio below 1 is a gain." if results.less_is_better else "")
     ]
     if environment := next((x.speed["environment"] for x in results.settings if "environment" in x.speed), None):
         versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "device")

@@ -19,7 +19,7 @@ from experiments.runs import RESULT, Failed, is_finished, read_result, read_spee
 from experiments.statistics import compare, holm
 from models.tasks.build import build_task
 from training.config import RunConfig, load_config
-from training.folder import FolderError, access, check_run, read_judged, read_regular
+from training.folder import FolderError, access, as_json, check_run, read_judged, read_regular
 
 COLUMNS = ("mean", "sd", "ratio", "low", "high", "p", "p_holm")
 COSTS = ("parameters", "events_per_second", "peak_memory_bytes")
@@ -60,13 +60,16 @@ class Setting:
 
 @dataclass
 class Results:
-    """A comparison: the settings, the baseline first; metric: the main one; seeds: whether intervals include seeds."""
+    """A comparison: the settings, the baseline first; metric: the main one, whose best value is the least if
+    `less_is_better`; seeds: whether intervals include seeds.
+    """
 
     metric: str
     users: int
     seeds: bool
     settings: list[Setting]
     failed: list[Failed]
+    less_is_better: bool = False
 
     @property
     def baseline(self) -> Setting:
@@ -94,7 +97,7 @@ def _curve(folder: Path, metric: str) -> list[tuple[int, float]]:
         lines = read_regular(path).decode("utf-8", "replace").splitlines()
     try:
         records = [json.loads(line) for line in lines]
-        return [(int(record["epoch"]), float(record[metric])) for record in records if metric in record]
+        return [(int(record["epoch"]), float(record[metric])) for record in records if record.get(metric) is not None]
     except (ValueError, KeyError, TypeError):
         raise FolderError(f"{shown(path, 200)}: damaged, expected a JSON object in each line") from None
 
@@ -143,7 +146,9 @@ def collect(plan: Plan, out: Path, failed: list[Failed]) -> Results:
             _check_comparable(first, run)
     metric = first.config.best_metric
     seeds = _fill(settings)
-    return Results(metric, len(first.users), seeds, settings, failed)
+    return Results(
+        metric, len(first.users), seeds, settings, failed, first.config.task.less_is_better(first.config.best_metric)
+    )
 
 
 def _check_comparable(first: Run, run: Run) -> None:
@@ -179,7 +184,7 @@ def _fill(settings: list[Setting]) -> bool:
         setting.changes = [] if setting is base else settings_differ(base.runs[0].config, setting.runs[0].config)
         for title, groups in setting.runs[0].breakdowns.items():
             setting.breakdowns[title] = {
-                group: _number(float(np.mean([run.breakdowns[title][group] for run in setting.runs])))
+                group: _number(float(np.mean([_or_nan(run.breakdowns[title][group]) for run in setting.runs])))
                 for group in groups
             }
     for name in names:
@@ -189,16 +194,21 @@ def _fill(settings: list[Setting]) -> bool:
     return seeds
 
 
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def as_json(results: Results) -> str:
+def comparison_json(results: Results) -> str:
     """Format a comparison as JSON."""
-    return json.dumps(
+    return as_json(
         {
             "baseline": results.baseline.name,
             "metric": results.metric,
+            "less_is_better": results.less_is_better,
             "users": results.users,
             "interval": "95%, users and seeds" if results.seeds else "95%, users alone",
             "settings": [
@@ -213,8 +223,7 @@ def as_json(results: Results) -> str:
                 for setting in results.settings
             ],
             "failed": [{"run": name, "reason": reason} for name, reason in results.failed],
-        },
-        indent=1,
+        }
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import optuna
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.pool import NullPool
 
@@ -45,13 +46,16 @@ class Limits(NamedTuple):
 
 @dataclass
 class Search:
-    """A study and the inputs of its trials. configured: maps values by dotted key to a trial's configuration."""
+    """A study and the inputs of its trials. metric: what chooses, by its least value if `less_is_better`.
+    configured: maps values by dotted key to a trial's configuration.
+    """
 
     study: optuna.Study
     space: Space
     metric: str
     out: Path
     configured: Callable[[dict[str, Any]], RunConfig]
+    less_is_better: bool = False
 
     def folder(self, number: int) -> Path:
         return self.out / f"trial-{number}"
@@ -60,9 +64,13 @@ class Search:
         return self.study.get_trials(deepcopy=False, states=states or None)
 
     def best(self) -> FrozenTrial | None:
-        """Return the completed trial with the greatest value, the first of equal ones."""
-        completed = self.trials(TrialState.COMPLETE)
-        return max(completed, key=lambda trial: (trial.values[0], -trial.number), default=None)
+        """Return the best completed trial, the first of equal ones."""
+        return next(iter(self.ordered()), None)
+
+    def ordered(self) -> list[FrozenTrial]:
+        """Return the completed trials, the best first, equal ones by number."""
+        sign = 1 if self.less_is_better else -1
+        return sorted(self.trials(TrialState.COMPLETE), key=lambda trial: (sign * trial.values[0], trial.number))
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return the values that a trial drew, by dotted key."""
@@ -108,12 +116,18 @@ def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides
     pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
     if space.pruning:
         pruner = optuna.pruners.MedianPruner(space.pruning.startup_trials, space.pruning.warmup_epochs + 1)
+    less_is_better = config.task.less_is_better(config.best_metric)
+    direction = StudyDirection.MINIMIZE if less_is_better else StudyDirection.MAXIMIZE
     study = optuna.create_study(
-        storage=storage, study_name="tune", direction="maximize", load_if_exists=True, pruner=pruner
+        storage=storage, study_name="tune", direction=direction, load_if_exists=True, pruner=pruner
     )
+    if study.direction is not direction:
+        raise ConfigError(
+            f"{out}: an earlier version searched here for the worst {config.best_metric}: give another --out"
+        )
     if not study.get_trials(deepcopy=False) and (default := default_values(path, space, overrides)) is not None:
         study.enqueue_trial(default, user_attrs={"default": True})
-    return Search(study, space, config.best_metric, out, configured)
+    return Search(study, space, config.best_metric, out, configured, less_is_better)
 
 
 def search(tuning: Search, interrupts: Interrupts, limits: Limits) -> None:
@@ -250,4 +264,4 @@ def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
     records = [record for record in map(json.loads, lines) if metric in record]
     if records and records[0]["split"] != "valid":
         raise TrainingError("the data have no validation split, and nothing may be chosen on the test split")
-    return [(record["epoch"], record[metric]) for record in records]
+    return [(record["epoch"], record[metric]) for record in records if record[metric] is not None]

@@ -99,7 +99,7 @@ def report(
     rows: list[list[str]],
 ) -> list[str]:
     """Return the lines of report.md."""
-    completed = sorted((trial for trial in trials if trial.state is TrialState.COMPLETE), key=lambda x: -x.values[0])
+    completed = tuning.ordered()
     keys = list(tuning.space.space)
     listed = [
         [str(trial.number), f"{trial.values[0]:.4f}", *(_shown(tuning.values(trial)[key]) for key in keys)]

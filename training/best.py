@@ -1,8 +1,9 @@
 """Keep the weights of a run that are best on the validation split."""
 
-import math
 from pathlib import Path
 
+from cli.terminal import terminal
+from data.errors import ConfigError
 from training.checkpoints import Checkpoints, Progress
 from training.config import RunConfig
 from training.run import changes, check_of_this_run
@@ -16,12 +17,36 @@ def keep_best(config: RunConfig, checkpoints: Checkpoints, progress: Progress, m
     A metric that is not finite is never better.
     """
     value = metrics[config.best_metric]
-    if math.isfinite(value) and (progress.best is None or value > progress.best):
+    if config.is_better(value, progress.best):
         progress.best, progress.stale = value, 0
         facts = {"run": progress.run, "config": progress.config, "fingerprint": progress.fingerprint}
         checkpoints.save_best(facts | {"value": value, "epoch": progress.epoch})
     else:
         progress.stale += 1
+
+
+def best_again(config: RunConfig, folder: Path, progress: Progress) -> tuple[float | None, int]:
+    """Return what `progress` has as `best` and `stale`, by the metric of a changed configuration.
+
+    If the configuration names another metric than the checkpoint, the weights in `best` have the value that
+    metrics.jsonl has for their epoch. ConfigError unless it has one for every evaluated epoch.
+    """
+    metric, before = config.best_metric, RunConfig.model_validate(progress.config).best_metric
+    if metric == before or progress.best is None:
+        return progress.best, progress.stale
+    values = {
+        line["epoch"]: line.get(metric) for line in progress.records if line["split"] == "valid" and before in line
+    }
+    if missing := [epoch for epoch, value in values.items() if value is None]:
+        raise ConfigError(f"eval.best_metric: metrics.jsonl has no {metric} for epoch {missing[0]} of this run")
+    chosen = load_folder(folder / "best")[1]["epoch"]
+    best = values[chosen]
+    if better := [epoch for epoch, value in values.items() if config.is_better(value, best)]:
+        terminal.say(
+            f"{metric} was better in epoch {', '.join(map(str, better))}, whose weights are not kept: best/ has those "
+            f"of epoch {chosen}, the best by {before}, until an epoch is better by {metric}"
+        )
+    return best, sum(epoch > chosen for epoch in values)
 
 
 def take_over_best(config: RunConfig, folder: Path, progress: Progress) -> None:
@@ -33,4 +58,4 @@ def take_over_best(config: RunConfig, folder: Path, progress: Progress) -> None:
     check_of_this_run(facts.get("run"), folder, best)
     if changes(facts.get("config"), config, best):
         tensors, facts = load_folder(best, "model")
-        save_folder(best, tensors, facts | {"config": progress.config})
+        save_folder(best, tensors, facts | {"config": progress.config, "value": progress.best})

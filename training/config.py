@@ -5,6 +5,7 @@ the nearest valid one.
 """
 
 import contextlib
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -99,7 +100,8 @@ class EvalConfig(Options):
     of the validation targets (without validation, of the users' last training events) repeat an earlier item of their
     user, otherwise `history`; the run's `config.yaml` shows which."""
     best_metric: str | None = None
-    """The metric that chooses the best weights, greater being better; absent, NDCG@10 or the task's first metric."""
+    """The metric that chooses the best weights, by its greatest value or, as with log_loss, its least; absent, NDCG@10
+    or the task's first metric."""
     patience: int | None = Field(None, ge=1)
     """The evaluations without a better best_metric after which training stops; absent, never. Evaluations during an
     attention's warm-up do not count."""
@@ -217,6 +219,12 @@ class RunConfig(Options):
     def best_metric(self) -> str:
         """The metric that chooses the best weights."""
         return self.eval.best_metric or self.task.metric_names()[0]
+
+    def is_better(self, value: float | None, best: float | None) -> bool:
+        """Return whether a value of `best_metric` is better than the best so far; one that is not finite never is."""
+        if value is None or not math.isfinite(value):
+            return False
+        return best is None or (value < best if self.task.less_is_better(self.best_metric) else value > best)
 
     @model_validator(mode="after")
     def _consistent(self):

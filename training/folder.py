@@ -11,6 +11,7 @@ A link in place of one of the folders is refused; one in place of a file is repl
 import fcntl
 import io
 import json
+import math
 import os
 import secrets
 import socket
@@ -186,6 +187,20 @@ def write_file(path: Path, content: str | bytes | Callable[[Path], object]) -> N
     """Write a file of the run, whole or not at all (see `replace_file`); FolderError when e.g. the disk is full."""
     with access(path, "written"):
         replace_file(path, content)
+
+
+def with_nulls(value: Any) -> Any:
+    """Return a JSON value with None for each number that is not finite, which JSON cannot express."""
+    if isinstance(value, dict):
+        return {key: with_nulls(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_nulls(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def as_json(value: Any) -> str:
+    """Format a value as indented JSON, with null for a number that is not finite."""
+    return json.dumps(with_nulls(value), indent=1, allow_nan=False)
 
 
 def write_judged(folder: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from training.folder import access, read_regular, write_file
+from training.folder import access, read_regular, with_nulls, write_file
 from training.tracking import Tracker
 
 
@@ -55,17 +55,18 @@ class MetricsLog:
         self.tracker = tracker
 
     def write(self, record: dict, seconds: float, trained: dict[str, float]) -> None:
-        """Write a line of metrics.jsonl; the tracker gets `trained` below train/, the other values below their split.
+        """Write a line of metrics.jsonl, with null for a metric that has no value; the tracker gets `trained` below
+        train/, the other values below their split.
 
         trained: losses and rates of training; those that `record` lacks go to the tracker only.
         """
-        record, step = {**record, "seconds": round(seconds, 3)}, record["step"]
+        record, step = with_nulls({**record, "seconds": round(seconds, 3)}), record["step"]
         with access(self.path, "written"):
-            self.file.write(json.dumps(record) + "\n")
+            self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
         curves = {
             f"{'train' if name in trained else record['split']}/{name}": value
-            for name, value in {**record, **trained}.items()
+            for name, value in {**record, **with_nulls(trained)}.items()
             if isinstance(value, float) and name != "seconds"
         }
         self.tracker.log(curves, step)

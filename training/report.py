@@ -1,6 +1,7 @@
 """Print the table at the end of a run, and write its report.md with plots."""
 
 import functools
+import math
 import os
 import platform
 import re
@@ -96,6 +97,11 @@ def write_report(
     write_file(folder / "report.md", "\n".join(lines) + "\n")
 
 
+def _number(value: float | None) -> float:
+    """Return the number that null in metrics.jsonl is for matplotlib, which leaves it out."""
+    return math.nan if value is None else value
+
+
 def _left_out(split_and_reason: str, count: int) -> str:
     split, reason = split_and_reason.split(": ", 1)
     return f"Left out of {split}: {count:,} {'user' if count == 1 else 'users'}, {reason}."
@@ -127,7 +133,9 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline:
             left=0.1, right=0.97, bottom=0.14, top=0.92
         )  # finding the margins draws everything twice
         for name in names:
-            (line,) = axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], marker=".", label=name)
+            (line,) = axes.plot(
+                [row["epoch"] for row in rows], [_number(row[name]) for row in rows], marker=".", label=name
+            )
             if name in baseline:
                 label = "baseline" if name == names[0] else None
                 axes.axhline(baseline[name], color=line.get_color(), linestyle=":", label=label)

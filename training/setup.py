@@ -202,6 +202,8 @@ def _opened(
     parts = set_up(config, ranks, str(last_facts(folder)[0].get("fingerprint")) if saved else None, init_from)
     config, data, batches = parts.config, parts.data, parts.batches
     watched = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
+    if watched == "valid" and config.eval.every and data.splits.valid is not None:
+        data.task.check_metric(data.dataset, data.splits.valid)
     if config.eval.patience and watched != "valid":
         raise ConfigError("eval.patience: there is no validation split to stop by in these data")
     table, seconds = sharded_table(parts.model), config.train.checkpoint_seconds
@@ -214,6 +216,7 @@ def _opened(
             override = override or all(line.startswith(named) for line in changed)
         if not override:
             check_same_run(progress, config, len(batches), folder)
+        progress.best, progress.stale = ranks.of_first(writer.best_again(config, progress))
     progress.config = config.model_dump(mode="json")
     ranks.of_first(None)  # all have read before the first one writes
     writer.begin(config, data, progress, new=not saved, rewrite=not resume or override)

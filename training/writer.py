@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from training.best import take_over_best
+from training.best import best_again, take_over_best
 from training.checkpoints import Progress, set_aside_damaged
 from training.config import RunConfig, as_yaml
-from training.folder import MANIFEST, claimed, new_manifest, write_file, write_judged
+from training.folder import MANIFEST, as_json, claimed, new_manifest, write_file, write_judged
 from training.monitor import MetricsLog
 from training.ranks.processes import NoLog
 from training.report import write_report
@@ -49,6 +49,9 @@ class Writer:
     def open_log(self, config: RunConfig, progress: Progress) -> MetricsLog:
         return MetricsLog(self.folder, progress.records, open_tracker(config, self.folder, progress.run, progress.step))
 
+    def best_again(self, config: RunConfig, progress: Progress) -> tuple[float | None, int]:
+        return best_again(config, self.folder, progress)
+
     def take_over_best(self, config: RunConfig, progress: Progress) -> None:
         take_over_best(config, self.folder, progress)
 
@@ -57,7 +60,7 @@ class Writer:
 
     def write_result(self, config: RunConfig, data: Data, result: dict, progress: Progress) -> None:
         """Write result.json and the report."""
-        write_file(self.folder / "result.json", json.dumps(result, indent=1))
+        write_file(self.folder / "result.json", as_json(result))
         write_report(self.folder, config, data.task, result, progress.records, data.dataset)
 
 
@@ -76,6 +79,9 @@ class NoWriter(Writer):
 
     def open_log(self, config: RunConfig, progress: Progress) -> NoLog:  # type: ignore[override]
         return NoLog(progress.records)
+
+    def best_again(self, config: RunConfig, progress: Progress) -> tuple[float | None, int]:
+        return progress.best, progress.stale
 
     def take_over_best(self, config: RunConfig, progress: Progress) -> None:
         pass

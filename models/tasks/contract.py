@@ -3,6 +3,7 @@
 Letters: T tokens, E embedding size.
 """
 
+import math
 import sys
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -113,6 +114,10 @@ class Task:
             """Return the metrics of an evaluation; the first one chooses the best weights by default."""
             raise NotImplementedError
 
+        def less_is_better(self, metric: str) -> bool:
+            """Return whether the best value of the metric is the least one."""
+            return False
+
         def check_run(self, run: RunOptions) -> None:
             data = run.data
             if data.format in FORMATS and data.format not in self.formats:
@@ -136,6 +141,9 @@ class Task:
 
     def check_data(self, dataset: Dataset) -> None:
         """Raise ConfigError unless the data set has what the task needs."""
+
+    def check_metric(self, dataset: Dataset, split: Split) -> None:
+        """Raise ConfigError unless `config.best_metric` has a value on the split, by which weights will be chosen."""
 
     def splits(self, dataset: Dataset) -> Splits:
         """Return the samples of training and evaluation under the run's protocol."""
@@ -221,5 +229,5 @@ class Task:
 
 
 def cells(values: dict, names: list[str] | tuple[str, ...]) -> list[str]:
-    """Format metrics as the cells of a table's row."""
-    return [f"{values[name]:.4f}" for name in names]
+    """Format metrics as the cells of a table's row, `-` for one that has no value."""
+    return [f"{values[name]:.4f}" if math.isfinite(values[name]) else "-" for name in names]

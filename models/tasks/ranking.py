@@ -122,6 +122,9 @@ class Ranking(Task):
             by_action = [f"{action.name}/{name}" for action in self.actions for name in binary_metrics.NAMES]
             return [*binary_metrics.NAMES, *(by_action if len(self.actions) > 1 else [])]
 
+        def less_is_better(self, metric: str) -> bool:
+            return metric.rpartition("/")[2] in ("log_loss", "normalized_entropy")
+
         def check_lists(self) -> None:
             raise ConfigError(
                 f"task.kind={self.kind} scores the items that it is given: --predict, --recommend, --export-items, "
@@ -134,6 +137,11 @@ class Ranking(Task):
 
         def check_run(self, run: RunOptions) -> None:
             super().check_run(run)
+            if run.best_metric.rpartition("/")[2] == "calibration":
+                raise ValueError(
+                    f"eval.best_metric: {run.best_metric} is best at 1, not at its greatest or least value: choose "
+                    "weights by another one"
+                )
             if run.model.max_seq_len < 2:
                 raise ValueError("model.max_seq_len counts tokens, two for each event: ranking needs at least 2")
 
@@ -148,6 +156,19 @@ class Ranking(Task):
         if dataset.actions is None:
             raise ConfigError(f"task: {dataset.name} has no actions, which ranking predicts")
         self.label_table(dataset)
+
+    def check_metric(self, dataset: Dataset, split: Split) -> None:
+        # Whether a metric has a value depends on labels and users alone, not on what is predicted.
+        assert split.scored is not None and dataset.actions is not None
+        counts = split.end - split.scored
+        events = np.repeat(split.end - np.cumsum(counts), counts) + np.arange(counts.sum())
+        labels = self.label_table(dataset)[dataset.actions[events]].astype(bool)
+        metric = self.config.best_metric
+        if not np.isfinite(self.metrics(np.full(labels.shape, 0.5), labels, users_of(dataset, events))[metric]):
+            raise ConfigError(
+                f"eval.best_metric: {metric} has no value in the validation split of these data: it needs events with "
+                f"and without the action{', of the same user' if metric.endswith('gauc') else ''}"
+            )
 
     def label_table(self, dataset: Dataset) -> np.ndarray:
         """Return [codes, A] int8: the kinds of action that each action code of the data set stands for."""
