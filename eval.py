@@ -29,6 +29,7 @@ from data.features.vocabulary import with_rows
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
 from models.tasks.ranking_metrics import ranking_metrics
+from models.tasks.retrieval import rankings_of
 from models.tasks.scoring import SampledCandidates, model_scorer, rank_targets
 from serving import Recommender, ServingOptions
 from serving.judge import ServedModel
@@ -136,6 +137,7 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         candidates = SampledCandidates(options.sampled, options.seed)
         score = model_scorer(model, config.train.autocast == "bf16", data.task.ranks)
         tracked = terminal.track(batches.epoch(0), len(batches), "ranking among sampled items")
+        rankings = rankings_of(getattr(data.splits, split))
         (places,) = rank_targets(score, tracked, filters=[config.eval.filter_seen], candidates=candidates)
         label = f"SAMPLED: target among {options.sampled} random unseen items, not comparable with full ranking"
         if candidates.short:
@@ -143,7 +145,8 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
                 f"Warning: --sampled {options.sampled}: {candidates.short:,} users have fewer unseen items, all of "
                 "which were ranked."
             )
-        result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(places)}
+        metrics = ranking_metrics(places, list(result["popularity"]["none"]), rankings)
+        result["sampled"] = {"label": label, "seed": options.seed, **metrics}
     if served:
         result["served"] = served.description
     first = data.task.ranks is None or data.task.ranks.first

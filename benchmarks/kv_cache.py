@@ -89,7 +89,7 @@ def gains(out: Path, name: str) -> dict[str, np.ndarray]:
         folders = finished_runs(out / name)
         how = {folder: load_config(folder / "config.yaml").eval.filter_seen for folder in folders}
         ranks = {folder.name.removeprefix("seed-"): read_judged(folder)[how[folder]] for folder in folders}
-    return {seed: user_metrics(x, (10,))["NDCG@10"] for seed, x in ranks.items() if seed.isdigit()}
+    return {seed: user_metrics(x, ["NDCG@10"])["NDCG@10"] for seed, x in ranks.items() if seed.isdigit()}
 
 
 def table(out: Path) -> list[Row]:

@@ -99,6 +99,9 @@ class EvalConfig(Options):
     (as in the published figures), or none. A target that is removed counts as a miss. `auto` is `none` if more than 1%
     of the validation targets (without validation, of the users' last training events) repeat an earlier item of their
     user, otherwise `history`; the run's `config.yaml` shows which."""
+    metrics: list[str] | None = Field(None, min_length=1)
+    """The metrics of retrieval, with any k: `HR@5`, `NDCG@10`, `Recall@20`, `Precision@10`, `MAP@10`, `MRR@10`, `MRR`
+    or `MAP`; absent, HR and NDCG at 1, 5, 10, 50, 100 and 200, and MRR. best_metric is added."""
     best_metric: str | None = None
     """The metric that chooses the best weights, by its greatest value or, as with log_loss, its least; absent, NDCG@10
     or the task's first metric."""
@@ -109,8 +112,10 @@ class EvalConfig(Options):
     """Whether the finished run is evaluated on the test split."""
 
     def check_run(self, run: "RunConfig") -> None:
-        if run.best_metric not in (names := run.task.metric_names()):
-            raise ValueError(f"eval.best_metric: {run.best_metric} is none of {', '.join(names)}")
+        named = [("best_metric", run.best_metric), *(("metrics", name) for name in self.metrics or ())]
+        for option, name in named:
+            if not run.task.has_metric(name):
+                raise ValueError(f"eval.{option}: {name} is none of {', '.join(run.task.metric_names())}")
         if self.patience and run.data.protocol in ("published", "all"):
             raise ValueError(f"eval.patience: protocol {run.data.protocol} has no validation split to stop by")
         if self.patience and run.data.train_on_valid:

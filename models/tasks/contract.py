@@ -86,7 +86,7 @@ class Task:
         protocols: ClassVar[tuple[str, ...]] = ("leave_one_out", "published", "temporal", "all")
         unsupported: ClassVar[tuple[str, ...]] = (
             *("loss", "model.head", "train.augment", "data.train_on_valid"),
-            *("parallel.data", "parallel.embedding", "parallel.context"),
+            *("parallel.data", "parallel.embedding", "parallel.context", "eval.metrics"),
         )
 
         embeds_actions: ClassVar[bool] = False
@@ -113,6 +113,10 @@ class Task:
         def metric_names(self) -> list[str]:
             """Return the metrics of an evaluation; the first one chooses the best weights by default."""
             raise NotImplementedError
+
+        def has_metric(self, name: str) -> bool:
+            """Return whether `eval.best_metric` may be `name`."""
+            return name in self.metric_names()
 
         def less_is_better(self, metric: str) -> bool:
             """Return whether the best value of the metric is the least one."""
@@ -186,7 +190,9 @@ class Task:
         raise NotImplementedError
 
     def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
-        """Compute all of `config.task.metric_names()` on a split's batches; puts the model into evaluation mode."""
+        """Compute the metrics on a split's batches, `config.best_metric` and those of `headline` and `plotted` among
+        them; puts the model into evaluation mode.
+        """
         raise NotImplementedError
 
     def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:

@@ -95,6 +95,7 @@ class Ranking(Task):
         protocols: ClassVar[tuple[str, ...]] = RANKING_PROTOCOLS
         unsupported: ClassVar[tuple[str, ...]] = (
             *("loss", "model.head", "model.action_embedding", "parallel.context", "train.augment"),
+            "eval.metrics",
         )
 
         embeds_actions: ClassVar[bool] = True

@@ -17,7 +17,8 @@ from data.recall import RECALL_PROTOCOL, RecallBatch, RecallBatches, recall_spli
 from data.splits import Split, Splits
 from data.types import Dataset
 from models.hstu import SequenceModel
-from models.tasks.contract import Table, Task, cells
+from models.protocols import RankGroup
+from models.tasks.contract import Table, Task, TaskOptions, cells
 from models.tasks.retrieval import Retrieval
 from models.tasks.scoring import normalized_items
 
@@ -44,7 +45,7 @@ class Recall(Retrieval):
         protocols: ClassVar[tuple[str, ...]] = (RECALL_PROTOCOL,)
         unsupported: ClassVar[tuple[str, ...]] = (
             *("data.features", "data.train_on_valid", "model.action_embedding", "model.head", "train.augment"),
-            *("parallel.data", "parallel.embedding", "parallel.context"),
+            *("parallel.data", "parallel.embedding", "parallel.context", "eval.metrics"),
         )
 
         kind: Literal["recall"]  # type: ignore[assignment]  # not retrieval's
@@ -56,14 +57,18 @@ class Recall(Retrieval):
             """
             return ["accuracy", "worst"]
 
+        def has_metric(self, name: str) -> bool:
+            return name in self.metric_names()
+
         def check_lists(self) -> None:
             Task.Config.check_lists(self)
 
         def served(self) -> None:
             return None
 
-    headline = ("accuracy", "worst")
-    plotted = ("accuracy", "worst")
+    def __init__(self, config: TaskOptions, ranks: RankGroup | None = None):
+        Task.__init__(self, config, ranks)  # without retrieval's choice of metrics
+        self.headline = self.plotted = ("accuracy", "worst")
 
     def check_data(self, dataset: Dataset) -> None:
         longest = int(np.diff(dataset.user_offsets).max()) - 1

@@ -16,19 +16,21 @@ from data.types import Dataset, shown
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share, head_loss, own_items
-from models.tasks.contract import Served, Table, Task, cells
+from models.protocols import RankGroup
+from models.tasks.contract import Served, Table, Task, TaskOptions, cells
 from models.tasks.ranking_metrics import (
-    COUNT_EDGES,
-    LENGTH_EDGES,
+    NAMES,
+    Rankings,
+    cutoff,
     describe_lists,
-    groups_of,
+    informative,
     intervals,
-    metric_names,
+    is_metric,
     metrics_by_length,
     metrics_by_popularity,
-    names_for,
     ranking_metrics,
     user_metrics,
+    weighted_ndcg,
 )
 from models.tasks.scoring import FILTERS, Scores, best_items, model_scorer, popularity_scorer, rank_targets, seen_by
 
@@ -56,7 +58,10 @@ class Retrieval(Task):
         """The task."""
 
         def metric_names(self) -> list[str]:
-            return sorted(metric_names(), key=lambda name: name != "NDCG@10")
+            return sorted(NAMES, key=lambda name: name != "NDCG@10")
+
+        def has_metric(self, name: str) -> bool:
+            return is_metric(name)
 
         def check_lists(self) -> None:
             pass
@@ -64,13 +69,19 @@ class Retrieval(Task):
         def served(self) -> Served | None:
             return Served()
 
-    headline: tuple[str, ...] = ("HR@10", "NDCG@10")
-    plotted: tuple[str, ...] = ("HR@10", "NDCG@10", "MRR")
+    def __init__(self, config: TaskOptions, ranks: RankGroup | None = None):
+        super().__init__(config, ranks)
+        metrics, best = config.eval.metrics, config.best_metric
+        self.names = tuple(dict.fromkeys([*(NAMES if metrics is None else metrics), best]))
+        shown_names = ("HR@10", "NDCG@10", "MRR") if metrics is None else self.names[:3]
+        self.plotted = tuple(dict.fromkeys([*shown_names, best]))
+        self.headline = tuple(dict.fromkeys([*shown_names[:2], best]))
+        self.on_terminal = ON_TERMINAL if metrics is None else self.names
 
     def check_data(self, dataset: Dataset) -> None:
-        name, _, k = self.config.best_metric.partition("@")
-        if name == "HR" and int(k) >= dataset.num_items and self.config.eval.every:
-            raise ConfigError(f"eval.best_metric: {name}@{k} is 1 for any model of {dataset.num_items} items")
+        best = self.config.best_metric
+        if best.startswith(("HR@", "Recall@")) and cutoff(best) >= dataset.num_items and self.config.eval.every:
+            raise ConfigError(f"eval.best_metric: {best} is 1 for any model of {dataset.num_items} items")
 
     def loss(
         self,
@@ -89,12 +100,12 @@ class Retrieval(Task):
         score = model_scorer(model, self.config.train.autocast == "bf16", self.ranks)
         at_phase = (replace(batch, phase=phase) for batch in batches.epoch(0))
         (ranks,) = rank_targets(score, at_phase, filters=[self.config.eval.filter_seen])
-        return ranking_metrics(ranks)
+        return ranking_metrics(ranks, self.names, rankings_of(batches.split))
 
     def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:
         score = popularity_scorer(train_item_counts(dataset, splits), batches.device)
         (ranks,) = rank_targets(score, batches.epoch(0), filters=[self.config.eval.filter_seen])
-        return ranking_metrics(ranks)
+        return ranking_metrics(ranks, self.names, rankings_of(batches.split))
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """Compute metrics with and without filtering seen items, of the model and of popularity, and by history length.
@@ -104,8 +115,9 @@ class Retrieval(Task):
         """
         config, chosen = self.config, getattr(splits, split)
         counts, main = train_item_counts(dataset, splits), self.config.eval.filter_seen
-        result: dict[str, Any] = {"split": split, "users": len(chosen.users), "items": dataset.num_items}
-        result |= {"filter_seen": main, "repeated": float(repeats(dataset, target_events(chosen)).mean())}
+        events, rankings = target_events(chosen), rankings_of(chosen)
+        result: dict[str, Any] = {"split": split, "users": len(np.unique(chosen.users)), "items": dataset.num_items}
+        result |= {"filter_seen": main, "repeated": float(repeats(dataset, events).mean())}
         scorer = model_scorer(model, config.train.autocast == "bf16", self.ranks)
         lists: list[np.ndarray] = []
 
@@ -118,37 +130,38 @@ class Retrieval(Task):
 
         for name, score in (("model", listed), ("popularity", popularity_scorer(counts, batches.device))):
             ranks = dict(zip(FILTERS, rank_targets(score, batches.epoch(0), filters=FILTERS)))
-            result[name] = {how: ranking_metrics(ranks[how]) for how in FILTERS}
+            result[name] = {how: ranking_metrics(ranks[how], self.names, rankings) for how in FILTERS}
             if name == "model":
                 history = chosen.end - 1 - dataset.user_offsets[chosen.users]
-                result["by_history"] = metrics_by_length(ranks[main], history)
-                result["intervals"] = intervals(ranks[main])
-                targets = dataset.items[chosen.end - 1]
-                result["by_popularity"] = metrics_by_popularity(ranks[main], counts[targets])
-                of_users = {"users": chosen.users, "events": chosen.end - 1, "events_before": history}
-                result["judged"] = of_users | {"target_count": counts[targets]} | ranks
+                result["by_history"] = metrics_by_length(ranks[main], history, self.names, rankings)
+                result["intervals"] = intervals(ranks[main], self.plotted, rankings)
+                targets = counts[dataset.items[events]]
+                result["by_popularity"] = metrics_by_popularity(ranks[main], targets, self.names, rankings)
+                weighted = weighted_ndcg(ranks[main], targets, LIST_LENGTH)
+                of_users = {"users": chosen.users, "events": events, "events_before": history}
+                result["judged"] = of_users | {"ranking": rankings.ranking, "target_count": targets} | ranks
         described, cold = describe_lists(np.concatenate(lists), counts), counts == 0
         if dataset.features:
             shown_items = np.concatenate(lists)
             result["cold"] = {
                 "items": int(cold.sum()),
-                "targets": int(cold[dataset.items[chosen.end - 1]].sum()),
+                "targets": int(cold[dataset.items[events]].sum()),
                 "in_lists": float(cold[shown_items[shown_items >= 0]].mean()),
             }
-        result["lists"] = described | {"samples": samples(dataset, chosen, lists[0])}
+        result["lists"] = described | {"weighted_ndcg": weighted, "samples": samples(dataset, chosen, lists[0])}
         return result
 
     def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        return judged["users"], user_metrics(judged[self.config.eval.filter_seen])
+        rankings = judged_rankings(judged)
+        return np.unique(rankings.users), user_metrics(judged[self.config.eval.filter_seen], self.names, rankings)
 
     def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
-        values = self.user_values(judged)[1][self.config.best_metric]
+        ranks, best, rankings = judged[self.config.eval.filter_seen], [self.config.best_metric], judged_rankings(judged)
+        by_length = metrics_by_length(ranks, judged["events_before"], best, rankings)
+        by_popularity = metrics_by_popularity(ranks, judged["target_count"], best, rankings)
         return {
-            title: {name: float(values[inside].mean()) for name, inside in groups_of(judged[key], edges, least)}
-            for title, key, edges, least in (
-                ("events before the target", "events_before", LENGTH_EDGES, 1),
-                ("training events of the target", "target_count", COUNT_EDGES, 0),
-            )
+            "events before the target": {row["history"]: row[best[0]] for row in by_length},
+            "training events of the target": {row["events"]: row[best[0]] for row in by_popularity},
         }
 
     def protocol_lines(self, result: dict) -> list[str]:
@@ -171,12 +184,12 @@ class Retrieval(Task):
         ]
 
     def tables(self, result: dict) -> list[Table]:
-        names = names_for(result["items"])
+        names = informative(self.names, result["items"])
         order = sorted(FILTERED, key=lambda how: how != self.config.eval.filter_seen)
         rows = [(f"{who}, {SHORT[how]}", result[who][how]) for how in order for who in ("model", "popularity")]
         if "sampled" in result:
             rows.append((result["sampled"]["label"], result["sampled"]))
-        short = [0, *(1 + names.index(name) for name in ON_TERMINAL if name in names)]
+        short = [0, *(1 + names.index(name) for name in self.on_terminal if name in names)]
         lists = result["lists"]
         return [
             Table("Full ranking", ["", *names], [[label, *cells(values, names)] for label, values in rows], short),
@@ -199,10 +212,16 @@ class Retrieval(Task):
                 [],
             ),
             Table(
-                f"The model's lists of {lists['length']}: the share of the catalogue in any of them, and the mean of "
-                "-log2 of an item's share of the training events",
-                ["users", "coverage", "novelty"],
-                [[f"{lists['users']:,}", f"{lists['coverage']:.1%}", f"{lists['novelty']:.2f} bits"]],
+                f"The model's lists of {lists['length']}: the share of the catalogue in any of them, how unequally "
+                "they show items (Gini), the mean of -log2 of an item's share of the training events, and the NDCG "
+                "with targets weighted by inverse popularity",
+                ["users", "coverage", "Gini", "novelty", f"weighted NDCG@{lists['length']}"],
+                [
+                    [
+                        *(f"{lists['users']:,}", f"{lists['coverage']:.1%}", f"{lists['gini']:.3f}"),
+                        *(f"{lists['novelty']:.2f} bits", f"{lists['weighted_ndcg']:.4f}"),
+                    ]
+                ],
                 [],
             ),
             Table(
@@ -215,6 +234,16 @@ class Retrieval(Task):
                 [],
             ),
         ]
+
+
+def rankings_of(split: Split) -> Rankings:
+    """Return the rankings of a split's targets, one for each sample."""
+    return Rankings(np.arange(len(split)), split.users)
+
+
+def judged_rankings(judged: dict[str, np.ndarray]) -> Rankings:
+    """Return the rankings of the arrays `judged` of a run; those of earlier versions have one for each user."""
+    return Rankings(judged.get("ranking", np.arange(len(judged["users"]))), judged["users"])
 
 
 def samples(dataset: Dataset, split: Split, lists: np.ndarray) -> list[dict]:

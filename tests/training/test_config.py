@@ -177,7 +177,7 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
         ("model.num_heads=3", "embedding_dim=8 is not divisible by num_heads=3"),
         ("model.block=transformer", "model: block=transformer needs feed_forward_dim"),
         ("model.rotary={time: false}", "model.rotary: turns by nothing: set position or time to true"),
-        ("eval.best_metric=HR@7", "eval.best_metric: HR@7 is none of"),
+        ("eval.best_metric=HR@0", "eval.best_metric: HR@0 is none of"),
         ("train.lr", "expected key=value"),
         ("name.x=1", "name.x: no such key"),
         ("model.dropout=1.5", "model.dropout: input should be less than 1"),

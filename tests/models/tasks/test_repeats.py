@@ -119,7 +119,7 @@ def test_sampled_ranks_among_unseen_items(runs):
 
 @pytest.mark.parametrize("name", ["again", "new"])
 def test_owned_items_follow_the_run_everywhere(runs, name):
-    """`none` allows the user's own items in every list, other filters leave them out."""
+    """Lists with filter `none` may have the user's own items, lists with other filters never do."""
     history = history_of(runs, name)
     assert run("eval.py", runs / name, "--recommend", runs / "next.csv", "--top-k", NUM_ITEMS).returncode == 0
     lists = set(pl.read_csv(runs / "next.csv").filter(pl.col("user") == "u01")["item"])
