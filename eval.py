@@ -121,6 +121,8 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         raise ConfigError(f"--sampled {options.sampled}: there are {dataset.num_items} items")
     if getattr(data.splits, split) is None:
         raise ConfigError(f"--split {split}: protocol {config.data.protocol} has no such split in these data")
+    if options.predict and config.data.targets == "all":
+        raise ConfigError("--predict writes one list for a user, and data.targets=all has several: take first")
     served = None
     if options.serve:
         if (form := config.task.served()) is not None and split not in form.splits:

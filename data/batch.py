@@ -95,6 +95,9 @@ class Batch:
     seen_items        [S] int64 or None: all items of each user's whole history before the target of the last
                       position, also those before the window; duplicates stay
     seen_offsets      [B+1] int64 or None
+    relevant_items    [R] int64 or None: the items that are ranked at the last position of each sequence, where they are
+                      not the target of that position
+    relevant_offsets  [B+1] int64 or None
     real              [T] bool: True for tokens of the data, False for padding; all are real by default
     user_features     [B, F, L] int64 or None: for each feature of users the rows of its table, padded with -1
     event_features    [T, F, L] int64 or None: likewise for events
@@ -119,6 +122,8 @@ class Batch:
     actions: Tensor | None = field(default=None, metadata=per_token())
     seen_items: Tensor | None = field(default=None, metadata=jagged("seen_offsets"))
     seen_offsets: Tensor | None = field(default=None, metadata=OFFSETS)
+    relevant_items: Tensor | None = field(default=None, metadata=jagged("relevant_offsets"))
+    relevant_offsets: Tensor | None = field(default=None, metadata=OFFSETS)
     real: Tensor = field(default=None, metadata=per_token(padding=False))  # type: ignore[assignment]
     user_features: Tensor | None = field(default=None, metadata=per_sequence(padding=-1))
     event_features: Tensor | None = field(default=None, metadata=per_token(padding=-1))

@@ -151,9 +151,21 @@ class Batches:
             total = int(offsets[last] - offsets[first])
             seen = 0 if seen_offsets is None else int(seen_offsets[last] - seen_offsets[first])
             batch = source._assemble(first, last, total, seen, *on_device)
+            if self.split.targets is not None:
+                self._add_targets(batch, order[first:last])
             if self._assemble_on != self.device:
                 batch = (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device, non_blocking=True)
             yield batch
+
+    def _add_targets(self, batch: Batch, samples: np.ndarray) -> None:
+        """Fill the relevant items of a batch of the samples [B] of a split that has targets of its own."""
+        assert self.split.targets is not None and self.split.target_offsets is not None
+        begin, end = self.split.target_offsets[samples], self.split.target_offsets[samples + 1]
+        offsets = np.append(0, np.cumsum(end - begin))
+        events = self.split.targets[np.repeat(begin - offsets[:-1], end - begin) + np.arange(offsets[-1])]
+        items = self.dataset.items[events].astype(np.int64)
+        device = batch.item_ids.device
+        batch.relevant_items, batch.relevant_offsets = (torch.from_numpy(x).to(device) for x in (items, offsets))
 
     def _augmented(self, augment: Augment, epoch: int, first: np.ndarray, begin: np.ndarray, end: np.ndarray):
         """Return (these batches over an epoch's own columns, the begin of each sample in them, the end of each

@@ -62,9 +62,14 @@ class DataConfig(Options):
     """With `protocol: temporal`, the share of events in the validation window; 0 for none."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
     """With `protocol: temporal`, the share of events in the test window."""
+    targets: Literal["first", "all"] = "first"
+    """With `protocol: temporal`, which events of a window are targets: each user's first one, or all, each with all
+    earlier events of its user as history."""
     train_on_valid: bool = False
     """With `protocol: last_tenth`, whether validation events train too: for a final figure only."""
 
     def check_run(self, run: Any) -> None:
         if self.features is not None and run.parallel.context > 1:
             raise ValueError("data.features: not with parallel.context > 1")
+        if self.targets == "all" and self.protocol != "temporal":
+            raise ValueError("data.targets: all is for data.protocol=temporal")

@@ -27,12 +27,17 @@ class Split:
     For ranking every event is an input, and the labels of the events scored[i] .. end[i]-1 count.
 
     users [M] int64, user index; begin [M] int64; end [M] int64, exclusive; scored [M] int64, or None for retrieval.
+
+    targets [N] int64, target_offsets [M+1] int64: the events that are ranked for each sample, if not the one at
+    end[i]-1. They have the time of that one.
     """
 
     users: np.ndarray
     begin: np.ndarray
     end: np.ndarray
     scored: np.ndarray | None = None
+    targets: np.ndarray | None = None
+    target_offsets: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.users)
@@ -63,6 +68,8 @@ def make_splits(
     max_seq_len: int,
     valid_fraction: float = 0.1,
     test_fraction: float = 0.1,
+    targets: str = "first",
+    same_time: str = "seen",
 ) -> Splits:
     """Cut a dataset into samples of at most max_seq_len inputs (the latest ones) and one target each.
 
@@ -71,8 +78,12 @@ def make_splits(
     temporal: the latest `test_fraction` of all events is the test window, the `valid_fraction` before it the
     validation window, all before that trains; a user's target is their first event in a window, with everything
     before it as history (for the test that includes the validation window). Events of the same second stay in one
-    window, the later one.
+    window, the later one. With targets `all`, every event of a window is a target, with everything before it as
+    history.
     all: every event trains, a user's last one too; nothing is held out, so that there is nothing to judge a model by.
+
+    same_time: with `hidden`, the history of a validation or test sample has no event of the target's own time, and a
+    user's targets of one time belong to one sample.
 
     DataError for an unknown protocol, for `temporal` without timestamps and where no training or test sample is left.
     """
@@ -107,11 +118,19 @@ def make_splits(
         valid = None
         if valid_fraction > 0:
             valid = split("valid", valid_start + 1, valid_start < test_start, "no event in the window", no_history)
+        if targets == "all":
+            test = _every_event(dataset, test_start, last, max_seq_len)
+            valid = None if valid is None else _every_event(dataset, valid_start, test_start, max_seq_len)
+        of_window = {
+            "first": "Each user's target is their first event in the window, with all of their events before it as "
+            "history.",
+            "all": "Every event of the window is a target, with all of its user's events before it as history.",
+        }
         notes = [
             f"Protocol temporal: training uses the events before {cuts[0]}"
             + (f", validation those before {cuts[1]}" if valid is not None else "")
             + ", the test those after (Unix seconds, all users alike).",
-            "Each user's target is their first event in the window, with all of their events before it as history.",
+            of_window[targets],
             "No event of the training data is later than an event of the validation or test windows.",
         ]
         if valid is not None and not len(valid):
@@ -142,11 +161,54 @@ def make_splits(
                 "target, the rest is for training; the test history includes the validation target."
             ]
         notes.append(FUTURE_NOTE)
+    if same_time == "hidden":
+        valid, test = (None if part is None else _hide_same_time(dataset, part, max_seq_len) for part in (valid, test))
+        valid = valid if valid is not None and len(valid) else None
+        notes.append(
+            "Events with the target's own time are hidden from its history; a user's targets of one time are ranked "
+            "together, as several relevant items. Targets at their user's first time have no history and are left out."
+        )
     for name, part in (("train", train), ("test", test)):
         if part is not None and not len(part):
             raise DataError(f"{dataset.name}: protocol {protocol} leaves no {name} sample: a sample needs an input "
                             f"and a target ({_reasons(skipped, name)})")  # fmt: skip
     return Splits(protocol, train, valid, test, skipped, notes, train_end)
+
+
+def _every_event(dataset: Dataset, begin: np.ndarray, end: np.ndarray, max_seq_len: int) -> Split:
+    """Return a sample for each of the events begin[u] .. end[u]-1 of each user u that has an earlier event."""
+    first = dataset.user_offsets[:-1]
+    begin = np.maximum(begin, first + 1)
+    counts = np.maximum(end - begin, 0)
+    users = np.repeat(np.arange(dataset.num_users), counts)
+    last = np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(counts.sum()) + 1
+    return Split(users, np.maximum(first[users], last - (max_seq_len + 1)), last)
+
+
+def first_of_time(dataset: Dataset) -> np.ndarray:
+    """Return for each event the first event of its user with the same time, [E] int64."""
+    new = np.diff(dataset.timestamps, prepend=dataset.timestamps[:1] - 1) != 0
+    new[dataset.user_offsets[:-1][np.diff(dataset.user_offsets) > 0]] = True
+    return np.maximum.accumulate(np.where(new, np.arange(dataset.num_events), 0))
+
+
+def _hide_same_time(dataset: Dataset, split: Split, max_seq_len: int) -> Split:
+    """Return samples that end at the first event of their target's time, with the distinct targets of that time."""
+    if not dataset.has_timestamps:
+        raise DataError(f"{dataset.name}: eval.same_time=hidden needs timestamps, and this source has none")
+    targets = target_events(split)
+    start = first_of_time(dataset)[targets]
+    user_first = dataset.user_offsets[split.users]
+    usable = start > user_first
+    targets, start, users = targets[usable], start[usable], split.users[usable]
+    starts, sample = np.unique(start, return_inverse=True)  # in the order of the users
+    pairs = sample * np.int64(dataset.num_items) + dataset.items[targets]
+    _, some = np.unique(pairs, return_index=True)
+    offsets = np.append(0, np.cumsum(np.bincount(sample[some], minlength=len(starts))))
+    of_sample = np.zeros(len(starts), np.int64)
+    of_sample[sample] = users
+    begin = np.maximum(dataset.user_offsets[of_sample], starts - max_seq_len)
+    return Split(of_sample, begin, starts + 1, None, targets[some], offsets)
 
 
 def _reasons(skipped: dict[str, int], name: str) -> str:
@@ -175,8 +237,14 @@ def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float)
 
 
 def target_events(split: Split) -> np.ndarray:
-    """Return the events that the samples of a split predict last, [M]."""
-    return split.end - 1
+    """Return the events that are ranked for the samples of a split, sample by sample: [N]."""
+    return split.end - 1 if split.targets is None else split.targets
+
+
+def target_samples(split: Split) -> np.ndarray:
+    """Return the sample of each of `target_events`, [N]."""
+    samples = np.arange(len(split))
+    return samples if split.target_offsets is None else np.repeat(samples, np.diff(split.target_offsets))
 
 
 def repeats(dataset: Dataset, events: np.ndarray) -> np.ndarray:

@@ -40,7 +40,7 @@ class ServedModel:
         users = batch.users.cpu().numpy()
         assert batch.seen_offsets is not None
         ends = self.dataset.user_offsets[users] + batch.seen_offsets.diff().cpu().numpy()
-        keys = [f"{user}" for user in users.tolist()]
+        keys = [f"{row}" for row in range(len(users))]  # a user may have several sequences
         for portion in ((None, 1), (1, 0)):
             self._append(keys, users, ends, *portion)
         last = batch.seq_offsets[1:] - 1

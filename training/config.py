@@ -99,6 +99,9 @@ class EvalConfig(Options):
     (as in the published figures), or none. A target that is removed counts as a miss. `auto` is `none` if more than 1%
     of the validation targets (without validation, of the users' last training events) repeat an earlier item of their
     user, otherwise `history`; the run's `config.yaml` shows which."""
+    same_time: Literal["seen", "hidden"] = "seen"
+    """Whether a target's history has the user's earlier events of the target's own time. With `hidden` it has none, and
+    a user's targets of one time (a basket) are one ranking with several relevant items."""
     metrics: list[str] | None = Field(None, min_length=1)
     """The metrics of retrieval, with any k: `HR@5`, `NDCG@10`, `Recall@20`, `Precision@10`, `MAP@10`, `MRR@10`, `MRR`
     or `MAP`; absent, HR and NDCG at 1, 5, 10, 50, 100 and 200, and MRR. best_metric is added."""

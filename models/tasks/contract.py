@@ -86,7 +86,8 @@ class Task:
         protocols: ClassVar[tuple[str, ...]] = ("leave_one_out", "published", "temporal", "all")
         unsupported: ClassVar[tuple[str, ...]] = (
             *("loss", "model.head", "train.augment", "data.train_on_valid"),
-            *("parallel.data", "parallel.embedding", "parallel.context", "eval.metrics"),
+            *("parallel.data", "parallel.embedding", "parallel.context"),
+            *("eval.metrics", "eval.same_time", "data.targets"),
         )
 
         embeds_actions: ClassVar[bool] = False
@@ -158,6 +159,8 @@ class Task:
             max_seq_len=self.config.model.max_seq_len,
             valid_fraction=c.valid_fraction,
             test_fraction=c.test_fraction,
+            targets=c.targets,
+            same_time=self.config.eval.same_time,
         )
 
     def batches(self, dataset: Dataset, split: Split, **options) -> Batches:

@@ -95,7 +95,7 @@ class Ranking(Task):
         protocols: ClassVar[tuple[str, ...]] = RANKING_PROTOCOLS
         unsupported: ClassVar[tuple[str, ...]] = (
             *("loss", "model.head", "model.action_embedding", "parallel.context", "train.augment"),
-            "eval.metrics",
+            *("eval.metrics", "eval.same_time", "data.targets"),
         )
 
         embeds_actions: ClassVar[bool] = True

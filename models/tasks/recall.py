@@ -45,7 +45,8 @@ class Recall(Retrieval):
         protocols: ClassVar[tuple[str, ...]] = (RECALL_PROTOCOL,)
         unsupported: ClassVar[tuple[str, ...]] = (
             *("data.features", "data.train_on_valid", "model.action_embedding", "model.head", "train.augment"),
-            *("parallel.data", "parallel.embedding", "parallel.context", "eval.metrics"),
+            *("parallel.data", "parallel.embedding", "parallel.context"),
+            *("eval.metrics", "eval.same_time", "data.targets"),
         )
 
         kind: Literal["recall"]  # type: ignore[assignment]  # not retrieval's

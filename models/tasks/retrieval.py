@@ -11,7 +11,7 @@ from torch import Tensor
 from data.batch import Batch
 from data.batches import Batches
 from data.errors import ConfigError
-from data.splits import Split, Splits, repeats, target_events, train_item_counts
+from data.splits import Split, Splits, first_of_time, repeats, target_events, target_samples, train_item_counts
 from data.types import Dataset, shown
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
@@ -118,6 +118,9 @@ class Retrieval(Task):
         events, rankings = target_events(chosen), rankings_of(chosen)
         result: dict[str, Any] = {"split": split, "users": len(np.unique(chosen.users)), "items": dataset.num_items}
         result |= {"filter_seen": main, "repeated": float(repeats(dataset, events).mean())}
+        result |= {"targets": len(events), "rankings": len(chosen)}
+        if dataset.has_timestamps:
+            result["same_time"] = float((first_of_time(dataset)[events] < events).mean())
         scorer = model_scorer(model, config.train.autocast == "bf16", self.ranks)
         lists: list[np.ndarray] = []
 
@@ -170,9 +173,24 @@ class Retrieval(Task):
             f"Main metrics: {FILTERED[self.config.eval.filter_seen]} "
             f"(eval.filter_seen={self.config.eval.filter_seen}). The tables show the other choices, too.",
             f"{result['repeated']:.2%} of the targets repeat an earlier item of their user.",
+            *self._time_lines(result),
             *self._cold_lines(result),
             *result["notes"],
         ]
+
+    def _time_lines(self, result: dict) -> list[str]:
+        lines = []
+        if result["targets"] > result["users"]:
+            lines.append(
+                f"{result['targets']:,} targets in {result['rankings']:,} rankings; a user's are averaged first."
+            )
+        if share := result.get("same_time"):
+            known = "hidden from" if self.config.eval.same_time == "hidden" else "part of"
+            lines.append(
+                f"{share:.2%} of the targets have the time of an earlier event of their user: such events are {known} "
+                f"their history (eval.same_time={self.config.eval.same_time})."
+            )
+        return lines
 
     def _cold_lines(self, result: dict) -> list[str]:
         if "cold" not in result:
@@ -237,8 +255,8 @@ class Retrieval(Task):
 
 
 def rankings_of(split: Split) -> Rankings:
-    """Return the rankings of a split's targets, one for each sample."""
-    return Rankings(np.arange(len(split)), split.users)
+    """Return the rankings of a split's targets: one for each sample."""
+    return Rankings(target_samples(split), split.users)
 
 
 def judged_rankings(judged: dict[str, np.ndarray]) -> Rankings:
@@ -249,12 +267,15 @@ def judged_rankings(judged: dict[str, np.ndarray]) -> Rankings:
 def samples(dataset: Dataset, split: Split, lists: np.ndarray) -> list[dict]:
     """Return, for a split's first users, the last events before the target, the target and the head of the list."""
     ids, examples = dataset.item_ids, []
-    for user, begin, end, items in zip(split.users, split.begin, split.end, lists[:SAMPLES, :SAMPLE_LENGTH]):
+    _, first = np.unique(target_samples(split), return_index=True)
+    targets = target_events(split)[first]
+    rows = zip(split.users, split.begin, split.end, targets, lists[:SAMPLES, :SAMPLE_LENGTH])
+    for user, begin, end, target, items in rows:
         history = dataset.items[max(begin, end - 1 - SAMPLE_LENGTH) : end - 1]
-        words = {"user": dataset.user_ids[user], "target": ids[dataset.items[end - 1]]}
-        rows = {"history": history, "list": items[items >= 0]}
+        words = {"user": dataset.user_ids[user], "target": ids[dataset.items[target]]}
+        shown_rows = {"history": history, "list": items[items >= 0]}
         examples.append(
             {key: shown(value) for key, value in words.items()}
-            | {key: [shown(ids[item]) for item in row] for key, row in rows.items()}
+            | {key: [shown(ids[item]) for item in row] for key, row in shown_rows.items()}
         )
     return examples

@@ -174,7 +174,7 @@ def rank_targets(
     filters: Sequence[str] = ("history",),
     candidates: Callable[[Batch, int], Tensor] | None = None,
 ) -> list[np.ndarray]:
-    """Rank every sequence's last target among the whole catalogue, one array [M] for each entry of `filters`.
+    """Rank every sequence's targets among the whole catalogue, one array [N] for each entry of `filters`.
 
     A target that a filter removes has the rank REMOVED, which is in no top k.
 
@@ -191,17 +191,18 @@ def rank_targets(
 
 
 def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> list[Tensor]:
-    """Compute the ranks [B] of a batch's last targets, for each filter."""
-    targets = last_targets(batch)
+    """Compute the ranks [N] of a batch's targets, for each filter."""
+    targets, rows = ranked_targets(batch)
     tiles = list(scores.tiles()) if scores.num_users * scores.num_items <= TILE else None
     target_scores = torch.zeros(len(targets), 1, device=targets.device)
     for begin, start, tile in tiles or scores.tiles():
         new = (targets >= begin) & (targets < start + tile.shape[1])
-        tile_scores = tile.gather(1, (targets - start).clamp(0, tile.shape[1] - 1)[:, None])
+        tile_scores = tile[rows, (targets - start).clamp(0, tile.shape[1] - 1)][:, None]
         target_scores = torch.where(new[:, None], tile_scores, target_scores)
     target_scores = scores.summed(target_scores)
     chosen = None if candidates is None else candidates(batch, scores.num_items).to(targets.device)
     before = [torch.zeros_like(targets) for _ in filters]
+    slots = _slots(batch, rows)
     for begin, start, tile in tiles or scores.tiles():
         if chosen is not None:
             columns = chosen - start
@@ -214,20 +215,38 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
         for place in sorted(range(len(filters)), key=lambda place: FILTERS.index(filters[place])):
             if filters[place] != "none":
                 mask_seen(tile, *seen_by(filters[place], batch), start=start)
-            before[place] += count_before(tile[:, begin - start :], target_scores, targets, begin)
+            for some in slots:
+                part = tile[:, begin - start :] if len(slots) == 1 else tile[rows[some], begin - start :]
+                before[place][some] += count_before(part, target_scores[some], targets[some], begin)
     ranks = []
     for filter_name, count in zip(filters, before):
         rank = torch.where(target_scores[:, 0].isnan(), scores.num_items, 1 + scores.summed(count))
         if filter_name != "none":
-            rank = rank.masked_fill(repeated(targets, *seen_by(filter_name, batch)), REMOVED)
+            rank = rank.masked_fill(repeated(targets, rows, *seen_by(filter_name, batch)), REMOVED)
         ranks.append(rank)
     return ranks
 
 
-def repeated(targets: Tensor, seen_items: Tensor, seen_offsets: Tensor) -> Tensor:
-    """Return for each of targets [B] whether it is among its user's seen items [S]: [B] bool."""
-    rows = sequence_ids(seen_offsets, len(seen_items))
-    return torch.zeros_like(targets).index_add_(0, rows, (seen_items == targets[rows]).to(targets.dtype)) > 0
+def ranked_targets(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return (the items that are ranked [N], the row of each in the batch [N])."""
+    if batch.relevant_items is None or batch.relevant_offsets is None:
+        return last_targets(batch), torch.arange(batch.num_sequences, device=batch.users.device)
+    return batch.relevant_items, sequence_ids(batch.relevant_offsets, len(batch.relevant_items))
+
+
+def _slots(batch: Batch, rows: Tensor) -> list[Tensor | slice]:
+    """Divide the targets [N] of a batch into groups that have at most one target of each row."""
+    if batch.relevant_offsets is None:
+        return [slice(None)]
+    place = torch.arange(len(rows), device=rows.device) - batch.relevant_offsets[rows]
+    return [(place == slot).nonzero()[:, 0] for slot in range(int(place.max()) + 1)] if len(rows) else []
+
+
+def repeated(targets: Tensor, rows: Tensor, seen_items: Tensor, seen_offsets: Tensor) -> Tensor:
+    """Return for each of targets [N], of the rows [N], whether it is among its row's seen items [S]: [N] bool."""
+    seen_rows = sequence_ids(seen_offsets, len(seen_items))
+    most = 1 + torch.maximum(targets.max(), seen_items.max()) if len(targets) and len(seen_items) else 1
+    return torch.isin(rows * most + targets, seen_rows * most + seen_items)
 
 
 def seen_by(filter_name: str, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -329,9 +348,10 @@ class SampledCandidates:
     def __call__(self, batch: Batch, num_items: int) -> Tensor:
         """Return the drawn items of a batch with seen items, [B, count] int64, filled up with -1."""
         drawn = np.full((batch.num_sequences, self.count), -1, np.int64)
-        seen, offsets, targets = (x.cpu().numpy() for x in (*seen_by("history", batch), last_targets(batch)))
-        for row, target in enumerate(targets):
-            barred = np.unique(np.append(seen[offsets[row] : offsets[row + 1]], target))
+        seen, offsets = (x.cpu().numpy() for x in seen_by("history", batch))
+        targets, rows = (x.cpu().numpy() for x in ranked_targets(batch))
+        for row in range(batch.num_sequences):
+            barred = np.unique(np.append(seen[offsets[row] : offsets[row + 1]], targets[rows == row]))
             left = num_items - len(barred)
             places = self._rng.choice(left, min(self.count, left), replace=False, shuffle=False)
             # The p-th of the other items is p plus the number of barred items before it.
