@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.figures import save  # noqa: E402
 from data.atomic import replace_file  # noqa: E402
 from experiments.runs import is_finished  # noqa: E402
-from experiments.statistics import compare  # noqa: E402
 from models.tasks.ranking_metrics import user_metrics  # noqa: E402
 from training.config import load_config  # noqa: E402
 from training.folder import read_judged  # noqa: E402
+from training.statistics import compare  # noqa: E402
 
 
 def finished_runs(folder: Path) -> list[Path]:

@@ -16,10 +16,10 @@ from data.errors import ConfigError
 from data.types import shown
 from experiments.plan import Plan
 from experiments.runs import RESULT, Failed, is_finished, read_result, read_speed, run_folder, settings_differ
-from experiments.statistics import compare, holm
 from models.tasks.build import build_task
 from training.config import RunConfig, load_config
 from training.folder import FolderError, access, as_json, check_run, read_judged, read_regular
+from training.statistics import compare, holm
 
 COLUMNS = ("mean", "sd", "ratio", "low", "high", "p", "p_holm")
 COSTS = ("parameters", "events_per_second", "peak_memory_bytes")

@@ -13,7 +13,7 @@ from experiments.plan import load_plan
 from experiments.plots import Row, Series, curves, groups, scatter, strip
 from experiments.report import as_html, readable_changes
 from experiments.results import Results, Setting
-from experiments.statistics import Error, compare, holm, log_ratio, seed_variance, user_draws
+from training.statistics import Error, compare, holm, log_ratio, seed_variance, user_draws
 
 SEEDS, SIMULATED = 5, 1000
 
@@ -100,7 +100,7 @@ def test_seed_variance_takes_off_the_users_chance():
 def test_draws_of_many_users_are_draws_of_groups(monkeypatch):
     values = np.random.default_rng(0).random((2, 1501))
     whole = user_draws(values, 300)
-    monkeypatch.setattr("experiments.statistics.MOST_DRAWN", 200)
+    monkeypatch.setattr("training.statistics.MOST_DRAWN", 200)
     groups = user_draws(values, 300)
     assert groups.mean(-1) == pytest.approx(values.mean(-1), abs=0.003)
     assert groups.std(-1) == pytest.approx(whole.std(-1), rel=0.2)
