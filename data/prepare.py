@@ -72,10 +72,11 @@ def load_or_prepare(
 
 def find_prepared(name: str, cache_dir: str | Path, fingerprint: str) -> Dataset | None:
     """Return the data set of this format and fingerprint from its cache, without its source, or None."""
-    return _open(_cache_folder(local_path(cache_dir, "data.cache_dir"), name, fingerprint), fingerprint)
+    return _open(cache_folder(local_path(cache_dir, "data.cache_dir"), name, fingerprint), fingerprint)
 
 
-def _cache_folder(cache_dir: Path, name: str, fingerprint: str) -> Path:
+def cache_folder(cache_dir: Path, name: str, fingerprint: str) -> Path:
+    """Return the folder of a prepared data set of format `name`."""
     return cache_dir / f"{name}-{fingerprint[:16]}"
 
 
@@ -123,7 +124,7 @@ def _prepare(
             progress.stage(f"checking {source.name}")
             sums.append(file_sha256(source.path))
         fingerprint = _fingerprint(recipe, sums)
-        folder = None if cache_dir is None else _cache_folder(cache_dir, name, fingerprint)
+        folder = None if cache_dir is None else cache_folder(cache_dir, name, fingerprint)
         if folder is not None and (cached := _open(folder, fingerprint)) is not None:
             return cached
         place += [(cache_dir or Path(tempfile.gettempdir())) / "unpacked", *([folder] if folder else [])]

@@ -42,6 +42,16 @@ class Split:
     def __len__(self) -> int:
         return len(self.users)
 
+    def select(self, samples: np.ndarray) -> Split:
+        """Return these samples alone; samples: [S] their indices."""
+        scored = None if self.scored is None else self.scored[samples]
+        columns = self.users[samples], self.begin[samples], self.end[samples], scored
+        if self.targets is None or self.target_offsets is None:
+            return Split(*columns)
+        begin, end = self.target_offsets[samples], self.target_offsets[samples + 1]
+        targets = np.concatenate([self.targets[b:e] for b, e in zip(begin, end)])
+        return Split(*columns, targets, np.concatenate([[0], np.cumsum(end - begin)]))
+
 
 @dataclass(frozen=True, eq=False)
 class Splits:

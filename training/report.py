@@ -36,7 +36,10 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def protocol_lines(task: Task, result: dict) -> list[str]:
     """Return sentences about the data and protocol of the figures; for a run without evaluation, its notes."""
-    return task.protocol_lines(result) if "split" in result else result["notes"]
+    if "split" not in result:
+        return result["notes"]
+    verdict = [result["against_baseline"]["sentence"]] if "against_baseline" in result else []
+    return [*verdict, *task.protocol_lines(result)]
 
 
 def print_result(name: str, task: Task, result: dict) -> None:

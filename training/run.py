@@ -30,6 +30,7 @@ from training.folder import access, check_run, read_manifest
 from training.ranks.processes import Ranks
 from training.ranks.tables import ShardedTable
 from training.saved import CheckpointError, exists, load_folder
+from training.verdict import against_baselines
 from training.vocabulary import Known, load_vocabulary
 from training.weights import load_slices, load_weights, saved_weights
 
@@ -354,9 +355,10 @@ def judge(
     """
     batches = Tracked(data.eval_batches(split), f"judging on {split}")
     result = data.task.judge(model, data.dataset, data.splits, split, cast(Batches, batches))
+    judged = result.pop("judged", {})
     fingerprint = data.dataset.events_fingerprint or data.dataset.fingerprint
-    write(result.pop("judged", {}) | {"fingerprint": np.array(fingerprint)})
-    return result
+    write(judged | {"fingerprint": np.array(fingerprint)})
+    return result | against_baselines(data.task, judged)
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:

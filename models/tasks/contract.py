@@ -204,6 +204,12 @@ class Task:
         """
         return {}
 
+    def baselines(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, dict[str, Any]]:
+        """Compute the results of models without a network on a split: name -> `metrics`, `settings` by name, and
+        `judged`, an array that `judge` adds to its own.
+        """
+        return {}
+
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """Compute the JSON content of a report on one split: the model beside a baseline, and metrics by groups.
 
@@ -219,6 +225,10 @@ class Task:
         The main metric, `config.best_metric`, is included. Metrics that are no ratios of means over users are left out.
         """
         raise NotImplementedError
+
+    def baseline_values(self, judged: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the main metric's values [M] of each baseline, for the users of `user_values`."""
+        return {}
 
     def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
         """Return the main metric by groups of users or events: title -> name of the group -> value."""

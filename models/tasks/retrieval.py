@@ -11,12 +11,14 @@ from torch import Tensor
 from data.batch import Batch
 from data.batches import Batches
 from data.errors import ConfigError
+from data.kept_arrays import kept_arrays
 from data.splits import Split, Splits, first_of_time, repeats, target_events, target_samples, train_item_counts
 from data.types import Dataset, shown
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share, head_loss, own_items
 from models.protocols import RankGroup
+from models.tasks.baselines import VERSION, Baselines, fit, left_out
 from models.tasks.contract import Served, Table, Task, TaskOptions, cells
 from models.tasks.ranking_metrics import (
     NAMES,
@@ -43,6 +45,11 @@ FILTERED = {
     "none": "nothing is removed from the ranking",
 }
 SHORT = {"history": "history removed", "window": "window removed", "none": "none removed"}
+BASELINE = "baseline "  # begins the names of the baselines' arrays in `judged`
+JUDGES, CHOOSES = (
+    2_000,
+    "NDCG@10",
+)  # the number of validation samples and the metric that choose the baselines' settings
 LISTED, LIST_LENGTH = 10_000, 10  # the number of users whose recommendation lists a report describes, and their length
 SAMPLES, SAMPLE_LENGTH = 3, 5
 ON_TERMINAL = ("HR@1", "HR@10", "HR@50", "NDCG@10", "MRR")
@@ -107,6 +114,30 @@ class Retrieval(Task):
         (ranks,) = rank_targets(score, batches.epoch(0), filters=[self.config.eval.filter_seen])
         return ranking_metrics(ranks, self.names, rankings_of(batches.split))
 
+    def baselines(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, dict[str, Any]]:
+        filters, known = [self.config.eval.filter_seen], [splits.train_end, dataset.user_offsets, dataset.item_ids]
+        arrays = kept_arrays(self.config.data, dataset, f"baselines-{VERSION}", known, lambda: fit(dataset, splits))
+        models = Baselines(arrays, again=filters != ["history"])
+        if splits.valid is not None:
+            some = np.unique(np.linspace(0, len(splits.valid) - 1, JUDGES).astype(np.int64))
+            judges = splits.valid.select(some)
+            options = {"batch_size": self.config.eval.batch_size, "shuffle": False, "with_seen": True}
+            of_valid = self.batches(dataset, judges, device=batches.device, **options)
+            models.choose(
+                lambda score: ranking_metrics(
+                    rank_targets(score, of_valid.epoch(0), filters=filters)[0], [CHOOSES], rankings_of(judges)
+                )[CHOOSES]
+            )
+        results = {}
+        for name in models.names:
+            (ranks,) = rank_targets(models.scorer(name), batches.epoch(0), filters=filters)
+            results[name] = {
+                "metrics": ranking_metrics(ranks, self.names, rankings_of(batches.split)),
+                "settings": models.settings.get(name, {}),
+                "judged": ranks,
+            }
+        return results
+
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """Compute metrics with and without filtering seen items, of the model and of popularity, and by history length.
 
@@ -143,6 +174,9 @@ class Retrieval(Task):
                 weighted = weighted_ndcg(ranks[main], targets, LIST_LENGTH)
                 of_users = {"users": chosen.users, "events": events, "events_before": history}
                 result["judged"] = of_users | {"ranking": rankings.ranking, "target_count": targets} | ranks
+        result["baselines"] = self.baselines(dataset, splits, split, batches)
+        for name, of_baseline in result["baselines"].items():
+            result["judged"][f"{BASELINE}{name}"] = of_baseline.pop("judged")
         described, cold = describe_lists(np.concatenate(lists), counts), counts == 0
         if dataset.features:
             shown_items = np.concatenate(lists)
@@ -157,6 +191,15 @@ class Retrieval(Task):
     def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         rankings = judged_rankings(judged)
         return np.unique(rankings.users), user_metrics(judged[self.config.eval.filter_seen], self.names, rankings)
+
+    def baseline_values(self, judged: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        main, metric = self.config.eval.filter_seen, self.config.best_metric
+        of_baselines = {
+            key.removeprefix(BASELINE): judged | {main: ranks}
+            for key, ranks in judged.items()
+            if key.startswith(BASELINE)
+        }
+        return {name: self.user_values(ranks)[1][metric] for name, ranks in of_baselines.items()}
 
     def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
         ranks, best, rankings = judged[self.config.eval.filter_seen], [self.config.best_metric], judged_rankings(judged)
@@ -175,6 +218,7 @@ class Retrieval(Task):
             f"{result['repeated']:.2%} of the targets repeat an earlier item of their user.",
             *self._time_lines(result),
             *self._cold_lines(result),
+            *self._baseline_lines(result),
             *result["notes"],
         ]
 
@@ -201,10 +245,24 @@ class Retrieval(Task):
             f"{cold['in_lists']:.2%} of the entries of the model's lists."
         ]
 
+    def _baseline_lines(self, result: dict) -> list[str]:
+        """Return sentences about the settings of the baselines, and about those that these data are too large for."""
+        settings = (
+            f"{name} {', '.join(f'{option} {value}' for option, value in baseline['settings'].items())}"
+            for name, baseline in result["baselines"].items()
+            if baseline["settings"]
+        )
+        return [
+            f"Settings of the baselines, chosen on the validation split if there is one: {'; '.join(settings)}.",
+            *left_out(result["items"]),
+        ]
+
     def tables(self, result: dict) -> list[Table]:
         names = informative(self.names, result["items"])
         order = sorted(FILTERED, key=lambda how: how != self.config.eval.filter_seen)
         rows = [(f"{who}, {SHORT[how]}", result[who][how]) for how in order for who in ("model", "popularity")]
+        others = [item for item in result["baselines"].items() if item[0] != "popularity"]
+        rows[2:2] = [(f"{name}, {SHORT[order[0]]}", baseline["metrics"]) for name, baseline in others]
         if "sampled" in result:
             rows.append((result["sampled"]["label"], result["sampled"]))
         short = [0, *(1 + names.index(name) for name in self.on_terminal if name in names)]

@@ -95,6 +95,13 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     assert any((folder / "tensorboard").iterdir())
     result = json.loads((folder / "result.json").read_text())
     assert result["model"]["history"]["HR@10"] > result["popularity"]["history"]["HR@10"]
+    # The baselines are judged as the model is; the sentence is about the best of them.
+    assert {"popularity", "markov", "item-kNN", "EASE"} <= result["baselines"].keys()
+    assert result["baselines"]["popularity"]["metrics"] == result["popularity"]["history"]
+    verdict = result["against_baseline"]
+    values = {name: baseline["metrics"][verdict["metric"]] for name, baseline in result["baselines"].items()}
+    assert verdict["of_baseline"] == pytest.approx(max(values.values())) == pytest.approx(values[verdict["baseline"]])
+    assert all(verdict["sentence"] in text for text in (done.stdout, report, (folder / "report.html").read_text()))
 
 
 # Runs train.py; the process sends itself a signal in a certain call of a function.

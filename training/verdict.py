@@ -1,0 +1,36 @@
+"""Say whether a model is better than the baselines, and what to change if it is not."""
+
+from typing import Any
+
+import numpy as np
+
+from models.tasks.contract import Task
+from training.statistics import compare
+
+
+def against_baselines(task: Task, judged: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Compare the model with the best baseline on the same users, from the arrays `judged` of `Task.judge`.
+
+    Returns an entry `against_baseline` of result.json: the ratio of the means of the main metric, with its 95% interval
+    over users, and a sentence. Empty if the task has no baselines.
+    """
+    baselines, metric = task.baseline_values(judged), task.config.best_metric
+    if not baselines:
+        return {}
+    ours = task.user_values(judged)[1][metric]
+    means = {name: float(values.mean()) for name, values in baselines.items()}
+    name = max(means, key=lambda name: means[name])
+    result = compare(ours[None], baselines[name][None])
+    numbers = {key: value if np.isfinite(value) else None for key, value in result._asdict().items() if key != "seeds"}
+    facts = {"baseline": name, "metric": metric, "model": float(ours.mean()), "of_baseline": means[name], **numbers}
+    return {"against_baseline": facts | {"sentence": sentence(facts)}}
+
+
+def sentence(facts: dict[str, Any]) -> str:
+    """Return the sentence about the facts of `against_baselines`."""
+    figures = f"{facts['baseline']}: {facts['metric']} {facts['model']:.4f} against {facts['of_baseline']:.4f}"
+    if facts["low"] is None:
+        return f"Too few users have a value to compare the model with the best baseline, {figures}."
+    interval = f"ratio {facts['ratio']:.3f}, 95% interval over users {facts['low']:.3f} to {facts['high']:.3f}"
+    words = "better than" if facts["low"] > 1 else "worse than" if facts["high"] < 1 else "not distinguishable from"
+    return f"The model is {words} the best baseline, {figures} ({interval})."
