@@ -6,20 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from experiments.plots import COLORS, Row, Series, curves, groups, scatter, strip
 from experiments.results import Results, Setting
 from experiments.table import ABSENT, p_value, shown_costs
+from training.page import pages
+from training.plots import COLORS, Row, Series, curves, groups, scatter, strip
 
-PAGE = Environment(
-    loader=FileSystemLoader(Path(__file__).parent),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
 HEADINGS = ("setting", "seeds", "metric", "sd", "ratio", "95% interval", "p", "parameters", "events/s", "memory")
 
 
@@ -38,16 +31,20 @@ def as_html(results: Results) -> str:
     plots = [Plot(title, Markup(svg), False) for title, svg in _quality(results, colors)]
     for title, svg in [*_costs(results, colors), *_learning(results, colors), *_by_group(results, colors)]:
         plots.append(Plot(title, Markup(svg), True))
-    return PAGE.get_template("report.html.j2").render(
-        title=f"{metric}: {len(results.settings)} settings compared with {base}",
-        explanation=_explanation(results),
-        headings=[metric if heading == "metric" else heading for heading in HEADINGS],
-        rows=[_cells(setting, metric) for setting in results.settings],
-        plots=plots,
-        colors={name: COLORS[color] for name, color in colors.items()},
-        base=base,
-        changes={x.name: readable_changes(x.changes) or ["nothing"] for x in results.settings[1:]},
-        failed=results.failed,
+    return (
+        pages(Path(__file__).parent)
+        .get_template("report.html.j2")
+        .render(
+            title=f"{metric}: {len(results.settings)} settings compared with {base}",
+            explanation=_explanation(results),
+            headings=[metric if heading == "metric" else heading for heading in HEADINGS],
+            rows=[_cells(setting, metric) for setting in results.settings],
+            plots=plots,
+            colors={name: COLORS[color] for name, color in colors.items()},
+            base=base,
+            changes={x.name: readable_changes(x.changes) or ["nothing"] for x in results.settings[1:]},
+            failed=results.failed,
+        )
     )
 
 

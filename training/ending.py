@@ -48,7 +48,7 @@ def finish(run: Run) -> None:
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     run.writer.write_result(config, data, result, run.progress)
     print_result(config.name, data.task, result)
-    terminal.say(f"Report: {folder / 'report.md'}")
+    terminal.say(f"Report: {folder / 'report.html'}, report.md")
 
 
 def leave(run: Run) -> None:

@@ -2,7 +2,8 @@
 
 run.json      the manifest: the run's id, which its weights store, and how the run was started
 vocabulary/   the original ids of its items and users
-config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.md   loss.png   eval-*.json
+config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.html   report.md   loss.png
+eval-*.json
 judged.npz    the model's results for each user or event of the test split
 
 A link in place of one of the folders is refused; one in place of a file is replaced and its target is not touched.

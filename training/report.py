@@ -17,6 +17,7 @@ from data.types import Dataset, shown
 from models.tasks.contract import Task
 from training.config import RunConfig
 from training.folder import write_file
+from training.page import as_html
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -62,7 +63,8 @@ def print_result(name: str, task: Task, result: dict) -> None:
 def write_report(
     folder: Path, config: RunConfig, task: Task, result: dict, history: list[dict], dataset: Dataset
 ) -> None:
-    """Write report.md in the run's folder, with loss.png and, if the run evaluated during training, metrics.png.
+    """Write report.html and report.md in the run's folder, with loss.png and, if the run evaluated during training,
+    metrics.png.
 
     history: the lines of metrics.jsonl.
     """
@@ -71,16 +73,31 @@ def write_report(
     for name, image in task.plots(result).items() if judged else ():
         write_file(folder / name, image)
         plots.append(name)
-    lines = [
-        f"# {config.name}",
-        "",
+    of_data = (
         f"Data: {shown(dataset.name, 200)}, {dataset.num_users:,} users, {dataset.num_items:,} items, "
-        f"{dataset.num_events:,} events.",
-        *protocol_lines(task, result),
-        "",
+        f"{dataset.num_events:,} events."
+    )
+    of_run = [
         f"Weights: {result['weights']} (epoch {result['epoch']}). {result['steps']:,} steps in "
         f"{duration(result['seconds'])}, {result['events_per_second']:,.0f} events a second. Seed {config.seed}.",
         *(_left_out(split, count) for split, count in result["skipped"].items()),
+    ]
+    facts = {
+        "begun": run.get("created"),
+        "command": " ".join(map(str, run.get("command", []))),
+        "commit": run.get("commit"),
+        **result["environment"],
+        "reproduce": f"python train.py {shown(folder / 'config.yaml', 1000)}",
+    }
+    sentences = [of_data, *(task.protocol_lines(result) if judged else result["notes"]), *of_run]
+    write_file(folder / "report.html", as_html(config.name, task, result, history, sentences, facts))
+    lines = [
+        f"# {config.name}",
+        "",
+        of_data,
+        *protocol_lines(task, result),
+        "",
+        *of_run,
         "",
         *(
             line

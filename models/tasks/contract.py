@@ -67,11 +67,13 @@ class Task:
 
     headline  the metrics that training prints after an evaluation
     plotted   the metrics that a report plots over the epochs
+    plotted_baseline  what `baseline` is called in these plots
     ranks     the ranks that evaluate together, each calling the same methods; None for a single process
     """
 
     headline: tuple[str, ...]
     plotted: tuple[str, ...]
+    plotted_baseline: str = "baseline"
 
     class Config(Options):
         """The task's options, and what holds of its runs: which options, programs and services they have.

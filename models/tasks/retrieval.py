@@ -76,6 +76,8 @@ class Retrieval(Task):
         def served(self) -> Served | None:
             return Served()
 
+    plotted_baseline = "popularity"
+
     def __init__(self, config: TaskOptions, ranks: RankGroup | None = None):
         super().__init__(config, ranks)
         metrics, best = config.eval.metrics, config.best_metric

@@ -10,9 +10,9 @@ import pytest
 
 from data.errors import ConfigError
 from experiments.plan import load_plan
-from experiments.plots import Row, Series, curves, groups, scatter, strip
 from experiments.report import as_html, readable_changes
 from experiments.results import Results, Setting
+from training.plots import Row, Series, curves, groups, scatter, strip
 from training.statistics import Error, compare, holm, log_ratio, seed_variance, user_draws
 
 SEEDS, SIMULATED = 5, 1000

@@ -1,0 +1,32 @@
+"""Test report.html of a run: whole, without network, escaped."""
+
+import re
+from types import SimpleNamespace
+
+from models.tasks.contract import Table
+from training.page import as_html
+
+
+def page(**more):
+    task = SimpleNamespace(
+        config=SimpleNamespace(best_metric="NDCG@10"),
+        plotted=("NDCG@10",),
+        plotted_baseline="popularity",
+        tables=lambda result: [Table("Full ranking", ["", "NDCG@10"], [["<b>model</b>", "0.2"]], [0, 1])],
+    )
+    history = [{"epoch": 1, "loss": 2.0}, {"epoch": 2, "loss": 1.0, "split": "valid", "NDCG@10": 0.1}]
+    return as_html("<small>", task, more, history, ["Data: shop"], {"device": "CPU"})
+
+
+def test_a_page_is_whole_and_needs_no_network():
+    verdict = {"sentence": "The model is better.", "low": 1.1, "high": 1.3, "model": 0.2, "of_baseline": 0.1}
+    baselines = {"again": {"metrics": {"NDCG@10": 0.1}}}
+    text = page(split="test", against_baseline=verdict, baselines=baselines, plotted_baseline={"NDCG@10": 0.05})
+    assert not re.search(r"(src|href)=\"(?!#)|https?:|@import|url\((?!#)", text)
+    assert text.count("<svg") == 3 and 'class="verdict better"' in text
+    assert "<b>model" not in text and "&lt;b&gt;model" in text and "<h1>&lt;small&gt;</h1>" in text
+
+
+def test_a_run_without_evaluation_has_its_loss_alone():
+    text = page(notes=["INTERRUPTED"])
+    assert "Full ranking" not in text and text.count("<svg") == 2
