@@ -7,6 +7,7 @@ import torch
 from cli.interrupt import Stopped
 from cli.terminal import terminal
 from data.batches import Batches
+from training import advice
 from training.folder import read_manifest
 from training.report import environment, print_result
 from training.run import Tracked, final_facts, final_weights, judge
@@ -46,6 +47,7 @@ def finish(run: Run) -> None:
         raise
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    result["advice"] = advice.of_result(config, result)
     run.writer.write_result(config, data, result, run.progress)
     print_result(config.name, data.task, result)
     terminal.say(f"Report: {folder / 'report.html'}, report.md")

@@ -37,10 +37,11 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def protocol_lines(task: Task, result: dict) -> list[str]:
     """Return sentences about the data and protocol of the figures; for a run without evaluation, its notes."""
+    advice = result.get("advice", [])
     if "split" not in result:
-        return result["notes"]
+        return [*advice, *result["notes"]]
     verdict = [result["against_baseline"]["sentence"]] if "against_baseline" in result else []
-    return [*verdict, *task.protocol_lines(result)]
+    return [*verdict, *advice, *task.protocol_lines(result)]
 
 
 def print_result(name: str, task: Task, result: dict) -> None:

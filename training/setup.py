@@ -15,6 +15,7 @@ from cli.terminal import terminal
 from data.batches import Batches
 from data.errors import ConfigError
 from models.hstu import SequenceModel
+from training import advice
 from training.average import WeightAverage
 from training.checkpoints import Checkpoints, Progress, checkpoints, last_facts
 from training.config import RunConfig
@@ -63,6 +64,8 @@ def set_up(config: RunConfig, ranks: Ranks, trained_on: str | None = None, init_
     """
     data = open_data(config, trained_on=trained_on, ranks=ranks)
     config = data.config
+    for line in advice.of_data(config, data.dataset):
+        terminal.say(f"warning: {line}")
     torch.manual_seed(config.seed)
     model = build_model(config, data.vocabulary, data.device, ranks)
     if init_from is not None:
@@ -257,6 +260,8 @@ def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | s
         f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; weights, gradients and moments take "
         f"{size / 2**20:,.1f} MiB, plus the tensors of a step (--dry-run measures these and the time)"
     )
+    for line in advice.of_steps(config, epochs * steps):
+        terminal.say(f"warning: {line}")
 
 
 def new_folder(config: RunConfig) -> Path:

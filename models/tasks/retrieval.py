@@ -88,6 +88,8 @@ class Retrieval(Task):
         self.on_terminal = ON_TERMINAL if metrics is None else self.names
 
     def check_data(self, dataset: Dataset) -> None:
+        if dataset.num_items == 1:
+            raise ConfigError(f"{shown(dataset.name, 200)}: has one item, so that there is nothing to rank")
         best = self.config.best_metric
         if best.startswith(("HR@", "Recall@")) and cutoff(best) >= dataset.num_items and self.config.eval.every:
             raise ConfigError(f"eval.best_metric: {best} is 1 for any model of {dataset.num_items} items")

@@ -1,0 +1,49 @@
+"""Say what to change in a run that cannot learn much, or that ended below a baseline."""
+
+from typing import Any
+
+from data.types import Dataset
+from training.config import RunConfig
+
+FEW_STEPS = 100
+
+
+def of_data(config: RunConfig, dataset: Dataset) -> list[str]:
+    """Return warnings about a run on these data, before the model is built."""
+    lines: list[str] = []
+    length = config.model.max_seq_len
+    longest = int((dataset.user_offsets[1:] - dataset.user_offsets[:-1]).max(initial=0))
+    if length > 2 * max(longest, 50):
+        lines.append(
+            f"model.max_seq_len={length:,}, but the longest history has {longest:,} events: less costs no quality and "
+            "saves memory"
+        )
+    if dataset.num_users == 1:
+        lines.append("there is a single user: metrics of one user say nothing about others")
+    return lines
+
+
+def of_steps(config: RunConfig, steps: int) -> list[str]:
+    """Return what to change in a run of `steps` steps, if they are few."""
+    if steps >= FEW_STEPS:
+        return []
+    c = config.train
+    budget = "" if c.steps is None else f", a larger train.steps than {c.steps:,}"
+    return [
+        f"The run has {steps:,} steps, too few to learn much: try more train.epochs than {c.epochs:,}{budget} or a "
+        f"smaller train.batch_size than {c.batch_size:,}."
+    ]
+
+
+def of_result(config: RunConfig, result: dict[str, Any]) -> list[str]:
+    """Return what to change, for result.json and the report, if the run made few steps or is not above a baseline."""
+    lines = of_steps(config, result["steps"])
+    verdict = result.get("against_baseline")
+    if verdict and verdict["model"] < verdict["of_baseline"]:
+        stopped = config.eval.patience is not None and result["epoch"] + 1 < config.train.epochs
+        lines.append(
+            f"The model ends below {verdict['baseline']}. "
+            + ("Try a smaller model (configs/small.yaml) or another " if stopped else "Try more steps (train.epochs, ")
+            + ("train.lr, or search with tune.py." if stopped else "train.steps), configs/small.yaml or tune.py.")
+        )
+    return lines
