@@ -38,7 +38,7 @@ def as_html(results: Results) -> str:
             title=f"{metric}: {len(results.settings)} settings compared with {base}",
             explanation=_explanation(results),
             headings=[metric if heading == "metric" else heading for heading in HEADINGS],
-            rows=[_cells(setting, metric) for setting in results.settings],
+            rows=[*(_cells(setting, metric) for setting in results.settings), *_simple_rows(results)],
             plots=plots,
             colors={name: COLORS[color] for name, color in colors.items()},
             base=base,
@@ -58,6 +58,8 @@ def _explanation(results: Results) -> list[str]:
         "p values are two-sided and corrected by Holm for the number of settings."
         + (f" Less {results.metric} is better: a ratio below 1 is a gain." if results.less_is_better else "")
     ]
+    if results.simple:
+        lines.append(f"{', '.join(results.simple)}: models without a network; their intervals are over users alone.")
     if environment := next((x.speed["environment"] for x in results.settings if "environment" in x.speed), None):
         versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "device")
         lines.append(f"Steps were measured alone on {environment['device']}; {versions}.")
@@ -73,6 +75,16 @@ def _cells(setting: Setting, metric: str) -> list[str]:
     )
     cells = [setting.name, str(len(setting.runs)), f"{row['mean']:.4f}", sd, ratio, interval, p_value(row["p_holm"])]
     return [*cells, *shown_costs(setting.costs)]
+
+
+def _simple_rows(results: Results) -> list[list[str]]:
+    """Return the rows of the task's baselines, models without a network, by HEADINGS."""
+    rows = []
+    for name, row in results.simple.items():
+        interval = ABSENT if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+        ratio = ABSENT if row["ratio"] is None else f"{row['ratio']:.3f}"
+        rows.append([name, ABSENT, f"{row['mean']:.4f}", ABSENT, ratio, interval, *[ABSENT] * 4])
+    return rows
 
 
 def _quality(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]:

@@ -27,7 +27,9 @@ COSTS = ("parameters", "events_per_second", "peak_memory_bytes")
 
 @dataclass
 class Run:
-    """A finished run; `values` has each metric's values of all users [M]."""
+    """A finished run; `values` has each metric's values of all users [M], `baselines` the main metric's of each
+    baseline.
+    """
 
     folder: Path
     config: RunConfig
@@ -35,6 +37,7 @@ class Run:
     users: np.ndarray
     judged_by: tuple[str, bytes]
     values: dict[str, np.ndarray]
+    baselines: dict[str, np.ndarray]
     breakdowns: dict[str, dict[str, float]]
     curve: list[tuple[int, float]]
 
@@ -62,6 +65,9 @@ class Setting:
 class Results:
     """A comparison: the settings, the baseline first; metric: the main one, whose best value is the least if
     `less_is_better`; seeds: whether intervals include seeds.
+
+    simple: the results of the task's baselines, models without a network, by name: `mean`, and `ratio` to the first
+    setting with its interval over users, `low` and `high`.
     """
 
     metric: str
@@ -70,6 +76,7 @@ class Results:
     settings: list[Setting]
     failed: list[Failed]
     less_is_better: bool = False
+    simple: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Setting:
@@ -85,9 +92,11 @@ def load_run(folder: Path) -> Run:
         users, values = task.user_values(judged)
         judged_by = str(judged["fingerprint"]), judged["events"].tobytes()
         breakdowns = task.breakdowns(result, judged)
+        baselines = task.baseline_values(judged)
     except (KeyError, IndexError, ValueError) as error:
         raise FolderError(f"{shown(folder, 200)}: damaged ({shown(error)})") from None
-    return Run(folder, config, result, users, judged_by, values, breakdowns, _curve(folder, config.best_metric))
+    curve = _curve(folder, config.best_metric)
+    return Run(folder, config, result, users, judged_by, values, baselines, breakdowns, curve)
 
 
 def _curve(folder: Path, metric: str) -> list[tuple[int, float]]:
@@ -146,9 +155,19 @@ def collect(plan: Plan, out: Path, failed: list[Failed]) -> Results:
             _check_comparable(first, run)
     metric = first.config.best_metric
     seeds = _fill(settings)
-    return Results(
-        metric, len(first.users), seeds, settings, failed, first.config.task.less_is_better(first.config.best_metric)
-    )
+    less = first.config.task.less_is_better(metric)
+    return Results(metric, len(first.users), seeds, settings, failed, less, _simple(settings[0], metric))
+
+
+def _simple(base: Setting, metric: str) -> dict[str, dict[str, float | None]]:
+    """Compare the task's baselines with the first setting, by its users."""
+    theirs = np.stack([run.values[metric] for run in base.runs])
+    rows: dict[str, dict[str, float | None]] = {}
+    for name, values in base.runs[0].baselines.items():
+        comparison = compare(values[None], theirs)
+        ratios = {key: _number(getattr(comparison, key)) for key in ("ratio", "low", "high")}
+        rows[name] = {"mean": float(values.mean()), **ratios}
+    return rows
 
 
 def _check_comparable(first: Run, run: Run) -> None:
@@ -222,6 +241,7 @@ def comparison_json(results: Results) -> str:
                 }
                 for setting in results.settings
             ],
+            "baselines": results.simple,
             "failed": [{"run": name, "reason": reason} for name, reason in results.failed],
         }
     )

@@ -3,11 +3,13 @@
 import ctypes
 import json
 import os
+import re
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTING, RESULT, SPEED = "setting.yaml", "result.json", "speed.json"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
+PROGRESS_SECONDS = 60.0  # between two reports of the progress of runs
 MOST_LOG = 2**16  # bytes of a log's end that are searched for its last line
 
 
@@ -115,14 +118,15 @@ def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> l
     """Run the jobs, `parallel` at a time, and return those that failed. A signal ends all of them with a checkpoint."""
     waiting, failed = list(jobs), []
     running: dict[Any, Any] = {}
-    total = len(waiting)
+    total, progress = len(waiting), ProgressLines()
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
                 job = waiting.pop(0)
                 running[launch(job, parallel)] = job
                 terminal.say(f"{job.name}: started, {total - len(waiting)} of {total}")
-            for process in ended(list(running)):
+            progress.show(list(running.values()))
+            for process in ended(list(running), PROGRESS_SECONDS):
                 job = running.pop(process)
                 if process.returncode:
                     failed.append(Failed(job.name, last_line(job.log, process.returncode)))
@@ -136,6 +140,29 @@ def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> l
         for process in running:
             process.wait()
     return failed
+
+
+class ProgressLines:
+    """Print how far runs are and the time left, as their logs say, every PROGRESS_SECONDS at most."""
+
+    def __init__(self):
+        self.shown = time.monotonic()
+
+    def show(self, jobs: Iterable[Job]) -> None:
+        if time.monotonic() - self.shown < PROGRESS_SECONDS:
+            return
+        self.shown = time.monotonic()
+        for job in jobs:
+            if line := progress_of(job.log):
+                terminal.say(f"{job.name}: {line}")
+
+
+def progress_of(log: Path) -> str:
+    """Return the last line of progress in a run's log, with the time left; empty before the first one."""
+    with access(log, "read"):
+        text = read_regular(log)[-MOST_LOG:].decode("utf-8", "replace")
+    lines = re.findall(r"^.+: [\d,]+ of [\d,]+ \w+ \(\d+%\), about .+? left\b", text, flags=re.MULTILINE)
+    return lines[-1] if lines else ""
 
 
 def launch(job: Job, parallel: int) -> subprocess.Popen:

@@ -20,7 +20,12 @@ def print_results(results: Results) -> None:
         interval = ABSENT if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
         quality.add_row(*first, _shown(row["ratio"], "{:.3f}"), interval, p_value(row["p_holm"]))
         costs.add_row(setting.name, *shown_costs(setting.costs))
+    for name, row in results.simple.items():
+        interval = ABSENT if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+        quality.add_row(name, ABSENT, f"{row['mean']:.4f}", ABSENT, _shown(row["ratio"], "{:.3f}"), interval, ABSENT)
     terminal.table(quality)
+    if results.simple:
+        terminal.say("Below the settings: baselines without a network, intervals over users alone.")
     terminal.say(f"Ratios to {base} with 95% intervals over users{' and seeds' if results.seeds else ''}; p by Holm.")
     if not results.seeds:
         terminal.say("With one seed the variation between seeds is unknown: the intervals do not include it.")

@@ -23,7 +23,7 @@ from sqlalchemy.pool import NullPool
 from cli.interrupt import Interrupts
 from cli.terminal import terminal
 from data.errors import ConfigError
-from experiments.runs import RESULT, ROOT, Job, ended, last_line, launch, wait_until_free
+from experiments.runs import RESULT, ROOT, Job, ProgressLines, ended, last_line, launch, wait_until_free
 from experiments.space import Space, assignments, default_values
 from training.config import RunConfig, as_yaml, differences, load_config
 from training.folder import access, read_regular, write_file
@@ -83,6 +83,7 @@ class Running:
 
     trial: optuna.Trial
     process: subprocess.Popen
+    job: Job
     reported: set[int] = field(default_factory=set)
 
 
@@ -135,6 +136,7 @@ def search(tuning: Search, interrupts: Interrupts, limits: Limits) -> None:
     until = math.inf if limits.hours is None else time.monotonic() + 3600 * limits.hours
     waiting = [optuna.Trial(tuning.study, trial._trial_id) for trial in tuning.trials(TrialState.RUNNING)]
     running: list[Running] = []
+    progress = ProgressLines()
     try:
         while True:
             while len(running) < limits.parallel and (waiting or _may_begin(tuning, limits, until)):
@@ -143,6 +145,7 @@ def search(tuning: Search, interrupts: Interrupts, limits: Limits) -> None:
                     running.append(begun)
             if not running:
                 return
+            progress.show([run.job._replace(name=f"trial {run.trial.number}") for run in running])
             ended_processes = ended([run.process for run in running], CHECK_SECONDS)
             running = [run for run in running if not _follow(tuning, run, run.process in ended_processes)]
     finally:
@@ -192,7 +195,7 @@ def _begin(tuning: Search, trial: optuna.Trial, parallel: int) -> Running | None
     terminal.say(f"{label}: {'resumed' if command[0] == '--resume' else 'started'}")
     job = Job(label, [str(ROOT / "train.py"), *command], folder.with_suffix(".log"))
     reported = tuning.trials()[trial.number].intermediate_values
-    return Running(trial, launch(job, parallel), set(reported))
+    return Running(trial, launch(job, parallel), job, set(reported))
 
 
 def without_test(config: RunConfig) -> RunConfig:

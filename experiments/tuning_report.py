@@ -9,13 +9,14 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from rich import box
 from rich.table import Table
+from scipy.stats import norm
 
 from cli.terminal import terminal
 from experiments.tuning import ENDED, Search
 from training.config import RunConfig, as_yaml
 from training.folder import write_file
 from training.report import markdown_table
-from training.run import TrainingError
+from training.run import TrainingError, open_data
 
 LEAST_TRIALS = 5  # completed trials needed to estimate the importance of options
 LISTED = 10
@@ -33,14 +34,18 @@ def conclude(tuning: Search, config: RunConfig) -> None:
     write_file(tuning.out / "best.yaml", as_yaml(chosen))
     default = next((trial for trial in trials if trial.user_attrs.get("default")), None)
     rows = option_rows(tuning, best, default)
-    write_file(tuning.out / "report.md", "\n".join(report(tuning, config, trials, best, default, rows)) + "\n")
+    users, baselines = on_validation(config)
+    notes = [baselines_line(tuning.metric, baselines)] if baselines else []
+    notes += chance_lines(tuning, best, default, users)
+    write_file(tuning.out / "report.md", "\n".join(report(tuning, config, trials, best, default, rows, notes)) + "\n")
     table = Table(title=f"{tuning.metric} {best.values[0]:.4f}, validation", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if place else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     terminal.table(table)
-    terminal.say(summary(tuning, trials, best, default))
+    for line in (summary(tuning, trials, best, default), *notes):
+        terminal.say(line)
     terminal.say(f"Written: {tuning.out}/best.yaml, report.md, trials.csv")
 
 
@@ -56,6 +61,45 @@ def importances(tuning: Search) -> dict[str, float]:
         return {}
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     return optuna.importance.get_param_importances(tuning.study, evaluator=evaluator)
+
+
+def on_validation(config: RunConfig) -> tuple[int, dict[str, float]]:
+    """Return the number of validation users, and the main metric of the task's baselines on them by name."""
+    data = open_data(config)
+    if data.splits.valid is None:
+        return 0, {}
+    results = data.task.baselines(data.dataset, data.splits, "valid", data.eval_batches("valid"))
+    values = {name: result["metrics"].get(data.config.best_metric) for name, result in results.items()}
+    return len(data.splits.valid), {name: value for name, value in values.items() if value is not None}
+
+
+def baselines_line(metric: str, baselines: dict[str, float]) -> str:
+    """Return a sentence about the baselines, the best one first."""
+    order = sorted(baselines.items(), key=lambda item: -item[1])
+    return f"Baselines, {metric} on validation: {', '.join(f'{name} {value:.4f}' for name, value in order)}."
+
+
+def chance_lines(tuning: Search, best: FrozenTrial, default: FrozenTrial | None, users: int) -> list[str]:
+    """Compare the gain of the best trial over the default with what chance gives to the best of as many trials.
+
+    The metric, a mean of values from 0 to 1 over users, has a standard error of at most sqrt(m (1 - m) / users). If all
+    trials were as good as the default, the best of n would be above it by that times the expected maximum of n normal
+    values (Blom, 1958).
+    """
+    if default is None or default.state is not TrialState.COMPLETE or not users:
+        return []
+    count, mean = len(tuning.trials(TrialState.COMPLETE, TrialState.PRUNED)), default.values[0]
+    if count < 2 or not 0 < mean < 1:
+        return []
+    chance = (mean * (1 - mean) / users) ** 0.5 * float(norm.ppf((count - 0.375) / (count + 0.25)))
+    gain = best.values[0] - mean
+    line = (
+        f"The gain of {gain:.4f} over the default; the best of {count} trials equal to the default would "
+        f"gain up to {chance:.4f} by the choice of the {users:,} validation users alone."
+    )
+    if gain > chance:
+        return [line]
+    return [f"WARNING: {line} So the gain may be luck: compare both over seeds on the test split (compare.py)."]
 
 
 def option_rows(tuning: Search, best: FrozenTrial, default: FrozenTrial | None) -> list[list[str]]:
@@ -97,6 +141,7 @@ def report(
     best: FrozenTrial,
     default: FrozenTrial | None,
     rows: list[list[str]],
+    notes: list[str],
 ) -> list[str]:
     """Return the lines of report.md."""
     completed = tuning.ordered()
@@ -114,6 +159,7 @@ def report(
         f"Validation split of protocol {config.data.protocol}, {tuning.metric} of the best epoch, seed {config.seed}. "
         + summary(tuning, trials, best, default),
         "",
+        *(text for line in notes for text in (line, "")),
         "The best of many trials with one seed is good partly by luck: before reporting its figure, compare it with "
         "the default over other seeds, on the test split (`compare.py`, docs/comparing.md).",
         "",

@@ -101,6 +101,7 @@ def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
     printed = third.stdout.splitlines()
     assert printed == second.stdout.splitlines()[-len(printed) :]
     assert max(map(len, printed)) <= 80
+    assert any(line.lstrip().startswith("item-kNN ") for line in printed)
 
     # The whole thing again elsewhere: the same runs give the same figures.
     again = run("plan.yaml", "--out", "other", "--seeds", "1,2")
@@ -123,7 +124,10 @@ def check_what_is_told(tree, table):
     assert "model.attention.0.kind: dense -> bsa" in bsa["changes"] and dense["changes"] == []
     assert bsa["parameters"] > 0 and bsa["events_per_second"] > 0 and bsa["peak_memory_bytes"] > 2**20
     assert set(bsa["by_group"]) == {"events before the target", "training events of the target"}
+    simple = tree["baselines"]["markov"]
+    assert simple["ratio"] == pytest.approx(simple["mean"] / dense["metrics"]["NDCG@10"]["mean"])
     page = Path("out/report.html").read_text()
+    assert "<td>item-kNN</td>" in page
     assert page.count("<svg") == 7 and "model.attention.0.kind: dense -&gt; bsa" in page
     assert not re.search(r"https?:|src=|@import|url\(", page)  # it stands alone
     assert "nan" not in page and f"{row['low']:.3f} to {row['high']:.3f}" in page

@@ -1,0 +1,40 @@
+"""Test the progress of runs, and what chance explains of a search's gain."""
+
+from types import SimpleNamespace
+
+import pytest
+from optuna.trial import TrialState
+
+from experiments.runs import Job, ProgressLines, progress_of
+from experiments.tuning_report import baselines_line, chance_lines
+
+
+def test_progress_is_the_last_line_of_the_log(tmp_path, monkeypatch, capsys):
+    log = tmp_path / "seed-1.log"
+    log.write_text("shop: 3 users\n")
+    assert progress_of(log) == ""
+    log.write_text(
+        "epoch 2/9: 12 of 1,512 steps (1%), about 2:00 min left  loss 3.1\n"
+        "epoch 3/9: 29 of 1,512 steps (2%), about 1:47 min left  loss 3.0\n"
+        "epoch    3  loss 3.0\n"
+    )
+    assert progress_of(log) == "epoch 3/9: 29 of 1,512 steps (2%), about 1:47 min left"
+    monkeypatch.setattr("experiments.runs.PROGRESS_SECONDS", 0.0)
+    ProgressLines().show([Job("dense, seed 1", [], log)])
+    assert "dense, seed 1: epoch 3/9" in capsys.readouterr().out
+
+
+def trial(value):
+    return SimpleNamespace(values=[value], state=TrialState.COMPLETE)
+
+
+@pytest.mark.parametrize(("best", "warns"), [(0.202, True), (0.3, False)])
+def test_a_gain_that_chance_explains_is_a_warning(best, warns):
+    search = SimpleNamespace(trials=lambda *states: [trial(0.2)] * 40)
+    (line,) = chance_lines(search, trial(best), trial(0.2), 1000)
+    assert line.startswith("WARNING") == warns and "1,000 validation users" in line
+    assert not chance_lines(search, trial(best), None, 1000)
+
+
+def test_the_best_baseline_comes_first():
+    assert "again 0.2000, popularity 0.1000" in baselines_line("HR@10", {"popularity": 0.1, "again": 0.2})
