@@ -56,6 +56,10 @@ def load_or_prepare(
     sources, how = find_sources(name, fmt, path)
     progress = Progress(tell)
     recipe = requested | {"options": options or NO_FILTER}
+    used = {*fmt.columns.values()}
+    of_folders = [[column for column in source.folder_columns if column[0] in used] for source in sources]
+    if any(of_folders):
+        recipe["folder_columns"] = of_folders
     tables = find_tables(features)
     place: list[Path] = []
 

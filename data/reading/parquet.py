@@ -82,18 +82,20 @@ def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = No
         with literal(source.path) as file:
             schema = pl.read_parquet_schema(file)
         names = list(schema)
-        require_columns(source, fmt, names)
+        of_folders = {name: value for name, value in source.folder_columns if name not in names}
+        require_columns(source, fmt, [*names, *of_folders])
         with literal(source.path) as file:
             height = pl.scan_parquet(file).select(pl.len()).collect().item()
         if rows is None:
             require_memory(memory_of(height, fmt), f"{source.name} says that it has {height:,} rows; they")
         # Columns are selected by index: polars treats a user's column name as a pattern if it looks like one.
         with literal(source.path) as file:
-            places = [names.index(str(column)) for column in fmt.columns.values()]
+            places = {role: names.index(str(c)) for role, c in fmt.columns.items() if c in names}
+            chosen = sorted(places.values())
             if rows is None:
-                frame = pl.read_parquet(file, columns=sorted(places), hive_partitioning=False, glob=False)
+                frame = pl.read_parquet(file, columns=chosen, hive_partitioning=False, glob=False)
             else:
-                scan = pl.scan_parquet(file, hive_partitioning=False, glob=False).select(pl.nth(sorted(places)))
+                scan = pl.scan_parquet(file, hive_partitioning=False, glob=False).select(pl.nth(chosen))
                 frame = scan.slice(first, rows).collect()
     except DataError:
         raise
@@ -103,8 +105,12 @@ def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = No
                 raise DataError(f"{source.name}: not a Parquet file; for text set data.format to csv") from error
         reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 200)
         raise DataError(f"{source.name}: not a readable Parquet file: {reason}") from error
-    by_place = dict(zip(sorted(places), frame.get_columns()))
-    return pl.DataFrame([by_place[place].alias(role) for place, role in zip(places, fmt.columns)])
+    by_place = dict(zip(chosen, frame.get_columns()))
+    values = {role: by_place[place].alias(role) for role, place in places.items()}
+    for role, column in fmt.columns.items():
+        if role not in values:
+            values[role] = pl.Series(role, [of_folders[str(column)]], pl.String).new_from_index(0, frame.height)
+    return pl.DataFrame([values[role] for role in fmt.columns])
 
 
 def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):

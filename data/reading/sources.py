@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import glob
 import gzip
 import io
+import lzma
 import os
 import shutil
 import stat
@@ -17,23 +19,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import unquote
 
 from data.atomic import sweep, temporary_beside
+from data.reading.folders import PACKED, matching, parts, parts_of_pattern
 from data.reading.formats import RawFormat
 from data.types import DataError, shown
 
-PACKED = (".gz", ".zst")
-GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-OTHERS = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ")  # zip, bzip2, xz
+GZIP, ZSTD, BZIP2, XZ, ZIP = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\x00", b"PK\x03\x04"
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # of a folder with rows whose column has no value
 MOST_HOLE = 1 << 26  # bytes of the largest accepted hole in a Parquet file: a copy may leave out runs of zeros
 
 
 @dataclass(frozen=True)
 class RawFile:
-    """A file to read; `name` is its name in error messages."""
+    """A file to read.
+
+    name: its name in error messages. folder_columns: the columns that the names of its folders hold (`dt=2026-01-01`).
+    """
 
     path: Path
     name: str
+    folder_columns: tuple[tuple[str, str], ...] = ()
 
 
 def literal(path: Path) -> io.BufferedReader:
@@ -80,35 +87,36 @@ def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
         mode = path.stat().st_mode
     except FileNotFoundError:
         if fmt.own_columns and not os.path.lexists(path) and glob.has_magic(str(path)):
-            if files := _sorted(Path(file) for file in glob.glob(str(path), recursive=True)):
+            if files := parts_of_pattern(str(path)):
                 root = Path(os.path.commonpath([file.parent for file in files]))
-                return _named(files, root), f"{fmt.path_option} is no file, but a pattern that {len(files)} files match"
+                fixed = next(n for n, part in enumerate(path.parts) if glob.has_magic(part))
+                how = f"{fmt.path_option} is no file, but a pattern that {len(files)} files match"
+                return [_named(file, root, Path(*file.parts[fixed:])) for file in files], how
             raise DataError(f"{shown(path, 200)}: no such file, and no file matches it as a pattern") from None
         raise DataError(f"{shown(path, 200)}: no such file or folder{_fetch(fmt)}") from None
     if stat.S_ISREG(mode):
         return [RawFile(path, shown(path.name, 200))], None
     if not stat.S_ISDIR(mode):
         raise DataError(f"{shown(path, 200)}: neither a file nor a folder")
-    os.listdir(path)  # glob treats a folder without read permission as empty
     for pattern in fmt.files:
-        files = _sorted(file for end in ("", *PACKED) for file in path.glob(pattern + end))
+        if pattern.startswith("**/*"):
+            files = parts(path, pattern.removeprefix("**/*"))
+        else:
+            files = matching(path, pattern, fmt.all_files)
         if len(files) > 1 and not fmt.all_files:
             names = ", ".join(shown(file.name) for file in files[:4])
             raise DataError(f"{path}: {len(files)} files match {pattern} ({names}); give the path of one")
         if files:
-            return _named(files, path), f"{fmt.path_option} is a folder of {len(files)} files" if len(
-                files
-            ) > 1 else None
+            how = f"{fmt.path_option} is a folder of {len(files)} files" if len(files) > 1 else None
+            return [_named(file, path, file.relative_to(path)) for file in files], how
     raise DataError(f"{shown(path, 200)}: no {fmt.files[0].removeprefix('**/')} in this folder{_fetch(fmt)}")
 
 
-def _sorted(files: Iterator[Path]) -> list[Path]:
-    """Return the regular files, sorted, without those that are hidden or hold no data (`_SUCCESS`, `_metadata`)."""
-    return sorted(file for file in files if file.is_file() and not file.name.startswith((".", "_")))
-
-
-def _named(files: list[Path], root: Path) -> list[RawFile]:
-    return [RawFile(file, shown(file.relative_to(root), 200)) for file in files]
+def _named(file: Path, root: Path, place: Path) -> RawFile:
+    """Return a file named by its path from `root`; the folders of `place` may hold columns (`dt=2026-01-01`)."""
+    columns = [part.partition("=") for part in place.parent.parts]
+    values = {unquote(key): "" if value == NO_VALUE else unquote(value) for key, equals, value in columns if equals}
+    return RawFile(file, shown(file.relative_to(root), 200), tuple(values.items()))
 
 
 def _fetch(fmt: RawFormat) -> str:
@@ -142,7 +150,7 @@ def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
 
 @contextmanager
 def unpacked(sources: list[RawFile], scratch: Path | None) -> Iterator[list[RawFile]]:
-    """Yield the same sources with gzip and Zstandard files unpacked into a temporary folder below `scratch`.
+    """Yield the same sources with compressed files unpacked into a temporary folder below `scratch`.
 
     scratch: by default the system's temporary folder. DataError for a damaged file and other kinds of compression.
     """
@@ -150,9 +158,9 @@ def unpacked(sources: list[RawFile], scratch: Path | None) -> Iterator[list[RawF
     for number, source in enumerate(sources):
         with literal(source.path) as f:
             magic = f.read(6)
-        if magic.startswith(OTHERS):
-            raise DataError(f"{source.name}: the file is compressed; unpack it first (.gz and .zst need not be)")
-        if magic.startswith((GZIP, ZSTD)):
+        if magic.startswith(ZIP):
+            raise DataError(f"{source.name}: a zip archive; unpack it first ({', '.join(PACKED)} need not be)")
+        if magic.startswith((GZIP, ZSTD, BZIP2, XZ)):
             packed[number] = magic
     if not packed:
         yield sources
@@ -174,22 +182,26 @@ def unpacked(sources: list[RawFile], scratch: Path | None) -> Iterator[list[RawF
 
 
 def _unpack(source: RawFile, magic: bytes, target: Path) -> None:
-    errors: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error)
+    errors: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error, lzma.LZMAError)
     with literal(source.path) as packed, open(target, "wb") as out:
-        if magic.startswith(GZIP):
-            parts = iter(partial(gzip.GzipFile(fileobj=packed).read, 1 << 20), b"")
+        if not magic.startswith(ZSTD):
+            kind = gzip if magic.startswith(GZIP) else bz2 if magic.startswith(BZIP2) else lzma
+            content = iter(partial(kind.open(packed).read, 1 << 20), b"")
         else:
             try:
                 import zstandard
             except ImportError:
                 raise DataError(f"{source.name}: reading .zst needs zstandard (pip install zstandard)") from None
             errors += (zstandard.ZstdError,)
-            parts = _zstd_parts(packed, zstandard.ZstdDecompressor())
-        try:
-            for part in parts:
-                out.write(part)
-        except errors as error:
-            raise DataError(f"{source.name}: damaged, cannot be unpacked: {shown(error)}") from None
+            content = _zstd_parts(packed, zstandard.ZstdDecompressor())
+        while True:
+            try:
+                part = next(content, b"")
+            except errors as error:
+                raise DataError(f"{source.name}: damaged, cannot be unpacked: {shown(error)}") from None
+            if not part:
+                break
+            out.write(part)
     if target.stat().st_size == 0:
         raise DataError(f"{source.name}: the file is empty")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.reading.bad_rows import BadRows
 from data.reading.formats import RawFormat
@@ -24,6 +24,18 @@ BETWEEN = "\x1f"  # separates the values of a list
 SAMPLE = 1 << 20  # bytes of the first rows, from which the readings of the user's columns are chosen
 
 
+class Names(NamedTuple):
+    """The names of a file's columns (indices if it has no header), and the values of those that its folders hold."""
+
+    of_file: list
+    of_folders: dict[str, str]
+
+    @property
+    def width(self) -> int:
+        """The number of columns in the file."""
+        return len(self.of_file)
+
+
 def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
     """Read one file: (polars frame, the readings of its columns, notes about the file).
 
@@ -32,9 +44,8 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
     import polars as pl
 
     fmt, notes = with_separator(source, fmt)
-    names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
-    require_columns(source, fmt, names)
-    all_whole = are_whole(source, fmt, len(names))
+    names = column_names(source, fmt)
+    all_whole = are_whole(source, fmt, names.width)
     if readings is None:
         readings = _readings(source, fmt, names)
     if all_whole:
@@ -62,8 +73,7 @@ def text_pieces(
     `bad.check` is not called.
     """
     fmt, notes = with_separator(source, fmt)
-    names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
-    require_columns(source, fmt, names)
+    names = column_names(source, fmt)
     readings = readings or _readings(source, fmt, names)
     place = len(first_line(source, fmt)) if fmt.header else 0
     for line, data in blocks(source, fmt, size, begin):
@@ -75,11 +85,11 @@ def text_pieces(
         yield finish(with_lists(frame, fmt), fmt), readings, notes, begin
 
 
-def _strictly(data: bytes, fmt: RawFormat, names: list, readings: Readings):
+def _strictly(data: bytes, fmt: RawFormat, names: Names, readings: Readings):
     """Return the rows of a block, or None if one of them is bad."""
     import polars as pl
 
-    shape = Shape(data, fmt, len(names))
+    shape = Shape(data, fmt, names.width)
     if len(shape.wrong) or shape.misquoted:
         return None
     try:
@@ -99,12 +109,20 @@ def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str
     fits = []
     for separator in SEPARATORS:
         candidate = dataclasses.replace(fmt, separator=separator, detect_separator=False)
-        names = read_header(source, candidate)
+        names = [*read_header(source, candidate), *dict(source.folder_columns)]
         if all(column in names for column in source_columns(fmt).values()):
             fits.append(candidate)
     chosen = fits[0] if fits else dataclasses.replace(fmt, detect_separator=False)
     name = NAMES.get(chosen.separator, chosen.separator)
     return chosen, [f"fields are separated by {name} (data.separator)"] if chosen.separator != fmt.separator else []
+
+
+def column_names(source: RawFile, fmt: RawFormat) -> Names:
+    """Return the names of the columns; DataError unless every column of the format is there exactly once."""
+    names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
+    of_folders = {name: value for name, value in source.folder_columns if name not in names}
+    require_columns(source, fmt, [*names, *of_folders])
+    return Names(names, of_folders)
 
 
 def source_columns(fmt: RawFormat) -> dict[str, str | int]:
@@ -123,19 +141,19 @@ def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
             raise DataError(f"{source.name}: the header names column {column!r} twice")
 
 
-def _readings(source: RawFile, fmt: RawFormat, names: list) -> Readings:
+def _readings(source: RawFile, fmt: RawFormat, names: Names) -> Readings:
     """Choose the readings that fit the first rows of the right shape."""
     if not fmt.own_columns and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
         return Readings(SECONDS)
     for _, data in blocks(source, fmt, SAMPLE):
-        shape = Shape(data, fmt, len(names))
+        shape = Shape(data, fmt, names.width)
         if shape.misquoted is None and len(shape.wrong) < len(shape.ends):
             frame = _parse(shape.without(shape.wrong), fmt, names, None, lossy=True)
             return choose_readings(frame, fmt)
     return Readings(SECONDS)
 
 
-def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy: bool = False):
+def _parse(source, fmt: RawFormat, names: Names, readings: Readings | None, lossy: bool = False):
     """Parse a file, or rows in bytes, into a frame with the roles as columns, which have their types, or are text if
     `readings` is None or requires it; PolarsError for a value that is not of its type.
     """
@@ -143,8 +161,8 @@ def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy
 
     # polars splits at one byte: if the separator is "::", it splits at ":" and every other column is empty.
     step = len(fmt.separator)
-    columns = {role: names.index(column) * step for role, column in source_columns(fmt).items()}
-    schema: dict[str, Any] = {str(i): pl.String for i in range((len(names) - 1) * step + 1)}
+    columns = {r: names.of_file.index(c) * step for r, c in source_columns(fmt).items() if c in names.of_file}
+    schema: dict[str, Any] = {str(i): pl.String for i in range((names.width - 1) * step + 1)}
     if readings is not None:
         types: dict[str, Any] = {"action": pl.String if readings.text_actions else pl.Float64}
         types |= {"timestamp": pl.Int64 if readings.time.kind == "integer" else pl.String}
@@ -166,7 +184,9 @@ def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy
         glob=False,
     )
     frame.columns = [str(i) for i in chosen]
-    return frame.select(pl.col(str(i)).alias(role) for role, i in columns.items())
+    values = {role: pl.col(str(i)) for role, i in columns.items()}
+    values |= {r: pl.lit(names.of_folders[c]) for r, c in source_columns(fmt).items() if r not in values}
+    return frame.select(values[role].alias(role) for role in source_columns(fmt))
 
 
 def is_valid(frame, fmt: RawFormat, readings: Readings) -> bool:
@@ -174,7 +194,7 @@ def is_valid(frame, fmt: RawFormat, readings: Readings) -> bool:
     return all(frame.select(check.all().alias(role) for role, check in checks(frame, fmt, readings).items()).row(0))
 
 
-def _read_in_blocks(source: RawFile, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
+def _read_in_blocks(source: RawFile, fmt: RawFormat, names: Names, readings: Readings, bad: BadRows):
     """Return the good rows of a file; the bad ones go to `bad`."""
     import polars as pl
 
@@ -190,12 +210,12 @@ def _no_rows(fmt: RawFormat, readings: Readings):
     return typed(pl.DataFrame(schema=dict.fromkeys(source_columns(fmt), pl.String)), fmt, readings)
 
 
-def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
+def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: Names, readings: Readings, bad: BadRows):
     """Return the good rows of a block whose first line has the number `line`; the bad ones go to `bad`."""
     import numpy as np
     import polars as pl
 
-    shape, good_rows = Shape(data, fmt, len(names)), _no_rows(fmt, readings)
+    shape, good_rows = Shape(data, fmt, names.width), _no_rows(fmt, readings)
     order = shape.wrong if shape.misquoted is None else shape.wrong[shape.wrong < shape.misquoted[0]]
     misshapen = set(order.tolist())
     if not fmt.other_text and not _is_text(data):  # in any column
@@ -234,15 +254,15 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: l
     return good_rows
 
 
-def _problem(row: bytes, fmt: RawFormat, names: list, readings: Readings, failed: list[str] | None) -> str:
+def _problem(row: bytes, fmt: RawFormat, names: Names, readings: Readings, failed: list[str] | None) -> str:
     """Return `, column user: message` for the first bad value of a row; failed: the roles of bad columns, if known."""
     fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\r"), fmt)
+    values = dict(zip(names.of_file, fields)) | names.of_folders
     for role, column in source_columns(fmt).items():
-        index = names.index(column)
         if (
             (failed is None or role in failed)
-            and index < len(fields)
-            and (message := problem(role, fields[index], fmt, readings))
+            and column in values
+            and (message := problem(role, values[column], fmt, readings))
         ):
             return f", column {column if fmt.header else role}: {message}"
     return ": not valid UTF-8" if not _is_text(row) else ": cannot be read"

@@ -191,7 +191,8 @@ def test_refused(tmp_path):
 
 @pytest.mark.parametrize("source", ["ml_100k", "parquet"])
 def test_memory_decides(tmp_path, monkeypatch, source):
-    source_files = SOURCES[source](tmp_path)
+    (tmp_path / "raw").mkdir()
+    source_files = SOURCES[source](tmp_path / "raw")
     monkeypatch.setattr(partitions, "available_memory", lambda: 10**9)
     assert len(prepare(tmp_path / "much", source_files, None)) == 7
 
