@@ -23,9 +23,10 @@ from data.features.options import FeatureFile, FeatureOptions, Features
 from data.options import checked_separator
 from data.reading.bad_rows import BadRows
 from data.reading.formats import FORMATS, RawFormat, with_features
+from data.reading.lists import BETWEEN, mostly_lists
 from data.reading.parquet import read_parquet
 from data.reading.sources import RawFile, find_sources, unpacked
-from data.reading.text import BETWEEN, read_text
+from data.reading.text import read_text
 from data.reading.values import MAX_ID_LENGTH
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
@@ -201,6 +202,8 @@ def features_of(entity: str, name: str, kind: str, column, source: str) -> Featu
     distinct = frame["value"].unique().sort()
     if (longest := cast(int, distinct.str.len_chars().max() or 0)) > MAX_ID_LENGTH:
         raise DataError(f"{source}: {name}: a value of {longest} characters in a list, at most {MAX_ID_LENGTH}")
+    if kind == "category" and (example := mostly_lists(distinct)) is not None:
+        raise DataError(f"{source}: {name}: its values are lists, like {shown(repr(example))}: set its kind to list")
     codes = frame["value"].cast(pl.Enum(distinct)).to_physical().to_numpy()
     return numbered(entity, name, kind, len(column), frame["row"].to_numpy(), codes, distinct.to_numpy())
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 
 from data.reading import times
 from data.reading.bad_rows import BadRows
 from data.reading.formats import RawFormat
+from data.reading.lists import BETWEEN
 from data.reading.memory import require_memory
 from data.reading.sources import RawFile, literal
-from data.reading.text import BETWEEN, finish, require_columns
+from data.reading.text import finish, require_columns, with_lists
 from data.reading.times import Reading
 from data.reading.values import Readings, checks, choose_readings, problem, typed
 from data.types import DataError, shown
@@ -66,7 +68,8 @@ def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Read
         rows = (~good).arg_true()
         bad.add(len(rows), [_problem(source, row, raw, frame, fmt, readings, first) for row in rows.head(bad.room)])
         frame = frame.filter(good)
-    return finish(frame, fmt), readings
+    texts = {role: mark for role, mark in fmt.list_separators.items() if raw[role].dtype == pl.String}
+    return finish(with_lists(frame, dataclasses.replace(fmt, list_separators=texts)), fmt), readings
 
 
 def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = None):
@@ -132,7 +135,7 @@ def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
         elif text:
             value = value.cast(pl.String)
     elif role in fmt.features:
-        good, expected, value = _feature_as_read(fmt.features[role][0], value, kind, fmt.list_separators.get(role, ""))
+        good, expected, value = _feature_as_read(fmt.features[role][0], value, kind)
     else:
         good, expected = kind.is_numeric() or text, "numbers or text"
         value = value.cast(pl.String if text or fmt.action_codes else pl.Float64, strict=False)
@@ -141,7 +144,7 @@ def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
     return value
 
 
-def _feature_as_read(feature: str, value, kind, separator: str):
+def _feature_as_read(feature: str, value, kind):
     """Return (whether a column of polars type `kind` can be such a feature, the expected types, the expression)."""
     import polars as pl
 
@@ -156,8 +159,7 @@ def _feature_as_read(feature: str, value, kind, separator: str):
     expected = "lists of text or integers, or text"
     if isinstance(kind, pl.List) and plain(kind.inner):
         return True, expected, value.list.eval(pl.element().cast(pl.String, strict=False)).list.join(BETWEEN)
-    text = kind == pl.String
-    return text, expected, value.cast(pl.String, strict=False).str.replace_all(separator, BETWEEN, literal=True)
+    return kind == pl.String, expected, value.cast(pl.String, strict=False)
 
 
 def _nanoseconds(value, kind):

@@ -16,6 +16,7 @@ from data.filtering import offsets_of
 from data.progress import Progress
 from data.reading.bad_rows import BadRows
 from data.reading.formats import RawFormat
+from data.reading.lists import mostly_lists
 from data.reading.memory import require_memory
 from data.reading.parquet import read_parquet
 from data.reading.sequences import read_sequences
@@ -265,6 +266,10 @@ class Ids:
             raise DataError(f"{first.name}: {len(distinct)} distinct {role} ids, at most 2147483647 are supported")
         self._text = None
         if distinct.dtype == pl.String:
+            if (example := mostly_lists(distinct)) is not None:
+                raise DataError(
+                    f"{first.name}: the {role} ids are lists, like {shown(repr(example))}: expected one id in each row"
+                )
             as_int = distinct.cast(pl.Int64, strict=False)
             # "007" and "7" are different ids: numbers only if no id changes when written back.
             if as_int.null_count() or not (as_int.cast(pl.String) == distinct).all():

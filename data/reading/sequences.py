@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 
@@ -20,6 +21,7 @@ SEPARATORS = {
     ";": "a semicolon",
     "|": "|",
 }  # the first that the first line has; by default a blank
+LIST = re.compile(rb"[\s,;|]\[[^\]]*[\s,][^\]]*\]\s*$")
 
 
 def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
@@ -70,6 +72,8 @@ def _problem(line: bytes, fmt: RawFormat) -> str | None:
         return "not valid UTF-8"
     if b"\0" in line:
         return "a NUL character"
+    if LIST.search(line):
+        return "a list in brackets, expected each item in a field of its own"
     if separator not in line:
         return f"expected a user and items between {fmt.separator!r}, got {shown(line.decode())!r}"
     if separator * 2 in line or line.startswith(separator) or line.endswith(separator):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from data.reading.bad_rows import BadRows
 from data.reading.formats import RawFormat
 from data.reading.lines import SEARCH_BLOCK, Shape, are_whole, blocks, first_line, read_header, split_row
+from data.reading.lists import separated
 from data.reading.sources import RawFile, literal
 from data.reading.times import SECONDS
 from data.reading.values import Readings, checks, choose_readings, problem, typed
@@ -20,7 +21,6 @@ from data.types import DataError, did_you_mean, shown
 
 SEPARATORS = ",;\t|"
 NAMES = {"\t": "a tab", " ": "a blank", ",": "a comma", ";": "a semicolon"}
-BETWEEN = "\x1f"  # separates the values of a list
 SAMPLE = 1 << 20  # bytes of the first rows, from which the readings of the user's columns are chosen
 
 
@@ -294,11 +294,7 @@ def finish(frame, fmt: RawFormat):
 
 
 def with_lists(frame, fmt: RawFormat):
-    """Replace the separators of lists by BETWEEN."""
-    import polars as pl
-
+    """Put BETWEEN between the values of lists that are text."""
     return frame.with_columns(
-        pl.col(role).str.replace_all(separator, BETWEEN, literal=True)
-        for role, separator in fmt.list_separators.items()
-        if role in frame.columns
+        separated(frame[role], separator) for role, separator in fmt.list_separators.items() if role in frame.columns
     )

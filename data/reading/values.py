@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from data.reading import times
 from data.reading.formats import RawFormat
+from data.reading.lists import BRACKETS, unreadable, values_in_brackets
 from data.reading.times import Reading
 from data.types import shown
 
@@ -91,6 +92,8 @@ def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
             if kind == pl.String:
                 most = MAX_LIST_LENGTH if fmt.features[role][0] == "list" else MAX_ID_LENGTH
                 good = (value.str.len_chars() <= most) & ~value.str.contains("\0", literal=True)
+                if fmt.features[role][0] == "list" and (wrong := unreadable(frame[role])):
+                    good &= ~value.is_in(wrong)
             else:
                 good = value.is_finite()
             good |= value.is_null()
@@ -153,6 +156,8 @@ def _feature_problem(kind: str, value: str, got: str) -> str | None:
         return None if finite else f"expected a number, got {got}{comma}"
     if kind == "list" and len(value) > MAX_LIST_LENGTH:
         return f"a list of more than {MAX_LIST_LENGTH:,} characters: {got}"
+    if kind == "list" and re.search(BRACKETS, value) and values_in_brackets(value) is None:
+        return f"expected values between separators, or a list like ['a', 'b'], got {got}"
     return None if kind == "list" and "\0" not in value else _text_problem(value, got, "a value")
 
 
