@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field
 
 from data.features.options import Features
 from data.options import Columns, Options, RecallOptions, SyntheticOptions, checked_separator
+from data.reading.bad_rows import LIMIT
 from data.types import DataError
 
 
@@ -45,6 +46,9 @@ class DataConfig(Options):
     """The character between the fields of a csv file, or `tab`; absent, it is detected from the header."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be read stops the preparation or is left out and reported."""
+    bad_rows_limit: float = Field(LIMIT, ge=0, le=1)
+    """The greatest share of a source's rows that `on_bad_row: drop` may leave out; more of them, and more than ten, are
+    an error."""
     duplicates: Literal["keep", "drop"] = "keep"
     """Whether events that equal an earlier one in user, item, time and action stay."""
     partitions: int | None = Field(None, ge=1, le=4096)

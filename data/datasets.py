@@ -13,9 +13,10 @@ from data.features.options import Features
 from data.filtering import filter_dataset
 from data.options import Columns, Options, RecallOptions, SyntheticOptions, parse_options
 from data.prepare import file_sha256, load_or_prepare
+from data.reading.bad_rows import LIMIT
 from data.reading.formats import FORMATS, with_features, with_options
 from data.reading.partitions import MOST
-from data.reading.raw import PLAIN, Handling
+from data.reading.raw import Handling
 from data.recall import generate_recall
 from data.synthetic import generate
 from data.types import DataError, Dataset, did_you_mean
@@ -38,6 +39,7 @@ def load_dataset(
     separator: str | None = None,
     on_bad_row: Literal["error", "drop"] = "error",
     duplicates: Literal["keep", "drop"] = "keep",
+    bad_rows_limit: float = LIMIT,
     tell: Callable[[str], None] | None = None,
     features: Features | dict | None = None,
     partitions: int | None = None,
@@ -55,7 +57,8 @@ def load_dataset(
     counted in `Dataset.left_out`, users with fewer than min_user_events events left go too, and min_item_events is not
     applied. separator: of a csv file or of sequences; by default detected from the first line. on_bad_row: whether rows
     that cannot be read end the preparation or are left out and counted. duplicates: whether events that equal an
-    earlier one in every column stay. tell: called now and then with a line about the progress of a long preparation.
+    earlier one in every column stay. bad_rows_limit: the greatest share of a source's rows, beyond ten, that on_bad_row
+    may leave out. tell: called now and then with a line about the progress of a long preparation.
     The notes about how the source was read are in `Dataset.notes`. features: options of the features of items, users
     and events, see `feature_options.Features`; with a vocabulary those of items are not read. partitions: the number of
     ranges of users that are prepared one after another to limit memory (`partitions.py`); chosen automatically by
@@ -76,6 +79,8 @@ def load_dataset(
     ):
         if choice not in known:
             raise DataError(f"data.{key}: expected {' or '.join(known)}, got {choice!r}")
+    if not 0 <= bad_rows_limit <= 1:
+        raise DataError(f"data.bad_rows_limit: expected 0 to 1, got {bad_rows_limit!r}")
     if partitions is not None and not 1 <= partitions <= MOST:
         raise DataError(f"data.partitions: expected 1 to {MOST}, got {partitions}")
     options = {"min_user_events": min_user_events, "min_item_events": min_item_events}
@@ -85,14 +90,14 @@ def load_dataset(
         features = features if vocabulary is None else features.without_items()
     if features is not None and features.events:
         fmt = with_features(format, fmt, features.events.columns, "data.features.events.columns")
-    handling = Handling(on_bad_row, duplicates)
+    handling = Handling(on_bad_row, duplicates, bad_rows_limit)
     for kind, sizes in (("synthetic", synthetic), ("recall", recall)):
         if sizes and format != kind:
             raise DataError(f"data.{kind}: these options belong to format {kind}, not to {format}")
     if fmt.kind == "generated":
         if path:
             raise DataError(f"data.path: format {format} generates its data and takes no path")
-        if handling != PLAIN:
+        if (on_bad_row, duplicates) != ("error", "keep"):
             raise DataError(f"data.on_bad_row, data.duplicates: format {format} has neither bad rows nor duplicates")
         generator_options = synthetic if format == "synthetic" else recall
         generator: Callable[..., Dataset] = generate if format == "synthetic" else generate_recall
@@ -100,7 +105,7 @@ def load_dataset(
             **(generator_options.model_dump() if isinstance(generator_options, Options) else generator_options or {})
         )
         tables = find_tables(features)
-        read = read_tables(tables, dataset, drop=False)
+        read = read_tables(tables, dataset, bad_rows_limit)
         if features is not None:
             key = f"{dataset.fingerprint}/{features.recipe()}/{[file_sha256(table.source.path) for table in tables]}"
             digest = hashlib.sha256(key.encode()).hexdigest()

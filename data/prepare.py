@@ -100,8 +100,10 @@ def _recipe(
         recipe["separator"] = None if fmt.detect_separator else fmt.separator
     if features is not None and (read := features.recipe()):
         recipe["features"] = read
-    if handling != PLAIN:
+    if (handling.on_bad_row, handling.duplicates) != (PLAIN.on_bad_row, PLAIN.duplicates):
         recipe |= {"on_bad_row": handling.on_bad_row, "duplicates": handling.duplicates}
+    if handling.on_bad_row == "drop" or (features is not None and features.drops_bad_rows):
+        recipe["bad_rows_limit"] = handling.bad_rows_limit
     return recipe
 
 
@@ -146,7 +148,7 @@ def _prepare(
         if dataset is None:
             dataset = read_raw(name, fmt, sources, fingerprint, handling, cache_dir, progress)
             # Before the filter, because an item that the filter drops is not an unknown one.
-            read = read_tables(tables, dataset, handling.on_bad_row == "drop", cache_dir, progress.stage)
+            read = read_tables(tables, dataset, handling.bad_rows_limit, cache_dir, progress.stage)
             progress.stage("filtering")
             dataset = filter_dataset(dataset, **recipe["options"])
         if [check_source(source, fmt_) for source, fmt_ in inputs] != checked:
@@ -201,7 +203,7 @@ def _given_cache(folder: Path, requested: dict) -> Dataset | None:
         raise DataError(f"{shown(folder, 200)}: damaged cache: {error}; prepare it again from the raw file") from error
     for key, value in requested.items():
         # A unit that is not requested was detected from the values. Earlier caches lack keys that were added later.
-        accepted = key == "version" or (key in ("options", "timestamp_unit") and value is None)
+        accepted = key in ("version", "bad_rows_limit") or (key in ("options", "timestamp_unit") and value is None)
         accepted |= key == "features" and requested["options"] is None
         default = {"on_bad_row": "error", "duplicates": "keep"}.get(key)
         if not accepted and (stored := meta.get(key, default)) != value:

@@ -21,7 +21,7 @@ import numpy as np
 from data.features.features import Feature, feature_of, numbered
 from data.features.options import FeatureFile, FeatureOptions, Features
 from data.options import checked_separator
-from data.reading.bad_rows import BadRows
+from data.reading.bad_rows import LIMIT, BadRows
 from data.reading.formats import FORMATS, RawFormat, with_features
 from data.reading.lists import BETWEEN, mostly_lists
 from data.reading.parquet import read_parquet
@@ -133,24 +133,26 @@ def find_tables(features: Features | None) -> list[FeatureSource]:
 def read_tables(
     tables: Sequence[FeatureSource],
     dataset: Dataset,
-    drop: bool,
+    bad_rows_limit: float = LIMIT,
     scratch: Path | None = None,
     stage: Callable[[str], None] = lambda _: None,
 ) -> list[Table]:
     """Read the files of features. An id that `dataset`, which has every event, lacks is unknown.
 
-    DataError for bad rows, unless `drop` leaves them out, and for unknown ids if they are an error. scratch: the folder
-    for unpacking compressed files. stage: called with a description of each step; it may raise.
+    DataError for bad rows, unless the file's options leave them out and they are at most `bad_rows_limit` of all rows,
+    and for unknown ids if they are an error. scratch: the folder for unpacking compressed files. stage: called with a
+    description of each step; it may raise.
     """
     read = []
     for entity, file, fmt, source in tables:
         stage(f"reading {source.name}")
-        bad, notes = BadRows(drop), []
+        bad, notes = BadRows(file.on_bad_row == "drop", bad_rows_limit, f"data.features.{entity}"), []
         with unpacked([source], scratch) as (plain,):
             if fmt.kind == "json":
                 table = _read_json(entity, plain)
             else:
                 frame, _, notes = (read_parquet if fmt.kind == "parquet" else read_text)(plain, fmt, bad)
+                bad.check_limit(source.name)
                 table = _table_of(entity, file.format, source, frame)
         if bad.count:
             notes = [*notes, bad.note()]

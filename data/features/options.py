@@ -10,6 +10,7 @@ from data.options import Options
 
 NAME = r"^[A-Za-z0-9_-]+$"  # for names of features, which become part of the names of modules and files
 MOST_FEATURES = 100
+LATER = ("on_bad_row",)  # options of files that caches of 0.2.0 do not have
 
 
 def _by_kind(value: object) -> object:
@@ -60,6 +61,8 @@ class FeatureFile(Options):
     """The features by name; absent, all that a format with fixed columns has."""
     unknown: Literal["error", "drop", "add"] | None = None
     """What happens to a row whose id is in no event; absent, `error`, but `drop` in MovieLens' own files."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """Whether a row that cannot be read stops the preparation or is left out and reported."""
 
     @model_validator(mode="after")
     def _own_columns(self) -> Self:
@@ -134,11 +137,19 @@ class Features(Options):
         users = self.users and self.users.model_copy(update={"unknown": "drop"})
         return self.model_copy(update={"items": None, "users": users}) if users or self.events else None
 
+    @property
+    def drops_bad_rows(self) -> bool:
+        """Whether bad rows of a file are left out."""
+        return any(file.on_bad_row == "drop" for file in self.files().values())
+
     def recipe(self) -> dict:
         """Return whatever, beside the files' content, determines the result of reading; it is part of a cache's key."""
         recipe: dict = {}
         for entity, file in self.files().items():
-            recipe[entity] = file.model_dump(exclude={"path", "columns"}) | {"columns": _read_as(file.columns)}
+            # Keys added later are left out when unused, so that earlier caches keep their fingerprints.
+            unused = {key for key in LATER if getattr(file, key) == type(file).model_fields[key].default}
+            options = file.model_dump(exclude={"path", "columns"} | unused)
+            recipe[entity] = options | {"columns": _read_as(file.columns)}
         if self.events and self.events.columns:
             recipe["events"] = {"columns": _read_as(self.events.columns)}
         return recipe

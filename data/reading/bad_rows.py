@@ -5,15 +5,23 @@ from __future__ import annotations
 from data.types import DataError
 
 MOST_TOLD = 20  # bad rows that an error lists
+MOST_DROPPED = 10  # bad rows that may be left out of any source, however small
 MOST_NOTED = 5  # bad rows that the note about dropped rows lists
 
 
-class BadRows:
-    """The bad rows of a source. `drop` decides whether they are left out or end the preparation."""
+LIMIT = 0.01  # of the rows of a source, that may be left out unless the user says otherwise
 
-    def __init__(self, drop: bool):
-        self.drop = drop
-        self.count = 0
+
+class BadRows:
+    """The bad rows of a source. `drop` decides whether they are left out or end the preparation.
+
+    limit: the greatest share of them that may be left out. option: the configuration key of the source. rows: all rows
+    so far, good and bad.
+    """
+
+    def __init__(self, drop: bool, limit: float = LIMIT, option: str = "data"):
+        self.drop, self.limit, self.option = drop, limit, option
+        self.count = self.rows = 0
         self.first: list[str] = []
 
     @property
@@ -41,10 +49,25 @@ class BadRows:
         if self.count == 1:
             raise DataError(self.first[0])
         limit = f", the first {len(self.first)}" if len(self.first) < self.count else ""
-        head = f"{place}: {self.count:,} bad rows (data.on_bad_row=drop leaves them out){limit}:"
+        hint = "" if self.too_many else f" ({self.option}.on_bad_row=drop leaves them out)"
+        head = f"{place}: {self.count:,} bad rows{hint}{limit}:"
         raise DataError("\n  ".join([head, *self.first]))
+
+    @property
+    def too_many(self) -> bool:
+        """Whether more rows are bad than may be left out."""
+        return self.count > MOST_DROPPED and self.count > self.limit * self.rows
+
+    def check_limit(self, place: str) -> None:
+        """Raise DataError if more rows of the whole source were left out than the limit allows."""
+        if self.drop and self.too_many:
+            head = (
+                f"{place}: {self.count:,} of {self.rows:,} rows are bad ({self.option}.on_bad_row: drop), more than "
+                f"data.bad_rows_limit={self.limit:g} allows, the first {len(self.first)}:"
+            )
+            raise DataError("\n  ".join([head, *self.first]))
 
     def note(self) -> str:
         """Return a sentence about the rows that were dropped."""
         first = "; ".join(self.first[:MOST_NOTED])
-        return f"{self.count:,} bad rows were left out (data.on_bad_row: drop), the first: {first}"
+        return f"{self.count:,} bad rows were left out ({self.option}.on_bad_row: drop), the first: {first}"

@@ -61,6 +61,7 @@ def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Read
     if time is not None and time.is_temporal():
         readings = Readings(Reading("datetime", "ns"), readings.text_actions)
     frame = typed(frame, fmt, readings)
+    bad.rows += raw.height
     import polars as pl
 
     good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()

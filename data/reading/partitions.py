@@ -27,7 +27,6 @@ import numpy as np
 from data.atomic import replace_file, replace_folder
 from data.filtering import nothing_left, offsets_of
 from data.progress import Progress
-from data.reading.bad_rows import BadRows
 from data.reading.formats import RawFormat
 from data.reading.memory import available_memory
 from data.reading.parquet import memory_of, parquet_pieces
@@ -164,8 +163,8 @@ class _Work:
             return
         pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
         state = _State(**_read_json(pieces[-1] / "state.json")) if pieces else _State()
-        bad = BadRows(self.handling.on_bad_row == "drop")
-        bad.count, bad.first = state.bad, state.described
+        bad = self.handling.bad_rows()
+        bad.count, bad.rows, bad.first = state.bad, state.rows + state.bad, state.described
         while state.file < len(self.files):
             file, before = self.files[state.file], state.readings()
             place = None if state.begin is None else (state.begin[0], state.begin[1])
@@ -181,6 +180,7 @@ class _Work:
                 self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
             bad.check(file.name)
             state.file, state.begin = state.file + 1, None
+        bad.check_limit(self.files[0].name)
         state.bad_note = bad.note() if bad.count else None
         _write_json(state_file, dataclasses.asdict(state))
 

@@ -14,7 +14,7 @@ import numpy as np
 from data.features.files import features_of
 from data.filtering import offsets_of
 from data.progress import Progress
-from data.reading.bad_rows import BadRows
+from data.reading.bad_rows import LIMIT, BadRows
 from data.reading.formats import RawFormat
 from data.reading.lists import mostly_lists
 from data.reading.memory import require_memory
@@ -34,11 +34,16 @@ NOTED_ACTIONS = 10
 @dataclass(frozen=True)
 class Handling:
     """The handling of rows. on_bad_row: error or drop. duplicates: keep or drop events that equal an earlier one in
-    every column.
+    every column. bad_rows_limit: the greatest share of bad rows that may be dropped.
     """
 
     on_bad_row: str = "error"
     duplicates: str = "keep"
+    bad_rows_limit: float = LIMIT
+
+    def bad_rows(self) -> BadRows:
+        """Return the collection of a source's bad rows."""
+        return BadRows(self.on_bad_row == "drop", self.bad_rows_limit)
 
 
 PLAIN = Handling()
@@ -142,7 +147,7 @@ def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress
     size = sum(file.path.stat().st_size for file in files)
     if fmt.kind != "parquet":  # whose reader checks the memory itself
         require_memory(2 * size, f"{files[0].name}: {size / 2**30:.1f} GiB of rows")
-    bad, frames, notes = BadRows(handling.on_bad_row == "drop"), [], []
+    bad, frames, notes = handling.bad_rows(), [], []
     readings: Any = None
     rows = 0
     for number, file in enumerate(files):
@@ -157,6 +162,7 @@ def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress
         rows += frame.height
         frames.append(frame)
         notes += [note for note in file_notes if note not in notes]
+    bad.check_limit(files[0].name)
     if fmt.own_columns and fmt.has_timestamps:
         notes.append(time_note(fmt, readings))
     return pl.concat(alike(frames, files)), readings, bad, notes

@@ -52,6 +52,7 @@ def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Read
                 count += 1
                 if len(descriptions) < bad.room:
                     descriptions.append(f"{source.name} line {number + place}: {message}")
+        bad.rows += len(lines)
         bad.add(count, descriptions)
         fields = pl.Series(good, dtype=pl.String).str.split(fmt.separator)
         frame = pl.DataFrame({"user": fields.list.first(), "item": fields.list.slice(1)})

@@ -53,6 +53,7 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
             with literal(source.path) as file:
                 frame = typed(_parse(file, fmt, names, readings), fmt, readings)
             if is_valid(frame, fmt, readings):
+                bad.rows += frame.height
                 return finish(with_lists(frame, fmt), fmt), readings, notes
         except pl.exceptions.PolarsError:
             pass
@@ -81,6 +82,8 @@ def text_pieces(
         frame = _strictly(data, fmt, names, readings)
         if frame is None:
             frame = _good_rows(source, line, data, fmt, names, readings, bad)
+        else:
+            bad.rows += frame.height
         begin = place + len(data), line + data.count(b"\n")
         yield finish(with_lists(frame, fmt), fmt), readings, notes, begin
 
@@ -247,6 +250,7 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: N
             else _problem(shape.row(row), fmt, names, readings, failed.get(row))
         )
         descriptions.append(f"{source.name} line {line + shape.lines_before(row)}{message}")
+    bad.rows += len(shape.ends)
     bad.add(len(order), descriptions)
     if shape.misquoted:
         row, message = shape.misquoted
@@ -257,6 +261,13 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: N
 def _problem(row: bytes, fmt: RawFormat, names: Names, readings: Readings, failed: list[str] | None) -> str:
     """Return `, column user: message` for the first bad value of a row; failed: the roles of bad columns, if known."""
     fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\r"), fmt)
+    if not fmt.other_text:
+        for column, field in zip(names.of_file, fields):
+            if not _is_text(field.encode("utf-8", "surrogateescape")):
+                place = (
+                    column if fmt.header else next((r for r, c in source_columns(fmt).items() if c == column), column)
+                )
+                return f", column {place}: {problem('user', field, fmt, readings)}"
     values = dict(zip(names.of_file, fields)) | names.of_folders
     for role, column in source_columns(fmt).items():
         if (

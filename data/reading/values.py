@@ -121,7 +121,7 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
     if value == "" and role not in fmt.features:
         return "the value is missing"
     if any("\udc80" <= c <= "\udcff" for c in value):
-        return f"not valid UTF-8: {shown(ascii(value))}"
+        return f"not valid UTF-8: {shown(repr(value.encode('utf-8', 'surrogateescape'))[1:])}"
     got = shown(repr(value))
     if role in fmt.features:
         return _feature_problem(fmt.features[role][0], value, got)

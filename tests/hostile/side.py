@@ -103,7 +103,7 @@ CASES: dict[str, Given] = {
     "half the items": Given("\n".join(ITEMS.split("\n")[:6]) + "\n", (5, 10, 5)),
     "no value": changed(",1.5\n", ",\n", expect=ROWS),
     "text as a number": changed(",1.5\n", ",cheap\n"),
-    "text as a number, dropped": changed(",1.5\n", ",cheap\n", expect=(9, 18, 9), options="DROP"),
+    "text as a number, dropped": changed(",1.5\n", ",cheap\n", expect=(9, 18, 9), options="on_bad_row: drop"),
     "infinity": changed(",1.5\n", ",inf\n"),
     "NaN": changed(",1.5\n", ",nan\n"),
     "1e400": changed(",1.5\n", ",1e400\n"),
