@@ -26,6 +26,7 @@ from cli.program import guarded
 from cli.terminal import terminal
 from data.errors import ConfigError
 from data.features.vocabulary import with_rows
+from data.reading.encodings import decoded
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
 from models.tasks.ranking_metrics import ranking_metrics
@@ -224,10 +225,7 @@ def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
     """Return the indices of the users whose ids are in the file, one a line; DataError for ids that the data lack."""
     with access(path, "read"):
         content = read_regular(path, MOST_USERS)
-    try:
-        ids = [line.strip() for line in content.decode("utf-8-sig").splitlines()]
-    except UnicodeDecodeError as error:
-        raise DataError(f"{shown(path, 200)}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    ids = [line.strip() for line in decoded(content, shown(path, 200)).splitlines()]
     ids = [name for name in ids if name]
     if not ids:
         raise DataError(f"{shown(path, 200)}: no user id in it, expected one a line")

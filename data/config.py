@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field
 from data.features.options import Features
 from data.options import Columns, Options, RecallOptions, SyntheticOptions, checked_separator
 from data.reading.bad_rows import LIMIT
+from data.reading.encodings import checked_encoding
 from data.types import DataError
 
 
@@ -22,6 +23,13 @@ def _possible_separator(value: str) -> str:
     except DataError as error:
         raise ValueError(str(error).removeprefix("data.separator: ")) from None
     return value
+
+
+def _possible_encoding(value: str) -> str:
+    try:
+        return checked_encoding(value, "")
+    except DataError as error:
+        raise ValueError(str(error).removeprefix(": ")) from None
 
 
 PathText = Annotated[str, AfterValidator(_possible_path)]
@@ -44,6 +52,8 @@ class DataConfig(Options):
     """Items with fewer events are left out."""
     separator: Annotated[str, AfterValidator(_possible_separator)] | None = None
     """The character between the fields of a csv file, or `tab`; absent, it is detected from the header."""
+    encoding: Annotated[str, AfterValidator(_possible_encoding)] | None = None
+    """The encoding of text files, as Python names it (`cp1252`, `shift_jis`); absent, it is detected."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be read stops the preparation or is left out and reported."""
     bad_rows_limit: float = Field(LIMIT, ge=0, le=1)

@@ -98,6 +98,8 @@ def _recipe(
         recipe |= {"timestamp_format": fmt.timestamp_format, "action_codes": fmt.action_codes}
     if fmt.kind == "sequences" or fmt.own_columns:
         recipe["separator"] = None if fmt.detect_separator else fmt.separator
+    if fmt.encoding is not None:
+        recipe["encoding"] = fmt.encoding
     if features is not None and (read := features.recipe()):
         recipe["features"] = read
     if (handling.on_bad_row, handling.duplicates) != (PLAIN.on_bad_row, PLAIN.duplicates):

@@ -148,6 +148,7 @@ def load_data(config: RunConfig, **others) -> Dataset:
         "separator": c.separator,
         "on_bad_row": c.on_bad_row,
         "duplicates": c.duplicates,
+        "encoding": c.encoding,
         "bad_rows_limit": c.bad_rows_limit,
         "features": c.features,
         "partitions": c.partitions,

@@ -22,7 +22,7 @@ from data.features.features import Feature, feature_of, numbered
 from data.features.options import FeatureFile, FeatureOptions, Features
 from data.options import checked_separator
 from data.reading.bad_rows import LIMIT, BadRows
-from data.reading.formats import FORMATS, RawFormat, with_features
+from data.reading.formats import FORMATS, RawFormat, with_encoding, with_features
 from data.reading.lists import BETWEEN, mostly_lists
 from data.reading.parquet import read_parquet
 from data.reading.sources import RawFile, find_sources, unpacked
@@ -110,6 +110,7 @@ def format_of(entity: str, file: FeatureFile) -> RawFormat:
     """Return the format of a file of features; DataError if its options do not fit."""
     fmt, key = FILES[file.format], f"data.features.{entity}"
     fmt = dataclasses.replace(fmt, option=f"{key}.columns", path_option=f"{key}.path")
+    fmt = with_encoding(file.format, fmt, file.encoding)
     if not fmt.own_columns:
         return fmt
     if file.separator is not None:
@@ -147,15 +148,14 @@ def read_tables(
     for entity, file, fmt, source in tables:
         stage(f"reading {source.name}")
         bad, notes = BadRows(file.on_bad_row == "drop", bad_rows_limit, f"data.features.{entity}"), []
-        with unpacked([source], scratch) as (plain,):
+        with unpacked([source], scratch, fmt) as (plain,):
             if fmt.kind == "json":
                 table = _read_json(entity, plain)
             else:
                 frame, _, notes = (read_parquet if fmt.kind == "parquet" else read_text)(plain, fmt, bad)
                 bad.check_limit(source.name)
                 table = _table_of(entity, file.format, source, frame)
-        if bad.count:
-            notes = [*notes, bad.note()]
+            notes = [*notes, *plain.notes(fmt), *([bad.note()] if bad.count else [])]
         unknown = _unknown_rows(table, file, dataset)
         added = unknown if file.unknown == "add" else None
         read.append(dataclasses.replace(_chosen(table, file), added=added, notes=tuple(notes)))

@@ -12,6 +12,7 @@ from typing import Any
 
 from data.features.options import FeatureOptions
 from data.options import MOST_ACTION, Columns, checked_separator, parse_options
+from data.reading.encodings import checked_encoding
 from data.types import DataError, shown
 
 
@@ -44,8 +45,14 @@ class RawFormat:
     width: int | None = None  # the number of columns of a file without a header of which only some are read
     other_text: bool = False  # columns that are not read may hold bytes that are not UTF-8
     list_separators: dict[str, str] = field(default_factory=dict)  # role of a list -> the separator of its values
+    encoding: str | None = None  # of text; by default detected from the file's mark and content
     option: str = "data.columns"  # the configuration key of the columns
     path_option: str = "data.path"  # the configuration key of the file
+
+    @property
+    def section(self) -> str:
+        """The configuration key of the source's options."""
+        return self.option.removesuffix(".columns")
 
     @property
     def has_timestamps(self) -> bool:
@@ -200,6 +207,15 @@ def with_features(name: str, fmt: RawFormat, features: Mapping[str, FeatureOptio
         if column_options.kind == "list"
     }
     return dataclasses.replace(fmt, columns=columns, list_separators=separators)
+
+
+def with_encoding(name: str, fmt: RawFormat, encoding: str | None) -> RawFormat:
+    """Return the format with the user's encoding; DataError if it is none, or the files are no text."""
+    if encoding is None:
+        return fmt
+    if fmt.kind not in ("text", "sequences", "json"):
+        raise DataError(f"{fmt.section}.encoding: format {name} is no text")
+    return dataclasses.replace(fmt, encoding=checked_encoding(encoding, f"{fmt.section}.encoding"))
 
 
 def with_options(name: str, fmt: RawFormat, columns: Columns | dict | None, separator: str | None) -> RawFormat:

@@ -103,7 +103,7 @@ def read_in_partitions(
     count: K, or None to choose it. folder: the place of intermediate files, which the caller removes. The columns of
     the result are memory maps of files in it.
     """
-    with unpacked(sources, folder.parent) as files:
+    with unpacked(sources, folder.parent, fmt) as files:
         plan = folder / "plan.json"
         saved = _read_json(plan) if plan.exists() else {}
         if saved.get("fingerprint") == fingerprint and count in (None, saved.get("count")):
@@ -172,6 +172,7 @@ class _Work:
             for frame, readings, piece_notes, begin in PIECES[self.fmt.kind](file, self.fmt, bad, before, PIECE, place):
                 check_unit(file, self.files[0], before, readings)
                 state.first_pieces.setdefault(str(state.file), state.pieces)
+                piece_notes = [*piece_notes, *file.notes(self.fmt)]
                 state.notes += [note for note in piece_notes if note not in state.notes]
                 state.begin, state.plain_readings = list(begin), dataclasses.asdict(readings)
                 state.rows, state.pieces = state.rows + frame.height, state.pieces + 1

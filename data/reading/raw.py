@@ -70,7 +70,7 @@ def read_raw(
         ) from error
     progress = progress or Progress()
     first = sources[0]
-    with unpacked(sources, scratch) as files:
+    with unpacked(sources, scratch, fmt) as files:
         frame, readings, bad, notes = _read_all(fmt, files, handling, progress)
     if frame.height == 0:
         raise no_events(first, bad.count)
@@ -156,6 +156,7 @@ def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress
         before = readings
         try:
             frame, readings, file_notes = READERS[fmt.kind](file, fmt, bad, readings)
+            file_notes += file.notes(fmt)
         except pl.exceptions.PanicException as error:  # polars' panic, e.g. on a changed file, is no Exception
             raise DataError(f"{file.name}: cannot be read: {shown(str(error).strip(), 200)}") from None
         check_unit(file, files[0], before, readings)

@@ -12,7 +12,7 @@ from data.reading.formats import RawFormat
 from data.reading.lines import SEARCH_BLOCK, blocks, first_line
 from data.reading.sources import RawFile
 from data.reading.times import SECONDS
-from data.reading.values import MAX_ID_LENGTH, Readings
+from data.reading.values import MAX_ID_LENGTH, Readings, not_decoded
 from data.types import shown
 
 SEPARATORS = {
@@ -46,7 +46,7 @@ def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Read
         count = 0
         for place, row in enumerate(lines):
             text = row.removesuffix(b"\r")
-            if (message := _problem(text, fmt)) is None:
+            if (message := _problem(text, fmt, source.encoding)) is None:
                 good.append(text.decode())
             else:
                 count += 1
@@ -62,7 +62,7 @@ def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Read
     return frame, Readings(SECONDS), notes
 
 
-def _problem(line: bytes, fmt: RawFormat) -> str | None:
+def _problem(line: bytes, fmt: RawFormat, encoding: str) -> str | None:
     """Return what is wrong with a line, or None."""
     separator = fmt.separator.encode()
     if not line.strip():
@@ -70,7 +70,7 @@ def _problem(line: bytes, fmt: RawFormat) -> str | None:
     try:
         line.decode()
     except UnicodeDecodeError:
-        return "not valid UTF-8"
+        return not_decoded(line.decode("utf-8", "surrogateescape"), fmt, encoding)
     if b"\0" in line:
         return "a NUL character"
     if LIST.search(line):

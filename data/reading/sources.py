@@ -22,6 +22,7 @@ from typing import BinaryIO
 from urllib.parse import unquote
 
 from data.atomic import sweep, temporary_beside
+from data.reading.encodings import UTF_8, convert, detected_encoding
 from data.reading.folders import PACKED, matching, parts, parts_of_pattern
 from data.reading.formats import RawFormat
 from data.types import DataError, shown
@@ -36,11 +37,19 @@ class RawFile:
     """A file to read.
 
     name: its name in error messages. folder_columns: the columns that the names of its folders hold (`dt=2026-01-01`).
+    encoding: of a text file before it was converted to UTF-8.
     """
 
     path: Path
     name: str
     folder_columns: tuple[tuple[str, str], ...] = ()
+    encoding: str = "utf-8"
+
+    def notes(self, fmt: RawFormat) -> list[str]:
+        """Return a sentence about a detected encoding other than UTF-8."""
+        if self.encoding in UTF_8 or fmt.encoding:
+            return []
+        return [f"{self.name}: not UTF-8, read as {self.encoding} ({fmt.section}.encoding)"]
 
 
 def literal(path: Path) -> io.BufferedReader:
@@ -149,12 +158,13 @@ def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
 
 
 @contextmanager
-def unpacked(sources: list[RawFile], scratch: Path | None) -> Iterator[list[RawFile]]:
-    """Yield the same sources with compressed files unpacked into a temporary folder below `scratch`.
+def unpacked(sources: list[RawFile], scratch: Path | None, fmt: RawFormat) -> Iterator[list[RawFile]]:
+    """Yield the same sources with compressed files unpacked, and text in other encodings converted to UTF-8, in a
+    temporary folder below `scratch`.
 
     scratch: by default the system's temporary folder. DataError for a damaged file and other kinds of compression.
     """
-    packed = {}
+    packed, encodings = {}, {}
     for number, source in enumerate(sources):
         with literal(source.path) as f:
             magic = f.read(6)
@@ -162,7 +172,9 @@ def unpacked(sources: list[RawFile], scratch: Path | None) -> Iterator[list[RawF
             raise DataError(f"{source.name}: a zip archive; unpack it first ({', '.join(PACKED)} need not be)")
         if magic.startswith((GZIP, ZSTD, BZIP2, XZ)):
             packed[number] = magic
-    if not packed:
+        else:
+            encodings[number] = _encoding(source.path, fmt)
+    if not packed and all(encoding in UTF_8 for encoding in encodings.values()):
         yield sources
         return
     if scratch is not None:
@@ -176,9 +188,26 @@ def unpacked(sources: list[RawFile], scratch: Path | None) -> Iterator[list[RawF
         for number, magic in packed.items():
             result[number] = replace(sources[number], path=folder / str(number))
             _unpack(sources[number], magic, result[number].path)
+            encodings[number] = _encoding(result[number].path, fmt)
+        for number, encoding in encodings.items():
+            if encoding not in UTF_8:
+                with literal(result[number].path) as source:
+                    convert(source, encoding, folder / f"{number}.utf-8")
+                result[number] = replace(sources[number], path=folder / f"{number}.utf-8", encoding=encoding)
+                if number in packed:
+                    (folder / str(number)).unlink()
         yield result
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _encoding(path: Path, fmt: RawFormat) -> str:
+    if fmt.encoding is not None:
+        return fmt.encoding
+    if fmt.kind == "parquet" or fmt.other_text:
+        return "utf-8"
+    with literal(path) as content:
+        return detected_encoding(content)
 
 
 def _unpack(source: RawFile, magic: bytes, target: Path) -> None:

@@ -16,7 +16,7 @@ from data.reading.lines import SEARCH_BLOCK, Shape, are_whole, blocks, first_lin
 from data.reading.lists import separated
 from data.reading.sources import RawFile, literal
 from data.reading.times import SECONDS
-from data.reading.values import Readings, checks, choose_readings, problem, typed
+from data.reading.values import Readings, checks, choose_readings, named, not_decoded, problem, typed
 from data.types import DataError, did_you_mean, shown
 
 SEPARATORS = ",;\t|"
@@ -247,7 +247,7 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: N
         message = (
             f": {shape.problem(row)}"
             if row in misshapen
-            else _problem(shape.row(row), fmt, names, readings, failed.get(row))
+            else _problem(shape.row(row), fmt, names, readings, failed.get(row), source.encoding)
         )
         descriptions.append(f"{source.name} line {line + shape.lines_before(row)}{message}")
     bad.rows += len(shape.ends)
@@ -258,7 +258,9 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: N
     return good_rows
 
 
-def _problem(row: bytes, fmt: RawFormat, names: Names, readings: Readings, failed: list[str] | None) -> str:
+def _problem(
+    row: bytes, fmt: RawFormat, names: Names, readings: Readings, failed: list[str] | None, encoding: str
+) -> str:
     """Return `, column user: message` for the first bad value of a row; failed: the roles of bad columns, if known."""
     fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\r"), fmt)
     if not fmt.other_text:
@@ -267,7 +269,7 @@ def _problem(row: bytes, fmt: RawFormat, names: Names, readings: Readings, faile
                 place = (
                     column if fmt.header else next((r for r, c in source_columns(fmt).items() if c == column), column)
                 )
-                return f", column {place}: {problem('user', field, fmt, readings)}"
+                return f", column {place}: {not_decoded(field, fmt, encoding)}"
     values = dict(zip(names.of_file, fields)) | names.of_folders
     for role, column in source_columns(fmt).items():
         if (
@@ -276,7 +278,7 @@ def _problem(row: bytes, fmt: RawFormat, names: Names, readings: Readings, faile
             and (message := problem(role, values[column], fmt, readings))
         ):
             return f", column {column if fmt.header else role}: {message}"
-    return ": not valid UTF-8" if not _is_text(row) else ": cannot be read"
+    return f": not valid {named(encoding)}" if not _is_text(row) else ": cannot be read"
 
 
 def _is_text(row: bytes) -> bool:

@@ -120,8 +120,6 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
     """
     if value == "" and role not in fmt.features:
         return "the value is missing"
-    if any("\udc80" <= c <= "\udcff" for c in value):
-        return f"not valid UTF-8: {shown(repr(value.encode('utf-8', 'surrogateescape'))[1:])}"
     got = shown(repr(value))
     if role in fmt.features:
         return _feature_problem(fmt.features[role][0], value, got)
@@ -144,6 +142,18 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
         most = f"{fmt.most_action / fmt.action_scale:.15g}"
         return None if 0 <= code <= fmt.most_action and code.is_integer() else f"expected {kind} 0 to {most}, got {got}"
     return None if re.fullmatch(FLAG[1:-1], value) else f"expected 0 or 1, got {got}"
+
+
+def not_decoded(value: str, fmt: RawFormat, encoding: str) -> str:
+    """Say that a value is not valid in the encoding of its file."""
+    got = shown(repr(value.encode("utf-8", "surrogateescape"))[1:])
+    hint = "" if fmt.encoding else f" (if the file has another encoding, set {fmt.section}.encoding to it)"
+    return f"not valid {named(encoding)}: {got}{hint}"
+
+
+def named(encoding: str) -> str:
+    """Return the name of an encoding for a message."""
+    return "UTF-8" if encoding.startswith("utf-8") else encoding
 
 
 def _feature_problem(kind: str, value: str, got: str) -> str | None:

@@ -34,7 +34,7 @@ ACCEPTED = {
     "own path: nested parts": "a folder of csv or Parquet files is one source, and the run says so",
     "own csv: milliseconds throughout": "the unit is detected from the values, and the run says so",
     "own csv: ISO 8601": "a time without a zone is UTC, and the run says so",
-    "own csv: latin-1, dropped": "data.on_bad_row: drop, and the run reports their number",
+    "own csv: bytes of no encoding, dropped": "data.on_bad_row: drop, and the run reports their number",
     "own csv: text as actions": "codes in order of frequency, and the run says so",
     "own csv: gzip": "detected from the content, whatever the name of the file",
     "own sequences: pairs": "a user's lines follow each other",

@@ -106,7 +106,7 @@ BAD_ITEMS = {
     ),
     "a long value in a list": (ITEMS.replace("|y|", f"|{'y' * 300}|"), "tags: a value of 300 characters in a list"),
     "NUL": (ITEMS.replace(",c,", ",c\0,"), "line 6, column brand: a value with a NUL character"),
-    "not UTF-8": (ITEMS.replace(",c,", ",\xe9,").encode("latin-1"), "line 6, column brand: not valid UTF-8"),
+    "not UTF-8": (ITEMS.replace(",c,", ",\x81,").encode("latin-1"), "line 6, column brand: not valid UTF-8"),
     "a short row": (ITEMS.replace(",7", ""), "line 6: expected 4 columns, got 3"),
     "unknown": (ITEMS + "i9,a,,1\n", "1 of 6 items are in no event: 'i9'; data.features.items.unknown=drop leaves"),
     "empty": ("", "items.csv: the file is empty"),

@@ -361,7 +361,7 @@ def test_bad_rows_are_told_at_once(load):
         "  raw.txt line 9: expected 3 columns, got 4",
     ]
     many = error_of(load, "csv", ROWS + "1,2,x\n" * 50, lines=21)
-    assert "50 bad rows (data.on_bad_row=drop leaves them out), the first 20:" in many
+    assert "50 bad rows, the first 20:" in many
 
 
 def test_bad_rows_are_dropped(load):
@@ -388,7 +388,7 @@ def test_bad_rows_of_other_formats_are_dropped(load, name, good, bad):
 
 
 def test_rows_that_are_not_utf_8(load):
-    content = ROWS.encode() + b"caf\xe9,1,1\n5,50,500\n"
+    content = ROWS.encode() + b"caf\x81,1,1\n5,50,500\n"
     assert load("csv", content, on_bad_row="drop").user_ids.tolist() == [1, 2, 5]
     assert "line 4, column user: not valid UTF-8" in error_of(load, "csv", content)
 
