@@ -54,6 +54,8 @@ class DataConfig(Options):
     """The character between the fields of a csv file, or `tab`; absent, it is detected from the header."""
     encoding: Annotated[str, AfterValidator(_possible_encoding)] | None = None
     """The encoding of text files, as Python names it (`cp1252`, `shift_jis`); absent, it is detected."""
+    decimal: Literal[".", ","] = "."
+    """The sign before the fraction of a number in a csv file."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be read stops the preparation or is left out and reported."""
     bad_rows_limit: float = Field(LIMIT, ge=0, le=1)

@@ -100,6 +100,8 @@ def _recipe(
         recipe["separator"] = None if fmt.detect_separator else fmt.separator
     if fmt.encoding is not None:
         recipe["encoding"] = fmt.encoding
+    if fmt.decimal != ".":
+        recipe["decimal"] = fmt.decimal
     if features is not None and (read := features.recipe()):
         recipe["features"] = read
     if (handling.on_bad_row, handling.duplicates) != (PLAIN.on_bad_row, PLAIN.duplicates):

@@ -149,6 +149,7 @@ def load_data(config: RunConfig, **others) -> Dataset:
         "on_bad_row": c.on_bad_row,
         "duplicates": c.duplicates,
         "encoding": c.encoding,
+        "decimal": c.decimal,
         "bad_rows_limit": c.bad_rows_limit,
         "features": c.features,
         "partitions": c.partitions,

@@ -22,7 +22,7 @@ from data.features.features import Feature, feature_of, numbered
 from data.features.options import FeatureFile, FeatureOptions, Features
 from data.options import checked_separator
 from data.reading.bad_rows import LIMIT, BadRows
-from data.reading.formats import FORMATS, RawFormat, with_encoding, with_features
+from data.reading.formats import FORMATS, RawFormat, with_features, with_writing
 from data.reading.lists import BETWEEN, mostly_lists
 from data.reading.parquet import read_parquet
 from data.reading.sources import RawFile, find_sources, unpacked
@@ -110,7 +110,7 @@ def format_of(entity: str, file: FeatureFile) -> RawFormat:
     """Return the format of a file of features; DataError if its options do not fit."""
     fmt, key = FILES[file.format], f"data.features.{entity}"
     fmt = dataclasses.replace(fmt, option=f"{key}.columns", path_option=f"{key}.path")
-    fmt = with_encoding(file.format, fmt, file.encoding)
+    fmt = with_writing(file.format, fmt, file.encoding, file.decimal)
     if not fmt.own_columns:
         return fmt
     if file.separator is not None:

@@ -10,7 +10,7 @@ from data.options import Options
 
 NAME = r"^[A-Za-z0-9_-]+$"  # for names of features, which become part of the names of modules and files
 MOST_FEATURES = 100
-LATER = ("on_bad_row", "encoding")  # options of files that caches of 0.2.0 do not have
+LATER = ("on_bad_row", "encoding", "decimal")  # options of files that caches of 0.2.0 do not have
 
 
 def _by_kind(value: object) -> object:
@@ -59,6 +59,8 @@ class FeatureFile(Options):
     """The character between the fields of a csv file; absent, it is detected from the header."""
     encoding: str | None = Field(None, min_length=1)
     """The encoding of a text file, as Python names it; absent, it is detected."""
+    decimal: Literal[".", ","] = "."
+    """The sign before the fraction of a number that is text."""
     columns: Columns | None = None
     """The features by name; absent, all that a format with fixed columns has."""
     unknown: Literal["error", "drop", "add"] | None = None

@@ -46,6 +46,7 @@ class RawFormat:
     other_text: bool = False  # columns that are not read may hold bytes that are not UTF-8
     list_separators: dict[str, str] = field(default_factory=dict)  # role of a list -> the separator of its values
     encoding: str | None = None  # of text; by default detected from the file's mark and content
+    decimal: str = "."  # the sign before the fraction of a number that is text: "." or ","
     option: str = "data.columns"  # the configuration key of the columns
     path_option: str = "data.path"  # the configuration key of the file
 
@@ -209,8 +210,13 @@ def with_features(name: str, fmt: RawFormat, features: Mapping[str, FeatureOptio
     return dataclasses.replace(fmt, columns=columns, list_separators=separators)
 
 
-def with_encoding(name: str, fmt: RawFormat, encoding: str | None) -> RawFormat:
-    """Return the format with the user's encoding; DataError if it is none, or the files are no text."""
+def with_writing(name: str, fmt: RawFormat, encoding: str | None, decimal: str = ".") -> RawFormat:
+    """Return the format with the user's encoding and decimal sign; DataError if they are none or not for the format."""
+    if decimal not in (".", ","):
+        raise DataError(f"{fmt.section}.decimal: expected '.' or ',', got {shown(repr(decimal))}")
+    if decimal == "," and not fmt.own_columns:
+        raise DataError(f"{fmt.section}.decimal: the numbers of {name} are fixed; formats csv and parquet take one")
+    fmt = dataclasses.replace(fmt, decimal=decimal)
     if encoding is None:
         return fmt
     if fmt.kind not in ("text", "sequences", "json"):

@@ -60,6 +60,8 @@ def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Read
         readings = choose_readings(frame.head(SAMPLE), fmt, numbers_as_text=fmt.timestamp_unit is not None)
     if time is not None and time.is_temporal():
         readings = Readings(Reading("datetime", "ns"), readings.text_actions)
+    elif fmt.action_codes is None and readings.text_actions and raw["action"].dtype.is_numeric():
+        raise DataError(f"{source.name}: the actions are numbers, in other files they are text")
     frame = typed(frame, fmt, readings)
     bad.rows += raw.height
     import polars as pl

@@ -46,7 +46,7 @@ from data.reading.raw import (
     time_note,
 )
 from data.reading.sources import RawFile, literal, unpacked
-from data.reading.text import text_pieces
+from data.reading.text import text_pieces, text_readings
 from data.reading.times import Reading, to_seconds
 from data.reading.values import Readings
 from data.types import DataError, Dataset
@@ -129,7 +129,7 @@ class _State:
     """The part of the raw files that has been read.
 
     pieces, rows: how many have been read. file, begin: where the next piece begins. bad, described: as in `BadRows`.
-    first_pieces: maps each file to its first piece.
+    piece_files: the number of each piece's file.
     """
 
     pieces: int = 0
@@ -141,7 +141,7 @@ class _State:
     bad_note: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     plain_readings: dict[str, Any] | None = None
-    first_pieces: dict[str, int] = dataclasses.field(default_factory=dict)
+    piece_files: list[int] = dataclasses.field(default_factory=list)
 
     def readings(self) -> Readings | None:
         """Return the readings used for the last piece."""
@@ -164,6 +164,8 @@ class _Work:
         pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
         state = _State(**_read_json(pieces[-1] / "state.json")) if pieces else _State()
         bad = self.handling.bad_rows()
+        if not state.pieces and self.fmt.kind == "text" and len(self.files) > 1:
+            state.plain_readings = dataclasses.asdict(text_readings(self.files, self.fmt))
         bad.count, bad.rows, bad.first = state.bad, state.rows + state.bad, state.described
         while state.file < len(self.files):
             file, before = self.files[state.file], state.readings()
@@ -171,7 +173,7 @@ class _Work:
             self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
             for frame, readings, piece_notes, begin in PIECES[self.fmt.kind](file, self.fmt, bad, before, PIECE, place):
                 check_unit(file, self.files[0], before, readings)
-                state.first_pieces.setdefault(str(state.file), state.pieces)
+                state.piece_files.append(state.file)
                 piece_notes = [*piece_notes, *file.notes(self.fmt)]
                 state.notes += [note for note in piece_notes if note not in state.notes]
                 state.begin, state.plain_readings = list(begin), dataclasses.asdict(readings)
@@ -255,10 +257,9 @@ class _Work:
         )
 
     def _kinds(self, pieces: list[Path], state: _State) -> dict:
-        """Map each role to the polars type of its column, on which all files agree."""
-        frames = [_read(pieces[piece] / "columns.arrow") for piece in state.first_pieces.values()]
-        files = [self.files[int(file)] for file in state.first_pieces]
-        return dict(alike(frames, files)[0].schema)
+        """Map each role to the polars type of its column in all pieces together."""
+        frames = [_read(piece / "columns.arrow") for piece in pieces]
+        return dict(alike(frames, [self.files[file] for file in state.piece_files])[0].schema)
 
     def _numbered(self, pieces: list[Path], role: str) -> tuple[Ids, np.ndarray]:
         """Return (all ids of a role, the number of events of each)."""

@@ -21,7 +21,7 @@ from data.reading.memory import require_memory
 from data.reading.parquet import read_parquet
 from data.reading.sequences import read_sequences
 from data.reading.sources import RawFile, unpacked
-from data.reading.text import read_text
+from data.reading.text import read_text, text_readings
 from data.reading.times import NAMES, to_seconds
 from data.reading.values import Readings
 from data.types import ACTION_CODES, DataError, Dataset, shown
@@ -150,6 +150,8 @@ def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress
     bad, frames, notes = handling.bad_rows(), [], []
     readings: Any = None
     rows = 0
+    if fmt.kind == "text" and len(files) > 1:
+        readings = text_readings(files, fmt)
     for number, file in enumerate(files):
         part = f" (file {number + 1} of {len(files)}, {rows:,} rows so far)" if len(files) > 1 else ""
         progress.stage(f"reading {file.name}{part}")
@@ -189,7 +191,7 @@ def alike(frames: list, files: list[RawFile]) -> list:
             continue
         if role in ("user", "item"):
             kind: Any = pl.String
-        elif role == "timestamp" and pl.Float64 not in kinds:
+        elif role == "timestamp":
             kind = pl.Decimal(38, 9)
         else:
             other = next(n for n, frame in enumerate(frames) if frame[role].dtype != frames[0][role].dtype)

@@ -16,12 +16,13 @@ from data.reading.lines import SEARCH_BLOCK, Shape, are_whole, blocks, first_lin
 from data.reading.lists import separated
 from data.reading.sources import RawFile, literal
 from data.reading.times import SECONDS
-from data.reading.values import Readings, checks, choose_readings, named, not_decoded, problem, typed
+from data.reading.values import Readings, alike_times, checks, choose_readings, named, not_decoded, problem, typed
 from data.types import DataError, did_you_mean, shown
 
 SEPARATORS = ",;\t|"
 NAMES = {"\t": "a tab", " ": "a blank", ",": "a comma", ";": "a semicolon"}
 SAMPLE = 1 << 20  # bytes of the first rows, from which the readings of the user's columns are chosen
+MOST_SAMPLES = 1000  # files whose first rows are looked at
 
 
 class Names(NamedTuple):
@@ -46,13 +47,12 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
     fmt, notes = with_separator(source, fmt)
     names = column_names(source, fmt)
     all_whole = are_whole(source, fmt, names.width)
-    if readings is None:
-        readings = _readings(source, fmt, names)
-    if all_whole:
+    readings = readings or text_readings([source], fmt)
+    for attempt in _attempts(fmt, readings) if all_whole else ():
         try:
             with literal(source.path) as file:
-                frame = typed(_parse(file, fmt, names, readings), fmt, readings)
-            if is_valid(frame, fmt, readings):
+                frame = typed(_parse(file, fmt, names, attempt), fmt, attempt)
+            if is_valid(frame, fmt, attempt):
                 bad.rows += frame.height
                 return finish(with_lists(frame, fmt), fmt), readings, notes
         except pl.exceptions.PolarsError:
@@ -75,7 +75,7 @@ def text_pieces(
     """
     fmt, notes = with_separator(source, fmt)
     names = column_names(source, fmt)
-    readings = readings or _readings(source, fmt, names)
+    readings = readings or text_readings([source], fmt)
     place = len(first_line(source, fmt)) if fmt.header else 0
     for line, data in blocks(source, fmt, size, begin):
         place = begin[0] if begin is not None else place
@@ -95,11 +95,14 @@ def _strictly(data: bytes, fmt: RawFormat, names: Names, readings: Readings):
     shape = Shape(data, fmt, names.width)
     if len(shape.wrong) or shape.misquoted:
         return None
-    try:
-        frame = typed(_parse(data, fmt, names, readings), fmt, readings)
-    except pl.exceptions.PolarsError:
-        return None
-    return frame if frame.height == len(shape.ends) and is_valid(frame, fmt, readings) else None
+    for attempt in _attempts(fmt, readings):
+        try:
+            frame = typed(_parse(data, fmt, names, attempt), fmt, attempt)
+        except pl.exceptions.PolarsError:
+            continue
+        if frame.height == len(shape.ends) and is_valid(frame, fmt, attempt):
+            return frame
+    return None
 
 
 def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str]]:
@@ -144,16 +147,29 @@ def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
             raise DataError(f"{source.name}: the header names column {column!r} twice")
 
 
-def _readings(source: RawFile, fmt: RawFormat, names: Names) -> Readings:
-    """Choose the readings that fit the first rows of the right shape."""
+def text_readings(sources: list[RawFile], fmt: RawFormat) -> Readings:
+    """Choose the readings that fit the first rows of the right shape of all files, whatever their order."""
+    import polars as pl
+
     if not fmt.own_columns and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
         return Readings(SECONDS)
-    for _, data in blocks(source, fmt, SAMPLE):
-        shape = Shape(data, fmt, names.width)
-        if shape.misquoted is None and len(shape.wrong) < len(shape.ends):
-            frame = _parse(shape.without(shape.wrong), fmt, names, None, lossy=True)
-            return choose_readings(frame, fmt)
-    return Readings(SECONDS)
+    samples = []
+    for source in sources[:MOST_SAMPLES]:
+        of_file, _ = with_separator(source, fmt)
+        names = column_names(source, of_file)
+        for _, data in blocks(source, of_file, SAMPLE if not samples else SAMPLE // 16):
+            shape = Shape(data, of_file, names.width)
+            if shape.misquoted is None and len(shape.wrong) < len(shape.ends):
+                samples.append(_parse(shape.without(shape.wrong), of_file, names, None, lossy=True))
+                break
+    return choose_readings(pl.concat(samples), fmt) if samples else Readings(SECONDS)
+
+
+def _attempts(fmt: RawFormat, readings: Readings) -> list[Readings]:
+    """Return the readings with which a whole file may be parsed: whole numbers as times first, then decimals."""
+    if readings.time.kind != "integer" or not fmt.own_columns:
+        return [readings]
+    return [readings, dataclasses.replace(readings, time=dataclasses.replace(readings.time, kind="decimal"))]
 
 
 def _parse(source, fmt: RawFormat, names: Names, readings: Readings | None, lossy: bool = False):
@@ -167,7 +183,8 @@ def _parse(source, fmt: RawFormat, names: Names, readings: Readings | None, loss
     columns = {r: names.of_file.index(c) * step for r, c in source_columns(fmt).items() if c in names.of_file}
     schema: dict[str, Any] = {str(i): pl.String for i in range((names.width - 1) * step + 1)}
     if readings is not None:
-        types: dict[str, Any] = {"action": pl.String if readings.text_actions else pl.Float64}
+        text_actions = readings.text_actions or fmt.decimal == ","
+        types: dict[str, Any] = {"action": pl.String if text_actions else pl.Float64}
         types |= {"timestamp": pl.Int64 if readings.time.kind == "integer" else pl.String}
         types |= dict.fromkeys(("user", "item"), pl.Int64 if fmt.integer_ids else pl.String)
         types |= dict.fromkeys(fmt.features, pl.String)
@@ -204,7 +221,7 @@ def _read_in_blocks(source: RawFile, fmt: RawFormat, names: Names, readings: Rea
     frames = [
         _good_rows(source, line, data, fmt, names, readings, bad) for line, data in blocks(source, fmt, SEARCH_BLOCK)
     ]
-    return pl.concat(frames or [_no_rows(fmt, readings)])
+    return pl.concat(alike_times(frames or [_no_rows(fmt, readings)]))
 
 
 def _no_rows(fmt: RawFormat, readings: Readings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from data.types import shown
 
 MAX_ID_LENGTH = 256  # characters; ids are stored at fixed width, so that one absurd id would blow up the whole column
 MAX_LIST_LENGTH = 65_536  # characters of all values of a list together
+DECIMAL_COMMA = r"^ *[+-]?[0-9]+,[0-9]*$"
+SWAP = str.maketrans(",.", ".,")
 FLAG = r"^ *\+?[01]$"
 
 
@@ -25,6 +28,11 @@ class Readings:
     text_actions: bool = False
 
 
+def swapped(value):
+    """Exchange decimal commas and points in a polars expression or column of text."""
+    return value.str.replace_many([",", "."], [".", ","])
+
+
 def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Readings:
     """Choose readings from the first rows of a source, a polars frame with the roles as columns; DataError.
 
@@ -33,6 +41,15 @@ def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Rea
     import polars as pl
 
     time = times.SECONDS
+    if fmt.decimal == ",":
+        texts = [role for role in ("timestamp", "action") if sample.schema.get(role) == pl.String]
+        sample = sample.with_columns(
+            pl.when(pl.col(role).str.contains(DECIMAL_COMMA))
+            .then(swapped(pl.col(role)))
+            .otherwise(pl.col(role))
+            .alias(role)
+            for role in texts
+        )
     if "timestamp" in sample.columns:
         time = times.choose(
             sample["timestamp"], fmt.timestamp_unit, fmt.own_columns, fmt.timestamp_format, numbers_as_text
@@ -47,6 +64,22 @@ def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Rea
     return Readings(time, text)
 
 
+def has_fractions(column, fmt: RawFormat) -> bool:
+    """Return whether a column of text holds a number with a fraction, by which whole numbers are decimals too."""
+    point = "[.]" if fmt.decimal == "." else ","
+    return column.str.contains(rf"^ *[+-]?[0-9]+{point}[0-9]*$").any()
+
+
+def alike_times(frames: list) -> list:
+    """Return frames of polars whose times, if they are numbers, have one type: decimals if they differ."""
+    import polars as pl
+
+    kinds = {frame.schema.get("timestamp") for frame in frames}
+    if len(kinds) == 1:
+        return frames
+    return [frame.with_columns(pl.col("timestamp").cast(pl.Decimal(38, 9))) for frame in frames]
+
+
 def typed(frame, fmt: RawFormat, readings: Readings):
     """Convert the text columns of a polars frame to their types, with null for a value that does not fit."""
     import polars as pl
@@ -54,7 +87,9 @@ def typed(frame, fmt: RawFormat, readings: Readings):
     columns = []
     for role, kind in frame.schema.items():
         value = pl.col(role)
+        number = value if fmt.decimal == "." else swapped(value)
         bare = value.str.strip_chars_start(" ").str.strip_prefix("+")
+        bare_number = number.str.strip_chars_start(" ").str.strip_prefix("+")
         if role == "action" and readings.text_actions:
             value = value.cast(pl.String)
             if fmt.action_codes is not None:
@@ -65,15 +100,18 @@ def typed(frame, fmt: RawFormat, readings: Readings):
         elif role in fmt.features:
             if fmt.features[role][0] == "number":  # a missing value is null, text that is no number NaN
                 missing = value.is_null() | (value.str.strip_chars() == "")
-                number = bare.cast(pl.Float64, strict=False).fill_null(float("nan"))
+                number = bare_number.cast(pl.Float64, strict=False).fill_null(float("nan"))
                 value = pl.when(missing).then(None).otherwise(number)
         elif role in ("user", "item"):
             if fmt.integer_ids:
                 value = pl.when(value.str.contains(times.INTEGER)).then(bare).cast(pl.Int64, strict=False)
         elif role == "timestamp":
-            value = times.from_text(value, readings.time)
+            reading = readings.time
+            if reading.kind == "integer" and fmt.own_columns and has_fractions(frame[role], fmt):
+                reading = dataclasses.replace(reading, kind="decimal")
+            value = times.from_text(number if reading.kind in ("integer", "decimal") else value, reading)
         elif role == "action":
-            value = bare.cast(pl.Float64, strict=False)
+            value = bare_number.cast(pl.Float64, strict=False)
         else:
             value = pl.when(value.str.contains(FLAG)).then(bare).cast(pl.UInt8, strict=False)
         columns.append(value.alias(role))
@@ -120,8 +158,11 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
     """
     if value == "" and role not in fmt.features:
         return "the value is missing"
-    got = shown(repr(value))
+    got, point = shown(repr(value)), value if fmt.decimal == "." else value.translate(SWAP)
+    if re.fullmatch(r" *[+-]?[0-9]*([.,])[0-9]+", value) and fmt.decimal not in value:
+        got += f" (set {fmt.section}.decimal to {'.' if fmt.decimal == ',' else ','!r})"
     if role in fmt.features:
+        value = point if fmt.features[role][0] == "number" else value
         return _feature_problem(fmt.features[role][0], value, got)
     if role == "action" and readings.text_actions:
         if fmt.action_codes is not None:
@@ -131,11 +172,12 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
     if role in ("user", "item"):
         return _integer_problem(value, got) if fmt.integer_ids else _text_problem(value, got, "an id")
     if role == "timestamp":
+        value = point if readings.time.kind in ("integer", "decimal") else value
         return _time_problem(value, got, fmt, readings.time, number)
     if role == "action":
         try:
             # Python accepts blanks behind a number, and underscores in it; polars does not.
-            code = float(value) * fmt.action_scale if re.fullmatch(r" *[^\s_]+", value) else -1.0
+            code = float(point) * fmt.action_scale if re.fullmatch(r" *[^\s_]+", point) else -1.0
         except ValueError:
             code = -1.0
         kind = "an integer" if fmt.action_scale == 1 else f"a multiple of 1/{fmt.action_scale}"
@@ -162,8 +204,7 @@ def _feature_problem(kind: str, value: str, got: str) -> str | None:
             finite = math.isfinite(float(value)) if re.fullmatch(r" *[^\s_]+", value) else not value.strip()
         except ValueError:
             finite = False
-        comma = " (with a decimal point, not a comma)" if re.fullmatch(r" *[+-]?[0-9]+,[0-9]+", value) else ""
-        return None if finite else f"expected a number, got {got}{comma}"
+        return None if finite else f"expected a number, got {got}"
     if kind == "list" and len(value) > MAX_LIST_LENGTH:
         return f"a list of more than {MAX_LIST_LENGTH:,} characters: {got}"
     if kind == "list" and re.search(BRACKETS, value) and values_in_brackets(value) is None:
@@ -178,14 +219,17 @@ def _text_problem(value: str, got: str, noun: str) -> str | None:
 
 
 def _time_problem(value: str, got: str, fmt: RawFormat, reading: Reading, number: float | None) -> str | None:
-    if number is None and reading.kind == "integer":
+    decimals = reading.kind == "decimal" or (reading.kind == "integer" and fmt.own_columns)
+    if number is None and decimals and re.fullmatch(times.DECIMAL[1:-1], value):
+        number = float(value) if "." in value or len(value) > 100 else int(value)
+        if abs(number) >= 2**63:
+            return f"expected a 64-bit integer, got {got}"
+    elif number is None and reading.kind == "integer":
         if wrong := _integer_problem(value, got):
             a_date = fmt.own_columns and re.search(r"[0-9]+[/.-][0-9]+[/.-][0-9]+", value)
             hint = "dates like this need data.columns.timestamp_format, for example '%d.%m.%Y %H:%M'"
             return f"{wrong} ({hint})" if a_date else wrong
         number = int(value)
-    elif number is None and reading.kind == "decimal" and re.fullmatch(times.DECIMAL[1:-1], value):
-        number = float(value)
     if number is not None and number == number:
         return times.problem(number, reading, fmt.own_columns)
     return f"expected {reading.expected}{' from 1970 to 2262' if reading.kind in ('iso', 'format') else ''}, got {got}"

@@ -102,8 +102,7 @@ def test_parts_with_ids_of_two_types(load, tmp_path):
     assert load("parquet", tmp_path / "log").user_ids.tolist() == ["1", "2", "x"]
     frame = {"user": [1], "item": [1], "timestamp": [1.5]}
     pl.DataFrame(frame).write_parquet(tmp_path / "log" / "c.parquet")
-    message = error_of(load, "parquet", tmp_path / "log")
-    assert "c.parquet: the column of the timestamp holds Float64, in a.parquet it holds Int64" in message
+    assert sorted(load("parquet", tmp_path / "log").timestamps.tolist()) == [1, 1, 1, 2, 2]
 
 
 def test_compressed_files(load, tmp_path):
