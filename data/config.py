@@ -56,6 +56,8 @@ class DataConfig(Options):
     """The encoding of text files, as Python names it (`cp1252`, `shift_jis`); absent, it is detected."""
     decimal: Literal[".", ","] = "."
     """The sign before the fraction of a number in a csv file."""
+    where: str | None = Field(None, min_length=1, max_length=1000)
+    """The rows to read: a condition of SQL on the columns of the file, like `quantity > 0`; absent, all."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be read stops the preparation or is left out and reported."""
     bad_rows_limit: float = Field(LIMIT, ge=0, le=1)

@@ -14,6 +14,7 @@ from data.filtering import filter_dataset
 from data.options import Columns, Options, RecallOptions, SyntheticOptions, parse_options
 from data.prepare import file_sha256, load_or_prepare
 from data.reading.bad_rows import LIMIT
+from data.reading.conditions import checked_condition
 from data.reading.formats import FORMATS, with_features, with_options, with_writing
 from data.reading.partitions import MOST
 from data.reading.raw import Handling
@@ -42,6 +43,7 @@ def load_dataset(
     bad_rows_limit: float = LIMIT,
     encoding: str | None = None,
     decimal: Literal[".", ","] = ".",
+    where: str | None = None,
     tell: Callable[[str], None] | None = None,
     features: Features | dict | None = None,
     partitions: int | None = None,
@@ -60,7 +62,8 @@ def load_dataset(
     applied. separator: of a csv file or of sequences; by default detected from the first line. on_bad_row: whether rows
     that cannot be read end the preparation or are left out and counted. duplicates: whether events that equal an
     earlier one in every column stay. bad_rows_limit: the greatest share of a source's rows, beyond ten, that on_bad_row
-    may leave out. encoding: of text files; by default detected. decimal: the sign before a fraction. tell: called
+    may leave out. encoding: of text files; by default detected. decimal: the sign before a fraction. where: a condition
+    of SQL on the file's columns; other rows are left out. tell: called
     now and then with a line about the progress of a long preparation.
     The notes about how the source was read are in `Dataset.notes`. features: options of the features of items, users
     and events, see `feature_options.Features`; with a vocabulary those of items are not read. partitions: the number of
@@ -88,6 +91,10 @@ def load_dataset(
         raise DataError(f"data.partitions: expected 1 to {MOST}, got {partitions}")
     options = {"min_user_events": min_user_events, "min_item_events": min_item_events}
     fmt = with_writing(format, with_options(format, FORMATS[format], columns, separator), encoding, decimal)
+    if where is not None:
+        if fmt.kind not in ("text", "parquet") or not fmt.header:
+            raise DataError(f"data.where: the columns of format {format} have no names")
+        fmt = dataclasses.replace(fmt, where=where, where_columns=checked_condition(where))
     if features is not None:
         features = parse_options(Features, features, "data.features")
         features = features if vocabulary is None else features.without_items()

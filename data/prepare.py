@@ -100,6 +100,8 @@ def _recipe(
         recipe["separator"] = None if fmt.detect_separator else fmt.separator
     if fmt.encoding is not None:
         recipe["encoding"] = fmt.encoding
+    if fmt.where is not None:
+        recipe["where"] = fmt.where
     if fmt.decimal != ".":
         recipe["decimal"] = fmt.decimal
     if features is not None and (read := features.recipe()):
@@ -205,6 +207,9 @@ def _given_cache(folder: Path, requested: dict) -> Dataset | None:
         dataset, meta = read_cache(folder)
     except CacheError as error:
         raise DataError(f"{shown(folder, 200)}: damaged cache: {error}; prepare it again from the raw file") from error
+    for key in ("where", "decimal", "encoding"):  # which are in a recipe only if they are used
+        if key in meta:
+            requested = {key: None} | requested
     for key, value in requested.items():
         # A unit that is not requested was detected from the values. Earlier caches lack keys that were added later.
         accepted = key in ("version", "bad_rows_limit") or (key in ("options", "timestamp_unit") and value is None)

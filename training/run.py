@@ -150,6 +150,7 @@ def load_data(config: RunConfig, **others) -> Dataset:
         "duplicates": c.duplicates,
         "encoding": c.encoding,
         "decimal": c.decimal,
+        "where": c.where,
         "bad_rows_limit": c.bad_rows_limit,
         "features": c.features,
         "partitions": c.partitions,

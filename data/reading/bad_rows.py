@@ -16,12 +16,12 @@ class BadRows:
     """The bad rows of a source. `drop` decides whether they are left out or end the preparation.
 
     limit: the greatest share of them that may be left out. option: the configuration key of the source. rows: all rows
-    so far, good and bad.
+    so far, good and bad. left_out: those that the user's condition left out.
     """
 
     def __init__(self, drop: bool, limit: float = LIMIT, option: str = "data"):
         self.drop, self.limit, self.option = drop, limit, option
-        self.count = self.rows = 0
+        self.count = self.rows = self.left_out = 0
         self.first: list[str] = []
 
     @property

@@ -47,6 +47,8 @@ class RawFormat:
     list_separators: dict[str, str] = field(default_factory=dict)  # role of a list -> the separator of its values
     encoding: str | None = None  # of text; by default detected from the file's mark and content
     decimal: str = "."  # the sign before the fraction of a number that is text: "." or ","
+    where: str | None = None  # the user's condition on the rows to read
+    where_columns: tuple[str, ...] = ()  # the columns that it needs
     option: str = "data.columns"  # the configuration key of the columns
     path_option: str = "data.path"  # the configuration key of the file
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from data.reading import times
 from data.reading.bad_rows import BadRows
+from data.reading.conditions import MARK, selected
 from data.reading.formats import RawFormat
 from data.reading.lists import BETWEEN
 from data.reading.memory import require_memory
@@ -55,21 +56,29 @@ def parquet_pieces(
 def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Readings | None, first: int = 0):
     """Return (the good rows among some rows, the first of which has the number `first`; the readings)."""
     time = raw["timestamp"].dtype if "timestamp" in raw.columns else None
-    frame = raw.select(_as_read(source, role, raw[role].dtype, fmt) for role in raw.columns)
+    keep, _ = selected(raw, fmt, ())
+    bad.rows, bad.left_out = bad.rows + raw.height, bad.left_out + raw.height - keep.sum()
+    places = keep.arg_true() + first
+    raw = raw.select(*fmt.columns)
+    as_read = [_as_read(source, role, raw[role].dtype, fmt) for role in raw.columns]
     if readings is None:
-        readings = choose_readings(frame.head(SAMPLE), fmt, numbers_as_text=fmt.timestamp_unit is not None)
+        sample, plain = raw.head(SAMPLE).select(as_read), dataclasses.replace(fmt, where_columns=())
+        readings = choose_readings(sample, plain, numbers_as_text=fmt.timestamp_unit is not None)
+    raw = raw.filter(keep)
+    frame = raw.select(as_read)
     if time is not None and time.is_temporal():
         readings = Readings(Reading("datetime", "ns"), readings.text_actions)
     elif fmt.action_codes is None and readings.text_actions and raw["action"].dtype.is_numeric():
         raise DataError(f"{source.name}: the actions are numbers, in other files they are text")
     frame = typed(frame, fmt, readings)
-    bad.rows += raw.height
     import polars as pl
 
     good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
     if not good.all():
         rows = (~good).arg_true()
-        bad.add(len(rows), [_problem(source, row, raw, frame, fmt, readings, first) for row in rows.head(bad.room)])
+        bad.add(
+            len(rows), [_problem(source, row, raw, frame, fmt, readings, places[row]) for row in rows.head(bad.room)]
+        )
         frame = frame.filter(good)
     texts = {role: mark for role, mark in fmt.list_separators.items() if raw[role].dtype == pl.String}
     return finish(with_lists(frame, dataclasses.replace(fmt, list_separators=texts)), fmt), readings
@@ -96,8 +105,9 @@ def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = No
             require_memory(memory_of(height, fmt), f"{source.name} says that it has {height:,} rows; they")
         # Columns are selected by index: polars treats a user's column name as a pattern if it looks like one.
         with literal(source.path) as file:
-            places = {role: names.index(str(c)) for role, c in fmt.columns.items() if c in names}
-            chosen = sorted(places.values())
+            needed = fmt.columns | {MARK + name: name for name in fmt.where_columns}
+            places = {role: names.index(str(c)) for role, c in needed.items() if c in names}
+            chosen = sorted({*places.values()})
             if rows is None:
                 frame = pl.read_parquet(file, columns=chosen, hive_partitioning=False, glob=False)
             else:
@@ -113,10 +123,10 @@ def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = No
         raise DataError(f"{source.name}: not a readable Parquet file: {reason}") from error
     by_place = dict(zip(chosen, frame.get_columns()))
     values = {role: by_place[place].alias(role) for role, place in places.items()}
-    for role, column in fmt.columns.items():
+    for role, column in needed.items():
         if role not in values:
             values[role] = pl.Series(role, [of_folders[str(column)]], pl.String).new_from_index(0, frame.height)
-    return pl.DataFrame([values[role] for role in fmt.columns])
+    return pl.DataFrame([values[role] for role in needed])
 
 
 def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
@@ -183,7 +193,7 @@ def memory_of(rows: int, fmt: RawFormat) -> int:
     return rows * 8 * (2 + 2 * len(fmt.columns))
 
 
-def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Readings, first: int) -> str:
+def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Readings, place: int) -> str:
     for role, good in checks(frame, fmt, readings).items():
         if frame[row].select(good).item():
             continue
@@ -194,5 +204,5 @@ def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Re
         number = value if role == "timestamp" and isinstance(value, (int, float)) else None
         text = "" if original is None else str(original)
         message = problem(role, text, fmt, readings, number) or "cannot be read"
-        return f"{source.name} row {first + row + 1}, column {fmt.columns[role]}: {message}"
-    return f"{source.name} row {first + row + 1}: cannot be read"
+        return f"{source.name} row {place + 1}, column {fmt.columns[role]}: {message}"
+    return f"{source.name} row {place + 1}: cannot be read"

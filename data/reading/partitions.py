@@ -27,6 +27,7 @@ import numpy as np
 from data.atomic import replace_file, replace_folder
 from data.filtering import nothing_left, offsets_of
 from data.progress import Progress
+from data.reading.conditions import note_of_condition
 from data.reading.formats import RawFormat
 from data.reading.memory import available_memory
 from data.reading.parquet import memory_of, parquet_pieces
@@ -128,8 +129,8 @@ def read_in_partitions(
 class _State:
     """The part of the raw files that has been read.
 
-    pieces, rows: how many have been read. file, begin: where the next piece begins. bad, described: as in `BadRows`.
-    piece_files: the number of each piece's file.
+    pieces, rows: how many have been read. file, begin: where the next piece begins. bad, left_out, described: as in
+    `BadRows`. piece_files: the number of each piece's file.
     """
 
     pieces: int = 0
@@ -137,6 +138,7 @@ class _State:
     file: int = 0
     begin: list[int] | None = None
     bad: int = 0
+    left_out: int = 0
     described: list[str] = dataclasses.field(default_factory=list)
     bad_note: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -146,7 +148,11 @@ class _State:
     def readings(self) -> Readings | None:
         """Return the readings used for the last piece."""
         plain = self.plain_readings
-        return None if plain is None else Readings(Reading(**plain["time"]), plain["text_actions"])
+        return (
+            None
+            if plain is None
+            else Readings(Reading(**plain["time"]), plain["text_actions"], tuple(plain["numbers"]))
+        )
 
 
 class _Work:
@@ -166,7 +172,8 @@ class _Work:
         bad = self.handling.bad_rows()
         if not state.pieces and self.fmt.kind == "text" and len(self.files) > 1:
             state.plain_readings = dataclasses.asdict(text_readings(self.files, self.fmt))
-        bad.count, bad.rows, bad.first = state.bad, state.rows + state.bad, state.described
+        bad.count, bad.left_out, bad.first = state.bad, state.left_out, state.described
+        bad.rows = state.rows + state.bad + state.left_out
         while state.file < len(self.files):
             file, before = self.files[state.file], state.readings()
             place = None if state.begin is None else (state.begin[0], state.begin[1])
@@ -178,7 +185,7 @@ class _Work:
                 state.notes += [note for note in piece_notes if note not in state.notes]
                 state.begin, state.plain_readings = list(begin), dataclasses.asdict(readings)
                 state.rows, state.pieces = state.rows + frame.height, state.pieces + 1
-                state.bad, state.described = bad.count, bad.first
+                state.bad, state.left_out, state.described = bad.count, bad.left_out, bad.first
                 self._write_piece(frame, state)
                 self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
             bad.check(file.name)
@@ -217,11 +224,13 @@ class _Work:
         pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
         readings = state.readings()
         if not state.rows or readings is None:
-            raise no_events(first, state.bad)
+            raise no_events(first, state.bad, state.left_out)
         self.kinds = self._kinds(pieces, state)
         notes, names, texts = list(state.notes), None, None
         if self.fmt.own_columns and self.fmt.has_timestamps:
             notes.append(time_note(self.fmt, readings))
+        if state.left_out:
+            notes.append(note_of_condition(state.left_out, state.rows + state.bad + state.left_out, self.fmt))
         if state.bad_note:
             notes.append(state.bad_note)
         if self.kinds.get("action") == _text():

@@ -15,6 +15,7 @@ from data.features.files import features_of
 from data.filtering import offsets_of
 from data.progress import Progress
 from data.reading.bad_rows import LIMIT, BadRows
+from data.reading.conditions import note_of_condition
 from data.reading.formats import RawFormat
 from data.reading.lists import mostly_lists
 from data.reading.memory import require_memory
@@ -73,7 +74,9 @@ def read_raw(
     with unpacked(sources, scratch, fmt) as files:
         frame, readings, bad, notes = _read_all(fmt, files, handling, progress)
     if frame.height == 0:
-        raise no_events(first, bad.count)
+        raise no_events(first, bad.count, bad.left_out)
+    if bad.left_out:
+        notes.append(note_of_condition(bad.left_out, bad.rows, fmt))
     if bad.count:
         notes.append(bad.note())
     if handling.duplicates == "drop":
@@ -124,9 +127,10 @@ def read_raw(
     )
 
 
-def no_events(first: RawFile, bad: int) -> DataError:
-    """Return the error of a source that has no good rows and `bad` bad ones."""
-    return DataError(f"{first.name}: the file has no events{f', only {bad:,} bad rows' if bad else ''}")
+def no_events(first: RawFile, bad: int, left_out: int = 0) -> DataError:
+    """Return the error of a source that has no good rows, `bad` bad ones and `left_out` that its condition left out."""
+    others = [f"{bad:,} bad rows"] * bool(bad) + [f"{left_out:,} rows that data.where leaves out"] * bool(left_out)
+    return DataError(f"{first.name}: the file has no events{', only ' if others else ''}{' and '.join(others)}")
 
 
 def refuse_duplicates(fmt: RawFormat) -> None:

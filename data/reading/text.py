@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from data.reading.bad_rows import BadRows
+from data.reading.conditions import MARK, selected
+from data.reading.decimals import alike_times
 from data.reading.formats import RawFormat
 from data.reading.lines import SEARCH_BLOCK, Shape, are_whole, blocks, first_line, read_header, split_row
 from data.reading.lists import separated
 from data.reading.sources import RawFile, literal
 from data.reading.times import SECONDS
-from data.reading.values import Readings, alike_times, checks, choose_readings, named, not_decoded, problem, typed
+from data.reading.values import Readings, checks, choose_readings, named, not_decoded, problem, typed
 from data.types import DataError, did_you_mean, shown
 
 SEPARATORS = ",;\t|"
@@ -51,11 +53,12 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
     for attempt in _attempts(fmt, readings) if all_whole else ():
         try:
             with literal(source.path) as file:
-                frame = typed(_parse(file, fmt, names, attempt), fmt, attempt)
+                parsed = _parse(file, fmt, names, attempt)
+            frame, left_out = _typed_strictly(parsed, fmt, attempt)
             if is_valid(frame, fmt, attempt):
-                bad.rows += frame.height
+                bad.rows, bad.left_out = bad.rows + parsed.height, bad.left_out + left_out
                 return finish(with_lists(frame, fmt), fmt), readings, notes
-        except pl.exceptions.PolarsError:
+        except (pl.exceptions.PolarsError, ValueError):
             pass
     before = bad.count
     frame = _read_in_blocks(source, fmt, names, readings, bad)
@@ -79,16 +82,26 @@ def text_pieces(
     place = len(first_line(source, fmt)) if fmt.header else 0
     for line, data in blocks(source, fmt, size, begin):
         place = begin[0] if begin is not None else place
-        frame = _strictly(data, fmt, names, readings)
+        frame = _strictly(data, fmt, names, readings, bad)
         if frame is None:
             frame = _good_rows(source, line, data, fmt, names, readings, bad)
-        else:
-            bad.rows += frame.height
         begin = place + len(data), line + data.count(b"\n")
         yield finish(with_lists(frame, fmt), fmt), readings, notes, begin
 
 
-def _strictly(data: bytes, fmt: RawFormat, names: Names, readings: Readings):
+def _typed_strictly(parsed, fmt: RawFormat, readings: Readings):
+    """Return (the rows that the user's condition keeps, with their types; the number of the others).
+
+    ValueError if a row has text where the condition compares numbers.
+    """
+    keep, wrong = selected(parsed, fmt, readings.numbers)
+    if wrong:
+        raise ValueError("the row is bad")
+    frame = parsed if keep.all() else parsed.filter(keep)
+    return typed(frame.select(*source_columns(fmt)), fmt, readings), parsed.height - frame.height
+
+
+def _strictly(data: bytes, fmt: RawFormat, names: Names, readings: Readings, bad: BadRows):
     """Return the rows of a block, or None if one of them is bad."""
     import polars as pl
 
@@ -97,10 +110,12 @@ def _strictly(data: bytes, fmt: RawFormat, names: Names, readings: Readings):
         return None
     for attempt in _attempts(fmt, readings):
         try:
-            frame = typed(_parse(data, fmt, names, attempt), fmt, attempt)
-        except pl.exceptions.PolarsError:
+            parsed = _parse(data, fmt, names, attempt)
+            frame, left_out = _typed_strictly(parsed, fmt, attempt)
+        except (pl.exceptions.PolarsError, ValueError):
             continue
-        if frame.height == len(shape.ends) and is_valid(frame, fmt, attempt):
+        if parsed.height == len(shape.ends) and is_valid(frame, fmt, attempt):
+            bad.rows, bad.left_out = bad.rows + parsed.height, bad.left_out + left_out
             return frame
     return None
 
@@ -145,13 +160,18 @@ def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
             raise DataError(f"{source.name}: no column {column!r}{owned}{did_you_mean(column, present)}; it has {has}")
         if present.count(column) > 1:
             raise DataError(f"{source.name}: the header names column {column!r} twice")
+    for column in fmt.where_columns:
+        if column not in present:
+            has = ", ".join(shown(c) for c in present[:20])[:400]
+            near = did_you_mean(column, present)
+            raise DataError(f"{source.name}: no column {shown(repr(column))} (data.where){near}; it has {has}")
 
 
 def text_readings(sources: list[RawFile], fmt: RawFormat) -> Readings:
     """Choose the readings that fit the first rows of the right shape of all files, whatever their order."""
     import polars as pl
 
-    if not fmt.own_columns and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
+    if not fmt.own_columns and not fmt.where and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
         return Readings(SECONDS)
     samples = []
     for source in sources[:MOST_SAMPLES]:
@@ -180,7 +200,8 @@ def _parse(source, fmt: RawFormat, names: Names, readings: Readings | None, loss
 
     # polars splits at one byte: if the separator is "::", it splits at ":" and every other column is empty.
     step = len(fmt.separator)
-    columns = {r: names.of_file.index(c) * step for r, c in source_columns(fmt).items() if c in names.of_file}
+    needed: dict[str, str | int] = source_columns(fmt) | {MARK + name: name for name in fmt.where_columns}
+    columns = {r: names.of_file.index(c) * step for r, c in needed.items() if c in names.of_file}
     schema: dict[str, Any] = {str(i): pl.String for i in range((names.width - 1) * step + 1)}
     if readings is not None:
         text_actions = readings.text_actions or fmt.decimal == ","
@@ -188,8 +209,10 @@ def _parse(source, fmt: RawFormat, names: Names, readings: Readings | None, loss
         types |= {"timestamp": pl.Int64 if readings.time.kind == "integer" else pl.String}
         types |= dict.fromkeys(("user", "item"), pl.Int64 if fmt.integer_ids else pl.String)
         types |= dict.fromkeys(fmt.features, pl.String)
-        schema |= {str(i): types.get(role, pl.UInt8) for role, i in columns.items()}
-    chosen = sorted(columns.values())
+        types |= {role: types.get(role, pl.UInt8) for role in columns}
+        for_condition = {columns[role] for role in columns if role.startswith(MARK)}
+        schema |= {str(i): types[role] for role, i in columns.items() if i not in for_condition}
+    chosen = sorted({*columns.values()})
     # Columns are named by index: polars treats a user's column name as a pattern if it looks like one.
     frame = pl.read_csv(
         source,
@@ -205,8 +228,8 @@ def _parse(source, fmt: RawFormat, names: Names, readings: Readings | None, loss
     )
     frame.columns = [str(i) for i in chosen]
     values = {role: pl.col(str(i)) for role, i in columns.items()}
-    values |= {r: pl.lit(names.of_folders[c]) for r, c in source_columns(fmt).items() if r not in values}
-    return frame.select(values[role].alias(role) for role in source_columns(fmt))
+    values |= {role: pl.lit(names.of_folders[str(c)]) for role, c in needed.items() if role not in values}
+    return frame.select(values[role].alias(role) for role in needed)
 
 
 def is_valid(frame, fmt: RawFormat, readings: Readings) -> bool:
@@ -247,8 +270,13 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: N
         frame = _parse(shape.without(order), fmt, names, None)
         if frame.height != len(remaining):
             raise DataError(f"{source.name} line {line}: cannot be read: rows are not where they seem to be")
-        frame = typed(frame, fmt, readings)
+        keep, wrong = selected(frame, fmt, readings.numbers)
+        frame, remaining = frame.filter(keep), remaining[keep.to_numpy()]
+        bad.left_out += len(keep) - len(remaining)
+        frame = typed(frame.select(*source_columns(fmt)), fmt, readings)
         by_role = frame.select(good.alias(role) for role, good in checks(frame, fmt, readings).items())
+        wrong_here = {MARK + name: ~bad_here.filter(keep) for name, bad_here in wrong.items()}
+        by_role = by_role.with_columns(**wrong_here)
         good = by_role.select(pl.all_horizontal(pl.all())).to_series()
         good_rows = frame.filter(good)
         bad_rows = remaining[~good.to_numpy()]
@@ -295,6 +323,11 @@ def _problem(
             and (message := problem(role, values[column], fmt, readings))
         ):
             return f", column {column if fmt.header else role}: {message}"
+    for role in failed or ():
+        if role.startswith(MARK):
+            column = role.removeprefix(MARK)
+            got = shown(repr(values[column]))
+            return f", column {column}: expected a number, as in other rows (data.where), got {got}"
     return f": not valid {named(encoding)}" if not _is_text(row) else ": cannot be read"
 
 

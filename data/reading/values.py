@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 
 from data.reading import times
+from data.reading.conditions import choose_numbers
+from data.reading.decimals import DECIMAL_COMMA, SWAP, has_fractions, swapped
 from data.reading.formats import RawFormat
 from data.reading.lists import BRACKETS, unreadable, values_in_brackets
 from data.reading.times import Reading
@@ -15,22 +17,20 @@ from data.types import shown
 
 MAX_ID_LENGTH = 256  # characters; ids are stored at fixed width, so that one absurd id would blow up the whole column
 MAX_LIST_LENGTH = 65_536  # characters of all values of a list together
-DECIMAL_COMMA = r"^ *[+-]?[0-9]+,[0-9]*$"
-SWAP = str.maketrans(",.", ".,")
 FLAG = r"^ *\+?[01]$"
 
 
 @dataclass(frozen=True)
 class Readings:
-    """The way in which the columns of a source are read: the reading of its times, and whether its actions are text."""
+    """The way in which the columns of a source are read.
+
+    time: the reading of its times. text_actions: whether its actions are text. numbers: the columns of text that the
+    user's condition compares as numbers.
+    """
 
     time: Reading
     text_actions: bool = False
-
-
-def swapped(value):
-    """Exchange decimal commas and points in a polars expression or column of text."""
-    return value.str.replace_many([",", "."], [".", ","])
+    numbers: tuple[str, ...] = ()
 
 
 def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Readings:
@@ -61,23 +61,7 @@ def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Rea
         if not text and actions.dtype == pl.String:
             actions = actions.filter(actions.str.strip_chars() != "")
             text = bool(len(actions)) and not actions.cast(pl.Float64, strict=False).is_not_null().any()
-    return Readings(time, text)
-
-
-def has_fractions(column, fmt: RawFormat) -> bool:
-    """Return whether a column of text holds a number with a fraction, by which whole numbers are decimals too."""
-    point = "[.]" if fmt.decimal == "." else ","
-    return column.str.contains(rf"^ *[+-]?[0-9]+{point}[0-9]*$").any()
-
-
-def alike_times(frames: list) -> list:
-    """Return frames of polars whose times, if they are numbers, have one type: decimals if they differ."""
-    import polars as pl
-
-    kinds = {frame.schema.get("timestamp") for frame in frames}
-    if len(kinds) == 1:
-        return frames
-    return [frame.with_columns(pl.col("timestamp").cast(pl.Decimal(38, 9))) for frame in frames]
+    return Readings(time, text, choose_numbers(sample, fmt))
 
 
 def typed(frame, fmt: RawFormat, readings: Readings):

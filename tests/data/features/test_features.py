@@ -95,7 +95,7 @@ BAD_ITEMS = {
     "no number": (ITEMS.replace("-3e1", "cheap"), "line 5, column price: expected a number, got 'cheap'"),
     "decimal comma": (
         ITEMS.replace("-3e1", '"3,5"'),
-        "column price: expected a number, got '3,5' (with a decimal point, not a comma)",
+        "column price: expected a number, got '3,5' (set data.features.items.decimal to ',')",
     ),
     "infinite": (ITEMS.replace("-3e1", "inf"), "line 5, column price: expected a number, got 'inf'"),
     "not a number": (ITEMS.replace("-3e1", "nan"), "line 5, column price: expected a number, got 'nan'"),

@@ -1,0 +1,137 @@
+"""Select rows by the user's condition, `data.where`: SQL of polars on the columns of the file.
+
+Requires polars, imported inside the functions that use it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from data.reading.decimals import swapped
+from data.reading.formats import RawFormat
+from data.types import DataError, shown
+
+KEY = "data.where"
+MARK = "?"  # before the name of a column that a condition needs, in frames whose other columns are roles
+KEYWORDS = ("AND", "BETWEEN", "CASE", "ELSE", "ILIKE", "IN", "LIKE", "NOT", "OR", "THEN", "WHEN")
+FUNCTIONS = (
+    "ABS", "CAST", "CEIL", "COALESCE", "CONCAT", "DATE", "DATE_PART", "ENDS_WITH", "EXTRACT", "FLOOR", "GREATEST", "IF",
+    "IFNULL", "LEAST", "LEFT", "LENGTH", "LOWER", "LTRIM", "MOD", "NULLIF", "POW", "REGEXP_LIKE", "REPLACE", "RIGHT",
+    "ROUND", "RTRIM", "SIGN", "SQRT", "STARTS_WITH", "STRPTIME", "STRPOS", "SUBSTR", "TRIM", "TRY_CAST", "UPPER",
+)  # fmt: skip
+OTHER_ROWS = ("SELECT", "OVER", "CURRENT_DATE", "CURRENT_TIME", "CURRENT_TIMESTAMP")
+MOST_TYPED = 10  # columns for which it is tried whether they are compared as numbers or as text
+
+
+def checked_condition(where: str) -> tuple[str, ...]:
+    """Return the columns that a condition needs; DataError if it is none, or not one about single rows."""
+    import polars as pl
+
+    try:
+        expression = pl.sql_expr(where)
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise DataError(f"{KEY}: {shown(repr(where))} is no condition: {_line(error)}") from None
+    names = tuple(dict.fromkeys(expression.meta.root_names()))
+    if not names:
+        raise DataError(f"{KEY}: {shown(repr(where))} names no column (text is quoted by ', a name by \")")
+    # polars knows whether an expression needs other rows only once the types of its columns are known.
+    unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", where)
+    for word, call in re.findall(r"(\w+)\s*(\()?", unquoted):
+        if word.upper() in OTHER_ROWS or (call and word.upper() not in KEYWORDS + FUNCTIONS):
+            functions = ", ".join(FUNCTIONS)
+            raise DataError(f"{KEY}: {word}: a condition sees one row and nothing else; its functions are {functions}")
+    return names
+
+
+def _line(error: BaseException) -> str:
+    return shown((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+
+
+def choose_numbers(sample, fmt: RawFormat) -> tuple[str, ...]:
+    """Return the columns of text whose values the condition compares as numbers, by the first rows: all that hold
+    nothing but numbers, unless the condition compares them with text.
+
+    sample: a polars frame with the condition's columns.
+    """
+    import polars as pl
+
+    if not fmt.where_columns:
+        return ()
+    numbers = []
+    for name in fmt.where_columns:
+        column = sample[MARK + name]
+        if column.dtype == pl.String:
+            is_number = as_number(column, fmt).is_not_null()
+            if is_number.any() and (is_number | _missing(column)).all():
+                numbers.append(name)
+    failure: Exception | None = None
+    for count in range(len(numbers), -1, -1) if len(numbers) <= MOST_TYPED else (len(numbers),):
+        for chosen in itertools.combinations(numbers, count):
+            try:
+                _evaluated(sample, fmt, chosen)
+                return chosen
+            except pl.exceptions.PolarsError as error:
+                failure = failure or error
+    raise DataError(f"{KEY}: {_line(failure)}" if failure else f"{KEY}: too many columns")
+
+
+def as_number(column, fmt: RawFormat):
+    """Return a column of text as numbers, null where it holds none."""
+    import polars as pl
+
+    text = column.str.strip_chars()
+    return (text if fmt.decimal == "." else swapped(text)).str.strip_prefix("+").cast(pl.Float64, strict=False)
+
+
+def _missing(column):
+    return column.is_null() | (column.str.strip_chars() == "")
+
+
+def _evaluated(frame, fmt: RawFormat, numbers: tuple[str, ...]):
+    import polars as pl
+
+    columns = {}
+    for name in fmt.where_columns:
+        column = frame[MARK + name]
+        if name in numbers:
+            column = as_number(column, fmt)
+        elif column.dtype == pl.String:
+            column = column.set(column == "", None)
+        columns[name] = column
+    result = pl.DataFrame(columns).select(pl.sql_expr(fmt.where or "").alias("keep"))["keep"]
+    if result.dtype == pl.Null:
+        return pl.repeat(False, frame.height, eager=True)
+    if result.dtype != pl.Boolean:
+        raise DataError(f"{KEY}: {shown(repr(fmt.where))} is no condition: its result is {result.dtype}")
+    return result.fill_null(False)
+
+
+def selected(frame, fmt: RawFormat, numbers: tuple[str, ...]):
+    """Return (which rows of a frame the condition keeps, the columns in which a kept row has text for a number).
+
+    A row with such a text is kept, for its value is bad. frame: with the condition's columns.
+    """
+    import polars as pl
+
+    if not fmt.where_columns:
+        return pl.repeat(True, frame.height, eager=True), {}
+    if not frame.height:
+        return pl.Series([], dtype=pl.Boolean), {}
+    wrong = {}
+    for name in numbers:
+        column = frame[MARK + name]
+        if column.dtype == pl.String and (bad := as_number(column, fmt).is_null() & ~_missing(column)).any():
+            wrong[name] = bad
+    try:
+        keep = _evaluated(frame, fmt, numbers)
+    except pl.exceptions.PolarsError as error:
+        raise DataError(f"{KEY}: {_line(error)}") from None
+    for bad in wrong.values():
+        keep |= bad
+    return keep, wrong
+
+
+def note_of_condition(left_out: int, rows: int, fmt: RawFormat) -> str:
+    """Return a sentence about the rows that a condition left out."""
+    return f"{left_out:,} of {rows:,} rows were left out by {KEY}: {shown(fmt.where, 200)}"
