@@ -1,10 +1,11 @@
 """Define the options of a run's data, `data:` in its configuration."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from data.features.options import Features
+from data.features.zones import checked_zone
 from data.options import Columns, Options, RecallOptions, SyntheticOptions, checked_separator
 from data.reading.bad_rows import LIMIT
 from data.reading.encodings import checked_encoding
@@ -30,6 +31,13 @@ def _possible_encoding(value: str) -> str:
         return checked_encoding(value, "")
     except DataError as error:
         raise ValueError(str(error).removeprefix(": ")) from None
+
+
+def _possible_zone(value: str) -> str:
+    try:
+        return checked_zone(value)
+    except DataError as error:
+        raise ValueError(str(error).removeprefix("data.time_zone: ")) from None
 
 
 PathText = Annotated[str, AfterValidator(_possible_path)]
@@ -76,6 +84,8 @@ class DataConfig(Options):
     """The sizes of the generated memory task."""
     features: Features | None = None
     """Features of items, users and events beside their ids (docs/features.md)."""
+    time_zone: Annotated[str, AfterValidator(_possible_zone)] | None = None
+    """The zone of `data.features.events.calendar`, like `Europe/Berlin`; absent, UTC."""
     valid_fraction: float = Field(0.1, ge=0, lt=1)
     """With `protocol: temporal`, the share of events in the validation window; 0 for none."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
@@ -91,3 +101,9 @@ class DataConfig(Options):
             raise ValueError("data.features: not with parallel.context > 1")
         if self.targets == "all" and self.protocol != "temporal":
             raise ValueError("data.targets: all is for data.protocol=temporal")
+
+    @model_validator(mode="after")
+    def _zone_of_a_calendar(self) -> Self:
+        if self.time_zone and not (self.features and self.features.events and self.features.events.calendar):
+            raise ValueError("time_zone: nothing uses it without features.events.calendar")
+        return self

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from data.batch import Batch
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
+from data.features.zones import offsets_of
 from hstu_sparse.core.jagged import sequence_ids
 from models.sparse_product import SparseProduct
 
@@ -201,11 +202,18 @@ class ContextFeatures(nn.Module):
     """Sum the features of a token's user, event and time: [T, E]."""
 
     before: Tensor
+    zone_starts: Tensor
+    zone_offsets: Tensor
 
     def __init__(self, known: FeatureVocabulary, embedding_dim: int, dtype: torch.dtype):
         super().__init__()
         users, events = known.of("users"), known.of("events")
         self.calendar = known.calendar
+        self.zoned = known.time_zone is not None
+        if known.time_zone is not None:
+            starts, offsets = offsets_of(known.time_zone)
+            self.register_buffer("zone_starts", torch.from_numpy(starts), persistent=False)
+            self.register_buffer("zone_offsets", torch.from_numpy(offsets), persistent=False)
         self.num_users, self.num_events = len(users), len(events)
         self.users = FeatureTables(sizes_of(users), embedding_dim, dtype) if users else None
         sizes = sizes_of(events) | {f"calendar_{name}": CALENDAR[name] for name in known.calendar}
@@ -226,9 +234,17 @@ class ContextFeatures(nn.Module):
                 if batch.is_action is not None:  # the item token comes before the action
                     rows = torch.where((batch.is_action[:, None] | self.before)[:, :, None], rows, -1)
                 parts += rows.unbind(1)
-            parts += [calendar_rows(name, batch.timestamps)[:, None] for name in self.calendar]
+            clock = self.clock(batch.timestamps) if self.calendar else batch.timestamps
+            parts += [calendar_rows(name, clock)[:, None] for name in self.calendar]
             added = added + self.events([Bags.of_padded(part) for part in parts], batch.num_tokens)
         return added
+
+    def clock(self, timestamps: Tensor) -> Tensor:
+        """Return times [T] as the clocks of the calendar's zone show them, in seconds since 1970 there."""
+        if not self.zoned:
+            return timestamps
+        place = torch.searchsorted(self.zone_starts, timestamps, right=True) - 1
+        return timestamps + self.zone_offsets[place.clamp(min=0)]
 
 
 def sizes_of(features: list[KnownFeature]) -> dict[str, int]:
@@ -246,7 +262,7 @@ def checked_rows(rows: Tensor | None, count: int, entity: str) -> Tensor:
 
 
 def calendar_rows(name: str, timestamps: Tensor) -> Tensor:
-    """Return the hour (0 to 23) or the weekday (0 to 6, Monday 0) of times in seconds, in UTC: [T] int64."""
+    """Return the hour (0 to 23) or the weekday (0 to 6, Monday 0) of times in seconds on a clock: [T] int64."""
     if name == "hour":
         return timestamps // HOUR % CALENDAR["hour"]
     return (timestamps // DAY + THURSDAY) % CALENDAR["weekday"]

@@ -125,7 +125,9 @@ def open_data(
         task = build_task(config, ranks)
     if vocabulary is None:
         feature_vocabulary = (
-            None if config.data.features is None else fit_features(dataset, splits.train_end, config.data.features)
+            None
+            if config.data.features is None
+            else fit_features(dataset, splits.train_end, config.data.features, config.data.time_zone)
         )
         vocabulary = vocabulary_of(dataset, feature_vocabulary)
     if vocabulary.features is not None:

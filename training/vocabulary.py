@@ -16,7 +16,8 @@ import numpy as np
 from data.atomic import find_folder, replace_folder
 from data.features.features import ENTITIES, KINDS
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
-from data.types import Dataset
+from data.features.zones import checked_zone
+from data.types import DataError, Dataset
 from data.vocabulary import Vocabulary
 from training.folder import FolderError, access, read_regular
 
@@ -52,6 +53,7 @@ def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary) -> None:
         arrays |= feature_arrays(known.features)
         described = [[feature.entity, feature.name, feature.kind, feature.known] for feature in known.features.features]
         facts |= {"features": described, "calendar": known.features.calendar}
+        facts["time_zone"] = known.features.time_zone
     with access(run / NAME, "written"), replace_folder(run / NAME) as folder:
         for name, array in arrays.items():
             np.save(folder / f"{name}.npy", np.asarray(array), allow_pickle=False)
@@ -77,7 +79,7 @@ def load_vocabulary(run: Path) -> Known:
         names, ids = facts["action_names"], arrays["item_ids"]
         features = None
         if "features" in facts:
-            features = features_of(facts["features"], facts["calendar"], arrays)
+            features = features_of(facts["features"], facts["calendar"], arrays, facts.get("time_zone"))
         known = Vocabulary(ids, facts["num_actions"], None if names is None else tuple(names), features)
         return Known(known, arrays["user_ids"], facts["fingerprint"], facts["name"], facts["has_timestamps"])
     except FolderError:
@@ -94,7 +96,9 @@ def feature_arrays(known: FeatureVocabulary) -> dict[str, np.ndarray]:
     return arrays if known.trained is None else arrays | {"trained": known.trained}
 
 
-def features_of(described: list, calendar: list, arrays: dict[str, np.ndarray]) -> FeatureVocabulary:
+def features_of(
+    described: list, calendar: list, arrays: dict[str, np.ndarray], time_zone: str | None = None
+) -> FeatureVocabulary:
     """Rebuild the vocabulary of `feature_arrays`; KeyError, TypeError or ValueError if something is missing."""
     features = tuple(
         KnownFeature(entity, name, kind, arrays[f"feature-{number}-values"], known)
@@ -103,6 +107,10 @@ def features_of(described: list, calendar: list, arrays: dict[str, np.ndarray]) 
     for feature in features:
         if feature.entity not in ENTITIES or feature.kind not in KINDS or feature.known not in ("before", "after"):
             raise ValueError(f"{feature.name} has an unknown entity, kind or time")
+    try:
+        zone = None if time_zone is None else checked_zone(time_zone)
+    except DataError as error:
+        raise ValueError(str(error)) from None
     if not CALENDAR.keys() >= set(calendar):
         raise ValueError("unknown part of a calendar")
     count = sum(feature.entity == "items" for feature in features)
@@ -110,4 +118,4 @@ def features_of(described: list, calendar: list, arrays: dict[str, np.ndarray]) 
     items = len(arrays["item_ids"])
     if count and any(len(x) != items + more for x, more in ((arrays["trained"], 0), *((o, 1) for o, _ in item_rows))):
         raise ValueError(f"features of items are not those of {items} items")
-    return FeatureVocabulary(features, tuple(calendar), item_rows, arrays["trained"] if count else None)
+    return FeatureVocabulary(features, tuple(calendar), item_rows, arrays["trained"] if count else None, zone)

@@ -105,7 +105,7 @@ class EventFeatures(Options):
     columns: dict[Named, EventColumn] = Field({}, max_length=MOST_FEATURES)
     """Features in columns of the events' own csv or parquet file, by name."""
     calendar: list[Literal["hour", "weekday"]] = Field([], max_length=2)
-    """Parts of an event's time, in UTC, that are features."""
+    """Parts of an event's time that are features: by the clock of `data.time_zone`, or else in UTC."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:

@@ -64,21 +64,25 @@ class FeatureVocabulary:
     calendar   parts of an event's time that are features: hour, weekday
     item_rows  for each feature of items (offsets [I+1], rows [S] int64): the rows of each item
     trained    [I] bool, True for items with a training event; None without features of items
+    time_zone  the zone of the calendar; None is UTC
     """
 
     features: tuple[KnownFeature, ...]
     calendar: tuple[str, ...] = ()
     item_rows: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     trained: np.ndarray | None = None
+    time_zone: str | None = None
 
     def of(self, entity: str) -> list[KnownFeature]:
         return [feature for feature in self.features if feature.entity == entity]
 
 
-def fit_features(dataset: Dataset, train_end: np.ndarray, options: Features) -> FeatureVocabulary:
+def fit_features(
+    dataset: Dataset, train_end: np.ndarray, options: Features, time_zone: str | None = None
+) -> FeatureVocabulary:
     """Fit the rows of values to the items, users and events of training, each of which counts once.
 
-    train_end: [U] int64, training uses events user_offsets[u] .. train_end[u]-1 of user u.
+    train_end: [U] int64, training uses events user_offsets[u] .. train_end[u]-1 of user u. time_zone: of the calendar.
     """
     in_training = train_events(dataset, train_end)
     items = np.zeros(dataset.num_items, bool)
@@ -103,7 +107,7 @@ def fit_features(dataset: Dataset, train_end: np.ndarray, options: Features) -> 
         for feature, known_feature in zip(dataset.features, known)
         if feature.entity == "items"
     ]
-    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), items if item_rows else None)
+    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), items if item_rows else None, time_zone)
 
 
 def _options_of(options: Features, feature: Feature) -> FeatureOptions:

@@ -3,22 +3,25 @@
 import itertools
 from dataclasses import replace
 from datetime import UTC, datetime
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
 import torch
 
 from data.features.features import feature_of
-from data.features.vocabulary import fit_features, with_rows
+from data.features.vocabulary import FeatureVocabulary, fit_features, with_rows
+from data.features.zones import checked_zone, offsets_of
 from data.splits import Split
 from data.synthetic import generate
-from data.types import Dataset
-from models.features import calendar_rows
+from data.types import DataError, Dataset
+from models.features import ContextFeatures, calendar_rows
 from models.hstu import SequenceModel
 from models.losses import Negatives, competing_items, sampled_loss
 from models.tasks.build import build_task
 from training.config import RunConfig
 from training.step import build_step
+from training.vocabulary import features_of
 
 KINDS = {"brand": "category", "genres": "list"}
 FEATURES = {
@@ -316,3 +319,34 @@ def test_ranking_trains_all_tables():
 def test_options_that_do_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
         configured(**changes)
+
+
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "America/St_Johns", "Asia/Kolkata", "Pacific/Apia", "UTC"])
+def test_calendar_of_a_time_zone(zone):
+    """The clock of a zone, also around the changes of summer time and where a zone has moved over the date line."""
+    starts, _ = offsets_of(zone)
+    near = (starts[:, None] + np.array([-3600, -1, 0, 1, 3600])).ravel()
+    times = np.concatenate([near[(near >= 0) & (near < 2**33)], np.random.default_rng(0).integers(0, 2**32, 500)])
+    known = FeatureVocabulary((), ("hour", "weekday"), time_zone=zone)
+    clock = ContextFeatures(known, 4, torch.float32).clock(torch.from_numpy(times))
+    moments = [datetime.fromtimestamp(int(time), ZoneInfo(zone)) for time in times]
+    assert calendar_rows("hour", clock).tolist() == [moment.hour for moment in moments]
+    assert calendar_rows("weekday", clock).tolist() == [moment.weekday() for moment in moments]
+
+
+def test_zone_that_is_none():
+    with pytest.raises(
+        DataError, match=r"data.time_zone: 'Europe/Berln' is no time zone .* did you mean Europe/Berlin\?"
+    ):
+        checked_zone("Europe/Berln")
+    for wrong in ("../etc/passwd", "", "/etc/localtime"):
+        with pytest.raises(DataError, match="is no time zone"):
+            checked_zone(wrong)
+
+
+def test_zone_of_a_run_is_stored_with_its_calendar():
+    ids = {"item_ids": np.arange(3)}
+    assert features_of([], ["hour"], ids, "Europe/Berlin").time_zone == "Europe/Berlin"
+    assert features_of([], ["hour"], ids).time_zone is None  # as runs of 0.2.0 have it
+    with pytest.raises(ValueError, match="nowhere"):
+        features_of([], ["hour"], ids, "nowhere")
