@@ -42,6 +42,7 @@ from training.ranks.processes import Ranks
 from training.report import print_result
 from training.run import (
     Data,
+    absolute_path,
     find_data,
     for_data,
     judge,
@@ -80,7 +81,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     if options.export_items:
         check_export(options.export_items, config, options.overwrite)
     if options.data:
-        path = os.path.abspath(os.path.expanduser(options.data))
+        path = absolute_path(options.data)
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
         for out, name in ((options.predict, "--predict"), (options.recommend, "--recommend")):
             if out:

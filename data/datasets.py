@@ -18,6 +18,7 @@ from data.reading.conditions import checked_condition
 from data.reading.formats import FORMATS, with_features, with_options, with_writing
 from data.reading.partitions import MOST
 from data.reading.raw import Handling
+from data.reading.sources import local_path
 from data.recall import generate_recall
 from data.synthetic import generate
 from data.types import DataError, Dataset, did_you_mean
@@ -114,7 +115,7 @@ def load_dataset(
         dataset = generator(
             **(generator_options.model_dump() if isinstance(generator_options, Options) else generator_options or {})
         )
-        tables = find_tables(features)
+        tables = find_tables(features, None if cache_dir is None else local_path(cache_dir, "data.cache_dir"))
         read = read_tables(tables, dataset, bad_rows_limit)
         if features is not None:
             key = f"{dataset.fingerprint}/{features.recipe()}/{[file_sha256(table.source.path) for table in tables]}"

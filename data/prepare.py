@@ -20,7 +20,8 @@ from data.progress import Progress, interruptible
 from data.reading.formats import RawFormat
 from data.reading.partitions import read_in_partitions
 from data.reading.raw import PLAIN, Handling, read_raw
-from data.reading.sources import RawFile, check_source, find_sources, literal, local_path
+from data.reading.remote import is_remote
+from data.reading.sources import RawFile, check_source, copied, find_sources, literal, local_path
 from data.types import DataError, Dataset, shown
 
 log = logging.getLogger(__name__)
@@ -51,16 +52,18 @@ def load_or_prepare(
     """
     cache_dir = None if cache_dir is None else local_path(cache_dir, "data.cache_dir")
     requested = _recipe(name, fmt, options, handling, features)
-    if path and (prepared := _given_cache(local_path(path, "data.path"), requested)) is not None:
+    progress = Progress(tell)
+    if path and is_remote(path):
+        path = interruptible(lambda: copied(str(path), fmt, cache_dir, progress), progress, lambda: None)
+    elif path and (prepared := _given_cache(local_path(path, "data.path"), requested)) is not None:
         return prepared
     sources, how = find_sources(name, fmt, path)
-    progress = Progress(tell)
     recipe = requested | {"options": options or NO_FILTER}
     used = {*fmt.columns.values()}
     of_folders = [[column for column in source.folder_columns if column[0] in used] for source in sources]
     if any(of_folders):
         recipe["folder_columns"] = of_folders
-    tables = find_tables(features)
+    tables = find_tables(features, cache_dir)
     place: list[Path] = []
 
     def work() -> Dataset:

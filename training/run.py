@@ -18,6 +18,7 @@ from data.errors import ConfigError, UserError
 from data.explain import dotted
 from data.features.vocabulary import fit_features, with_rows
 from data.prepare import find_prepared
+from data.reading.remote import is_remote
 from data.splits import Splits, repeats, target_events
 from data.types import shown
 from data.vocabulary import vocabulary_of
@@ -371,14 +372,19 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     """Return the same run with absolute paths, so that its folder can be used from anywhere."""
     paths: dict[str, Any] = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
     if config.data.path:
-        paths["path"] = os.path.abspath(os.path.expanduser(config.data.path))
+        paths["path"] = absolute_path(config.data.path)
     if (features := config.data.features) is not None:
         files = {
-            entity: file.model_copy(update={"path": os.path.abspath(os.path.expanduser(file.path))})
+            entity: file.model_copy(update={"path": absolute_path(file.path)})
             for entity, file in features.files().items()
         }
         paths["features"] = features.model_copy(update=files)
     return config.model_copy(update={"data": config.data.model_copy(update=paths)})
+
+
+def absolute_path(path: str) -> str:
+    """Return a path that means the same in any folder; an address of a store does already."""
+    return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def was_saved(folder: Path) -> bool:

@@ -21,11 +21,13 @@ import numpy as np
 from data.features.features import Feature, feature_of, numbered
 from data.features.options import FeatureFile, FeatureOptions, Features
 from data.options import checked_separator
+from data.progress import Progress
 from data.reading.bad_rows import LIMIT, BadRows
 from data.reading.formats import FORMATS, RawFormat, with_features, with_writing
 from data.reading.lists import BETWEEN, mostly_lists
 from data.reading.parquet import read_parquet
-from data.reading.sources import RawFile, find_sources, unpacked
+from data.reading.remote import is_remote
+from data.reading.sources import RawFile, copied, find_sources, unpacked
 from data.reading.text import read_text
 from data.reading.values import MAX_ID_LENGTH
 from data.types import DataError, Dataset, shown
@@ -119,12 +121,15 @@ def format_of(entity: str, file: FeatureFile) -> RawFormat:
     return with_features(file.format, fmt, file.columns or {}, f"{key}.columns")
 
 
-def find_tables(features: Features | None) -> list[FeatureSource]:
-    """Return the files of features; DataError if one does not exist."""
+def find_tables(features: Features | None, cache_dir: Path | None = None) -> list[FeatureSource]:
+    """Return the files of features, those of stores copied into the cache; DataError if one does not exist."""
     existing = []
     for entity, file in (features.files() if features else {}).items():
         fmt = format_of(entity, file)
-        sources, _ = find_sources(file.format, fmt, file.path)
+        path: str | Path = file.path
+        if is_remote(path):
+            path = copied(str(path), fmt, cache_dir, Progress())
+        sources, _ = find_sources(file.format, fmt, path)
         if len(sources) > 1:
             raise DataError(f"{fmt.path_option}: {len(sources)} files match; give the path of one")
         existing.append(FeatureSource(entity, file, fmt, sources[0]))

@@ -36,14 +36,23 @@ def _walk(folder: Path, root: Path, ending: str, read: set[Path]) -> Iterator[Pa
                 raise DataError(f"{shown(path, 200)}: a link to a folder that is read already")
             read.add(real)
             yield from _walk(path, root, ending, read)
-        elif not _bare(name).endswith(ending):
-            pattern = f"{glob.escape(str(root))}/**/*{ending}"
-            raise DataError(
-                f"{shown(path, 200)}: neither {ending} nor {', '.join(ending + packed for packed in PACKED)}; "
-                f"to leave out other files name those to read by a pattern: {shown(pattern, 300)}"
-            )
         else:
+            check_ending(str(path), ending, glob.escape(str(root)))
             yield _regular(path, read)
+
+
+def check_ending(name: str, ending: str, root: str) -> None:
+    """Raise DataError for the name of a part that has another ending, compressed or not; root: of all parts."""
+    if not _bare(name).endswith(ending):
+        raise DataError(
+            f"{shown(name, 200)}: neither {ending} nor {', '.join(ending + packed for packed in PACKED)}; to leave out "
+            f"other files name those to read by a pattern: {shown(f'{root}/**/*{ending}', 300)}"
+        )
+
+
+def is_private(name: str) -> bool:
+    """Return whether a path, below that of its source, has a hidden or private name in it."""
+    return any(part.startswith(PRIVATE) for part in Path(name).parts)
 
 
 def matching(folder: Path, pattern: str, all_files: bool) -> list[Path]:

@@ -22,9 +22,11 @@ from typing import BinaryIO
 from urllib.parse import unquote
 
 from data.atomic import sweep, temporary_beside
+from data.progress import Progress
 from data.reading.encodings import UTF_8, convert, detected_encoding
 from data.reading.folders import PACKED, matching, parts, parts_of_pattern
 from data.reading.formats import RawFormat
+from data.reading.remote import local_copy, public
 from data.types import DataError, shown
 
 GZIP, ZSTD, BZIP2, XZ, ZIP = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\x00", b"PK\x03\x04"
@@ -91,6 +93,14 @@ def find_sources(name: str, fmt: RawFormat, path: str | Path | None) -> tuple[li
         raise DataError(f"{shown(error.filename or path, 200)}: cannot be read: {error.strerror or error}") from error
 
 
+def copied(address: str, fmt: RawFormat, cache_dir: Path | None, progress: Progress) -> Path:
+    """Copy the files of an address (`remote.is_remote`) into the cache; return their path there."""
+    if not fmt.own_columns:
+        raise DataError(f"{fmt.path_option}: {public(address)}: only csv and parquet are read from a store")
+    ending = fmt.files[0].removeprefix("**/*")
+    return local_copy(address, fmt.path_option, ending if fmt.all_files else None, cache_dir, progress.stage)
+
+
 def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
     try:
         mode = path.stat().st_mode
@@ -99,8 +109,8 @@ def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
             if files := parts_of_pattern(str(path)):
                 root = Path(os.path.commonpath([file.parent for file in files]))
                 fixed = next(n for n, part in enumerate(path.parts) if glob.has_magic(part))
-                how = f"{fmt.path_option} is no file, but a pattern that {len(files)} files match"
-                return [_named(file, root, Path(*file.parts[fixed:])) for file in files], how
+                match = f"{fmt.path_option} is no file, but a pattern that {len(files)} files match"
+                return [_named(file, root, Path(*file.parts[fixed:])) for file in files], match
             raise DataError(f"{shown(path, 200)}: no such file, and no file matches it as a pattern") from None
         raise DataError(f"{shown(path, 200)}: no such file or folder{_fetch(fmt)}") from None
     if stat.S_ISREG(mode):
@@ -191,8 +201,8 @@ def unpacked(sources: list[RawFile], scratch: Path | None, fmt: RawFormat) -> It
             encodings[number] = _encoding(result[number].path, fmt)
         for number, encoding in encodings.items():
             if encoding not in UTF_8:
-                with literal(result[number].path) as source:
-                    convert(source, encoding, folder / f"{number}.utf-8")
+                with literal(result[number].path) as content:
+                    convert(content, encoding, folder / f"{number}.utf-8")
                 result[number] = replace(sources[number], path=folder / f"{number}.utf-8", encoding=encoding)
                 if number in packed:
                     (folder / str(number)).unlink()

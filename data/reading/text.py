@@ -173,7 +173,7 @@ def text_readings(sources: list[RawFile], fmt: RawFormat) -> Readings:
 
     if not fmt.own_columns and not fmt.where and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
         return Readings(SECONDS)
-    samples = []
+    samples: list[Any] = []
     for source in sources[:MOST_SAMPLES]:
         of_file, _ = with_separator(source, fmt)
         names = column_names(source, of_file)

@@ -27,9 +27,9 @@ def test_encoding_is_detected(load, encoding, partitions, ending):
     content = MARKED.get(encoding, b"") + rows.encode(encoding)
     dataset = load("csv", content, partitions=partitions)
     assert dataset.item_ids.tolist() == IDS and dataset.user_ids.tolist() == ["Müller", "Ørsted"]
-    said = [note for note in dataset.notes if "data.encoding" in note]
-    assert len(said) == (not encoding.startswith("utf-8")) and all(
-        "raw.txt: not UTF-8, read as" in note for note in said
+    named = [note for note in dataset.notes if "data.encoding" in note]
+    assert len(named) == (not encoding.startswith("utf-8")) and all(
+        "raw.txt: not UTF-8, read as" in note for note in named
     )
     assert load("csv", content, partitions=partitions).notes == dataset.notes  # from the cache
 
