@@ -8,7 +8,7 @@ The result equals that of raw.py and filtering.py, bit for bit. A folder on disk
     columns      the data after the filter, in the layout of the cache
 
 Each folder appears whole or not at all, so that a preparation that was ended continues after the last one. Memory holds
-one piece or one range at a time, and for each user and item 8 bytes and the id.
+one piece, or one range for each core, at a time, and for each user and item 8 bytes and the id.
 
 Letters: E events, U users of a range, K ranges.
 """
@@ -16,9 +16,11 @@ Letters: E events, U users of a range, K ranges.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from data.progress import Progress
 from data.reading.conditions import note_of_condition
 from data.reading.formats import RawFormat
 from data.reading.memory import available_memory
+from data.reading.order import by_user_and_time
+from data.reading.parallel import CORES, Overlapped, in_parallel
 from data.reading.parquet import memory_of, parquet_pieces
 from data.reading.raw import (
     Handling,
@@ -55,7 +59,7 @@ from data.types import DataError, Dataset
 PIECES = {"text": text_pieces, "parquet": parquet_pieces}
 PIECE = 1 << 27  # bytes of a raw file that are read at a time
 BYTES_PER_EVENT = 64  # memory that sorting needs
-SHARE = 0.3  # of the free memory that a range of users may use
+SHARE = 0.3  # of the free memory that the ranges of users in work, one for each core, may use
 MOST = 4096  # ranges
 BUCKETS = 64  # into which a piece's distinct ids are divided
 COLUMNS = {"items": np.int32, "timestamps": np.int64, "actions": np.int32}
@@ -74,7 +78,7 @@ def needed(fmt: RawFormat, files: list[RawFile]) -> int:
         once = memory_of(int(events), fmt)
     if once <= free:
         return 1
-    return min(MOST, max(2, -(-int(events * BYTES_PER_EVENT) // int(SHARE * free))))
+    return min(MOST, max(2, -(-int(events * BYTES_PER_EVENT * CORES) // int(SHARE * free))))
 
 
 def _parquet_rows(file: RawFile) -> int:
@@ -174,22 +178,28 @@ class _Work:
             state.plain_readings = dataclasses.asdict(text_readings(self.files, self.fmt))
         bad.count, bad.left_out, bad.first = state.bad, state.left_out, state.described
         bad.rows = state.rows + state.bad + state.left_out
-        while state.file < len(self.files):
-            file, before = self.files[state.file], state.readings()
-            place = None if state.begin is None else (state.begin[0], state.begin[1])
-            self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
-            for frame, readings, piece_notes, begin in PIECES[self.fmt.kind](file, self.fmt, bad, before, PIECE, place):
-                check_unit(file, self.files[0], before, readings)
-                state.piece_files.append(state.file)
-                piece_notes = [*piece_notes, *file.notes(self.fmt)]
-                state.notes += [note for note in piece_notes if note not in state.notes]
-                state.begin, state.plain_readings = list(begin), dataclasses.asdict(readings)
-                state.rows, state.pieces = state.rows + frame.height, state.pieces + 1
-                state.bad, state.left_out, state.described = bad.count, bad.left_out, bad.first
-                self._write_piece(frame, state)
+        with Overlapped() as writer:
+            while state.file < len(self.files):
+                file, before = self.files[state.file], state.readings()
+                place = None if state.begin is None else (state.begin[0], state.begin[1])
                 self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
-            bad.check(file.name)
-            state.file, state.begin = state.file + 1, None
+                for frame, readings, piece_notes, begin in PIECES[self.fmt.kind](
+                    file, self.fmt, bad, before, PIECE, place
+                ):
+                    check_unit(file, self.files[0], before, readings)
+                    state.piece_files.append(state.file)
+                    piece_notes = [*piece_notes, *file.notes(self.fmt)]
+                    state.notes += [note for note in piece_notes if note not in state.notes]
+                    state.begin, state.plain_readings = list(begin), dataclasses.asdict(readings)
+                    state.rows, state.pieces = state.rows + frame.height, state.pieces + 1
+                    state.bad, state.left_out, state.described = bad.count, bad.left_out, bad.first
+                    # The next piece is read while this one is written.
+                    copy = _State(**json.loads(json.dumps(dataclasses.asdict(state))))
+                    writer.start(functools.partial(self._write_piece, frame, copy))
+                    self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
+                writer.finish()
+                bad.check(file.name)
+                state.file, state.begin = state.file + 1, None
         bad.check_limit(self.files[0].name)
         state.bad_note = bad.note() if bad.count else None
         _write_json(state_file, dataclasses.asdict(state))
@@ -242,9 +252,9 @@ class _Work:
         users, events = self._numbered(pieces, "user")
         items, _ = self._numbered(pieces, "item")
         bounds = self._bounds(events)
-        for piece in pieces:
-            self._number(piece, users, items, texts, bounds)
-        dropped = sum(self._sort(number, bounds, readings, len(pieces)) for number in range(self.count))
+        in_parallel(lambda piece: self._number(piece, users, items, texts, bounds), self._staged("numbering", pieces))
+        ranges = self._staged("sorting", range(self.count))
+        dropped = sum(in_parallel(lambda number: self._sort(number, bounds, readings, len(pieces)), ranges))
         if self.handling.duplicates == "drop":
             notes.append(duplicates_note(dropped))
         if names:
@@ -264,6 +274,12 @@ class _Work:
             action_names=names,
             notes=tuple(notes),
         )
+
+    def _staged(self, what: str, parts: Sequence) -> Iterator:
+        """Yield parts of the work, each reported before it begins."""
+        for number, part in enumerate(parts):
+            self.progress.stage(f"{what} the events, part {number + 1} of {len(parts)}")
+            yield part
 
     def _kinds(self, pieces: list[Path], state: _State) -> dict:
         """Map each role to the polars type of its column in all pieces together."""
@@ -297,7 +313,6 @@ class _Work:
         place = self.folder / "numbered" / piece.name
         if place.exists():
             return
-        self.progress.stage(f"numbering the ids of piece {piece.name}")
         frame = _read(piece / "rows.arrow").cast(self.kinds)
         codes = [users.codes(frame["user"]).alias("user"), items.codes(frame["item"]).alias("item")]
         if texts is not None:
@@ -319,7 +334,6 @@ class _Work:
 
         place = self.folder / "users" / f"{number:06d}"
         if not place.exists():
-            self.progress.stage(f"sorting the events of range {number + 1} of {self.count}")
             files = [self.folder / "numbered" / f"{piece:06d}" / f"{number}.arrow" for piece in range(pieces)]
             frames = [_read(file) for file in files if file.exists()]
             frame, dropped = pl.concat(frames) if frames else None, 0
@@ -329,8 +343,7 @@ class _Work:
                     if self.handling.duplicates == "drop":
                         frame = frame.unique(keep="first", maintain_order=True)
                     dropped = height - frame.height
-                    by = ["user", "timestamp"] if self.fmt.has_timestamps else ["user"]
-                    frame = frame.sort(by, maintain_order=True)
+                    frame = by_user_and_time(frame, self.fmt.has_timestamps)
                     lengths = np.bincount(frame["user"].to_numpy() - bounds[number], minlength=np.diff(bounds)[number])
                     times = np.zeros(frame.height, np.int64)
                     if self.fmt.has_timestamps:
