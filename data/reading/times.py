@@ -6,8 +6,10 @@ imported inside the functions that use it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
+from datetime import datetime
 
 from data.types import DataError, shown
 
@@ -53,6 +55,19 @@ class Reading:
 
 
 SECONDS = Reading()
+FULL_HOUR = "=%M"  # is put behind a text that ends with the hour, and its format
+DATES = ("%d-%m-%Y", "%m-%d-%Y", "%Y-%m-%d", "%d-%m-%y", "%m-%d-%y")
+CLOCKS = (
+    "",
+    " %H:%M",
+    " %H:%M:%S",
+    " %H:%M:%S.%f",
+    " %I:%M %p",
+    " %I:%M:%S %p",
+    "T%H:%M:%S",
+    "T%H:%M:%S.%f",
+    " %H:%M:%S %z",
+)
 
 
 def choose(
@@ -118,19 +133,37 @@ def polars_format(format: str) -> str:
     import polars as pl
 
     key = "data.columns.timestamp_format"
-    text = format.replace(".%f", "%.f").replace("%z", "%#z")
+    text = format.replace(".%f", "%.f").replace(",%f", ",%.f").replace("%z", "%#z")
+    if re.search("%[de]", format) and "%H" in format and "%M" not in format:
+        text += FULL_HOUR  # polars reads no hour without minutes
     directives = re.findall(r"%[.#:0-9]*([A-Za-z])", text)
     if not set(directives) & set("YyFDsc"):
         raise DataError(f"{key}: {shown(format)} has no year, like %Y")
     if "Z" in directives:
         raise DataError(f"{key}: %Z, the name of a zone, cannot be read; %z reads +05:30 and Z")
     if "%f" in text:
-        raise DataError(f'{key}: write the fraction of a second as ".%f", got {shown(format)}')
+        raise DataError(
+            f'{key}: write the fraction of a second as ".%f", or as "%3f", "%6f" or "%9f" by its digits where no point '
+            f"is before it, got {shown(format)}"
+        )
     try:
-        pl.Series(["x"]).str.to_datetime(text, strict=False, time_unit="us")
+        pl.Series(["x"]).str.to_datetime(text.replace(",%.f", "%.f"), strict=False, time_unit="us")
     except pl.exceptions.PolarsError as error:
         raise DataError(f"{key}: {shown(format)}: {shown(str(error).splitlines()[0], 200)}") from None
     return text
+
+
+def format_of(text: str) -> str | None:
+    """Return a format of `datetime.strptime` that reads this text, the day before the month if both fit; or None."""
+    for date, time in itertools.product(DATES, CLOCKS):
+        for separator in ".", "/", "-":
+            format = date.replace("-", separator) + time
+            try:
+                datetime.strptime(text.strip(), format)
+            except ValueError:
+                continue
+            return format
+    return None
 
 
 def from_text(value, reading: Reading):
@@ -160,6 +193,10 @@ def _from_format(value, format: str):
     """Return the expression for nanoseconds of text in a format; null where they do not fit into int64."""
     import polars as pl
 
+    if format.endswith(FULL_HOUR):
+        value = value + FULL_HOUR.replace("%M", "00")
+    if ",%.f" in format:
+        format, value = format.replace(",%.f", "%.f"), value.str.replace_all(r",([0-9]{1,9})", ".$1")
     seconds = value.str.to_datetime(format, strict=False, time_unit="us").dt.epoch("s")
     inside = seconds.is_between(-LAST_SECOND, LAST_SECOND, closed="none")
     if not re.search(r"%[.0-9]*f", format):

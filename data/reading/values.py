@@ -210,9 +210,9 @@ def _time_problem(value: str, got: str, fmt: RawFormat, reading: Reading, number
             return f"expected a 64-bit integer, got {got}"
     elif number is None and reading.kind == "integer":
         if wrong := _integer_problem(value, got):
-            a_date = fmt.own_columns and re.search(r"[0-9]+[/.-][0-9]+[/.-][0-9]+", value)
-            hint = "dates like this need data.columns.timestamp_format, for example '%d.%m.%Y %H:%M'"
-            return f"{wrong} ({hint})" if a_date else wrong
+            format = times.format_of(value) if fmt.own_columns else None
+            hint = f"dates like this need data.columns.timestamp_format, for example {format!r}"
+            return f"{wrong} ({hint})" if format else wrong
         number = int(value)
     if number is not None and number == number:
         return times.problem(number, reading, fmt.own_columns)

@@ -241,7 +241,7 @@ def test_timestamp_format(load, format, text):
 def test_dates_without_a_format_are_told_which_option_they_need(load):
     message = error_of(load, "csv", "user;item;timestamp\nu;1;23/04/2024 02:33\n")
     assert "line 2, column timestamp: expected an integer, got '23/04/2024 02:33'" in message
-    assert "(dates like this need data.columns.timestamp_format, for example '%d.%m.%Y %H:%M')" in message
+    assert "(dates like this need data.columns.timestamp_format, for example '%d/%m/%Y %H:%M')" in message
 
 
 def test_fractions_of_a_format_keep_the_order(load):
