@@ -334,3 +334,19 @@ def test_getting_started_runs(checkout):
     run_blocks("docs/getting_started.md", checkout)
     assert (checkout / "next.csv").read_text().count("\n") > 300
     assert (checkout / "compared" / "report.html").exists()
+
+
+def test_tests_that_the_page_of_data_names_exist():
+    """The table of what is read names a test of each line."""
+    page, folder = (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), ROOT / "tests" / "data"
+    table = page[page.index("### What is read") : page.index("## Known formats")]
+    tests = "".join(file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py"))
+    for file in re.findall(r"([\w/]+\.py)", table):
+        assert (folder / file).is_file(), file
+    for name in re.findall(r"\b(test_\w+)(?![\w.])", table):
+        assert f"def {name}" in tests, name
+    assert all(
+        "test_" in line
+        for line in table.splitlines()
+        if line.startswith("| ") and " | test" not in line and "---" not in line and not line.startswith("| features,")
+    )
