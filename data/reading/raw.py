@@ -266,6 +266,19 @@ def name_of(name: str, fmt: RawFormat, first: RawFile) -> str:
     return Path(stem).stem
 
 
+def refuse_two_writings(distinct, first: RawFile, role: str) -> None:
+    """Raise DataError if ids are whole numbers of which some are written in two ways, 7 and 7.0."""
+    if not len(distinct) or not distinct.str.contains(r"^-?[0-9]+([.]0)?$").all():
+        return
+    with_point = distinct.filter(distinct.str.ends_with(".0"))
+    twice = with_point.filter(with_point.str.strip_suffix(".0").is_in(distinct.implode()))
+    if len(twice):
+        raise DataError(
+            f"{first.name}: the {role} ids {twice[0].removesuffix('.0')} and {twice[0]} are one number written in two "
+            "ways, as pandas does where values are missing: write all without the point"
+        )
+
+
 class Ids:
     """Number original ids (a polars Series, with repetitions) in ascending order.
 
@@ -284,6 +297,7 @@ class Ids:
                 raise DataError(
                     f"{first.name}: the {role} ids are lists, like {shown(repr(example))}: expected one id in each row"
                 )
+            refuse_two_writings(distinct, first, role)
             as_int = distinct.cast(pl.Int64, strict=False)
             # "007" and "7" are different ids: numbers only if no id changes when written back.
             if as_int.null_count() or not (as_int.cast(pl.String) == distinct).all():

@@ -121,6 +121,12 @@ def test_names(load):
     assert load("csv", GOOD, where=f"{where} > 1").num_events == 1
 
 
+def test_ids_in_two_ways(load):
+    text = HEADER + "7,1,5\n7.0,2,6\n"
+    assert "write all without the point" in message_of(load, "csv", text)
+    assert load("csv", text.replace(".0", "")).num_users == 1
+
+
 def test_codes_of_actions(load):
     text, codes = "user,item,timestamp,how\n1,2,3,view\n", {"action_codes": {"view": 4}}
     assert "name the column of the actions too (action)" in message_of(load, "csv", text, columns=codes)
@@ -218,6 +224,7 @@ HINTS = {
     "needs the path of": test_paths,
     "to fetch it": test_downloads,
     "name the column of the actions": test_codes_of_actions,
+    "write all without the point": test_ids_in_two_ways,
     "unknown=drop leaves them out": test_features,
     "makes them part of the catalogue": test_features,
     "set its kind to list": test_features,

@@ -22,7 +22,6 @@ ACCEPTED = {
     "raw ml-100k: negative user": "any integer is an id",
     "raw ml-100k: spaces before numbers": "the parser skips them; nothing else can be meant",
     "raw ml-100k: one item": "a catalogue of one item can be trained and ranked",
-    "raw csv: 1.0 beside 1": "as text they are two ids",
     "raw csv: id beyond int64": "a column with it is text",
     "raw csv: user of blanks": "blanks are text like any other",
     "raw csv: no last line end": "the last row is whole",

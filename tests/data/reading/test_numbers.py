@@ -103,3 +103,16 @@ def test_decimal_commas_of_features_and_of_parquet(load, tmp_path):
     frame.write_parquet(tmp_path / "x")
     columns = {"timestamp_unit": "s"}
     assert [event[1] for event in events(load("parquet", tmp_path / "x", decimal=",", columns=columns))] == [2, 1]
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_ids_that_are_written_in_two_ways(load, tmp_path, partitions):
+    """A part that pandas wrote with a missing value has 7.0 where another one has 7."""
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "a.csv").write_text(HEADER + "7,1,1\n8,2,1\n")
+    (tmp_path / "log" / "b.csv").write_text(HEADER + "7.0,1,2\n9.0,2,2\n")
+    message = error_of(load, "csv", tmp_path / "log", partitions=partitions)
+    assert "the user ids 7 and 7.0 are one number written in two ways" in message
+    (tmp_path / "log" / "a.csv").unlink()
+    assert load("csv", tmp_path / "log", partitions=partitions).user_ids.tolist() == ["7.0", "9.0"]
+    assert load("csv", HEADER + "7,1,1\n7.0,1,1\nx,2,1\n").num_users == 3  # names, such as those of versions
