@@ -255,7 +255,7 @@ def test_plain_paths(dtype, monkeypatch):
 
 def test_the_gate_opens_here():
     """On a machine where these tests run the assembly is used, or the version of Triton is not a proven one."""
-    from hstu_sparse.tiles.rows import assembly
+    from hstu_sparse.tiles import assembly
 
     known = torch.cuda.get_device_capability() in ((8, 0), (9, 0))
     version = ".".join(triton.__version__.split(".")[:2])

@@ -143,7 +143,7 @@ def test_a_capture_that_fails_says_why(name):
     script = f"""
 import torch
 from training.graph import GraphedStep
-from tests.models.test_models import make_batch
+from tests.models.test_hstu import make_batch
 
 calls = []
 def step(batch):
