@@ -51,7 +51,9 @@ def restore(comparison: dict) -> Results:
     settings = []
     for entry in comparison["settings"]:
         parameters = {"parameters": entry["parameters"]}
-        runs = [Run(Path(run["folder"]), None, parameters, np.empty(0), ("", b""), {}, {}, []) for run in entry["runs"]]
+        runs = [
+            Run(Path(run["folder"]), None, parameters, np.empty(0), ("", b""), {}, {}, {}, []) for run in entry["runs"]
+        ]
         speed = {name: entry[name] for name in (*COSTS[1:], "environment") if entry.get(name) is not None}
         settings.append(Setting(entry["name"], runs, entry["metrics"], entry["by_group"], entry["changes"], speed))
     seeds = "seeds" in comparison["interval"]

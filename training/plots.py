@@ -5,10 +5,12 @@ Text stays readable at 350 pixels, the width that a phone leaves: a plot is 288 
 
 import html
 import io
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+os.environ["MPLBACKEND"] = "agg"  # the environment may name an invalid backend, and matplotlib reads it once
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from optuna.trial import TrialState
 
+from cli.terminal import terminal
 from experiments.runs import Job, ProgressLines, progress_of
 from experiments.tuning_report import baselines_line, chance_lines
 
@@ -20,6 +21,7 @@ def test_progress_is_the_last_line_of_the_log(tmp_path, monkeypatch, capsys):
     )
     assert progress_of(log) == "epoch 3/9: 29 of 1,512 steps (2%), about 1:47 min left"
     monkeypatch.setattr("experiments.runs.PROGRESS_SECONDS", 0.0)
+    terminal.begin()
     ProgressLines().show([Job("dense, seed 1", [], log)])
     assert "dense, seed 1: epoch 3/9" in capsys.readouterr().out
 

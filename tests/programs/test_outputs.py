@@ -246,7 +246,7 @@ def test_a_backend_that_is_none_costs_no_report(tmp_path):
     plot = """
 import sys
 from pathlib import Path
-from models import report
+from training import report
 
 report._plot(Path(sys.argv[1]), [{"epoch": 1, "loss": 1.0}, {"epoch": 2, "loss": 0.5}], ("HR@10",), {})
 """

@@ -30,13 +30,13 @@ def trained(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(folder, *options, log=None, program=(ROOT / "serve.py",)):
+def serving(folder, *options, log=None, program=(ROOT / "serve.py",), python=sys.executable):
     """Yield (the process, a client) of serve.py on a free port; the process is killed at the end if it still runs."""
-    command = [sys.executable, *program, folder, "--port", "0", "--device", "cpu", *SMALL, *options]
+    command = [python, *program, folder, "--port", "0", "--device", "cpu", *SMALL, *options]
     command += [] if log is None else ["--log", log]
     process = subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
         output = ""
@@ -69,7 +69,7 @@ def test_the_path_of_a_newcomer(trained, tmp_path):
     text = (ROOT / "docs" / "serving.md").read_text()
     commands = re.search(r"```sh\n(.*?)```", text, re.S)[1].replace("\\\n", " ").strip().splitlines()
     train, serve, post, get = (re.sub(r"\s+#.*", "", command) for command in commands)
-    assert train.startswith("python train.py configs/synthetic-hstu.yaml --run runs/first")
+    assert train.startswith("python train.py configs/synthetic-hstu.yaml --out runs/first")
     assert serve == "python serve.py runs/first --history &"
     with serving(trained, "--history", log=tmp_path / "events.log") as (process, client):
         for command in (post, get):
@@ -229,7 +229,7 @@ def test_refused_at_the_start(trained, tmp_path):
         (["--log", tmp_path / "none" / "events.log"], "cannot be opened: No such file"),
         (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
         (["--max-body", "0"], "--max-body: expected at least 1"),
-        (["--cache", "9bit"], "invalid choice"),
+        (["--cache", "9bit"], "cache: expected one of auto, fp32"),
         (["--slide", "0"], "slide: expected 1 to 20"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
     ):

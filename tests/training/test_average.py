@@ -85,7 +85,8 @@ def test_a_run_goes_on_with_its_average(tmp_path):
     assert not torch.equal(*tensors.values())
     # What is judged is the average: eval.py, from the folder alone, finds what training reported last.
     assert run("eval.py", folder).returncode == 0
-    metrics = json.loads((folder / "eval-test.json").read_text())["model"]["history"]
+    result = json.loads((folder / "eval-test.json").read_text())
+    metrics = result["model"][result["filter_seen"]]
     last = final(folder)[1][-1]
     assert metrics["NDCG@10"] == last["NDCG@10"]
 
