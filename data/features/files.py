@@ -143,7 +143,7 @@ def read_tables(
     scratch: Path | None = None,
     stage: Callable[[str], None] = lambda _: None,
 ) -> list[Table]:
-    """Read the files of features. An id that `dataset`, which has every event, lacks is unknown.
+    """Read the files of features. An id is unknown if no event of `dataset` has it.
 
     DataError for bad rows, unless the file's options leave them out and they are at most `bad_rows_limit` of all rows,
     and for unknown ids if they are an error. scratch: the folder for unpacking compressed files. stage: called with a

@@ -19,13 +19,13 @@ MARKS = {
 }  # UTF-32's begins with UTF-16's
 MOST_RUNS = 100_000  # of bytes that are not ASCII, from which an encoding is chosen
 RUN = re.compile(rb"[\x80-\xff]+")
-# Bytes that cp1252 lacks, and its signs that no word of a western language has between two letters.
+# Bytes that are undefined in cp1252, and its signs that are in no word of a western language between two letters.
 NOT_CP1252 = re.compile(
     rb"[\x81\x8d\x8f\x90\x9d]|[A-Za-z][\xa1-\xa9\xab-\xb1\xb3\xb5\xb6\xb8\xb9\xbb-\xbf\xd7\xf7][a-z]"
 )
 UTF_8 = ("utf-8", "utf-8-sig")
 
-# What cannot be decoded becomes a byte that UTF-8 lacks, so that its row is a bad one.
+# Bytes that cannot be decoded become one that is invalid in UTF-8, so that their row is a bad one.
 codecs.register_error("hstu_sparse.bad_byte", lambda error: ("\udcff", getattr(error, "end", 0)))
 
 

@@ -53,7 +53,7 @@ def _architecture(device: int) -> int:
 
 
 def lacks(q: torch.Tensor, value_size: int, options: Options) -> str | None:
-    """Return the name of the first feature of a problem that FlashAttention-4 lacks, or None.
+    """Return the name of the first feature of a problem that FlashAttention-4 does not support, or None.
 
     Args:
         q: [..., D]. A CPU tensor is treated as if it were on compute capability 9.0.

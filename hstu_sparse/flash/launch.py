@@ -131,7 +131,7 @@ class Launch:
         features |= {"many"} if q.shape[0] >= MANY else set()
         self.sizes = padded_head(self.q.shape[2]), padded_head(self.v.shape[2])
         self.chosen = (*self.sizes, q.dtype, frozenset(features), architecture(q.device))
-        # Wider heads lack registers for the parts.
+        # The parts of wider heads do not fit into the registers.
         parts = "bf16x6" if max(self.sizes) <= 64 and not INTERPRET else "ieee"
         self.constants = dict(
             H=self.heads, GROUP=self.heads // self.kv_heads, D=self.q.shape[2], V=self.v.shape[2], D_OUT=self.d_out,

@@ -128,7 +128,7 @@ class AttentionKind(nn.Module):
             return self
 
         def check_data(self, dataset: Dataset) -> None:
-            """Raise ValueError if the data lack what these options need; called after `for_data`, before anything is
+            """Raise ValueError if these options do not fit the data; called after `for_data`, before anything is
             built.
             """
 
