@@ -43,6 +43,7 @@ def listening(app):
     # Of TCP by name, else asyncio does not set TCP_NODELAY, and each answer takes 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # connections made before the server's thread runs wait
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
