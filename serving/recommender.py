@@ -33,6 +33,7 @@ from serving.options import ServingOptions, served_form, window_of
 from serving.times import event_times, request_times
 from serving.token_batch import MOST_USERS, rounded_up
 from training.config import RunConfig
+from training.folder import read_manifest
 from training.outputs import export_items
 from training.run import find_data, open_weights, trained_model
 
@@ -74,7 +75,7 @@ class Recommender:
             model, config: a `SequenceModel` with its weights on its device, and the configuration it was built from.
             vocabulary: what the rows of its tables stand for.
             has_timestamps: whether the data had times; without, times order events and tell the model nothing.
-            name: what a saved store must come from, such as the run's id.
+            name: the run's id, which a saved store must come from.
             options: see `ServingOptions`.
             clock: the time, in seconds, that requests without a time of their own have.
 
@@ -112,7 +113,7 @@ class Recommender:
             config,
             known.vocabulary,
             has_timestamps=known.has_timestamps,
-            name=snapshot.name_of(run, source),
+            name=read_manifest(run)["run"],
             options=ServingOptions(**options),
         )
         if dataset is not None:
@@ -472,16 +473,18 @@ class Recommender:
     def save(self, folder: str | Path) -> None:
         """Write events and pages of all users into `folder`, whole or not at all; StoreError where that cannot be."""
         with self._lock:
-            snapshot.save(Path(folder), self._facts(), self._histories, self._engine.caches)
+            weights = snapshot.weights_checksum(self.model)
+            snapshot.save(Path(folder), self._facts(), weights, self._histories, self._engine.caches)
 
     def restore(self, folder: str | Path) -> None:
         """Load a store that `save` wrote, in place of all current events.
 
-        Pages are loaded if they have the same format, else encoded when they are needed. StoreError for a folder that
-        is damaged or of another run; nothing is changed then.
+        Pages are loaded if they have the same format and were computed with the same weights, else encoded when they
+        are needed. StoreError for a folder that is damaged or of another run; nothing is changed then.
         """
         with self._lock:
-            self._histories = snapshot.restore(Path(folder), self._facts(), self._histories, self._engine.caches)
+            weights, caches = snapshot.weights_checksum(self.model), self._engine.caches
+            self._histories = snapshot.restore(Path(folder), self._facts(), weights, self._histories, caches)
             self._engine.restored()
 
     def _facts(self) -> dict:

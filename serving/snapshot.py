@@ -1,6 +1,7 @@
 """Save and restore a store: the events and pages of all users, in a folder.
 
-store.json         what the store belongs to, the users in the order of their last use, checksums of the other files
+store.json         what the store belongs to, the checksum of the weights that computed the pages, the users in the
+                   order of their last use, checksums of the other files
 events.npz         their events as flat columns
 pages.safetensors  the pages of those who have some; absent where nobody has
 
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 import hstu_sparse
 from data.atomic import find_folder, replace_folder
@@ -24,20 +26,28 @@ from data.types import shown
 from serving.caches import Caches, Entry
 from serving.errors import StoreError
 from serving.histories import Histories, History
-from training.folder import FolderError, access, read_manifest, read_regular
+from training.folder import FolderError, access, read_regular
 
-LAYOUT = 1
+LAYOUT = 2
 MOST = 2**40  # bytes of a file
 STORE, EVENTS, PAGES = "store.json", "events.npz", "pages.safetensors"
 
 
-def name_of(run: Path, weights: Path) -> str:
-    """Return a name that identifies the weights of a run: the run's id and the name of the weights."""
-    return f"{read_manifest(run)['run']}/{weights.name}"
+def weights_checksum(model: nn.Module) -> str:
+    """Compute the SHA-256 of a model's weights and buffers with their names, types and shapes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
+        digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
 
 
-def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> None:
-    """Write a store, whole or not at all. facts: properties that must be the same when it is read."""
+def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: Caches) -> None:
+    """Write a store, whole or not at all.
+
+    facts: properties that must be the same when it is read. weights: the `weights_checksum` of the model; with other
+    weights the events are read and the pages are not.
+    """
     known = dict(histories)
     # Users without pages first, then the others from the least recently used on.
     cached = [user for user in caches.entries if user in known and caches.entries[user].length]
@@ -50,6 +60,7 @@ def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> Non
         "layout": LAYOUT,
         "facts": facts,
         "format": repr(caches.pool.format),
+        "weights": weights,
         "users": users,
         "pinned": sorted(caches.pinned),
         "pages": [[entry.begin, entry.length] for entry in entries],
@@ -70,8 +81,11 @@ def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> Non
         raise StoreError(str(error)) from None
 
 
-def restore(folder: Path, facts: dict, histories: Histories, caches: Caches) -> Histories:
-    """Return the histories of a saved store; its pages replace those of `caches`. On StoreError nothing has changed."""
+def restore(folder: Path, facts: dict, weights: str, histories: Histories, caches: Caches) -> Histories:
+    """Return the histories of a saved store; its pages replace those of `caches`. On StoreError nothing has changed.
+
+    Pages in another format, or computed with weights of another checksum than `weights`, are left out.
+    """
     folder = find_folder(folder)
     meta, arrays = _read(folder)
     if meta["facts"] != facts:
@@ -85,7 +99,7 @@ def restore(folder: Path, facts: dict, histories: Histories, caches: Caches) -> 
     for user, history in zip(meta["users"], _histories(arrays, histories.has_actions)):
         restored.put(user, history)
     pool = None
-    if meta["pages"] and meta["format"] == repr(caches.pool.format):
+    if meta["pages"] and (meta["format"], meta["weights"]) == (repr(caches.pool.format), weights):
         try:
             pool, rows, lengths = hstu_sparse.PagePool.load(folder / PAGES, caches.pool.device)
         except (ValueError, OSError) as error:

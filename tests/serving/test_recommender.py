@@ -314,6 +314,21 @@ def test_a_saved_store(small, tmp_path):
             serve(*small, cache_bytes=SMALL, **options).restore(tmp_path / "fp32")
 
 
+def test_a_store_of_other_weights_keeps_its_events_alone(small, tmp_path):
+    """A run that was resumed has the same id and other weights: the keys and values of the old ones are not served."""
+    config, model = small
+    items, times, _ = events(30)
+    before, fresh, after = (serve(config, one, cache_bytes=SMALL) for one in (model, *[make_model(config, 1)] * 2))
+    for served in (before, fresh):
+        served.append([7] * 30, items, times)
+    before.save(tmp_path / "store")
+    after.restore(tmp_path / "store")
+    assert after.statistics["users"] == 1 and after.statistics["users_with_pages"] == 0
+    expected, old = (served.score([7], [item_ids()], 10**9) for served in (fresh, before))
+    np.testing.assert_allclose(after.score([7], [item_ids()], 10**9), expected, atol=2e-6)
+    assert np.abs(old - expected).max() > 1e-2
+
+
 def test_the_files_of_a_store(small, tmp_path):
     """A store is its owner's alone, keeps its mode, names any user, and stays as it was if the disk is full."""
     served, users = serve(*small, cache_bytes=SMALL), ["a/b", "..", "a\0", "a", "\ud800", "\n", "x" * 300, ""]
@@ -356,7 +371,7 @@ def test_a_damaged_store_changes_nothing(small, tmp_path, file, fault):
     assert "\n" not in str(raised.value)
     assert served.statistics["users"] == 2 and served.recommend([1, 2], at=9)[0].shape == (2, 10)
     if file == "store.json" and fault == "other":
-        path.write_text(json.dumps({"layout": 1, "users": [1]}))
+        path.write_text(json.dumps({"layout": 2, "users": [1]}))
         with pytest.raises(StoreError):
             served.restore(tmp_path / "store")
 
