@@ -29,6 +29,7 @@ from data.features.vocabulary import with_rows
 from data.reading.encodings import decoded
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
+from models.tasks.item_filters import FilterError, ItemFilter, ItemFilters
 from models.tasks.ranking_metrics import ranking_metrics
 from models.tasks.retrieval import rankings_of
 from models.tasks.scoring import SampledCandidates, model_scorer, rank_targets
@@ -53,7 +54,7 @@ from training.run import (
 )
 from training.vocabulary import Known
 
-MOST_USERS = 2**32  # bytes of a file of user ids
+MOST_IDS = 2**32  # bytes of a file of ids
 
 
 def open_run(folder: Path, overrides: list[str]):
@@ -175,10 +176,11 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
 def recommend(
     options, config: RunConfig, known: Known, model, interrupts: Interrupts, ranks: Ranks | None = None
 ) -> None:
-    """Write the top-k items that come next after whole histories, without the items of the history unless
-    `eval.filter_seen` is `none`, as a service answers.
+    """Write the top-k items that come next after whole histories, as a service answers: those that pass the filters,
+    without the items of the history unless `eval.filter_seen` is `none`.
     """
     interrupts.stage = "preparing the data; nothing was written"
+    passing = item_filter(options, known)
     if options.history:
         dataset = load_history(config, known, options.history)
     elif options.data:
@@ -200,11 +202,32 @@ def recommend(
     batches = whole_histories(dataset, users, at, config.model.max_seq_len, size, model.embedding.position.device)
     interrupts.stage = "recommending; nothing was written"
     tracked = terminal.track(batches, -(-len(users) // size), "recommending")
-    how = "none" if config.eval.filter_seen == "none" else "history"
-    frame = recommendations(config, model, dataset, tracked, options.top_k, ranks, filter_seen=how)
+    exclude = config.eval.filter_seen != "none" if options.exclude_seen is None else options.exclude_seen
+    how = "history" if exclude else "none"
+    frame = recommendations(config, model, dataset, tracked, options.top_k, ranks, filter_seen=how, passing=passing)
     if ranks is None or ranks.first:
         write_table(options.recommend, frame)
     terminal.say(f"Written: {options.recommend} ({len(frame):,} rows for {len(users):,} users)")
+
+
+def item_filter(options: argparse.Namespace, known: Known) -> ItemFilter:
+    """Build the filter of --allow, --deny, --where and --at-most; ConfigError for features that the run lacks."""
+    rows: dict[str, np.ndarray] = {}
+    for name in ("allow", "deny"):
+        if (path := getattr(options, name)) is not None:
+            places = index_of(np.array(ids_of(path)), known.vocabulary.item_ids)
+            rows[name] = places[places >= 0]
+            if unknown := int((places < 0).sum()):
+                terminal.say(f"--{name}: {unknown:,} of {len(places):,} items are not known to the run")
+    features = () if known.vocabulary.features is None else known.vocabulary.features.items
+    filters = ItemFilters(len(known.vocabulary.item_ids), features)
+    try:
+        passing = filters.build(**rows, where=options.where, at_most=options.at_most)
+    except FilterError as error:
+        raise ConfigError(f"--{error}".replace("at_most", "at-most", 1)) from None
+    if unknown := passing.unknown.get("where", 0):
+        terminal.say(f"--where: {unknown:,} values are of no item")
+    return passing
 
 
 def load_history(config: RunConfig, known: Known, path: Path) -> Dataset:
@@ -224,10 +247,7 @@ def load_history(config: RunConfig, known: Known, path: Path) -> Dataset:
 
 def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
     """Return the indices of the users whose ids are in the file, one a line; DataError for ids that the data lack."""
-    with access(path, "read"):
-        content = read_regular(path, MOST_USERS)
-    ids = [line.strip() for line in decoded(content, shown(path, 200)).splitlines()]
-    ids = [name for name in ids if name]
+    ids = ids_of(path)
     if not ids:
         raise DataError(f"{shown(path, 200)}: no user id in it, expected one a line")
     users = index_of(np.array(ids), dataset.user_ids)
@@ -235,6 +255,14 @@ def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
         examples = ", ".join(shown(name) for name in unknown[:5])
         raise DataError(f"{shown(path, 200)}: {len(unknown):,} of {len(ids):,} users are not in the data: {examples}")
     return users
+
+
+def ids_of(path: Path) -> list[str]:
+    """Read the ids in a file, one a line."""
+    with access(path, "read"):
+        content = read_regular(path, MOST_IDS)
+    lines = [line.strip() for line in decoded(content, shown(path, 200)).splitlines()]
+    return [line for line in lines if line]
 
 
 def result_name(split: str, options: argparse.Namespace, data: str | None = None) -> str:

@@ -300,7 +300,7 @@ def requests_of(results: Results, name: str, cache: str, device: str, count: int
 
     def recompute():
         batch = whole_batch(recommender, users, now[0] + 1)
-        return best_items(recommender._scores_of(normalized(run(batch)[batch.seq_offsets[1:] - 1])), 10)
+        return best_items(recommender._search.scores_of(normalized(run(batch)[batch.seq_offsets[1:] - 1])), 10)
 
     line = dict(part="recommend", model=name, cache=cache, users=count, cuda_graphs=graphs)
     call = lambda: recommender.recommend(users, at=now[0] + 1)

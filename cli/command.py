@@ -28,6 +28,14 @@ def true_or_false(text: str) -> bool:
     return text == "true"
 
 
+def _values(text: str) -> tuple[str, list[str]]:
+    """Parse FEATURE=VALUE,VALUE, for argparse."""
+    name, equals, values = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"expected FEATURE=VALUE,VALUE, got {text!r}")
+    return name, values.split(",")
+
+
 # Options of a served run: name, type, text of --help. Their defaults are in serving.ServingOptions.
 SERVING_OPTIONS = (
     ("sink_tokens", int, "with codes: how many first tokens of a window are stored uncoded; by default 0"),
@@ -157,6 +165,28 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     )
     add("--top-k", type=int, default=10, metavar="K", help="the length of each user's list; by default 10")
     add(
+        "--exclude-seen",
+        type=true_or_false,
+        metavar="BOOL",
+        help="with --recommend: leave out the items of the history; by default unless the run's filter_seen is none",
+    )
+    add("--allow", type=Path, metavar="FILE", help="with --recommend: recommend only items of FILE, an id a line")
+    add("--deny", type=Path, metavar="FILE", help="with --recommend: recommend no items of FILE, an id a line")
+    add(
+        "--where",
+        type=_values,
+        action="append",
+        metavar="FEATURE=VALUE,VALUE",
+        help="with --recommend: recommend items with one of the values; several: items that meet each of them",
+    )
+    add(
+        "--at-most",
+        type=_values,
+        action="append",
+        metavar="FEATURE=N",
+        help="with --recommend: at most N items of one value in a list",
+    )
+    add(
         "--export-items",
         type=Path,
         metavar="OUT",
@@ -182,9 +212,18 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         parser.error(f"--seed: expected 0 to {2**63 - 1}, got {options.seed}")
     if options.at is not None and not 0 <= options.at < 2**62:
         parser.error(f"--at: expected seconds since 1970, got {options.at}")
-    for name in ("users", "history", "at"):
+    for name in ("users", "history", "at", "exclude_seen", "allow", "deny", "where", "at_most"):
         if getattr(options, name) is not None and not options.recommend:
-            parser.error(f"--{name} belongs to --recommend")
+            parser.error(f"--{name.replace('_', '-')} belongs to --recommend")
+    for name in ("where", "at_most"):
+        pairs = getattr(options, name) or []
+        setattr(options, name, dict(pairs))
+        if len(getattr(options, name)) < len(pairs):
+            parser.error(f"--{name.replace('_', '-')}: give a feature once")
+    for feature, numbers in options.at_most.items():
+        if len(numbers) != 1 or not numbers[0].isdecimal():
+            parser.error(f"--at-most {feature}: expected a whole number, got {','.join(numbers)}")
+        options.at_most[feature] = int(numbers[0])
     for name in ("predict", "sampled", "serve"):
         if getattr(options, name) is not None and (options.recommend or options.export_items):
             parser.error(f"--{name.replace('_', '-')} judges a split, --recommend and --export-items judge nothing")

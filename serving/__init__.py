@@ -11,13 +11,17 @@ from serving.errors import (
     ServingError,
     StoreError,
     TooEarly,
+    UnknownFilter,
     UnknownItem,
 )
+from serving.filters import Filter
+from serving.histories import UserHistory
 from serving.options import ServingOptions
-from serving.recommender import Recommender, UserHistory
+from serving.recommender import Recommender
 
 __all__ = [
     "CacheFull",
+    "Filter",
     "InvalidRequest",
     "LimitReached",
     "MissingActions",
@@ -28,6 +32,7 @@ __all__ = [
     "ServingOptions",
     "StoreError",
     "TooEarly",
+    "UnknownFilter",
     "UnknownItem",
     "UserHistory",
 ]

@@ -19,6 +19,10 @@ class UnknownItem(RequestError):
     """Items that the run was not trained on."""
 
 
+class UnknownFilter(RequestError):
+    """A filter by the name of a list that nobody uploaded."""
+
+
 class MissingActions(RequestError):
     """Events without actions for a model that reads them."""
 

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -107,6 +107,18 @@ class History:
 
     def nbytes(self) -> int:
         return sum(column.nbytes for column in (*self._columns, self.seen) if column is not None)
+
+
+class UserHistory(NamedTuple):
+    """The part of a user's history that the model sees: the latest of `count` events, in time order.
+
+    items [W] original ids; timestamps [W] int64, seconds; actions [W] int32 codes, or None
+    """
+
+    items: np.ndarray
+    timestamps: np.ndarray
+    actions: np.ndarray | None
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
 
 
 class Histories:

@@ -33,6 +33,7 @@ class ServingOptions:
     slide        events that leave a window at a time; by default a quarter of what it holds
     most_users   users that the store holds
     most_events  events that a user may have
+    popular_days  an event counts half as much for the popular items as one that is so many days later
     cuda_graphs  on a GPU: pad passes of few tokens to a few sizes, capture them as CUDA graphs and replay them
     """
 
@@ -45,6 +46,7 @@ class ServingOptions:
     slide: int | None = None
     most_users: int = 10_000_000
     most_events: int = 1_000_000
+    popular_days: float = 7.0
     cuda_graphs: bool = True
 
     def __post_init__(self):
@@ -55,6 +57,8 @@ class ServingOptions:
         for name in ("cache_bytes", "most_users", "most_events"):
             if getattr(self, name) < 1:
                 raise ServingError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not self.popular_days > 0:
+            raise ServingError(f"popular_days: expected a number above 0, got {self.popular_days}")
 
 
 def served_form(config: RunConfig) -> Served:

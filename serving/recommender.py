@@ -9,45 +9,34 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Self, cast
+from typing import Self
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from data.types import Dataset, shown
 from data.vocabulary import Vocabulary
-from hstu_sparse.core.launch import cdiv
 from models.heads import normalized
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
-from models.tasks.scoring import Scores, best_items, normalized_items, output_scorer
+from models.tasks.item_filters import ALL_ITEMS, ItemFilter
 from serving import snapshot
 from serving.actions import ActionCodes
 from serving.engine import Ask, Engine
 from serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError
-from serving.histories import Histories, History, no_garbage_collection
+from serving.filters import Filter, FilterLists
+from serving.histories import Histories, History, UserHistory, no_garbage_collection
 from serving.ids import ItemIds, user_keys
 from serving.options import ServingOptions, served_form, window_of
+from serving.popularity import Popularity
+from serving.search import Search, item_scores, probabilities
 from serving.times import event_times, request_times
-from serving.token_batch import MOST_USERS, rounded_up
 from training.config import RunConfig
 from training.folder import read_manifest
 from training.outputs import export_items
 from training.run import find_data, open_weights, trained_model
 
-
-class UserHistory(NamedTuple):
-    """The part of a user's history that the model sees: the latest of `count` events, in time order.
-
-    items [W] original ids; timestamps [W] int64, seconds; actions [W] int32 codes, or None
-    """
-
-    items: np.ndarray
-    timestamps: np.ndarray
-    actions: np.ndarray | None
-    count: int  # type: ignore[assignment]  # a tuple has a method of that name
+COLD = ("popular", "error")  # answers for users without events
 
 
 class Recommender:
@@ -90,7 +79,14 @@ class Recommender:
         self.window = window_of(config, options.slide)
         self._histories = Histories(self.window, config.embeds_actions, options.most_users, options.most_events)
         self._engine = Engine(model, config, self.window, options)
-        self._scores_of = None if self.ranking else output_scorer(model)
+        self._search = None if self.ranking else Search(self._engine, len(self.items))
+        self.filters = FilterLists(self.items, vocabulary)
+        half_life = options.popular_days * 86_400 if has_timestamps else None
+        self._popularity = Popularity(len(self.items), half_life, clock)
+        window, reads = self.window, self.actions is not None
+        self._facts = {  # what a saved store must agree with
+            "run": name, "items": len(self.items), "actions": reads, "capacity": window.capacity, "slide": window.slide
+        }  # fmt: skip
         self._lock = threading.RLock()
 
     @classmethod
@@ -194,6 +190,7 @@ class Recommender:
                 else:
                     unchanged = histories.add(key, rows[mine], times[mine], None if codes is None else codes[mine])
                 engine.changed(key, self._history(key), unchanged)
+            self._popularity.add(rows, times)
             if not encode:
                 return stale
             self.encode(stale)
@@ -230,6 +227,7 @@ class Recommender:
         with self._lock, no_garbage_collection():
             self._histories.check_room(users, np.bincount(places, minlength=len(users)).tolist())
             self._histories.add_many(users, places, rows, times, codes)
+            self._popularity.add(rows, times)
             for user in set(users).intersection(self._engine.caches.entries):
                 self._engine.changed(user, self._history(user), 0)
 
@@ -241,7 +239,11 @@ class Recommender:
         actions = None if self.actions is None else dataset.actions
         self.add_many(users, places, dataset.items, dataset.timestamps, actions)
 
-    def recommend(self, users, k: int = 10, at=None, exclude_seen: bool | None = None) -> tuple[np.ndarray, np.ndarray]:
+    # Lists.
+
+    def recommend(
+        self, users, k: int = 10, at=None, exclude_seen: bool | None = None, *, cold: str = "error", **filters
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the k best items for each user: (items [B, k] original ids, scores [B, k] float32), best first.
 
         Args:
@@ -250,15 +252,29 @@ class Recommender:
             at: seconds, one for all or [B]; by default now, or the user's last event where that is later.
             exclude_seen: leave out every item that the user ever met; by default unless the run's
                 `eval.filter_seen` is `none`.
+            cold: for users without events; `error` raises NoHistory, `popular` gives them the list of `popular`.
+            filters: the arguments of `Filter`: allow, deny, where, at_most, filters.
 
-        Raises NoHistory, TooEarly, InvalidRequest, CacheFull; ServingError for a run that ranks given candidates.
+        Raises NoHistory, TooEarly, InvalidRequest, UnknownFilter, CacheFull; ServingError for a run that ranks given
+        candidates.
         """
         self.check_k(k)
+        if cold not in COLD:
+            raise InvalidRequest(f"cold: expected one of {', '.join(COLD)}, got {shown(repr(cold))}")
         keys = user_keys(users)
-        if not keys:
-            return self.items.original(np.zeros((0, k), np.int64)), np.zeros((0, k), np.float32)
+        items, scores = self.items.original(np.full((len(keys), k), -1)), np.full((len(keys), k), -np.inf, np.float32)
         with self._lock:
-            return self.recommend_checked(self.check_requests(keys, at), k, [exclude_seen] * len(keys))
+            passing = self.filters.build(Filter(**filters))
+            warm = np.array([cold == "error" or key in self._histories for key in keys], bool)
+            if not warm.all():
+                items[~warm], scores[~warm] = self.popular(k, passing)
+            if warm.any():
+                times = np.asarray(at)[warm] if at is not None and np.shape(at) == warm.shape else at
+                requests = self.check_requests([key for key, some in zip(keys, warm) if some], times)
+                items[warm], scores[warm] = self.recommend_checked(
+                    requests, k, [exclude_seen] * len(requests), [passing] * len(requests)
+                )
+        return items, scores
 
     def check_k(self, k: int) -> None:
         """Raise InvalidRequest unless lists of `k` items can be recommended."""
@@ -268,51 +284,41 @@ class Recommender:
             raise InvalidRequest(f"k: expected a whole number of at least 1, got {k!r}")
 
     def recommend_checked(
-        self, requests: list[Ask], k: int, exclude_seen: Sequence[bool | None]
+        self,
+        requests: list[Ask],
+        k: int,
+        exclude_seen: Sequence[bool | None],
+        filters: Sequence[ItemFilter] = (),
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `recommend` does for requests that `check_requests` returned, with `exclude_seen` for each."""
+        """Return what `recommend` does for requests that `check_requests` returned.
+
+        exclude_seen: for each request; filters: that `self.filters` built, for each request, or nothing.
+        """
         nothing = np.zeros(0, np.int32)
+        assert self._search is not None
         with self._lock:
             out = self._engine.answer(requests)
             by_default = self.config.eval.filter_seen != "none"
             leave_out = [by_default if without is None else without for without in exclude_seen]
             seen = [request.history.seen if without else nothing for request, without in zip(requests, leave_out)]
-            values, rows = self._best(out, k, seen if any(leave_out) else [])
+            return self._listed(*self._search.lists(out, k, seen if any(leave_out) else [], filters), k)
+
+    def popular(self, k: int, passing: ItemFilter = ALL_ITEMS) -> tuple[np.ndarray, np.ndarray]:
+        """Return the k items that pass with the most events, of which recent ones count more: (items [k], counts [k]).
+
+        An event counts half as much as one that is `ServingOptions.popular_days` later. Equal items are in the order of
+        the run's items.
+        """
+        with self._lock:
+            items, scores = self._listed(*self._popularity.lists(k, passing), k)
+        return items[0], scores[0]
+
+    def _listed(self, values: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (original ids [B, k], scores [B, k]) of lists that may be shorter."""
         if values.shape[1] < k:
             more = ((0, 0), (0, k - values.shape[1]))
             values, rows = np.pad(values, more, constant_values=-np.inf), np.pad(rows, more, constant_values=-1)
-        rows = np.where(values == -np.inf, -1, rows)
-        return self.items.original(rows), values
-
-    def _best(self, out: Tensor, k: int, seen: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (scores, rows) [B, up to k] of the best items by outputs [B, E], without those that each user saw."""
-        users, counts = len(out), [len(mine) for mine in seen]
-        padded = self._engine.padded and users <= MOST_USERS
-        rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)), 4)) if padded else (users, sum(counts))
-        # Offsets, then items, two to a number. Padding items belong to the last user and are not in the catalogue.
-        key, graphs = ("lists", rows, items if seen else None, k), self._engine.graphs if padded else None
-        numbers = graphs.staged(key, 1) if graphs else None
-        if numbers is None:
-            numbers = torch.empty(rows + 1 + cdiv(items, 2), dtype=torch.int64)
-        if seen:
-            offsets, of_users = numbers[: rows + 1].numpy(), numbers[rows + 1 :].view(torch.int32).numpy()
-            offsets[0] = 0
-            np.cumsum(counts, out=offsets[1 : users + 1])
-            offsets[users:] = items
-            np.concatenate(seen, out=of_users[: sum(counts)])
-            of_users[sum(counts) :] = -1
-
-        def lists(out: Tensor, numbers: Tensor) -> Tensor:
-            without = (numbers[rows + 1 :].view(torch.int32)[:items], numbers[: rows + 1]) if seen else None
-            scores_of = cast(Callable[[Tensor], Scores], self._scores_of)
-            values, best = best_items(scores_of(normalized(out)), k, without)
-            return torch.cat([values.float().view(torch.int32), best.int()], 1)
-
-        if rows > users:
-            out = F.pad(out, (0, 0, 0, rows - users))
-        packed = graphs(key, lists, out, numbers) if graphs else lists(out, numbers.to(out.device))
-        values, best = np.split(packed[:users].cpu().numpy(), 2, axis=1)
-        return values.copy().view(np.float32), best
+        return self.items.original(np.where(values == -np.inf, -1, rows)), values
 
     def score(self, users, candidates, at=None) -> np.ndarray:
         """Return the scores of candidates: [B, M] float32; of a ranking run with A > 1 kinds of action, [B, M, A].
@@ -342,15 +348,12 @@ class Recommender:
             requests = [request._replace(candidates=mine) for request, mine in zip(requests, distinct)]
         with self._lock:
             out = self._engine.answer(requests)
-        scores = self._probabilities(out) if self.ranking else self._cosines(normalized(out), distinct)
+        if self.ranking:
+            scores = probabilities(self.model, self._task, out)
+        else:
+            scores = item_scores(self.model, normalized(out), distinct)
         parts = np.split(scores, np.cumsum([len(mine) for mine in distinct])[:-1])
         return [values[place] for values, (_, place) in zip(parts, unique)] if distinct else []
-
-    @torch.no_grad()
-    def _probabilities(self, out: Tensor) -> np.ndarray:
-        """Return the probabilities of the actions by outputs [M, E]: [M], or [M, A] if A > 1."""
-        probabilities = self._task.candidate_scores(self.model, out).float().cpu().numpy()
-        return probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities
 
     def outputs(self, users: Sequence[str], at=None) -> Tensor:
         """Return the model's outputs for users (their ids as texts) at the time `at`: [B, E] of length one."""
@@ -366,19 +369,6 @@ class Recommender:
             return self._engine.answer(
                 [request._replace(candidates=mine) for request, mine in zip(requests, candidates)]
             )
-
-    @torch.no_grad()
-    def _cosines(self, out: Tensor, candidates: list[np.ndarray]) -> np.ndarray:
-        """Return the scores of candidates, end to end, by the outputs [B, E]."""
-        model = self.model
-        scores = []
-        for one, rows in zip(out[:, None], candidates):
-            mine = model.item_rows(torch.from_numpy(rows).to(out.device))
-            if model.head is None:
-                scores.append((one @ normalized_items(mine).T)[0])
-            else:
-                scores.append(model.head.scores_of_all(one, model.head.items(mine))[0])
-        return torch.cat(scores).float().cpu().numpy() if scores else np.zeros(0, np.float32)
 
     def _history(self, user: str) -> History:
         """Return the history of a user; NoHistory if there is none."""
@@ -424,6 +414,9 @@ class Recommender:
         with self._lock:
             self._engine.caches.pinned.discard(key)
             self._engine.caches.drop(key)
+            history = self._histories.get(key)
+            if history is not None:
+                self._popularity.add(history.items, history.timestamps, -1)
             return self._histories.forget(key)
 
     def pin(self, users) -> None:
@@ -474,7 +467,7 @@ class Recommender:
         """Write events and pages of all users into `folder`, whole or not at all; StoreError where that cannot be."""
         with self._lock:
             weights = snapshot.weights_checksum(self.model)
-            snapshot.save(Path(folder), self._facts(), weights, self._histories, self._engine.caches)
+            snapshot.save(Path(folder), self._facts, weights, self._histories, self._engine.caches)
 
     def restore(self, folder: str | Path) -> None:
         """Load a store that `save` wrote, in place of all current events.
@@ -484,15 +477,8 @@ class Recommender:
         """
         with self._lock:
             weights, caches = snapshot.weights_checksum(self.model), self._engine.caches
-            self._histories = snapshot.restore(Path(folder), self._facts(), weights, self._histories, caches)
+            self._histories = snapshot.restore(Path(folder), self._facts, weights, self._histories, caches)
             self._engine.restored()
-
-    def _facts(self) -> dict:
-        """Return the properties of the run that a saved store must agree with."""
-        return {
-            "run": self.name,
-            "items": len(self.items),
-            "actions": self.actions is not None,
-            "capacity": self.window.capacity,
-            "slide": self.window.slide,
-        }
+            self._popularity.clear()
+            for _, history in self._histories:
+                self._popularity.add(history.items, history.timestamps)

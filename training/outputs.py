@@ -21,7 +21,8 @@ from data.batch import Batch
 from data.errors import ConfigError
 from data.types import Dataset, shown
 from models.protocols import RankGroup
-from models.tasks.scoring import best_items, model_scorer, normalized_items, seen_by
+from models.tasks.item_filters import ALL_ITEMS, ItemFilter, filtered_lists
+from models.tasks.scoring import model_scorer, normalized_items, seen_by
 from training.config import RunConfig
 from training.folder import access, check_path, write_file
 from training.ranks.processes import Ranks
@@ -101,19 +102,21 @@ def recommendations(
     ranks: RankGroup | None = None,
     *,
     filter_seen: str,
+    passing: ItemFilter = ALL_ITEMS,
 ):
     """Return the k best items of each sequence, as a frame in original ids: user, rank (from 1), item, score.
 
     ranks: the ranks that compute it together. filter_seen: the earlier items that are removed, as in the options of
-    evaluation. A user with fewer remaining items has fewer rows.
+    evaluation. passing: the filter of all lists. A user with fewer remaining items has fewer rows.
     """
     import polars as pl
 
     score = model_scorer(model, config.train.autocast == "bf16", ranks)
     parts: list[tuple[np.ndarray, ...]] = []
     for batch in batches:
-        best, ids = best_items(score(batch), k, None if filter_seen == "none" else seen_by(filter_seen, batch))
-        parts.append(tuple(x.cpu().numpy() for x in (batch.users, ids, best)))
+        seen = None if filter_seen == "none" else seen_by(filter_seen, batch)
+        best, ids = filtered_lists(score(batch), k, seen, passing)
+        parts.append((batch.users.cpu().numpy(), ids, best))
     users, items, values = (np.concatenate(columns) for columns in zip(*parts))
     width = items.shape[1]
     frame = pl.DataFrame(

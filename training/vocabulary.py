@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data.atomic import find_folder, replace_folder
-from data.features.features import ENTITIES, KINDS
+from data.features.features import ENTITIES, KINDS, Feature
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
 from data.features.zones import checked_zone
 from data.types import DataError, Dataset
@@ -93,6 +93,8 @@ def feature_arrays(known: FeatureVocabulary) -> dict[str, np.ndarray]:
     arrays = {f"feature-{number}-values": one.values for number, one in enumerate(known.features)}
     for number, (offsets, rows) in enumerate(known.item_rows):
         arrays |= {f"items-{number}-offsets": offsets, f"items-{number}-rows": rows}
+    for number, feature in enumerate(known.items):
+        arrays |= {f"items-{number}-values": feature.values, f"items-{number}-codes": feature.codes}
     return arrays if known.trained is None else arrays | {"trained": known.trained}
 
 
@@ -118,4 +120,9 @@ def features_of(
     items = len(arrays["item_ids"])
     if count and any(len(x) != items + more for x, more in ((arrays["trained"], 0), *((o, 1) for o, _ in item_rows))):
         raise ValueError(f"features of items are not those of {items} items")
-    return FeatureVocabulary(features, tuple(calendar), item_rows, arrays["trained"] if count else None, zone)
+    of_items = tuple(
+        Feature("items", one.name, one.kind, arrays[f"items-{number}-values"], arrays[f"items-{number}-codes"], offsets)
+        for number, (one, (offsets, _)) in enumerate(zip((f for f in features if f.entity == "items"), item_rows))
+        if f"items-{number}-codes" in arrays  # runs of version 0.2.0 have none
+    )
+    return FeatureVocabulary(features, tuple(calendar), item_rows, arrays["trained"] if count else None, zone, of_items)

@@ -65,6 +65,8 @@ class FeatureVocabulary:
     item_rows  for each feature of items (offsets [I+1], rows [S] int64): the rows of each item
     trained    [I] bool, True for items with a training event; None without features of items
     time_zone  the zone of the calendar; None is UTC
+    items      the features of items with all of their values, also those that share the unknown row, for filters of
+               items; empty for a run that stored none
     """
 
     features: tuple[KnownFeature, ...]
@@ -72,6 +74,7 @@ class FeatureVocabulary:
     item_rows: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     trained: np.ndarray | None = None
     time_zone: str | None = None
+    items: tuple[Feature, ...] = ()
 
     def of(self, entity: str) -> list[KnownFeature]:
         return [feature for feature in self.features if feature.entity == entity]
@@ -107,7 +110,9 @@ def fit_features(
         for feature, known_feature in zip(dataset.features, known)
         if feature.entity == "items"
     ]
-    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), items if item_rows else None, time_zone)
+    trained = items if item_rows else None
+    of_items = tuple(feature for feature in dataset.features if feature.entity == "items")
+    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), trained, time_zone, of_items)
 
 
 def _options_of(options: Features, feature: Feature) -> FeatureOptions:

@@ -91,6 +91,21 @@ def mask_seen(scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, start: i
     return scores.masked_fill_(mask[:, :width], float("-inf"))
 
 
+def mask_items(scores: Tensor, masks: Tensor, which: Tensor, start: int = 0) -> Tensor:
+    """Set the scores [B, W] of the items that do not pass each user's mask to -inf, in place.
+
+    masks: [F, ceil(I / 8)] uint8, see `ItemFilter`; which: [B] int64, the mask of each user. start: the item of the
+    first column.
+    """
+    masks, which = masks.to(scores.device), which.to(scores.device)
+    width, first = scores.shape[1], start // 8
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)
+    hidden = (masks[:, first : -(-(start + width) // 8), None] & bits == 0).flatten(1)[:, start - 8 * first :][
+        :, :width
+    ]
+    return scores.masked_fill_(hidden if len(masks) == 1 else hidden[which], float("-inf"))
+
+
 def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
     """Return the rank of each target among all items, from 1: [B] int64. Ties go to the smaller item id; NaN ranks
     last.
@@ -135,13 +150,22 @@ def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def best_items(scores: Scores | Tensor, k: int, seen: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Return `top_items` of scores that may be in tiles. seen: items to exclude, (items, offsets)."""
+def best_items(
+    scores: Scores | Tensor,
+    k: int,
+    seen: tuple[Tensor, Tensor] | None = None,
+    passing: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `top_items` of scores that may be in tiles. seen: items to exclude, (items, offsets); passing: the items
+    to choose from, (masks, which) as in `mask_items`.
+    """
     scores = Scores.of(scores)
     best: tuple[Tensor, Tensor] | None = None
     for begin, start, tile in scores.tiles():
         if seen is not None:
             tile = mask_seen(tile, *seen, start=start)
+        if passing is not None:
+            tile = mask_items(tile, *passing, start=start)
         values, items = top_items(tile[:, begin - start :], k)
         items = items + begin
         if best is not None:

@@ -1,5 +1,6 @@
 """Runs with features from YAML to report: cold items are recommended and told apart; runs resume and are reused."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import eval as evaluation
 import train
 from data.errors import ConfigError
+from serving import Recommender
 from training.config import load_config
 
 pl = pytest.importorskip("polars")  # raw files cannot be read without
@@ -144,6 +146,38 @@ def test_features_in_a_service(finished_run, tmp_path, capsys):
     capsys.readouterr()
     assert evaluation.main([str(finished_run / "run"), "--serve"]) != 0
     assert "data.features: a run with features of users or events cannot be served" in capsys.readouterr().err
+    lists_of_a_program_and_of_a_service(run, tmp_path, capsys)
+
+
+def lists_of_a_program_and_of_a_service(run, tmp_path, capsys):
+    """Check that --recommend and `Recommender` filter alike, also by the value of a single item."""
+    (tmp_path / "deny").write_text("0\n1\nnobody\n")
+    recommender = Recommender.load(run, history=True, cache_bytes=2**24)
+    users = [str(user) for user in range(48)]
+    for options, filters in (
+        (["--where", "group=g0,g1,none", "--deny", tmp_path / "deny"], {"where": {"group": ["g0", "g1", "none"]}}),
+        (["--at-most", "group=1", "--exclude-seen", "false"], {"at_most": {"group": 1}, "exclude_seen": False}),
+        (["--where", "group=g2", "--exclude-seen", "true"], {"where": {"group": ["g2"]}, "exclude_seen": True}),
+    ):
+        deny = ["0", "1", "nobody"] if "--deny" in options else None
+        out = tmp_path / "lists.csv"
+        arguments = [run, "--recommend", out, "--overwrite", "--top-k", 12, "--at", 10**6, *options]
+        assert evaluation.main([str(argument) for argument in arguments]) == 0
+        written = pl.read_csv(out, schema_overrides={"user": pl.String, "item": pl.String})
+        items, scores = recommender.recommend(users, 12, 10**6, deny=deny, **filters)
+        for user, row, values in zip(users, items, scores):
+            rows = written.filter(pl.col("user") == user)
+            assert rows["item"].to_list() == row[np.isfinite(values)].tolist() and len(rows) > 0
+            np.testing.assert_allclose(rows["score"].to_numpy(), values[np.isfinite(values)], atol=1e-5)
+        said = capsys.readouterr().out
+        assert ("--deny: 1 of 3 items are not known" in said and "--where: 1 values" in said) == (deny is not None)
+    for options, says in (
+        (["--where", "colour=red"], "--where: colour is no feature of the items; there are group"),
+        (["--at-most", "group=few"], "--at-most group: expected a whole number"),
+    ):
+        with contextlib.suppress(SystemExit):
+            assert evaluation.main([str(run), "--recommend", str(out), "--overwrite", *options]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_ranking_from_files_to_report(tmp_path):

@@ -1,0 +1,90 @@
+"""Build the filters of a service's requests: ids become rows, and named lists are stored by name."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.types import shown
+from data.vocabulary import Vocabulary
+from models.tasks.item_filters import FilterError, ItemFilter, ItemFilters
+from serving.errors import InvalidRequest, UnknownFilter
+from serving.ids import ItemIds, array_of_ids
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which items may be in a list.
+
+    allow    ids of items; only these may be in it
+    deny     ids of items, none of which may be in it
+    where    feature -> values: an item must have one of the values of each feature
+    at_most  feature -> number: the list has at most so many items of one value, the best ones
+    filters  names of lists of `FilterLists.put`, all of which must have the item
+    """
+
+    allow: Any = None
+    deny: Any = None
+    where: Mapping[str, Sequence[Any]] | None = None
+    at_most: Mapping[str, int] | None = None
+    filters: Iterable[str] = ()
+
+
+class FilterLists:
+    """The filters of a catalogue: what requests ask for, and lists of items that were stored under a name."""
+
+    def __init__(self, items: ItemIds, vocabulary: Vocabulary):
+        self.items = items
+        features = () if vocabulary.features is None else vocabulary.features.items
+        self._filters = ItemFilters(len(items), features)
+        self._lists: dict[str, tuple[np.ndarray, int]] = {}  # name -> (mask, number of items)
+
+    def rows(self, name: str, ids: Any) -> tuple[np.ndarray, int]:
+        """Return (the rows of the known ones of `ids`, the number of the others)."""
+        rows, known = self.items.lookup(array_of_ids(name, list(ids) if isinstance(ids, set | frozenset) else ids))
+        return rows[known], int((~known).sum())
+
+    def put(self, name: str, ids: Any) -> tuple[int, int]:
+        """Store a list under a name, in place of an earlier one; return the numbers of (its items, unknown ids)."""
+        rows, unknown = self.rows("items", ids)
+        count = len(np.unique(rows))
+        self._lists[name] = self._filters.mask(rows), count
+        return count, unknown
+
+    def drop(self, name: str) -> bool:
+        """Delete a list; return whether there was one."""
+        return self._lists.pop(name, None) is not None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The names of the stored lists with the numbers of their items."""
+        return {name: count for name, (_, count) in self._lists.items()}
+
+    def build(self, requested: Filter) -> ItemFilter:
+        """Return the filter in the search's form; UnknownFilter for a name without a list, InvalidRequest."""
+        lists = []
+        for name in requested.filters:
+            if name not in self._lists:
+                raise UnknownFilter(f"filters: there is no list {shown(name)}, upload it first")
+            lists.append(self._lists[name][0])
+        rows: dict[str, np.ndarray] = {}
+        unknown: dict[str, int] = {}
+        for name, ids in (("allow", requested.allow), ("deny", requested.deny)):
+            if ids is not None:
+                rows[name], unknown[name] = self.rows(name, ids)
+        where = {name: _texts(name, values) for name, values in (requested.where or {}).items()}
+        for name, most in (requested.at_most or {}).items():
+            if isinstance(most, bool) or not isinstance(most, int | np.integer) or most < 0:
+                raise InvalidRequest(f"at_most: {shown(name)}: expected a whole number of at least 0, got {most!r}")
+        try:
+            built = self._filters.build(**rows, where=where, at_most=requested.at_most, lists=lists)
+        except FilterError as error:
+            raise InvalidRequest(str(error)) from None
+        return built._replace(unknown={**unknown, **built.unknown})
+
+
+def _texts(name: str, values: Any) -> list[str]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InvalidRequest(f"where: {shown(name)}: expected a list of values, got {shown(repr(values))}")
+    return [str(value) for value in values]

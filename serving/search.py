@@ -1,0 +1,108 @@
+"""Search the catalogue for the best items of many users at once, and score candidates.
+
+Letters: B users, E embedding size, k length of a list, M candidates, A kinds of action.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hstu_sparse.core.launch import cdiv
+from models.heads import normalized
+from models.hstu import SequenceModel
+from models.tasks.contract import Task
+from models.tasks.item_filters import ItemFilter, limited_lists, stacked_masks
+from models.tasks.scoring import best_items, normalized_items, output_scorer
+from serving.engine import Engine
+from serving.token_batch import MOST_USERS, rounded_up
+
+
+class Search:
+    """The search for lists, padded and replayed as a CUDA graph where the engine's passes are."""
+
+    def __init__(self, engine: Engine, num_items: int):
+        self.engine, self.num_items = engine, num_items
+        self.scores_of = output_scorer(engine.model)
+
+    def lists(
+        self, out: Tensor, k: int, seen: Sequence[np.ndarray], filters: Sequence[ItemFilter] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (scores, rows) [B, up to k] of the best items by outputs [B, E], best first, -inf where none is left.
+
+        seen: the items to leave out for each user, or nothing; filters: one for each user, or nothing.
+        """
+        if not filters:
+            return self._best(out, k, seen, None)
+
+        def search(length: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            part = out if len(users) == len(out) else out[torch.from_numpy(users).to(out.device)]
+            masks = stacked_masks([filters[user] for user in users], self.num_items)
+            return self._best(part, length, [seen[user] for user in users] if seen else [], masks)
+
+        return limited_lists(search, k, filters, self.num_items)
+
+    def _best(
+        self, out: Tensor, k: int, seen: Sequence[np.ndarray], masks: tuple[np.ndarray, np.ndarray] | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Do what `lists` does, with masks of `stacked_masks`."""
+        users, counts = len(out), [len(items) for items in seen]
+        padded = self.engine.padded and users <= MOST_USERS
+        rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)), 4)) if padded else (users, sum(counts))
+        some = 0 if masks is None else rounded_up(len(masks[0])) if padded else len(masks[0])
+        # Offsets, the mask of each user, then items, two to a number. Padding items belong to the last user and are not
+        # in the catalogue.
+        key, graphs = ("lists", rows, items if seen else None, k, some), self.engine.graphs if padded else None
+        numbers = graphs.staged(key, 1) if graphs else None
+        words = graphs.staged(key, 2) if graphs and some else None
+        if numbers is None:
+            numbers = torch.empty(2 * rows + 1 + cdiv(items, 2), dtype=torch.int64)
+        which, of_users = numbers[rows + 1 : 2 * rows + 1].numpy(), numbers[2 * rows + 1 :].view(torch.int32).numpy()
+        which.fill(0)
+        if seen:
+            offsets = numbers[: rows + 1].numpy()
+            offsets[0] = 0
+            np.cumsum(counts, out=offsets[1 : users + 1])
+            offsets[users:] = items
+            np.concatenate(seen, out=of_users[: sum(counts)])
+            of_users[sum(counts) :] = -1
+        inputs = [numbers]
+        if masks is not None:
+            words = torch.zeros(some, cdiv(self.num_items, 8), dtype=torch.uint8) if words is None else words
+            words[: len(masks[0])] = torch.from_numpy(masks[0])
+            which[:users] = masks[1]
+            inputs.append(words)
+
+        def lists(out: Tensor, numbers: Tensor, *words: Tensor) -> Tensor:
+            without = (numbers[2 * rows + 1 :].view(torch.int32)[:items], numbers[: rows + 1]) if seen else None
+            passing = (words[0], numbers[rows + 1 : 2 * rows + 1]) if words else None
+            values, best = best_items(self.scores_of(normalized(out)), k, without, passing)
+            return torch.cat([values.float().view(torch.int32), best.int()], 1)
+
+        if rows > users:
+            out = F.pad(out, (0, 0, 0, rows - users))
+        packed = graphs(key, lists, out, *inputs) if graphs else lists(out, *(x.to(out.device) for x in inputs))
+        values, best = np.split(packed[:users].cpu().numpy(), 2, axis=1)
+        return values.copy().view(np.float32), best
+
+
+@torch.no_grad()
+def probabilities(model: SequenceModel, task: Task, out: Tensor) -> np.ndarray:
+    """Return the probabilities of the actions by outputs [M, E] of a ranking run: [M], or [M, A] if A > 1."""
+    scores = task.candidate_scores(model, out).float().cpu().numpy()
+    return scores[:, 0] if scores.shape[1] == 1 else scores
+
+
+@torch.no_grad()
+def item_scores(model: SequenceModel, out: Tensor, candidates: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the scores of each user's candidates, rows of the item table, end to end, by the outputs [B, E]."""
+    scores = []
+    for one, rows in zip(out[:, None], candidates):
+        items = model.item_rows(torch.from_numpy(rows).to(out.device))
+        if model.head is None:
+            scores.append((one @ normalized_items(items).T)[0])
+        else:
+            scores.append(model.head.scores_of_all(one, model.head.items(items))[0])
+    return torch.cat(scores).float().cpu().numpy() if scores else np.zeros(0, np.float32)
