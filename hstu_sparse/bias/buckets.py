@@ -12,7 +12,6 @@ MOST_EDGES bucket edges is narrow: its entry has the lowest bucket and the numbe
 with those edges (`reached`). With ascending timestamps, all tiles are narrow except a few next to the diagonal.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ import triton.language as tl
 
 from hstu_sparse.bias.relative import bucket_edges
 from hstu_sparse.core.launch import cdiv, run
-from hstu_sparse.core.registration import register_preparation
+from hstu_sparse.core.registration import cached_constant, register_preparation
 from hstu_sparse.tiles.assembly import load_edge
 from hstu_sparse.tiles.rows import COMPILED, locate
 
@@ -63,16 +62,17 @@ def bucket_cells(num_buckets: int) -> torch.Tensor:
 
     A cell's index is the number's exponent and the first bits of its mantissa, which is exact and needs no logarithm.
     """
-    edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32)
+    edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32, device="cpu")
     per_octave = 2**CELL_BITS
     starts = torch.tensor(
-        [2.0 ** (i // per_octave) * (1 + i % per_octave / per_octave) for i in range(OCTAVES * per_octave)]
+        [2.0 ** (i // per_octave) * (1 + i % per_octave / per_octave) for i in range(OCTAVES * per_octave)],
+        device="cpu",
     )
     bucket = torch.bucketize(starts, edges[:-1], right=True)
     return torch.stack([edges[bucket].view(torch.int32), bucket.int()], 1)
 
 
-@functools.lru_cache(maxsize=64)
+@cached_constant
 def device_cells(num_buckets: int, device: torch.device) -> torch.Tensor:
     """Return `bucket_cells` on a device."""
     return bucket_cells(num_buckets).to(device)
@@ -88,7 +88,7 @@ def hidden_bucket(num_buckets: int) -> int:
     return num_buckets + 1 + MOST_EDGES.value
 
 
-@functools.lru_cache(maxsize=64)
+@cached_constant
 def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
     """Return [num_buckets + 1 + MOST_EDGES] int64: the least integer in each bucket, then some beyond all."""
     steps = [min(math.ceil(edge), _NEVER) if edge < math.inf else _NEVER for edge in bucket_edges(num_buckets)]

@@ -15,12 +15,14 @@ Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (ar
 
 import functools
 import math
+import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hstu_sparse.core.jagged import check_storage
+from hstu_sparse.core.jagged import check_storage, concrete
+from hstu_sparse.core.registration import cached_constant
 
 # Width of a time bucket on the logarithmic axis (natural logarithm of seconds).
 BUCKET_WIDTH = 0.301
@@ -133,10 +135,10 @@ def bucket_edges(num_buckets: int) -> list[float]:
     for k in range(1, num_buckets + 1):
         exponent = BUCKET_WIDTH * k
         exact = math.exp(exponent) if exponent < 88 else math.inf
-        edge = torch.tensor(exact, dtype=torch.float32, device="cpu")
-        if edge.item() < exact:
-            edge = torch.nextafter(edge, torch.full_like(edge, math.inf))
-        edges.append(edge.item())
+        bits = struct.pack("f", exact)
+        if struct.unpack("f", bits)[0] < exact:
+            bits = struct.pack("I", struct.unpack("I", bits)[0] + 1)
+        edges.append(struct.unpack("f", bits)[0])
     return edges
 
 
@@ -150,7 +152,7 @@ def time_bucket(difference: Tensor, num_buckets: int) -> Tensor:
     return torch.bucketize(difference.abs().float(), edges, right=True, out_int32=True)
 
 
-@functools.lru_cache(maxsize=64)
+@cached_constant
 def _edges_on(num_buckets: int, device: torch.device) -> Tensor:
     """Return `bucket_edges` on a device, copied there once: a captured CUDA graph may not copy from the host."""
     return torch.tensor(bucket_edges(num_buckets), dtype=torch.float32, device=device)
@@ -184,10 +186,14 @@ class _LookUp(torch.autograd.Function):
     """Look up table[index]; the gradient is a weighted bincount: on a CPU many times as fast as index_select's."""
 
     @staticmethod
-    def forward(ctx, table, index):
+    def forward(table, index):
+        return table.index_select(0, index.flatten()).view(index.shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        table, index = inputs
         ctx.save_for_backward(index)
         ctx.size, ctx.dtype = table.shape[0], table.dtype
-        return table.index_select(0, index.flatten()).view(index.shape)
 
     @staticmethod
     def backward(ctx, grad):
@@ -198,11 +204,16 @@ class _Sum(torch.autograd.Function):
     """Sum the values [...] that have one index, which is `_LookUp`'s gradient; its own gradient is a look-up."""
 
     @staticmethod
-    def forward(ctx, values, index, size, dtype):
-        ctx.save_for_backward(index)
-        ctx.dtype = values.dtype
-        # In fp64, since a bucket sums millions of terms.
-        return torch.bincount(index.flatten(), weights=values.flatten().double(), minlength=size).to(dtype)
+    def forward(values, index, size, dtype):
+        index, wide = index.flatten(), values.flatten().double()  # fp64, since a bucket sums millions of terms
+        if concrete(index):
+            return torch.bincount(index, weights=wide, minlength=size).to(dtype)
+        return wide.new_zeros(size).index_add(0, index, wide).to(dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx, grad):

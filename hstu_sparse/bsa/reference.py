@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.core.jagged import masked_product
+from hstu_sparse.core.jagged import longest_sequence, masked_product
 from hstu_sparse.core.precision import widened
 
 USUAL_BLOCK = 128
@@ -55,7 +55,7 @@ def bsa_attention_reference(
         return out.to(dtype), torch.full((0, heads, block_counts), -1, dtype=torch.int32, device=q.device)
 
     lengths = seq_offsets.diff().long()
-    batch, longest = len(lengths), int(lengths.max())
+    batch, longest = len(lengths), longest_sequence(seq_offsets, min(max_seq_len, tokens))
     blocks = -(-longest // block_size)
     width, enough = block_size, max(longest, USUAL_BLOCK)
     if width > enough:  # one block longer than every sequence: lay it out in as many groups as the sequences have

@@ -50,7 +50,7 @@ def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 def _mean(lse: Tensor, logit: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     has_target = targets >= 0
-    share = 1 / has_target.sum().clamp(min=1)
+    share = 1 / has_target.sum().clamp(min=1).to(lse.dtype)
     return torch.where(has_target, lse - logit, 0.0).sum() * share, share
 
 

@@ -44,7 +44,7 @@ def catalogue_loss_reference(
         else:
             logits = torch.einsum("te,tke->tk", out, ready(items[drawn])) / temperature
         if log_q is not None:
-            logits = logits - (log_q[drawn].to(dtype) + math.log(negatives.shape[-1]))
+            logits = logits - (log_q[drawn].to(dtype) + math.log(max(1, negatives.shape[-1])))
         logits = logits.masked_fill((negatives == targets[:, None]) | (negatives < 0), float("-inf"))
         losses = torch.cat([positive[:, None], logits], 1).logsumexp(1) - positive
     return losses.masked_fill(~has_target, 0.0).sum() / has_target.sum().clamp(min=1)

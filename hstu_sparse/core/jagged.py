@@ -51,13 +51,13 @@ def fingerprint(*tensors: torch.Tensor | None) -> str | None:
 def check_storage(name: str, x: torch.Tensor, *, values: bool = False) -> None:
     """Raise TypeError for a tensor without strided memory: sparse, nested, mkldnn.
 
-    values: the caller reads them, so that a meta tensor, which has none, is refused too.
+    values: the caller reads them, so that a meta or fake tensor, which has none, is refused too.
     """
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").removeprefix("_")
         raise TypeError(f"{name} must be a strided tensor, got a {kind} one")
-    if values and x.is_meta and plain(x):
-        raise TypeError(f"{name} must be a tensor with values, got a meta tensor")
+    if values and ((x.is_meta and plain(x)) or type(x).__name__ == "FakeTensor"):
+        raise TypeError(f"{name} must be a tensor with values, got a {'meta' if plain(x) else 'fake'} tensor")
 
 
 def shown(value: float) -> str:
@@ -153,6 +153,15 @@ def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Te
     return torch.where(sees_nonfinite, out, weights @ values.masked_fill(wrong, 0))
 
 
+def longest_sequence(seq_offsets: torch.Tensor, bound: int) -> int:
+    """Return the length of the longest sequence, for references, which wait for the device; `bound` if offsets have no
+    values (`concrete`).
+    """
+    if not concrete(seq_offsets):
+        return bound
+    return int(seq_offsets.diff().max()) if len(seq_offsets) > 1 else 0
+
+
 def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
     """Convert lengths [B] to seq_offsets [B+1], same integer dtype and device.
 
@@ -208,12 +217,9 @@ def padded_to_jagged(padded: torch.Tensor, seq_offsets: torch.Tensor, total: int
     """Convert [B, length, ...] to [T, ...], the inverse of `jagged_to_padded`; passing T as `total` avoids a device
     sync.
 
-    Tokens past `length` are zero.
+    Tokens past `length` are zero. fbgemm's operator does not write them on a GPU, so it is not used.
     """
     batch, length, inner = padded.shape[0], padded.shape[1], padded.shape[2:]
-    if padded.dtype in _FBGEMM_DTYPES and padded.numel() and total and (ops := _fbgemm()):
-        dense = padded.flatten(2) if inner else padded[:, :, None]
-        return ops.dense_to_jagged(dense, [seq_offsets], total)[0].view(total, *inner)
     if total == 0 or batch == 0 or length == 0:
         return padded.new_zeros(total, *inner)
     sequence = sequence_ids(seq_offsets, total)

@@ -11,8 +11,10 @@ dispatch modes) goes through the registered operators. torch.library.custom_op t
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from hstu_sparse.core.launch import is_imagined, on_device
 from hstu_sparse.core.precision import without_autocast
@@ -28,6 +30,35 @@ def plain(x: torch.Tensor) -> bool:
 def takes_launcher(x: torch.Tensor) -> bool:
     """Return whether launchers run on x at once: a plain tensor, or any inside `launch.imagined`."""
     return plain(x) or is_imagined()
+
+
+Constant = TypeVar("Constant")
+
+
+def cached_constant(function: Callable[..., Constant]) -> Callable[..., Constant]:
+    """Decorate a function that makes tensors of its arguments: the last 64 results are stored.
+
+    Nothing is stored that would be no constant: under torch.compile and dispatch modes the function is called, and a
+    tensor that is made while a CUDA graph is captured has its values only once the graph has run. The function names
+    the device of every tensor that it makes: torch's default device may be another one in the first call.
+    """
+    stored: dict[tuple, Constant] = {}
+
+    @functools.wraps(function)
+    def get(*arguments):
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return function(*arguments)
+        value = stored.get(arguments)
+        if value is None:
+            with torch.inference_mode(False):  # an inference tensor cannot be saved for a later backward pass
+                value = function(*arguments)
+            if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+                if len(stored) == 64:
+                    del stored[next(iter(stored))]
+                stored[arguments] = value
+        return value
+
+    return get
 
 
 def _places(arguments: str) -> tuple[int, ...]:
@@ -123,7 +154,8 @@ class Operator:
     def __call__(self, *arguments):
         if torch.compiler.is_compiling():
             return self.registered_forward(*arguments)
-        if not torch.is_grad_enabled() and takes_launcher(arguments[0]):
+        # Inside of forward_ad.dual_level torch's Function raises for a tangent, which a launcher would drop.
+        if not torch.is_grad_enabled() and takes_launcher(arguments[0]) and forward_ad._current_level < 0:
             return self.forward(*arguments)
         return self.function.apply(*arguments)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, shown
-from hstu_sparse.core.launch import INTERPRET
+from hstu_sparse.core.launch import INTERPRET, is_imagined
 from hstu_sparse.core.registration import plain
 
 BACKENDS = ("auto", "triton", "reference")
@@ -183,10 +183,26 @@ def check_normalizer(normalizer: float | None, max_seq_len: int) -> float:
     return float(max_seq_len) if normalizer is None else check_number("normalizer", normalizer, above=0.0)
 
 
-def check_kernel(op: str, x: torch.Tensor, heads: dict[str, int], most: int = 256) -> None:
-    """Check dtypes and head sizes (letter -> size) that the kernels do not support but the reference does."""
+def check_products(op: str, dtype: torch.dtype) -> None:
+    """Raise TypeError for matrix products of bf16 in Triton's interpreter, which multiplies the numbers' bits.
+
+    Triton 3.6 to 3.8 do: tl.dot of ones [16, 16] returns 4e9, not 16.
+    """
+    if dtype == torch.bfloat16 and INTERPRET and not is_imagined():
+        raise TypeError(f"{op}: Triton's interpreter cannot multiply bf16; use fp32 or backend='reference'")
+
+
+def check_kernel(
+    op: str, x: torch.Tensor, heads: dict[str, int], most: int = 256, *, products: bool = True
+) -> None:  # fmt: skip
+    """Check dtypes and head sizes (letter -> size) that the kernels do not support but the reference does.
+
+    products: the kernels multiply matrices of x's dtype.
+    """
     if x.dtype not in KERNEL_DTYPES:
         raise TypeError(f"{op}: the kernels take fp16, bf16 and fp32, got {x.dtype}; use backend='reference'")
+    if products:
+        check_products(op, x.dtype)
     for letter, size in heads.items():
         if not 1 <= size <= most:
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.core.jagged import masked_product
+from hstu_sparse.core.jagged import check_storage, masked_product
 from hstu_sparse.core.precision import widened
 
 
@@ -39,6 +39,7 @@ def hstu_attention_reference(
         # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
         tables = sum(x.sum() for x in bias[:2] if x is not None)
         return (v * (q.sum() + k.sum() + tables)).to(dtype)
+    check_storage("seq_offsets", seq_offsets, values=True)
     alike, tokens = _groups(seq_offsets.tolist())
     parts = []
     for members in alike:

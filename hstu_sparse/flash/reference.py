@@ -9,7 +9,7 @@ result into an output and its log-sum-exp, `backward_step` adds a block's part o
 
 import torch
 
-from hstu_sparse.core.jagged import masked_product, padded_index, sequence_ids
+from hstu_sparse.core.jagged import longest_sequence, masked_product, padded_index, sequence_ids
 from hstu_sparse.core.precision import widened
 from hstu_sparse.flash.problem import Layout, Options
 
@@ -77,8 +77,8 @@ class _Block:
         self.tokens, self.key_tokens = q.shape[0], k.shape[0]
         q_offsets, k_offsets = layout.q_offsets[:: layout.pieces].long(), layout.k_offsets[:: layout.pieces].long()
         self.batch = q_offsets.shape[0] - 1
-        self.q_index, self.q_valid = padded_index(q_offsets, _longest(q_offsets))
-        self.k_index, self.k_valid = padded_index(k_offsets, _longest(k_offsets))
+        self.q_index, self.q_valid = padded_index(q_offsets, longest_sequence(q_offsets, q.shape[0]))
+        self.k_index, self.k_valid = padded_index(k_offsets, longest_sequence(k_offsets, k.shape[0]))
         self.q_owner, self.k_owner = sequence_ids(q_offsets, q.shape[0]), sequence_ids(k_offsets, k.shape[0])
         self.q_row = torch.arange(q.shape[0], device=q.device) - q_offsets[:-1][self.q_owner]
         self.k_row = torch.arange(k.shape[0], device=k.device) - k_offsets[:-1][self.k_owner]
@@ -105,7 +105,7 @@ class _Block:
 
     def _dropout(self, heads: int) -> torch.Tensor:
         """Return 1 / (1 - dropout) for weights that are not dropped, else 0."""
-        seed, s = int(self.options.seed), self.s[:, None, None, :]
+        seed, s = self.options.seed.view(()), self.s[:, None, None, :]
         pair = torch.arange(self.batch * heads, device=s.device).view(self.batch, heads, 1, 1)
         words = philox(seed, s // 4, self.t[:, None, :, None], pair, torch.zeros_like(pair))
         words = torch.stack(torch.broadcast_tensors(*words, s % 4)[:4], -1)
@@ -141,10 +141,6 @@ class _Block:
         return x.transpose(1, 2)[self.k_owner, self.k_row]
 
 
-def _longest(offsets: torch.Tensor) -> int:
-    return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
-
-
 def positions(offsets: torch.Tensor, starts: torch.Tensor | None, total: int) -> torch.Tensor:
     """Return [T] int64: each token's position in its sequence, for pieces that begin at `starts`."""
     piece = sequence_ids(offsets, total)
@@ -152,7 +148,7 @@ def positions(offsets: torch.Tensor, starts: torch.Tensor | None, total: int) ->
     return torch.arange(total, device=offsets.device) - begin[piece]
 
 
-def philox(seed: int, *counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def philox(seed: torch.Tensor | int, *counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the four words of Philox-4x32-10 (int64 tensors below 2^32), as Triton's tl.philox returns them.
 
     counter: four tensors of whole numbers that broadcast; their low 32 bits count.

@@ -107,7 +107,8 @@ class Tree:
             sequence, node = self.locate(layer - 1)
             # Unused slots are added to a row that is cut off.
             parent = torch.where(node < self.nodes(layer - 1)[sequence], above[sequence] + node // rate, size)
-            count = torch.bincount(parent, minlength=size + 1).clamp(min=1).to(wide)[:, None, None]
+            count = k.new_zeros(size + 1, dtype=wide).index_add(0, parent, torch.ones_like(parent, dtype=wide))
+            count = count.clamp(min=1)[:, None, None]
             for level in (self.keys, self.values):
                 sums = level[-1].new_zeros(size + 1, *level[-1].shape[1:]).index_add(0, parent, level[-1])
                 level.append((sums / count)[:size])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.core.jagged import masked_product, padded_index
+from hstu_sparse.core.jagged import check_storage, masked_product, padded_index
 from hstu_sparse.core.precision import widened, working_dtype
 from hstu_sparse.core.registration import once_only
 
@@ -201,6 +201,7 @@ class _Padding:
     """
 
     def __init__(self, seq_offsets: Tensor, group: int = 1):
+        check_storage("seq_offsets", seq_offsets, values=True)
         self.longest, self.group = int(seq_offsets.diff().max()), group
         self.index, inside = padded_index(seq_offsets, self.longest)
         self.rows = inside.flatten().nonzero()[:, 0]

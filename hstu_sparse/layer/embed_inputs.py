@@ -83,7 +83,7 @@ def embed_inputs(
     scale, dropout = check_number("scale", scale), check_dropout(dropout)
     if backend == "reference":
         return embed_inputs_reference(rows, position, seq_offsets, scale=scale, more=more, dropout=dropout)
-    check_kernel("embed_inputs", rows, {"E": sizes["E"]}, most=MAX_SIZE)
+    check_kernel("embed_inputs", rows, {"E": sizes["E"]}, most=MAX_SIZE, products=False)
     if dropout:
         if seed is None:
             raise ValueError("dropout > 0 needs a seed: an int64 tensor of one element on the rows' device")

@@ -4,7 +4,6 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D head size
 program rotates a tile of tokens of one sequence, all heads, which share the angles; backward is the inverse rotation.
 """
 
-import functools
 import math
 
 import torch
@@ -14,7 +13,7 @@ import triton.language as tl
 from hstu_sparse.core.jagged import check_jagged, sequence_ids
 from hstu_sparse.core.launch import next_power_of_2, run
 from hstu_sparse.core.precision import without_autocast, working_dtype
-from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.registration import Operator, cached_constant
 from hstu_sparse.core.validation import check_bool, check_kernel, check_tensor, choose_backend
 from hstu_sparse.tiles.rows import locate
 
@@ -85,7 +84,7 @@ def rotary(
         return rotary_reference(
             x, seq_offsets, max_seq_len, times=times, origins=origins, position=position, positions=positions
         )
-    check_kernel("rotary", x, {"D": sizes["D"]})
+    check_kernel("rotary", x, {"D": sizes["D"]}, products=False)
     if times is not None and origins is None:
         origins = first_times(times, seq_offsets)
     return rotary_operator(x, seq_offsets, times, origins, positions, max_seq_len, position)
@@ -124,7 +123,7 @@ def split(head_size: int, position: bool, timed: bool) -> int:
     return (pairs + 1) // 2 if position and timed else pairs if position else 0
 
 
-@functools.lru_cache(maxsize=64)
+@cached_constant
 def turns_per_unit(pairs: int, by_position: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
     """Return [n] fp64: whole turns of each pair in one token or one second."""
 

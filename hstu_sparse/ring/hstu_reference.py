@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.core.jagged import masked_product, padded_index, sequence_ids
+from hstu_sparse.core.jagged import longest_sequence, masked_product, padded_index, sequence_ids
 from hstu_sparse.core.precision import widened
 
 
@@ -26,8 +26,8 @@ def hstu_block(
     if not q.shape[0] or not k.shape[0]:
         tables = sum(x.sum() for x in bias[:2] if x is not None)
         return v.new_zeros(q.shape[0], q.shape[1], v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum() + tables)
-    q_index, q_valid = padded_index(q_offsets, int(q_offsets.diff().max()))
-    k_index, k_valid = padded_index(k_offsets, int(k_offsets.diff().max()))
+    q_index, q_valid = padded_index(q_offsets, longest_sequence(q_offsets, q.shape[0]))
+    k_index, k_valid = padded_index(k_offsets, longest_sequence(k_offsets, k.shape[0]))
 
     def pad(x, index):  # [T, ...] -> [B, n, ...]; what lies behind a sequence is masked
         return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])

@@ -7,12 +7,12 @@ rank r holds r and 2W-1-r, so that with a causal mask all have the same work. Ch
 (c+1)*n//C - 1.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from hstu_sparse.core.jagged import check_jagged, check_offset_values, check_storage, readable
+from hstu_sparse.core.registration import cached_constant
 from hstu_sparse.core.validation import check_bool, check_int
 from hstu_sparse.flash.problem import Layout
 from hstu_sparse.ring.communication import Ring
@@ -113,7 +113,8 @@ def cut_sequences(
     starts, lengths = _chunks(offsets.diff(), world, zigzag)
     begins = (offsets[:-1, None] + starts[rank]).flatten()
     sizes = lengths[rank].flatten()
-    index = torch.repeat_interleave(begins - (sizes.cumsum(0) - sizes), sizes) + torch.arange(int(sizes.sum()))
+    index = torch.repeat_interleave(begins - (sizes.cumsum(0) - sizes), sizes)
+    index = index + torch.arange(len(index), device="cpu")
     local = torch.nn.functional.pad(lengths[rank].sum(1).cumsum(0), (1, 0))
     return index.to(seq_offsets.device), local.to(seq_offsets)
 
@@ -121,14 +122,15 @@ def cut_sequences(
 def _chunks(lengths: torch.Tensor, world: int, zigzag: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (start, length) [W, B, P] of every rank's pieces of sequences with these whole lengths [B]."""
     count = 2 * world if zigzag else world
-    bounds = torch.arange(count + 1)[:, None] * lengths // count
-    rank = torch.arange(world)
+    bounds = torch.arange(count + 1, device="cpu")[:, None] * lengths // count
+    rank = torch.arange(world, device="cpu")
     chunk = torch.stack([rank, count - 1 - rank], 1) if zigzag else rank[:, None]  # [W, P]
     starts = bounds[chunk].transpose(1, 2)
     return starts, bounds[chunk + 1].transpose(1, 2) - starts
 
 
 def _plan(starts: torch.Tensor, lengths: torch.Tensor, rank: int, device: torch.device) -> RingPlan:
+    check_storage("seq_offsets", lengths, values=True)
     offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0))
     pieces = lengths.shape[2]
     ends = offsets[:, -1:, None].expand(-1, pieces, 1)
@@ -142,10 +144,10 @@ def _plan(starts: torch.Tensor, lengths: torch.Tensor, rank: int, device: torch.
     return RingPlan(*on_device, tuple(offsets[:, -1].tolist()), pieces, rank, stretches)
 
 
-@functools.lru_cache(maxsize=32)
+@cached_constant
 def fixed_plan(num_seqs: int, tokens: int, rank: int, world: int, zigzag: bool, device: torch.device) -> RingPlan:
     """Return the plan for `num_seqs` sequences of which every rank holds `tokens`."""
-    starts, lengths = _chunks(torch.full((num_seqs,), tokens * world), world, zigzag)
+    starts, lengths = _chunks(torch.full((num_seqs,), tokens * world, device="cpu"), world, zigzag)
     return _plan(starts, lengths, rank, device)
 
 
@@ -188,7 +190,7 @@ def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> 
     all_ranks = ring.agree(
         "ring_plan", {"sequences": len(own_offsets) - 1, "zigzag": zigzag, "own_offsets": own_offsets}, always=True
     )
-    local = torch.tensor([rank["own_offsets"] for rank in all_ranks]).diff()  # [W, B]
+    local = torch.tensor([rank["own_offsets"] for rank in all_ranks], device="cpu").diff()  # [W, B]
     if (local < 0).any():
         raise ValueError(f"ring_plan: the offsets of rank {int((local < 0).any(1).nonzero()[0])} fall")
     if not zigzag:

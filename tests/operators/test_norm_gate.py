@@ -93,6 +93,9 @@ def test_norm_in_another_dtype(backend):
     torch.testing.assert_close(rounded.float(), exact, rtol=1e-3, atol=1e-4)
     (expected,), (actual,) = (torch.autograd.grad(y, x, g) for y, g in ((exact, grad.float()), (rounded, grad)))
     assert actual.dtype == torch.float32
+    for wrong in (torch.int64, "float16"):
+        with pytest.raises(TypeError, match=f"dtype must be floating point, got {wrong!r}"):
+            layer_norm(x, dtype=wrong, backend=backend)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -94,3 +94,26 @@ def test_cache_attention_is_no_number_then(backend):
     call = {"activation": "softmax", "return_lse": True, "backend": backend}
     for output in hs.rotatekv_attention(torch.randn(1, 2, 16), torch.tensor([0, 1]), cache, 8, **call):
         assert output.isnan().all()
+
+
+BY_HEAD = {
+    "flash": lambda q, k, v, **o: hs.flash_attention(q, k, v, OFFSETS, causal=True, **o),
+    "htree": lambda q, k, v, **o: hs.htree_attention(q, k, v, OFFSETS, N, **o, **TREE),
+    "htree, siblings": lambda q, k, v, **o: hs.htree_attention(q, k, v, OFFSETS, N, compression_rate=16, top_k=1, **o),
+    "htree, groups": lambda q, k, v, **o: hs.htree_attention(q, k, v, OFFSETS, N, selection_group=4, **o, **TREE),
+    "indexer": lambda q, k, v, **o: hs.sparse_attention(q, k, v, CHOSEN, OFFSETS, **o),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
+@pytest.mark.parametrize("kind", BY_HEAD)
+def test_it_stays_in_its_key_head(kind, backend):
+    inputs = finite_inputs()
+    inputs["q"] = inputs["q"].repeat(1, 2, 1)
+    before = BY_HEAD[kind](**inputs, backend=backend)
+    for name in "kv":
+        changed = {x: value.clone() for x, value in inputs.items()}
+        changed[name][13, 1] = NAN
+        after = BY_HEAD[kind](**changed, backend=backend)
+        assert after[13:, 2:].isnan().any()
+        assert torch.equal(after[:, :2], before[:, :2])

@@ -11,7 +11,7 @@ import triton.language as tl
 from hstu_sparse.cache.codec import sign
 from hstu_sparse.core.launch import cdiv, run
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.validation import check_kernel
+from hstu_sparse.core.validation import check_kernel, check_products
 
 ELEMENTS = 2048  # elements of a program, unless a row has more
 
@@ -58,6 +58,8 @@ def factors(n: int) -> tuple[int, int]:
 def _forward(x):
     check_kernel("hadamard_transform", x, {})
     n = x.shape[-1]
+    if factors(n)[0] > 1 and x.dtype != torch.float32:
+        check_products("hadamard_transform", torch.bfloat16)  # the outer product of 16-bit rows
     x = x.contiguous()
     out = torch.empty_like(x)
     total = x.numel()
