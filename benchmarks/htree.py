@@ -68,7 +68,7 @@ def run_ours(shape, options, deterministic=False, config=None):
 
     def within(function):
         def run():
-            with override(launch.walk_config, lambda default, *_: config or default):
+            with override(launch.attend_config, lambda default, *_: default.replace(**config or {})):
                 return function()
 
         return run
@@ -122,13 +122,9 @@ def run_sdpa(shape, backend, gqa):
 
 
 def sweep():
-    """Return promising launch options of the two walking kernels."""
-    from hstu_sparse.core.launch import LaunchConfig
-    from hstu_sparse.htree.launch import TILE
-
-    options = [(2, 128, 16), (3, 128, 16), (4, 128, 16), (3, 168, 12), (4, 168, 12), (3, 96, 20), (2, None, 8)]
-    for stages, registers, programs in options:
-        yield LaunchConfig(1, stages, registers, programs=programs, BN=TILE)
+    """Return promising launch options of the two kernels that attend."""
+    for warps, stages, registers in [(1, 2, 128), (1, 3, 128), (1, 4, 128), (1, 3, 168), (1, 3, 96), (2, 3, 128)]:
+        yield dict(num_warps=warps, num_stages=stages, maxnreg=registers)
 
 
 def cases(arguments):

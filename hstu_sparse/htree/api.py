@@ -91,12 +91,6 @@ def htree_attention(
             q, k, v, seq_offsets, max_seq_len, compression_rate=compression_rate, top_k=top_k, scale=scale,
             rope_base=rope_base, selection_group=selection_group,
         )  # fmt: skip
-    if selection_group > 1:
-        from hstu_sparse.htree.group_launch import htree_group_triton
-
-        return htree_group_triton(
-            q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, selection_group, scale, rope_base
-        )
     from hstu_sparse.htree.launch import htree_triton
 
-    return htree_triton(q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, scale, rope_base)
+    return htree_triton(q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, selection_group, scale, rope_base)

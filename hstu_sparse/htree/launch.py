@@ -1,18 +1,21 @@
 """Launch the kernels of hierarchical tree attention; register them as torch.ops.hstu_sparse.htree_fwd and _bwd.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G query heads of each,
-D query/key and V value head size, r compression_rate, M = r * top_k the most candidates a layer has.
+D query/key and V value head size, R tokens of a group (selection_group), r compression_rate, M = r * top_k the most
+candidates a layer has.
 
 Memory beyond inputs and outputs. Forward: the tree, which holds a copy of k and v and 1 / (r - 1) of them in means, lse
-[T, Hq] fp32, and a workspace for the programs that run at once. Backward: the tree again, and gradients of all its
-nodes in fp32, or int64 in the deterministic mode. q, k, v, the output and lse are saved for the backward pass. The
-choices would take more memory than k and v, so the backward pass computes them again.
+[T, Hq] fp32, the table of choices, 4 * top_k + M / 8 bytes for each group, key/value head and layer above the tokens,
+and a workspace for the programs that choose at once. Backward: the tree again, and gradients of all its nodes in fp32,
+or int64 in the deterministic mode. q, k, v, the output and lse are saved for the backward pass, and the table up to
+TABLE_BYTES; a larger one is never whole in memory: the groups choose and attend in parts, and again in backward.
 """
 
-import functools
 import itertools
 import math
 import struct
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from torch.nn import functional as F
 from hstu_sparse.bias.gradients import fixed_point_unit
 from hstu_sparse.core.launch import (
     LaunchConfig,
+    architecture,
     cdiv,
     configuration,
     multiprocessors,
@@ -29,15 +33,15 @@ from hstu_sparse.core.launch import (
     precision,
     run,
 )
-from hstu_sparse.core.registration import Operator
+from hstu_sparse.core.registration import Operator, cached_constant
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
-from hstu_sparse.htree.backward import htree_attend_bwd_kernel
-from hstu_sparse.htree.forward import htree_attend_fwd_kernel
+from hstu_sparse.htree.attend import htree_attend_fwd_kernel
+from hstu_sparse.htree.attend_backward import htree_attend_bwd_kernel
+from hstu_sparse.htree.choice import NodeGradients, Nodes, htree_choose_fwd_kernel
 from hstu_sparse.htree.layout import depth, tree_layers
 from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
 from hstu_sparse.htree.reference import rope_tables
-from hstu_sparse.htree.walk import NodeGradients, Nodes
 from hstu_sparse.tiles.rows import Rows
 
 # Positions within a layer occupy the low bits of a key; the remaining bits of an importance must distinguish
@@ -45,47 +49,77 @@ from hstu_sparse.tiles.rows import Rows
 MAX_CANDIDATES = 65536
 MAX_GROUP = 64
 MAX_HEAD = 256
-# Candidates of a tile: two tiles have a word of 32 bits.
+# Candidates of a tile that chooses.
 TILE = 16
+TABLE_BYTES = 2**25
 # For these dtypes a query is rotated from tile to tile by a fixed step, whose error grows to 2.5e-4 in 4,096 steps.
 STEPPED = (torch.float16, torch.bfloat16)
 
 
 @configuration
-def walk_config(kernel: str, half: int, value: int, group: int, item: int) -> LaunchConfig:
-    """Return the configuration of a walking kernel, whose tiles are BN candidates.
+def choice_config(half: int, group: int, item: int) -> LaunchConfig:
+    """Return the configuration of the kernel that chooses, whose tiles are BN candidates.
 
     Args:
-        kernel: "fwd", "bwd" or "choose" (the choice of groups, `groups.py`).
-        half, value: padded sizes of half a query/key head and of a value head.
+        half: padded size of half a query/key head.
         group: query heads of a key/value head, padded.
         item: bytes of an element.
     """
-    # Registers for a tile's operands and the query, in units of the capacity of a warp.
-    load = max(half * 2, value) * group * item // (64 * 16 * 2)
+    load = _load(2 * half, group, item)
     warps = min(8, max(1, load))
-    registers, programs = None, max(1, 8 // warps)
-    if load <= 1 and item == 2:
-        # Triton 3.6 spills 200 bytes of "choose" with 128 registers.
-        registers, programs = {"fwd": (128, 16), "choose": (168, 12), "bwd": (None, 8)}[kernel]
-    # With three stages the next tiles are loaded while these are processed. With one stage a barrier for shared memory
-    # separates any two loads, and their latencies add up; but the largest heads have no room for more.
-    stages = 3 if load <= 1 else 2 if load <= 8 else 1
-    return LaunchConfig(warps, stages, registers, programs=programs, BN=TILE)
+    if load <= 1 and item == 2:  # Triton 3.6 spills 200 bytes with 128 registers
+        return LaunchConfig(warps, 3, 168, programs=12, BN=TILE)
+    return LaunchConfig(warps, _stages(load), programs=max(1, 8 // warps), BN=TILE)
 
 
-@functools.lru_cache(maxsize=64)
-def cached_tables(rows: int, head_size: int, padded: int, rope_base: float, device: torch.device) -> list[Tensor]:
+def _load(width: int, rows: int, item: int) -> int:
+    """Return registers for a tile's operands and its rows, in units of the capacity of a warp."""
+    return width * rows * item // (64 * 16 * 2)
+
+
+def _stages(load: int) -> int:
+    """Return pipeline stages of small tiles.
+
+    With three the next tiles are loaded while these are processed. With one stage a barrier for shared memory separates
+    any two loads, and their latencies add up; but the largest heads have no room for more.
+    """
+    return 3 if load <= 1 else 2 if load <= 8 else 1
+
+
+@configuration
+def attend_config(kernel: str, half: int, value: int, rows: int, by_tile: bool, item: int, arch: int) -> LaunchConfig:
+    """Return the configuration of a kernel that attends, with tiles of BM rows and BN candidates.
+
+    Args:
+        kernel: "fwd" or "bwd".
+        half, value: padded sizes of half a query/key head and of a value head.
+        rows: rows of a group, R * G.
+        by_tile: the rows are rotated for each tile of TILE candidates.
+        item: bytes of an element.
+        arch: compute capability as one number.
+    """
+    width = max(2 * half, value) * item  # bytes of a padded row
+    most = 64 if item == 2 and width <= 256 else 16
+    BM = min(most, max(16, next_power_of_2(rows)))
+    if by_tile:
+        load = _load(max(2 * half, value), BM, item)
+        registers = 128 if load <= 1 and item == 2 and kernel == "fwd" else None
+        return LaunchConfig(min(8, max(1, load)), _stages(load), registers, BM=BM, BN=TILE)
+    if width > 128:
+        return LaunchConfig(8 if kernel == "bwd" else 4, 1, BM=BM, BN=32 if width <= 512 else 16)
+    if kernel == "fwd":
+        # Registers for three programs of 4 warps on a multiprocessor.
+        return LaunchConfig(4, 2, 168, BM=BM, BN=32) if BM == 64 else LaunchConfig(1, 2, BM=BM, BN=32)
+    if BM == 64 and arch in (90, 100):  # on other GPUs products read operands from registers, which spill
+        return LaunchConfig(4, 1, BM=BM, BN=64)
+    return LaunchConfig(2 if BM == 16 else 4, 2, BM=BM, BN=32)
+
+
+@cached_constant
+def tables(rows: int, head_size: int, padded: int, rope_base: float, device: torch.device) -> list[Tensor]:
     """Return cos and sin [rows, padded] fp32. Padding rotates by 0, so that zeros stay zeros."""
     half = padded - head_size // 2
     return [F.pad(x.float(), (0, half)) for x in rope_tables(rows, head_size, rope_base, device)]
-
-
-def tables(rows: int, head_size: int, padded: int, rope_base: float, device: torch.device) -> list[Tensor]:
-    """Return `cached_tables`, computed anew while a graph is captured."""
-    # A tensor computed while a graph is captured gets its values when the graph runs, so it must not be cached.
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return (cached_tables.__wrapped__ if capturing else cached_tables)(rows, head_size, padded, rope_base, device)
 
 
 def most_candidates(most: int) -> int:
@@ -93,36 +127,49 @@ def most_candidates(most: int) -> int:
     return max(4 * TILE, next_power_of_2(most))
 
 
+class Options(NamedTuple):
+    """The options of a call, in the order of the operator's schema."""
+
+    max_seq_len: int
+    rate: int
+    top_k: int
+    group: int
+    scale: float
+    rope_base: float
+
+
+def table_sizes(tokens: int, batch: int, heads: int, o: Options) -> tuple[int, int, int]:
+    """Return (rows of the table for a slot, slots that it has at a time, the width of a row)."""
+    width = o.top_k + most_candidates(o.rate * o.top_k) // 32
+    rows, slots = heads * depth(o.max_seq_len, o.rate, o.rate * o.top_k), tokens // o.group + batch
+    size = rows * width * 4
+    return rows, slots if slots * size <= TABLE_BYTES else max(1, TABLE_BYTES // size), width
+
+
 class Problem:
     """The values that both directions derive from the shapes and options of a call."""
 
-    def __init__(self, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, seq_offsets: Tensor, o: Options):
         self.T, heads, self.D = q.shape
         self.H, self.V = k.shape[1], v.shape[2]
-        self.G = heads // self.H
+        self.G, self.R = heads // self.H, o.group
         self.B = seq_offsets.shape[0] - 1
-        self.rate, self.top_k = rate, top_k
+        self.rate, self.top_k = o.rate, o.top_k
         # The number of children after which the rotation of a child's key repeats.
-        self.turn = TILE if rate % TILE == 0 else rate
-        most = rate * top_k
-        self.top = depth(max_seq_len, rate, most)
-        self.layers = list(tree_layers(self.top, self.T, self.B, rate))
+        self.turn = TILE if o.rate % TILE == 0 else o.rate
+        most = o.rate * o.top_k
+        self.top = depth(o.max_seq_len, o.rate, most)
+        self.layers = list(tree_layers(self.top, self.T, self.B, o.rate))
         self.rows = sum(layer.slots for layer in self.layers)
-        self.offsets, self.scale, self.device = seq_offsets, scale, q.device
-        half = self.D // 2
-        group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
-        candidates = most_candidates(most)
-        self.padded_sizes = self.BH, self.BV, group, q.dtype.itemsize
+        self.offsets, self.scale, self.device = seq_offsets, o.scale, q.device
+        self.slots = self.T // o.group + self.B
+        self.table_rows, self.slots_at_once, self.width = table_sizes(self.T, self.B, self.H, o)
+        self.BH, self.BV, self.item = padded_head(self.D // 2), padded_head(self.V), q.dtype.itemsize
         # The last tiles of candidates may reach past the greatest number of candidates.
-        rows = most + 4 * TILE
-        self.cos, self.sin = tables(rows, self.D, self.BH, rope_base, q.device)
-        # The importances add up to at most G and its rounding.
-        limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
+        self.cos, self.sin = tables(most + 4 * TILE, self.D, self.BH, o.rope_base, q.device)
+        self.stepped = q.dtype in STEPPED and self.BH <= 32
         self.constants = dict(
-            H=self.H, G=self.G, BG=group, HALF=half, BH=self.BH, V=self.V, BV=self.BV, RATE=rate, TOP_K=top_k,
-            LIST=max(16, next_power_of_2(top_k)), SOME=min(max(16, next_power_of_2(top_k)), 64), CANDIDATES=candidates,
-            HELD=min(candidates, 1024), LOW_BITS=next_power_of_2(most) - 1, LIMIT=limit,
-            SIBLINGS=rate % TILE == 0, STEPPED=rate % TILE == 0 and q.dtype in STEPPED and self.BH <= 32,
+            H=self.H, G=self.G, R=o.group, HALF=self.D // 2, BH=self.BH, RATE=o.rate, TOP_K=o.top_k,
             PRECISION=precision(q.dtype),
         )  # fmt: skip
 
@@ -130,14 +177,50 @@ class Problem:
         """Return the kernels' arguments for trees of keys and values."""
         return Nodes(keys, values, self.offsets, self.cos, self.sin)
 
-    def options(self, kernel: str, items: int) -> tuple[tuple[int], Tensor, dict]:
-        """Return (grid, workspace, keywords) of a walking kernel for `items` pairs of a token and a key/value head."""
-        config = walk_config(kernel, *self.padded_sizes)
-        programs = min(items, multiprocessors(self.device) * config.programs)
-        candidates = self.constants["CANDIDATES"]
-        size = 2 * self.constants["LIST"] + candidates + cdiv(candidates // 16, 32) * 32
+    def choices(self, q: Tensor, keys: Tensor, saved: Tensor | None = None) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (first slot, number of slots, their table) of the parts that choose and attend at once.
+
+        saved: the whole table, if the forward pass saved it.
+        """
+        for begin in range(0, self.slots, self.slots_at_once):
+            slots = min(self.slots_at_once, self.slots - begin)
+            yield begin, slots, saved if saved is not None and len(saved) else self._choose(q, keys, begin, slots)
+
+    def _choose(self, q: Tensor, keys: Tensor, begin: int, slots: int) -> Tensor:
+        """Return the table of choices (`choice.py`) of some slots."""
+        table = torch.full((slots * self.table_rows + 1, self.width), -1, dtype=torch.int32, device=self.device)
+        torch.arange(self.top_k, dtype=torch.int32, device=self.device, out=table[-1, : self.top_k])
+        if not self.top:
+            return table
+        group, most = max(16, next_power_of_2(self.G)), self.rate * self.top_k
+        config, siblings = choice_config(self.BH, group, self.item), self.rate % TILE == 0
+        programs = min(slots * self.H, multiprocessors(self.device) * config.programs)
+        held, candidates = max(16, next_power_of_2(self.top_k)), most_candidates(most)
+        size = held + candidates + cdiv(candidates // 32, 32) * 32
         workspace = torch.empty(programs * size, dtype=torch.int32, device=self.device)
-        return (programs,), workspace, dict(**self.constants, WORKSPACE=size, **config)
+        # The importances add up to at most G and its rounding.
+        limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
+        run(
+            htree_choose_fwd_kernel, programs, Rows.of(q), self.nodes(keys, None), workspace, table,
+            self.scale / math.log(2.0), self.B, self.T, self.top, self.rows, begin, slots, BG=group, LIST=held,
+            SOME=min(held, 64), CANDIDATES=candidates, HELD=min(candidates, 1024), WORKSPACE=size,
+            LOW_BITS=next_power_of_2(most) - 1, LIMIT=limit, SIBLINGS=siblings, STEPPED=siblings and self.stepped,
+            **self.constants, **config,
+        )  # fmt: skip
+        return table
+
+    def attending(self, kernel: str, slots: int) -> tuple[tuple[int, int], dict]:
+        """Return (grid, keywords) of a kernel that attends, for some slots."""
+        rows = self.R * self.G
+        by_tile = self.R == 1 and rows <= 16 and self.rate % TILE == 0
+        arch = architecture(self.device)
+        config = attend_config(kernel, self.BH, self.BV, rows, by_tile, self.item, arch)
+        parts = cdiv(rows, config.BM)
+        options = dict(
+            PARTS=parts, V=self.V, BV=self.BV, TURN=self.turn, WORDS=self.width - self.top_k, BY_TILE=by_tile,
+            **self.constants, **config,
+        )  # fmt: skip
+        return (slots * parts, self.H), options
 
 
 def build_tree(problem: Problem, x: Tensor, keys: bool) -> Tensor:
@@ -162,27 +245,25 @@ def build_tree(problem: Problem, x: Tensor, keys: bool) -> Tensor:
     return nodes
 
 
-def attend(problem, q, keys, values, choices=None):
-    """Return (output [T, Hq, V], lse [T, Hq] in base 2); record the choices, if given."""
-    p = problem
+def launch_forward(q, k, v, seq_offsets, *options):
+    """Return (output [T, Hq, V], lse [T, Hq] fp32 in base 2, the table of choices, without rows if it is not saved)."""
+    if q.shape[0] == 0:
+        return fake_forward(q, k, v, seq_offsets, *options)
+    p = Problem(q, k, v, seq_offsets, Options(*options))
+    (q,), keys = as_rows(q, align=False), build_tree(p, k, True)
+    nodes = p.nodes(keys, build_tree(p, v, False))
     out = q.new_empty(p.T, q.shape[1], p.V)
     lse = q.new_empty(p.T, q.shape[1], dtype=torch.float32)
-    grid, workspace, options = p.options("fwd", p.T * p.H)
-    run(
-        htree_attend_fwd_kernel, grid,
-        Rows.of(q), p.nodes(keys, values), workspace, out, lse, choices, p.scale / math.log(2.0), p.B, p.T, p.top,
-        p.rows, **options,
-    )  # fmt: skip
-    return out, lse
-
-
-def launch_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
-    """Return (output [T, Hq, V], lse [T, Hq] fp32 in base 2)."""
-    if q.shape[0] == 0:
-        return q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1], dtype=torch.float32)
-    problem = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
-    (q,) = as_rows(q, align=False)
-    return attend(problem, q, build_tree(problem, k, True), build_tree(problem, v, False))
+    table = q.new_empty(0, p.width, dtype=torch.int32)
+    for begin, slots, choices in p.choices(q, keys):
+        grid, constants = p.attending("fwd", slots)
+        run(
+            htree_attend_fwd_kernel, grid, Rows.of(q), nodes, choices, out, lse, p.scale / math.log(2.0), p.B, p.T,
+            p.top, p.rows, len(choices) - 1, begin, slots, **constants,
+        )  # fmt: skip
+        if slots == p.slots:
+            table = choices
+    return out, lse, table
 
 
 def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
@@ -199,26 +280,29 @@ def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
     return fixed_point_unit(bounds)
 
 
-def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base, out, lse):
+def launch_backward(grad, q, k, v, seq_offsets, *options):
     """Return [dq, dk, dv]."""
+    *options, out, lse, table = options
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.shape[0] == 0:
         return [dq, dk, dv]
-    p = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
+    p = Problem(q, k, v, seq_offsets, Options(*options))
     q, grad = as_rows(q, grad, align=False)
     fixed = torch.are_deterministic_algorithms_enabled()
     units = fixed_units(p, grad, q, v) if fixed else None
     kind = torch.int64 if fixed else torch.float32
-    dk_sums, dv_sums = (torch.zeros(p.H, p.rows, x.shape[2], dtype=kind, device=p.device) for x in (k, v))
-    grid, workspace, options = p.options("bwd", p.T * p.H)
-    run(
-        htree_attend_bwd_kernel, grid,
-        Rows.of(grad), Rows.of(q), p.nodes(build_tree(p, k, True), build_tree(p, v, False)), workspace, out, lse, dq,
-        NodeGradients(dk_sums, dv_sums, units), p.scale / math.log(2.0), p.scale, p.B, p.T, p.top,
-        p.rows, FIXED=fixed, **options,
-    )  # fmt: skip
-    push_gradients(p, dk_sums, dk, units, True)
-    push_gradients(p, dv_sums, dv, units, False)
+    sums = NodeGradients(*(torch.zeros(p.H, p.rows, n, dtype=kind, device=p.device) for n in (p.D, p.V)), units)
+    keys = build_tree(p, k, True)
+    nodes = p.nodes(keys, build_tree(p, v, False))
+    for begin, slots, choices in p.choices(q, keys, table):
+        grid, constants = p.attending("bwd", slots)
+        run(
+            htree_attend_bwd_kernel, grid, Rows.of(grad), Rows.of(q), nodes, choices, out, lse, dq, sums,
+            p.scale / math.log(2.0), p.scale, p.B, p.T, p.top, p.rows, len(choices) - 1, begin, slots, FIXED=fixed,
+            **constants,
+        )  # fmt: skip
+    push_gradients(p, sums.dk, dk, units, True)
+    push_gradients(p, sums.dv, dv, units, False)
     return [dq, dk, dv]
 
 
@@ -238,20 +322,27 @@ def push_gradients(problem: Problem, sums: Tensor, target: Tensor, units: Tensor
         above = layer.base
 
 
-def fake_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+def fake_forward(q, k, v, seq_offsets, *options):
     """Return empty outputs of `launch_forward`."""
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    o, batch = Options(*options), seq_offsets.shape[0] - 1
+    rows, slots_at_once, width = table_sizes(q.shape[0], batch, k.shape[1], o)
+    slots = q.shape[0] // o.group + batch
+    return (
+        q.new_empty(*q.shape[:2], v.shape[2]),
+        q.new_empty(q.shape[:2], dtype=torch.float32),
+        q.new_empty(slots * rows + 1 if slots_at_once >= slots else 0, width, dtype=torch.int32),
+    )
 
 
 htree_operator = Operator(
     "htree",
-    "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, SymInt rate, SymInt top_k, float scale, "
-    "float rope_base",
+    "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, SymInt rate, SymInt top_k, SymInt group, "
+    "float scale, float rope_base",
     forward=launch_forward,
     backward=launch_backward,
     fake=fake_forward,
     differentiable=("q", "k", "v"),
-    outputs=2,
+    outputs=3,
     keep_output=True,
 )
 
@@ -271,7 +362,7 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor, rate: int, top_k: int) -> N
             )
 
 
-def htree_triton(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
-    """Compute `hstu_sparse.htree_attention` on CUDA or interpreted."""
-    check_supported(q, k, v, rate, top_k)
-    return htree_operator(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)[0]
+def htree_triton(q, k, v, seq_offsets, *options):
+    """Compute `hstu_sparse.htree_attention` on CUDA or interpreted; options as in `Options`."""
+    check_supported(q, k, v, *options[1:3])
+    return htree_operator(q, k, v, seq_offsets, *options)[0]

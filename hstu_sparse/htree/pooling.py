@@ -12,7 +12,7 @@ is V, and there is one half only.
 import triton
 import triton.language as tl
 
-from hstu_sparse.htree.walk import turn
+from hstu_sparse.htree.choice import turn
 
 LN2 = tl.constexpr(0.6931471805599453)
 

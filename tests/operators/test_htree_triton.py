@@ -92,7 +92,7 @@ def test_negative_scale_and_rope_base():
 def test_ties_go_to_the_smaller_position():
     inputs, offsets, N, rate, top_k = problem((16,), 16, 2, 1, 16, 16, 2, 3)
     inputs["k"] = torch.zeros_like(inputs["k"])
-    (layer1, layer2) = kernel_choices(inputs, offsets, N, rate, top_k, 0.25)
+    layer1, layer2 = kernel_choices(inputs, offsets, N, rate, top_k, 0.25)
     assert layer2[15, 0].tolist() == [0, 1, 3]
     assert layer1[15, 0].tolist() == [0, 1, 7]
 
@@ -119,11 +119,17 @@ def test_the_future_does_not_reach_the_past(length, rate, tokens, group, value):
         assert torch.equal(before[: t + 1], after[: t + 1])
 
 
-@pytest.mark.parametrize("name, group", [("htree_fwd", ()), ("htree_group_fwd", (2,))])
-def test_torch_opcheck(name, group):
-    htree_attention(
-        *(torch.zeros(2, 1, 2) for _ in "qkv"), torch.tensor([0, 2]), 2, selection_group=2, backend="triton"
-    )
+@pytest.mark.parametrize("selection_group", [1, 2])
+def test_choices_that_are_not_saved(selection_group, monkeypatch):
+    """Of two or three groups at a time, chosen again in the backward pass."""
+    for rows in (2, 3):
+        monkeypatch.setattr(launch, "TABLE_BYTES", rows * 2 * (2 + 2) * 4)
+        agree(*problem((9, 3), 9, 2, 1, 16, 16, 2, 2), selection_group=selection_group)
+
+
+@pytest.mark.parametrize("selection_group", [1, 2])
+def test_torch_opcheck(selection_group):
     inputs, offsets, N, rate, top_k = problem((3, 2), 3, 2, 1, 16, 16, 2, 1)
-    arguments = (*(x.requires_grad_() for x in inputs.values()), offsets, N, rate, top_k, *group, 0.25, 10000.0)
-    torch.library.opcheck(getattr(torch.ops.hstu_sparse, name).default, arguments)
+    options = N, rate, top_k, selection_group, 0.25, 10000.0
+    arguments = *(x.requires_grad_() for x in inputs.values()), offsets, *options
+    torch.library.opcheck(torch.ops.hstu_sparse.htree_fwd.default, arguments)

@@ -30,24 +30,18 @@ def walk_kernel(
     """
     from hstu_sparse.core.rows import as_rows
     from hstu_sparse.htree import launch
-    from hstu_sparse.htree.group_launch import launch_group_forward
 
     launch.check_supported(q, k, v, compression_rate, top_k)
-    arguments = q, k, v, seq_offsets, max_seq_len, compression_rate, top_k
-    if selection_group > 1:
-        out, _, table = launch_group_forward(*arguments, selection_group, scale, rope_base)
-        token = torch.arange(q.shape[0], device=q.device)
-        sequence = torch.searchsorted(seq_offsets.long(), token, right=True) - 1
-        slots = q.shape[0] // selection_group + len(seq_offsets) - 1
-        start = seq_offsets.long()[sequence]
-        place = start // selection_group + sequence + (token - start) // selection_group
-        choices = table[:-1, :top_k].unflatten(0, (slots, k.shape[1], -1))[place]
-    else:
-        problem = launch.Problem(*arguments, scale, rope_base)
-        shape = (q.shape[0], k.shape[1], problem.top, top_k)
-        choices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
-        trees = launch.build_tree(problem, k, True), launch.build_tree(problem, v, False)
-        out, _ = launch.attend(problem, *as_rows(q, align=False), *trees, choices)
+    arguments = q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, selection_group, scale, rope_base
+    out, _, _ = launch.launch_forward(*arguments)
+    problem = launch.Problem(*arguments[:4], launch.Options(*arguments[4:]))
+    parts = problem.choices(*as_rows(q, align=False), launch.build_tree(problem, k, True))
+    table = torch.cat([part[:-1, :top_k] for _, _, part in parts])
+    token = torch.arange(q.shape[0], device=q.device)
+    sequence = torch.searchsorted(seq_offsets.long(), token, right=True) - 1
+    start = seq_offsets.long()[sequence]
+    slot = start // selection_group + sequence + (token - start) // selection_group
+    choices = table.view(problem.slots, problem.H, problem.top, top_k)[slot]
     return out, [x.long() for x in choices.unbind(2)]
 
 

@@ -167,20 +167,15 @@ def check(
 
 
 def launches():
-    from hstu_sparse.htree.group_launch import launch_group_backward, launch_group_forward
     from hstu_sparse.htree.launch import launch_backward, launch_forward
 
-    def case(dtype, heads, kv_heads, D, V, rate, top_k, N, fixed=False, local_bytes=160, selection_group=None):
+    def case(dtype, heads, kv_heads, D, V, rate, top_k, N, fixed=False, local_bytes=160, selection_group=1):
         def call():
             q, k, v = (torch.zeros(64, h, size, dtype=dtype) for h, size in ((heads, D), (kv_heads, D), (kv_heads, V)))
-            options = (q, k, v, torch.tensor([0, 64]), N, rate, top_k)
-            forward, backward = launch_forward, launch_backward
-            if selection_group:
-                options, forward, backward = (*options, selection_group), launch_group_forward, launch_group_backward
-            options += (D**-0.5, 10000.0)
-            saved = forward(*options)
+            options = (q, k, v, torch.tensor([0, 64]), N, rate, top_k, selection_group, D**-0.5, 10000.0)
+            saved = launch_forward(*options)
             torch.use_deterministic_algorithms(fixed)
-            backward(saved[0], *options, *saved)
+            launch_backward(saved[0], *options, *saved)
             torch.use_deterministic_algorithms(False)
 
         label = f"{dtype} heads={heads}/{kv_heads} D={D} V={V} r={rate} top_k={top_k} fixed={fixed} R={selection_group}"

@@ -1,19 +1,17 @@
-"""Define kernels for groups of tokens that share their choices (selection_group > 1): the choice, and the forward pass.
+"""Define the forward kernel of hierarchical tree attention, and what the backward kernel shares with it.
 
-Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, R tokens of a group, D query/key
-and V value head size, r compression_rate (RATE), C candidates of a group's first token in a layer.
+Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, R tokens of a group (slots as in
+`choice.py`), D query/key and V value head size, r compression_rate (RATE), C candidates of a group's first token in a
+layer.
 
-Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B. `htree_choose_fwd_kernel` walks the tree for
-the first token of each group and fills a table [choices + 1, TOP_K + WORDS] with a row for each (slot, head, layer
-above the tokens): the chosen nodes, ascending and padded with -1, and a bit for each candidate, set if it was chosen.
-The nodes of the last row are 0, 1, ..., the parents of a top layer's candidates. The table is small, one row for R * G
-queries, so it is saved for the backward pass.
+A program has BM rows, the queries of R tokens times G heads or as many of them as fit into a tile: row m is head m % G
+of the group's token m // G. It reads the group's choices from the table of `choice.py`. All tokens of a group have the
+same candidates, except at layer 0, where token i of the group has i more than the first.
 
-The kernels that attend read it. A program has BM rows, the queries of R tokens times G heads or as many of them as fit
-into a tile: row m is head m % G of the group's token m // G. All tokens of a group have the same candidates, except at
-layer 0, where token i of the group has i more than the first. Tiles of BN candidates are gathered and rotated by RoPE
-once for all rows. `pooling.py` has already rotated a key by its candidate's position c % TURN, so that
-c // TURN * TURN remains. The queries are rotated to their positions once a layer.
+`pooling.py` has already rotated a key by its candidate's position c % TURN. The queries are rotated to their positions
+once a layer. What remains is the rotation of a key by c // TURN * TURN, or, BY_TILE, if a tile of BN candidates lies
+within TURN neighbours, of the rows by the tile's c0, backwards: scores depend on the difference of positions. The
+latter is less work where a program has few rows.
 """
 
 from typing import NamedTuple
@@ -21,51 +19,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.htree.walk import begin_walk, choose, choose_all, load_query, row_angle, step_down, top_layer, turn
-from hstu_sparse.tiles.rows import locate, row_pointer, store_rows
-
-
-@triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "slots"])
-def htree_choose_fwd_kernel(
-    q, nodes, workspace, table, scale, B, tokens, layers, rows, slots,
-    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr, SOME: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Fill the table of choices, initially -1: the words of a layer whose candidates are all chosen stay -1.
-
-    q: `Rows`. nodes: without values. workspace [programs, WORKSPACE]: as in `walk.py`.
-    """
-    keys, offsets, cos, sin = nodes.key_rows, nodes.offsets, nodes.cos, nodes.sin
-    workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
-    marks = workspace + LIST
-    tops = marks + CANDIDATES
-    step_cos, step_sin = row_angle(cos, sin, BN, BH)
-    row = tl.arange(0, BG)
-    live = row < G
-    for item in range(tl.program_id(0), slots * H, tl.num_programs(0)):
-        g, slot = (item // slots).to(tl.int64), (item % slots).to(tl.int64)
-        b, start, length, number = locate(offsets, slot, B, R)
-        t = number * R
-        layer, size, base, C = begin_walk(workspace, length, t, tokens, B, layers, TOP_K, LIST, RATE)
-        layer = tl.where(t < length, layer, 0)  # a slot without a group
-        begin = row_pointer(q, start + tl.minimum(t, length - 1), g * G)
-        q_low, q_high = load_query(begin, row, q.stride_h, live & (t < length), scale, HALF, BH)
-        parents = workspace
-        while layer > 0:
-            layer_keys = keys + (g * rows + base + start // size + b) * (2 * BH)
-            children = table + ((slot * H + g) * layers + layer - 1) * (TOP_K + CANDIDATES // 32)
-            if C <= TOP_K:
-                choose_all(parents, children, C, LIST, RATE)
-            else:
-                choose(
-                    q_low, q_high, layer_keys, cos, sin, step_cos, step_sin, parents, children,
-                    children + TOP_K, marks, tops, C, G, BG, BH, BN, RATE, TOP_K, LIST, SOME,
-                    CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED, PRECISION,
-                )  # fmt: skip
-            parents = children
-            layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)
+from hstu_sparse.htree.choice import row_angle, step_down, top_layer, turn
+from hstu_sparse.tiles.rows import locate, store_rows
 
 
 class Group(NamedTuple):
@@ -144,8 +99,9 @@ def find_level(
 
 @triton.jit
 def gather_keys(
-    keys, cos, sin, level, c0, HEAD: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr
-):
+    keys, cos, sin, level, c0, HEAD: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
+    BY_TILE: tl.constexpr,
+):  # fmt: skip
     """Return (nodes, halves of the rotated keys, which of them may enter the softmax) of the candidates from c0 on.
 
     HEAD: channels of a half, padded. Missing keys are zeros.
@@ -153,16 +109,31 @@ def gather_keys(
     f = tl.arange(0, HEAD)[None, :]
     c = c0 + tl.arange(0, BN)
     inside = c < level.end
-    node = tl.load(level.parents + c // RATE, mask=inside, other=0) * RATE + c % RATE
+    if BY_TILE:
+        node = tl.load(level.parents + c0 // RATE) * RATE + c % RATE
+    else:
+        node = tl.load(level.parents + c // RATE, mask=inside, other=0) * RATE + c % RATE
     word = tl.load(level.words + c // 32, mask=inside & level.above, other=0)
     enters = inside & ((word >> (c % 32)) & 1 == 0)
     node = tl.where(inside, node, 0) + level.first
     pointers = keys + node[:, None] * (2 * HEAD) + f
     low = tl.load(pointers, mask=inside[:, None], other=0.0)
     high = tl.load(pointers + HEAD, mask=inside[:, None], other=0.0)
-    angle = (c // TURN * TURN)[:, None] * HEAD + f
-    key_low, key_high = turn(low.to(tl.float32), high.to(tl.float32), tl.load(cos + angle), tl.load(sin + angle))
-    return node, key_low.to(low.dtype), key_high.to(low.dtype), enters
+    if not BY_TILE:
+        angle = (c // TURN * TURN)[:, None] * HEAD + f
+        angle_cos, angle_sin = tl.load(cos + angle), tl.load(sin + angle)
+        key_low, key_high = turn(low.to(tl.float32), high.to(tl.float32), angle_cos, angle_sin)
+        low, high = key_low.to(low.dtype), key_high.to(high.dtype)
+    return node, low, high, enters
+
+
+@triton.jit
+def tile_rows(low, high, cos, sin, c0, DTYPE: tl.constexpr, BH: tl.constexpr, BY_TILE: tl.constexpr):
+    """Return the halves of the rows for the tile of candidates from c0 on: BY_TILE rotated back by c0, from fp32."""
+    if BY_TILE:
+        tile_cos, tile_sin = row_angle(cos, sin, c0, BH)
+        low, high = turn(low, high, tile_cos, -tile_sin)
+    return low.to(DTYPE), high.to(DTYPE)
 
 
 @triton.jit
@@ -176,7 +147,10 @@ def place_angles(cos, sin, place, BH: tl.constexpr):
 def turned_queries(
     q, group, place, cos, sin, stride_t, stride_h, scale, HALF: tl.constexpr, BH: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Return both halves of the rows' channels, scaled and rotated to `place`, and the angles of `place_angles`."""
+    """Return both halves of the rows' channels, scaled and rotated to `place`, and the angles of `place_angles`.
+
+    DTYPE: fp32 if the rows are rotated for each tile.
+    """
     row_cos, row_sin = place_angles(cos, sin, place, BH)
     f = tl.arange(0, BH)[None, :]
     pointers = q + group.token[:, None] * stride_t + group.head[:, None] * stride_h + f
@@ -186,23 +160,25 @@ def turned_queries(
     return low.to(DTYPE), high.to(DTYPE), row_cos, row_sin
 
 
-@triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "choices", "slots"])
-def htree_group_fwd_kernel(
-    q, nodes, table, out, lse, scale, B, tokens, layers, rows, choices, slots,
+@triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "choices", "begin", "slots"])
+def htree_attend_fwd_kernel(
+    q, nodes, table, out, lse, scale, B, tokens, layers, rows, choices, begin, slots,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr,
     BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
-    TOP_K: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_K: tl.constexpr, WORDS: tl.constexpr, BY_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for groups with their
-    choices.
+    """Compute the output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for the groups of the
+    slots begin .. begin + slots - 1, whose choices are in `table`.
 
-    q: `Rows`. table: the choices. PARTS programs share a group.
+    q: `Rows`. PARTS programs share a group.
     """
+    DTYPE: tl.constexpr = nodes.key_rows.dtype.element_ty
+    WIDE: tl.constexpr = tl.float32 if BY_TILE else DTYPE
     keys, values, offsets, cos, sin = nodes.key_rows, nodes.value_rows, nodes.offsets, nodes.cos, nodes.sin
     # Late groups have the most candidates, so they start first.
     slot, part = (slots - 1 - tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     g = tl.program_id(1).to(tl.int64)
-    group = find_group(offsets, slot, part, g, B, G, R, BM)
+    group = find_group(offsets, begin + slot, part, g, B, G, R, BM)
     if group.most < 0:
         return
     running_max = tl.full([BM], -float("inf"), tl.float32)
@@ -217,12 +193,13 @@ def htree_group_fwd_kernel(
                 group, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
             )
             low, high, _, _ = turned_queries(
-                q.pointer, group, level.place, cos, sin, q.stride_t, q.stride_h, scale, HALF, BH, keys.dtype.element_ty
+                q.pointer, group, level.place, cos, sin, q.stride_t, q.stride_h, scale, HALF, BH, WIDE
             )
             for c0 in range(0, level.end, BN):
-                node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, TURN)
-                s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
-                s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
+                node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, TURN, BY_TILE)
+                tile_low, tile_high = tile_rows(low, high, cos, sin, c0, DTYPE, BH, BY_TILE)
+                s = tl.dot(tile_low, tl.trans(k_low), input_precision=PRECISION)
+                s = tl.dot(tile_high, tl.trans(k_high), s, input_precision=PRECISION)
                 c = c0 + tl.arange(0, BN)
                 s = tl.where(enters[None, :] & (c[None, :] < level.limit[:, None]), s, -float("inf"))
                 new_max = tl.maximum(running_max, tl.max(s, 1))

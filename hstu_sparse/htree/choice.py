@@ -1,8 +1,14 @@
-"""Define device functions of a query's walk down the tree: candidates, rotated keys and queries, the choice.
+"""Define the kernel that walks down the tree and chooses, and what the kernels that attend share with it.
 
-Letters: T tokens of the batch, B sequences, G query heads of a key/value head, D query/key and V value head size, r
-compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of heads and candidates of a tile; HALF = D / 2
-channels, the first of RoPE's pairs, in a tile of BH. HELD sort keys are in registers at once, and SOME chosen nodes.
+Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, R tokens of a group, D query/key
+and V value head size, r compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of heads and
+candidates of a tile; HALF = D / 2 channels, the first of RoPE's pairs, in a tile of BH. HELD sort keys are in registers
+at once, and SOME chosen nodes.
+
+A group of R tokens walks once. Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B.
+`htree_choose_fwd_kernel` walks for the first token of each group and fills a table [choices + 1, TOP_K + WORDS] with a
+row for each (slot, head, layer above the tokens): the chosen nodes, ascending and padded with -1, and a bit for each
+candidate, set if it was chosen. The nodes of the last row are 0, 1, ..., the parents of a top layer's candidates.
 
 Candidate c is child c % r of parent c // r: all parents except the last have all their children. If a tile holds
 SIBLINGS, children of one parent, its keys are already rotated to their positions in the tile (`pooling.py`), and the
@@ -10,15 +16,13 @@ remaining rotation, by the tile's c0 and the query's C - 1, is applied to the qu
 positions. From tile to tile that is a step of BN, which 16-bit queries take in registers (STEPPED). Otherwise keys are
 rotated to c % r, and the tile of keys is rotated further by the parent's c // r * r.
 
-Forward and backward pass make the same choice, bit by bit, since they call the same functions, and whatever a compiler
-could contract to a fused multiply-add is written as one.
+A table that the forward pass did not save has the same bits in the backward pass: whatever a compiler could contract
+to a fused multiply-add is written as one.
 
 A program's workspace, in global memory, holds one after the other
-    parents, children  [LIST] nodes: the parents of this layer's candidates, and those of the next layer's
-    marks              [CANDIDATES] importances, which become sort keys
-    tops               [CANDIDATES / 32] the maxima that the importances are relative to; later, counts of chosen
-                       candidates
-    words              [CANDIDATES / 32] a bit for each of 32 candidates, set if it is chosen
+    parents  [LIST] nodes: the parents of the top layer's candidates
+    marks    [CANDIDATES] importances, which become sort keys
+    tops     [CANDIDATES / 32] the maxima that the importances are relative to; later, counts of chosen candidates
 Scores are never stored.
 """
 
@@ -26,6 +30,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from hstu_sparse.tiles.rows import locate, row_pointer
 
 # The bits of infinity, above every other importance: the last candidate's importance, so that it is always chosen.
 INFINITE = tl.constexpr(0x7F800000)
@@ -135,13 +141,13 @@ def next_query(low, high, step_cos, step_sin, STEPPED: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    keys, parents, first, c0, C, end, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
+    keys, parents, first, c0, C, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
     SIBLINGS: tl.constexpr,
 ):  # fmt: skip
-    """Load the candidates c0 .. c0 + BN - 1 of C: their nodes and both halves of their keys.
+    """Load both halves of the keys of the candidates c0 .. c0 + BN - 1 of C; arbitrary ones past C.
 
-    Keys from `end` on are zeros; with None they are arbitrary. If a tile holds SIBLINGS, they are adjacent, from the
-    node `first` on, and stay unchanged: the query is rotated instead (`next_query`). Otherwise they are rotated here.
+    If a tile holds SIBLINGS, they are adjacent, from the node `first` on, and stay unchanged: the query is rotated
+    instead (`next_query`). Otherwise they are rotated here.
     """
     f = tl.arange(0, BH)[None, :]
     c = c0 + tl.arange(0, BN)
@@ -150,16 +156,12 @@ def load_keys(
     else:
         node = candidate_nodes(parents, c, C, RATE).to(tl.int64)
     pointers = keys + node[:, None] * (2 * BH) + f
-    if end is None:
-        low, high = tl.load(pointers), tl.load(pointers + BH)
-    else:
-        inside = (c < end)[:, None]
-        low, high = tl.load(pointers, mask=inside, other=0.0), tl.load(pointers + BH, mask=inside, other=0.0)
+    low, high = tl.load(pointers), tl.load(pointers + BH)
     if not SIBLINGS:
         row = (c // RATE * RATE)[:, None] * BH + f
         low, high = turn(low.to(tl.float32), high.to(tl.float32), tl.load(cos + row), tl.load(sin + row))
         low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
-    return node, low, high
+    return low, high
 
 
 @triton.jit
@@ -206,7 +208,7 @@ def importances(
     Candidates are the rows, so that most of a sum over the heads stays within a thread.
     """
     low, high = tile_query(low, high, q_low, q_high, cos, sin, c0, C, BH, SIBLINGS, STEPPED)
-    _node, k_low, k_high = load_keys(keys, parents, first, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
+    k_low, k_high = load_keys(keys, parents, first, c0, C, cos, sin, BH, BN, RATE, SIBLINGS)
     s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
     s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
     # The last candidate pools tokens after the query's.
@@ -344,3 +346,47 @@ def choose_all(parents, children, C, LIST: tl.constexpr, RATE: tl.constexpr):
     c = tl.arange(0, LIST)
     tl.store(children + c, candidate_nodes(parents, c, C, RATE), mask=c < C)
     tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "begin", "slots"])
+def htree_choose_fwd_kernel(
+    q, nodes, workspace, table, scale, B, tokens, layers, rows, begin, slots,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr,
+    BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr, SOME: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fill the table of the slots begin .. begin + slots - 1, initially -1: the words of a layer whose candidates are
+    all chosen stay -1.
+
+    q: `Rows`. nodes: without values. workspace: [programs, WORKSPACE].
+    """
+    keys, offsets, cos, sin = nodes.key_rows, nodes.offsets, nodes.cos, nodes.sin
+    workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
+    marks = workspace + LIST
+    tops = marks + CANDIDATES
+    step_cos, step_sin = row_angle(cos, sin, BN, BH)
+    row = tl.arange(0, BG)
+    live = row < G
+    for item in range(tl.program_id(0), slots * H, tl.num_programs(0)):
+        g, slot = (item // slots).to(tl.int64), (item % slots).to(tl.int64)
+        b, start, length, number = locate(offsets, begin + slot, B, R)
+        t = number * R
+        layer, size, base, C = begin_walk(workspace, length, t, tokens, B, layers, TOP_K, LIST, RATE)
+        layer = tl.where(t < length, layer, 0)  # a slot without a group
+        pointer = row_pointer(q, start + tl.minimum(t, length - 1), g * G)
+        q_low, q_high = load_query(pointer, row, q.stride_h, live & (t < length), scale, HALF, BH)
+        parents = workspace
+        while layer > 0:
+            layer_keys = keys + (g * rows + base + start // size + b) * (2 * BH)
+            children = table + ((slot * H + g) * layers + layer - 1) * (TOP_K + CANDIDATES // 32)
+            if C <= TOP_K:
+                choose_all(parents, children, C, LIST, RATE)
+            else:
+                choose(
+                    q_low, q_high, layer_keys, cos, sin, step_cos, step_sin, parents, children,
+                    children + TOP_K, marks, tops, C, G, BG, BH, BN, RATE, TOP_K, LIST, SOME,
+                    CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED, PRECISION,
+                )  # fmt: skip
+            parents = children
+            layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)
