@@ -181,8 +181,6 @@ def cases(arguments):
         make = part(Case, shape=described, flops=flops)
         sampled = part(Case, shape=described)
         yield make("ours", setup=part(ours, shape, None, K), check=part(check, E, dtype, None))
-        skip = 2.0**-12
-        yield make(f"ours skip_below={skip:g}", setup=part(ours, shape, None, K, skip_below=skip))
         for form in ("shared", "per token"):
             setup = part(ours, shape, form, K)
             yield sampled(f"ours {K} negatives {form}", setup=setup, check=part(check, E, dtype, form))

@@ -25,7 +25,6 @@ def catalogue_loss(
     negatives: torch.Tensor | None = None,
     log_q: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
-    skip_below: float = 0.0,
     part: Part | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -56,15 +55,10 @@ def catalogue_loss(
             products with all items, some thousand tokens at a time.
         log_q: [I], logarithm of the probability with which each item is drawn as a negative. It gets no gradient.
         label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
-        skip_below: backward skips tiles of the softmax (128 x 128 or so) without a target in which no probability
-            reaches this, which saves their products, for one more product with the whole catalogue, and loses up to I *
-            skip_below of a token's probability. 0 skips nothing. Only in Triton without negatives; elsewhere without
-            effect.
         part: if `items` are only some of the catalogue, starting with item `part.first`, while targets are numbers in
             the whole catalogue: `part.merge` turns the log-sum-exps and the targets' logits of the part into those of
             the whole catalogue, for processes that share it. The loss is that of the whole catalogue; gradients are
-            those of this part, and out's gradient is the sum over all parts. Without negatives, label_smoothing and
-            skip_below.
+            those of this part, and out's gradient is the sum over all parts. Without negatives and label_smoothing.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -106,7 +100,6 @@ def catalogue_loss(
         temperature = check_number("temperature", temperature, above=0.0)
     check_bool("normalize", normalize)
     label_smoothing = check_number("label_smoothing", label_smoothing, above=-1e-30, below=1.0)
-    skip_below = check_number("skip_below", skip_below, above=-1e-30, below=1.0)
     if negatives is None:
         if log_q is not None:
             raise ValueError("log_q corrects sampled negatives: it needs negatives")
@@ -118,39 +111,24 @@ def catalogue_loss(
         if log_q is not None:
             check_tensor("log_q", log_q, "I", sizes, device=out.device)
             log_q = log_q.detach()
-    if part is not None and (negatives is not None or label_smoothing or skip_below):
-        raise ValueError("part: not together with negatives, label_smoothing or skip_below")
+    if part is not None and (negatives is not None or label_smoothing):
+        raise ValueError("part: not together with negatives or label_smoothing")
     for name, ids in (("targets", targets if part is None else None), ("negatives", negatives)):
         if ids is not None and ids.numel() and readable(ids) and int(ids.max()) >= sizes["I"]:
             raise ValueError(f"{name} must be below I={sizes['I']}, got {int(ids.max())}")
+    if backend == "triton":
+        check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
     if part is not None:
-        if backend == "triton":
-            check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
         return loss_of_part(out, items, targets, temperature, normalize, part, backend)
     if backend == "reference":
         return catalogue_loss_reference(
-            out,
-            items,
-            targets,
-            temperature=temperature,
-            normalize=normalize,
-            negatives=negatives,
-            log_q=log_q,
+            out, items, targets, temperature=temperature, normalize=normalize, negatives=negatives, log_q=log_q,
             label_smoothing=label_smoothing,
-        )
-    check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
+        )  # fmt: skip
     from hstu_sparse.catalogue.launches import catalogue_loss_operator
 
     learned = isinstance(temperature, torch.Tensor)
     return catalogue_loss_operator(
-        out,
-        items,
-        targets,
-        temperature if learned else None,
-        negatives,
-        log_q,
-        1.0 if learned else temperature,
-        normalize,
-        label_smoothing,
-        skip_below,
-    )[0]
+        out, items, targets, temperature if learned else None, negatives, log_q, 1.0 if learned else temperature,
+        normalize, label_smoothing,
+    )[0]  # fmt: skip

@@ -18,7 +18,6 @@ from hstu_sparse.catalogue.products import (
     catalogue_loss_bwd_ditems_kernel,
     catalogue_loss_bwd_dout_kernel,
     catalogue_loss_fwd_kernel,
-    catalogue_loss_mark_kernel,
 )
 from hstu_sparse.catalogue.rows import (
     ItemsEnd,
@@ -54,32 +53,14 @@ FEW_ITEMS = 2**16
 ROW_TILE = 2048
 CHUNK, PIECE = 32, 1024
 
-# Tile sizes and options of the three products, for 16-bit inputs by padded E; `programs` of a multiprocessor, by which
-# the work is split.
-_WIDE = {
-    "fwd": LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=True, programs=2),
-    "dout": LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, programs=2),
-    "ditems": LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, programs=2),
-}
-_NARROW = {
-    "fwd": LaunchConfig(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, programs=3),
-    "dout": LaunchConfig(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, programs=2),
-    "ditems": LaunchConfig(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, programs=2),
-}
-_WIDEST = {
-    part: LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2, TMA=True, REGISTERS=False, programs=1)
-    for part in ("fwd", "dout", "ditems")
-}
-_FLOAT32 = {
-    part: LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2, TMA=False, REGISTERS=False, programs=2)
-    for part in ("fwd", "dout", "ditems")
-}
-_WIDE_FLOAT32 = {
-    part: LaunchConfig(
-        BLOCK_M=32, BLOCK_N=32, BLOCK_E=64, num_warps=8, num_stages=2, TMA=False, REGISTERS=False, programs=2
-    )
-    for part in ("fwd", "dout", "ditems")
-}
+# Tile sizes and options of the products by dtype and padded E; `programs` of a multiprocessor, by which the work is
+# split.
+_OPTIONS = dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, programs=2)
+_NARROW = LaunchConfig(**_OPTIONS | dict(BLOCK_M=128, num_stages=3))
+_WIDE = LaunchConfig(**_OPTIONS)
+_WIDEST = LaunchConfig(**_OPTIONS | dict(BLOCK_N=32, num_warps=8, programs=1))
+_FLOAT32 = LaunchConfig(**_OPTIONS | dict(num_warps=8, TMA=False))
+_WIDE_FLOAT32 = LaunchConfig(**_OPTIONS | dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, TMA=False), BLOCK_E=64)
 
 
 @configuration
@@ -88,11 +69,13 @@ def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> Laun
     if INTERPRET:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, programs=2)
     if dtype == torch.float32:
-        config = (_WIDE_FLOAT32 if width > 64 or arch < 90 else _FLOAT32)[part]
+        config = _WIDE_FLOAT32 if width > 64 or arch < 90 else _FLOAT32
     elif width > 256:
-        config = _WIDEST[part]
+        config = _WIDEST
+    elif width > 128:
+        config = _WIDE.replace(num_stages=3, REGISTERS=True) if part == "fwd" else _WIDE
     else:
-        config = (_WIDE if width > 128 else _NARROW)[part]
+        config = _NARROW.replace(programs=3) if part == "fwd" else _NARROW
     if arch < 90:
         config = config.replace(TMA=False)
     if arch != 90:  # only Hopper's products read left operands from registers
@@ -186,7 +169,7 @@ def _settings(config: LaunchConfig, tma: bool) -> LaunchConfig:
 class _Call:
     """The values that both directions derive from the arguments of a call."""
 
-    def __init__(self, out, items, targets, temperature, negatives, log_q, scale, normalize, smoothing, skip):
+    def __init__(self, out, items, targets, temperature, negatives, log_q, scale, normalize, smoothing):
         if len(out) >= 2**31 or len(items) >= 2**31:
             raise ValueError(f"the kernels take T and I below 2^31, got {len(out)} and {len(items)}")
         self.T, self.E = out.shape
@@ -196,7 +179,7 @@ class _Call:
         if self.targets.data_ptr() % 16:  # the base of a tensor descriptor is aligned
             self.targets = self.targets.clone()
         self.temperature, self.normalize = temperature, normalize
-        self.smoothing, self.skip = smoothing, skip
+        self.smoothing = smoothing
         self.scale = LOG2E if temperature is not None else LOG2E / scale
         self.bound = LOG2E / scale if temperature is None and normalize and log_q is None else math.inf
         self.width = max(16, next_power_of_2(self.E))
@@ -358,9 +341,6 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     W = len(matrix)
     out, matrix = as_rows(call.out, matrix)
     shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision)
-    marks, mark_sizes = None, (1, 1)
-    if call.skip and not sampled:
-        marks, mark_sizes = _marks(call, out, matrix, item_scale, row_scale, lse)
     end = OutputsEnd(logits, call.items, call.items.stride(0), item_sum, grad, inverse_count, dout, along)
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
@@ -369,9 +349,7 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     run(
         catalogue_loss_bwd_dout_kernel, cdiv(call.T, config.BLOCK_M) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
-        end, partial, call.smoothing, marks,
-        0 if marks is None else marks.shape[1], call.T, call.I, W, per_split, SIZE=call.E, OWN_MARK=mark_sizes[0],
-        MARK=mark_sizes[1], **shape, **settings,
+        end, partial, call.smoothing, call.T, call.I, W, per_split, SIZE=call.E, **shape, **settings,
     )  # fmt: skip
     if splits > 1:
         call.over_rows(
@@ -379,8 +357,6 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
             call.targets, lse, end, call.smoothing, call.T, call.I, splits,
         )  # fmt: skip
     del partial
-    if marks is not None:
-        marks = marks.t().contiguous()
     config = config_of("ditems", call.out)
     splits, per_split = plan_splits(W, call.T, config, call.out.device, 4 * call.E)
     parts = splits > 1 or sampled
@@ -392,9 +368,7 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
         run(
             catalogue_loss_bwd_ditems_kernel, cdiv(W, config.BLOCK_M) * splits,
             walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, items_end,
-            partial, call.smoothing, marks,
-            0 if marks is None else marks.shape[1], W, call.T, per_split, SIZE=call.E, OWN_MARK=mark_sizes[1],
-            MARK=mark_sizes[0], **shape, **settings,
+            partial, call.smoothing, W, call.T, per_split, SIZE=call.E, **shape, **settings,
         )  # fmt: skip
     if sampled:
         drawn = partial[0] if splits == 1 else partial.sum(0)
@@ -407,26 +381,6 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
             call.smoothing, call.I, splits,
         )  # fmt: skip
     return ditems
-
-
-def _marks(call, out, matrix, item_scale, row_scale, lse):
-    """Return (marks of the tiles that backward processes, uint8 [rows, columns]; tokens of a row, items of a
-    column).
-    """
-    config, dout, ditems = (config_of(part, call.out) for part in ("fwd", "dout", "ditems"))
-    # Powers of two, so that a tile of any kernel lies within one.
-    tokens = max(config.BLOCK_M, dout.BLOCK_M, ditems.BLOCK_N)
-    items = max(config.BLOCK_N, dout.BLOCK_N, ditems.BLOCK_M)
-    marks = call.new(cdiv(call.T, tokens), cdiv(call.I, items), dtype=torch.uint8).zero_()
-    splits, per_split = plan_splits(call.T, call.I, config, call.out.device, 0)
-    walk, lengths, settings = _walk(config, matrix, item_scale)
-    run(
-        catalogue_loss_mark_kernel, cdiv(call.T, config.BLOCK_M) * splits,
-        out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, call.targets, lse, marks, marks.shape[1],
-        math.log2(call.skip), call.T, call.I, per_split, E=out.shape[1], OWN_MARK=tokens, MARK=items,
-        PRECISION=call.precision, **settings,
-    )  # fmt: skip
-    return marks, (tokens, items)
 
 
 def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
@@ -471,20 +425,13 @@ def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, dra
         call.K, call.I, **call.sizes, ROWS=rows, CHUNK=CHUNK, PIECE=PIECE,
     )  # fmt: skip
     run(
-        catalogue_loss_pieces_bwd_kernel,
-        windows,
-        keys,
-        call.items,
-        call.items.stride(0),
-        *scalars,
-        call.I,
-        **call.sizes,
-        PIECE=PIECE,
-    )
+        catalogue_loss_pieces_bwd_kernel, windows, keys, call.items, call.items.stride(0), *scalars, call.I,
+        **call.sizes, PIECE=PIECE,
+    )  # fmt: skip
     return ditems
 
 
-def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, label_smoothing, skip_below):
+def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, label_smoothing):
     def empty(*shape):
         return out.new_empty(shape, dtype=torch.float32)
 
@@ -501,7 +448,7 @@ def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, 
 catalogue_loss_operator = Operator(
     "catalogue_loss",
     "Tensor out, Tensor items, Tensor targets, Tensor? temperature, Tensor? negatives, Tensor? log_q, float scale, "
-    "bool normalize, float label_smoothing, float skip_below",
+    "bool normalize, float label_smoothing",
     forward=_forward,
     backward=_backward,
     fake=_fake,

@@ -138,4 +138,4 @@ def _call(ctx: Any, out: Tensor, items: Tensor, targets: Tensor):
     from hstu_sparse.catalogue.launches import _Call
 
     scale, normalize = ctx.scaling
-    return _Call(out, items, targets, ctx.learned, None, None, scale, normalize, 0.0, 0.0)
+    return _Call(out, items, targets, ctx.learned, None, None, scale, normalize, 0.0)

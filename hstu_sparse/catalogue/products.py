@@ -197,120 +197,47 @@ def catalogue_loss_fwd_kernel(
 
 
 @triton.jit
-def _mark(
-    marks, resident, first, last, items, items_stride, row_scale, item_scale, limit, W,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
+def _weigh_items(
+    acc, resident, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Return acc + softmax of the items first .. last times the (normalised) items."""
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        n = start + tl.arange(0, BLOCK_N)
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(resident, tile, PRECISION)
+        length = None
         if item_scale is not None:
-            logits *= _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
+            length = _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
+            logits *= length[None, :]
+        logits = logits * row_scale - lse
+        if shift is not None:
+            logits -= _numbers(shift, start, W, 0.0, BLOCK_N, MASKED, False)[None, :]
         if MASKED:
-            logits = tl.where((start + tl.arange(0, BLOCK_N) < W)[None, :], logits, float("-inf"))
-        reaches = tl.max(logits, 1) * row_scale >= limit
-        # All tokens that set a mark write the same value.
-        tl.store(marks + start // MARK + tl.zeros([BLOCK_M], tl.int32), tl.full([BLOCK_M], 1, tl.uint8), reaches)
-
-
-@triton.jit(do_not_specialize=[*PER_BATCH, "log_skip", "marks_stride"], do_not_specialize_on_alignment=CALLER_POINTERS)
-def catalogue_loss_mark_kernel(
-    out, items, out_stride, items_stride, row_scale, item_scale, targets, lse, marks, marks_stride, log_skip, T, W,
-    per_split, E: tl.constexpr, OWN_MARK: tl.constexpr, MARK: tl.constexpr, REGISTERS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Set marks [rows of OWN_MARK tokens, columns of MARK items] to 1 for a probability of at least 2^log_skip or a
-    target.
-
-    row_scale is positive, so that the greatest logit of a row is the greatest product.
-    """
-    tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
-    t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    resident = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
-    scale = tl.load(row_scale + t, t < T, 0.0)
-    # Tokens without a target have an lse of infinity: they mark nothing.
-    limit = tl.load(lse + t, t < T, float("inf")) + log_skip
-    marks += tile * BLOCK_M // OWN_MARK * marks_stride
-    if split == 0:
-        target = tl.load(targets + t, t < T, -1)
-        tl.store(marks + target // MARK, tl.full([BLOCK_M], 1, tl.uint8), target >= 0)
-    for part in tl.static_range(2):
-        if bounds[part] < bounds[part + 1]:
-            _mark(
-                marks, resident, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, limit, W, E,
-                BLOCK_E, PRECISION, TMA, BLOCK_M, BLOCK_N, STAGES, MARK, part == 1,
-            )  # fmt: skip
-
-
-@triton.jit
-def _weigh_item_tile(
-    acc, resident, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return acc + softmax of BLOCK_N items times the (normalised) items."""
-    n = start + tl.arange(0, BLOCK_N)
-    tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
-    logits = _scores(resident, tile, PRECISION)
-    length = None
-    if item_scale is not None:
-        length = _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
-        logits *= length[None, :]
-    logits = logits * row_scale - lse
-    if shift is not None:
-        logits -= _numbers(shift, start, W, 0.0, BLOCK_N, MASKED, False)[None, :]
-    if MASKED:
-        logits = tl.where((n < W)[None, :], logits, float("-inf"))
-    weights = tl.exp2(logits)
-    if ids is not None:
-        drawn = _numbers(ids, start, W, -1, BLOCK_N, MASKED, False)[None, :]
-        weights = tl.where((drawn == target) | (drawn < 0), 0.0, weights)
-    if HALF:
-        weights *= 32768.0
-    elif item_scale is not None:
-        weights *= length[None, :]
-    return _add_product(acc, weights, tile, length if HALF else None, PRECISION)
-
-
-@triton.jit
-def _weigh_items(
-    acc, resident, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse, marks, W,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return acc + softmax of the items first .. last times the (normalised) items; with marks, only of marked
-    tiles.
-    """
-    if marks is None:
-        for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-            acc = _weigh_item_tile(
-                acc, resident, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W, E,
-                BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, MASKED,
-            )  # fmt: skip
-    else:
-        for start in tl.range(first, last, BLOCK_N, num_stages=1):
-            if tl.load(marks + start // MARK) != 0:
-                acc = _weigh_item_tile(
-                    acc, resident, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W, E,
-                    BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, MASKED,
-                )  # fmt: skip
+            logits = tl.where((n < W)[None, :], logits, float("-inf"))
+        weights = tl.exp2(logits)
+        if ids is not None:
+            drawn = _numbers(ids, start, W, -1, BLOCK_N, MASKED, False)[None, :]
+            weights = tl.where((drawn == target) | (drawn < 0), 0.0, weights)
+        if HALF:
+            weights *= 32768.0
+        elif item_scale is not None:
+            weights *= length[None, :]
+        acc = _add_product(acc, weights, tile, length if HALF else None, PRECISION)
     return acc
 
 
-@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=CALLER_POINTERS)
+@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_bwd_dout_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, end, partial,
-    smoothing, marks, marks_stride, T, I, W, per_split,
-    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, OWN_MARK: tl.constexpr,
-    MARK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
+    smoothing, T, I, W, per_split,
+    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of dout [T, SIZE], or (with `partial` [splits, T, SIZE]) a split's softmax times items.
 
-    E: columns of the matrices, SIZE padded with zeros. marks [rows of OWN_MARK tokens, columns of MARK items]: unmarked
-    tiles are skipped.
+    E: columns of the matrices, SIZE padded with zeros.
     """
     tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
     t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -322,14 +249,12 @@ def catalogue_loss_bwd_dout_kernel(
     target = -1
     if ids is not None:
         target = tl.load(targets + t, t < T, -1)[:, None]
-    if marks is not None:
-        marks += tile * BLOCK_M // OWN_MARK * marks_stride
     acc = _zeros(BLOCK_M, E, BLOCK_E)
     for part in tl.static_range(2):
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_items(
                 acc, resident, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift,
-                target, log_sum, marks, W, E, BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, STAGES, MARK, part == 1,
+                target, log_sum, W, E, BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if HALF:
         acc = _times(acc, 1.0 / 32768.0)
@@ -344,75 +269,49 @@ def catalogue_loss_bwd_dout_kernel(
 
 
 @triton.jit
-def _weigh_output_tile(
-    acc, resident, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return acc + gradient of the logits at BLOCK_N outputs times the (scaled) outputs."""
-    n = start + tl.arange(0, BLOCK_N)
-    tile = _tile(out, start, out_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
-    logits = _scores(resident, tile, PRECISION)
-    if NORMALIZE:
-        logits *= item_scale
-    scale = _numbers(row_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
-    logits = logits * scale[None, :] - _numbers(lse, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
-    if shift is not None:
-        logits -= shift
-    hit = ids == _numbers(targets, start, W, -1, BLOCK_N, MASKED, TMA)[None, :]
-    if MASKED:
-        logits = tl.where((n < W)[None, :], logits, float("-inf"))
-        hit = hit & (n < W)[None, :]
-    weights = tl.exp2(logits)
-    if SAMPLED:
-        weights = tl.where(hit, 0.0, weights)
-    else:
-        weights = tl.where(hit, weights - keep, weights)
-    if HALF:
-        weights *= 32768.0
-    elif NORMALIZE:
-        weights *= scale[None, :]
-    return _add_product(acc, weights, tile, scale if HALF and NORMALIZE else None, PRECISION)
-
-
-@triton.jit
 def _weigh_outputs(
-    acc, resident, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, marks, W,
+    acc, resident, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr,
-    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return acc + gradient of the logits at the outputs first .. last times the outputs; marks as in
-    `_weigh_items`.
-    """
-    if marks is None:
-        for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-            acc = _weigh_output_tile(
-                acc, resident, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W, E,
-                BLOCK_E, NORMALIZE, SAMPLED, HALF, PRECISION, TMA, BLOCK_N, MASKED,
-            )  # fmt: skip
-    else:
-        for start in tl.range(first, last, BLOCK_N, num_stages=1):
-            if tl.load(marks + start // MARK) != 0:
-                acc = _weigh_output_tile(
-                    acc, resident, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W, E,
-                    BLOCK_E, NORMALIZE, SAMPLED, HALF, PRECISION, TMA, BLOCK_N, MASKED,
-                )  # fmt: skip
+    """Return acc + gradient of the logits at the outputs first .. last times the (scaled) outputs."""
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        n = start + tl.arange(0, BLOCK_N)
+        tile = _tile(out, start, out_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
+        logits = _scores(resident, tile, PRECISION)
+        if NORMALIZE:
+            logits *= item_scale
+        scale = _numbers(row_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
+        logits = logits * scale[None, :] - _numbers(lse, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
+        if shift is not None:
+            logits -= shift
+        hit = ids == _numbers(targets, start, W, -1, BLOCK_N, MASKED, TMA)[None, :]
+        if MASKED:
+            logits = tl.where((n < W)[None, :], logits, float("-inf"))
+            hit = hit & (n < W)[None, :]
+        weights = tl.exp2(logits)
+        if SAMPLED:
+            weights = tl.where(hit, 0.0, weights)
+        else:
+            weights = tl.where(hit, weights - keep, weights)
+        if HALF:
+            weights *= 32768.0
+        elif NORMALIZE:
+            weights *= scale[None, :]
+        acc = _add_product(acc, weights, tile, scale if HALF and NORMALIZE else None, PRECISION)
     return acc
 
 
-@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=CALLER_POINTERS)
+@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_bwd_ditems_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, end, partial,
-    smoothing, marks, marks_stride, I, W, per_split,
-    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, OWN_MARK: tl.constexpr, MARK: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
+    smoothing, I, W, per_split,
+    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of ditems [I, SIZE], or (with `partial` [splits, I, SIZE]) a split's sum over outputs.
 
-    TMA: out, row_scale, targets and lse are tensor descriptors. I: rows of `items`, W: T. marks [rows of OWN_MARK
-    items, columns of MARK tokens].
+    TMA: out, row_scale, targets and lse are tensor descriptors. I: rows of `items`, W: T.
     """
     tile, split, bounds = _range(I, per_split, W, BLOCK_M, BLOCK_N)
     i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -427,15 +326,13 @@ def catalogue_loss_bwd_ditems_kernel(
         item_ids = tl.load(ids + i, i < I, -1)[:, None]
     if shift is not None:
         correction = tl.load(shift + i, i < I, 0.0)[:, None]
-    if marks is not None:
-        marks += tile * BLOCK_M // OWN_MARK * marks_stride
     acc = _zeros(BLOCK_M, E, BLOCK_E)
     for part in tl.static_range(2):
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_outputs(
                 acc, resident, bounds[part], bounds[part + 1], out, out_stride, row_scale, scale, item_ids,
-                None if shift is None else correction, targets, lse, 1.0 - smoothing, marks, W, E, BLOCK_E, NORMALIZE,
-                ids is not None, HALF, PRECISION, TMA, BLOCK_N, STAGES, MARK, part == 1,
+                None if shift is None else correction, targets, lse, 1.0 - smoothing, W, E, BLOCK_E, NORMALIZE,
+                ids is not None, HALF, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if HALF:
         acc = _times(acc, 1.0 / 32768.0)

@@ -211,7 +211,6 @@ SPECIFIC: list[tuple[str, dict]] = [
     ("catalogue_loss", {"items": random(9, 5)}),
     *[("catalogue_loss", {"negatives": torch.tensor(x)}) for x in ([0.5], [9], [[1, 9]] * 4, [[1]], [[[1]]], 3)],
     *[("catalogue_loss", {"temperature": torch.tensor(x)}) for x in ([0.1], 1)],
-    *[("catalogue_loss", {"skip_below": x}) for x in (-1.0, 1.0, NAN, "x", None)],
     ("catalogue_loss", {"log_q": random(9)}),
     *[("catalogue_loss", {"log_q": x, "negatives": torch.tensor([1])}) for x in (random(8), random(9).long(), [1.0])],
     ("catalogue_loss", {"label_smoothing": 0.1, "negatives": torch.tensor([1])}),

@@ -146,8 +146,7 @@ def launches():
     spills = {f"catalogue_loss_bwd_{part}_kernel": 1500 for part in ("dout", "ditems")}
     # A number or two on some architectures and compilers.
     spills |= {
-        f"catalogue_loss_{part}_kernel": 16
-        for part in ("fwd", "mark", "sampled_fwd", "sampled_bwd_dout", "merge_bwd_ditems")
+        f"catalogue_loss_{part}_kernel": 16 for part in ("fwd", "sampled_fwd", "sampled_bwd_dout", "merge_bwd_ditems")
     }
 
     def case(
@@ -159,7 +158,6 @@ def launches():
         tokens=256,
         items=1000,
         bounded=True,
-        skip=0.0,
         **options,
     ):
         def call():
@@ -169,11 +167,11 @@ def launches():
             negatives = None if shape is None else torch.zeros(shape, dtype=torch.int64)
             log_q = None if shape is None else torch.zeros(items)
             temperature = None if bounded else torch.ones(())
-            arguments = (out, table, targets, temperature, negatives, log_q, 0.05, normalize, smoothing, skip)
+            arguments = (out, table, targets, temperature, negatives, log_q, 0.05, normalize, smoothing)
             _, *saved = operator.forward(*arguments)
             operator.backward(torch.ones(()), *arguments, *saved)
 
-        label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens} skip={skip}"
+        label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens}"
         allowed = spills | {"catalogue_loss_fwd_kernel": 200} if dtype == torch.float32 else spills
         return Launches(label, call, local_bytes=allowed, **options)
 
@@ -189,7 +187,6 @@ def launches():
     # 40,000 tokens fill a GPU, so that nothing is split and the gradients end in the kernels that walk.
     return [
         case(256, torch.bfloat16, tokens=40_000),
-        case(256, torch.bfloat16, tokens=40_000, items=20_000, skip=0.01, architectures=(80, 90)),
         case(256, torch.bfloat16, "shared", tokens=64),
         # A small catalogue, and one whose rows are gathered.
         case(50, torch.float32, "per token", items=400, architectures=(90,)),
