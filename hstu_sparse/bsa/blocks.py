@@ -147,48 +147,6 @@ def bsa_rank_kernel(
     tl.store(ranks + place, rank, mask=past)
 
 
-@triton.jit(do_not_specialize=["M", "CHUNK"])
-def bsa_plan_kernel(counts, list_start, chunk_start, part_start, M, CHUNK, SIZE: tl.constexpr):
-    """Compute exclusive sums over the M = H * NB lists: entries, chunks of CHUNK entries (at least one), partial
-    results.
-
-    Only lists of several chunks need partial results. One program does it all: M is small, and the host need not wait.
-    """
-    entries, chunks, parts = 0, 0, 0
-    for m in range(0, M, SIZE):
-        lane = m + tl.arange(0, SIZE)
-        live = lane < M
-        n = tl.load(counts + lane, mask=live, other=0)
-        c = tl.where(live, tl.maximum((n + CHUNK - 1) // CHUNK, 1), 0)
-        p = tl.where(c > 1, c, 0)
-        tl.store(list_start + lane, entries + tl.cumsum(n, 0) - n, mask=live)
-        tl.store(chunk_start + lane, chunks + tl.cumsum(c, 0) - c, mask=live)
-        tl.store(part_start + lane, parts + tl.cumsum(p, 0) - p, mask=live)
-        entries += tl.sum(n, 0)
-        chunks += tl.sum(c, 0)
-        parts += tl.sum(p, 0)
-    tl.store(list_start + M, entries)
-    tl.store(chunk_start + M, chunks)
-    tl.store(part_start + M, parts)
-
-
-@triton.jit(do_not_specialize=["M", "limit"])
-def bsa_chunks_kernel(chunk_start, chunk_list, M, limit, SIZE: tl.constexpr):
-    """Write chunk_list[c] = the list that chunk c belongs to, -1 past the last chunk, by a binary search for each
-    chunk.
-    """
-    c = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    low = tl.zeros([SIZE], tl.int32)
-    high = low + M
-    while tl.max(high - low, 0) > 1:
-        middle = (low + high) // 2
-        right = tl.load(chunk_start + middle) <= c
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
-    used = tl.load(chunk_start + M)
-    tl.store(chunk_list + c, tl.where(c < used, low, -1), mask=c < limit)
-
-
 @triton.jit(do_not_specialize=["B", "NB", "together"])
 def bsa_fill_kernel(
     indices, offsets, ranks, list_start, lists, entries, list_entries, NB, together, H, B, S,

@@ -21,8 +21,8 @@ from hstu_sparse.tiles.rows import (
     load_rows,
     load_tile,
     locate,
-    silu_and_grad_of_twice,
-    silu_of_twice,
+    silu_and_grad_of_half,
+    silu_of_half,
     store_rows,
 )
 
@@ -163,7 +163,7 @@ def bsa_select_fwd_kernel(
                 some_keys, some_values = keys, values
             biases = block_tile(bias, entry, side, block_keys(block, s, key), 0, ASM)
             score = tl.dot(queries, tl.trans(some_keys), input_precision=PRECISION) * (0.5 * scale) + biases
-            weight = silu_of_twice(score, FAST).to(some_values.dtype)
+            weight = silu_of_half(score, FAST).to(some_values.dtype)
             part = tl.dot(weight, some_values, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
         add_rows(out + h * V, t, H * V, live, part * (gate * inv_n)[:, None], V, BV, ATOMIC)
@@ -197,7 +197,7 @@ def bsa_select_bwd_dq_kernel(
             biases = block_tile(bias, entry, side, block_keys(block, s, place), 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * scale) + biases
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad_of_twice(score, FAST)
+            weight, slope = silu_and_grad_of_half(score, FAST)
             branch += tl.sum(weight * dweight, 1)
             acc = tl.dot((dweight * slope).to(keys.dtype), keys, acc, input_precision=PRECISION)
         token = t.to(tl.int64) * H + h
@@ -217,7 +217,7 @@ def key_step(dk, dv, keys, values, queries, upstream, gate, scale, biases, FAST:
     """
     score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * scale) + biases
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
-    weight, slope = silu_and_grad_of_twice(score, FAST)
+    weight, slope = silu_and_grad_of_half(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
     dscore = dweight * slope * gate
     dk = tl.dot(dscore.to(queries.dtype), queries, dk, input_precision=PRECISION)

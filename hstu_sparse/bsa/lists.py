@@ -26,7 +26,7 @@ class Lists:
     start: Tensor  # [turns * M + 1] int32, first entry of each list
     chunk_start: Tensor  # [turns * M + 1], first chunk of each list
     part_start: Tensor  # [turns * M + 1], first partial result of each list with several chunks
-    chunk_list: Tensor  # the list of each chunk
+    chunk_list: Tensor  # the list of each chunk, past the last chunk any
     chunk: int  # entries per chunk
     turns: int
     chunks_per_turn: int
@@ -57,7 +57,7 @@ def invert(p, indices: Tensor, entries: Tensor | None, chunk_rows: int, *, by_sl
         tokens, start, list_entries = _sorted_lists(p, indices, entries, by_slot)
         counts = start.diff()
     else:
-        tokens, start = torch.empty(max(most, 1), **int32), torch.empty(M + 1, **int32)
+        tokens = torch.empty(max(most, 1), **int32)
         counts = torch.zeros(M, **int32)
         list_entries = None if entries is None else torch.empty_like(tokens, dtype=torch.int16)
         ranks = torch.empty_like(indices)
@@ -69,17 +69,19 @@ def invert(p, indices: Tensor, entries: Tensor | None, chunk_rows: int, *, by_sl
             p.NB, p.blocks_together, p.H, p.B, p.S, **shape,
         )  # fmt: skip
     chunk = max(1, chunk_rows // p.R)
-    chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
-    sizes = dict(SIZE=4096, num_warps=8)
-    run(blocks.bsa_plan_kernel, (1,), counts, start, chunk_start, part_start, turns * M, chunk, **sizes)
+    # Entries, chunks of each list (at least one), and partial results, which only lists of several chunks have. Rows of
+    # a multiple of 16 bytes, since Triton compiles a kernel again when a pointer's alignment changes.
+    chunks = torch.clamp((counts + (chunk - 1)) // chunk, min=1)
+    sums = torch.zeros(3, cdiv(turns * M + 1, 4) * 4, **int32)[:, : turns * M + 1]
+    torch.cumsum(torch.stack([counts, chunks, chunks * (chunks > 1)]), 1, dtype=torch.int32, out=sums[:, 1:])
+    start, chunk_start, part_start = sums
     if not stable:
         run(
             blocks.bsa_fill_kernel, grid, indices, p.offsets, ranks, start, tokens, entries, list_entries,
             p.NB, p.blocks_together, p.H, p.B, p.S, **shape,
         )  # fmt: skip
     limit = most // chunk + turns * M
-    chunk_list = torch.empty(limit, **int32)
-    run(blocks.bsa_chunks_kernel, (cdiv(limit, 256),), chunk_start, chunk_list, turns * M, limit, SIZE=256, num_warps=4)
+    chunk_list = torch.searchsorted(chunk_start, torch.arange(limit, **int32), right=True, out_int32=True) - 1
     per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
     # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
     return Lists(

@@ -41,8 +41,8 @@ from hstu_sparse.tiles.rows import (
     load_rows,
     load_tile,
     locate,
-    silu_and_grad_of_twice,
-    silu_of_twice,
+    silu_and_grad_of_half,
+    silu_of_half,
     store_rows,
 )
 
@@ -172,7 +172,7 @@ def bsa_query_fwd_kernel(
                 keys = load_tile(k, s, strides.k_t, s < end, origin + first, h * D, D, BD, TMA)
                 biases = block_tile(bias, entry, tile.side, consecutive(tile, first, BN), 0, ASM)
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
-                weight = silu_of_twice(score, FAST)
+                weight = silu_of_half(score, FAST)
                 values = load_tile(v, s, strides.v_t, s < end, origin + first, h * V, V, BV, TMA)
                 acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
         acc *= slc[:, None]
@@ -187,7 +187,7 @@ def bsa_query_fwd_kernel(
             keys = load_tile(k, s, strides.k_t, s < end, origin + c, h * D, D, BD, TMA)
             biases, _ = pair_tile(bias, tile.side, consecutive(tile, c, BN), 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
-            weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
+            weight = silu_of_half(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
             values = load_tile(v, s, strides.v_t, s < end, origin + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
@@ -200,7 +200,7 @@ def bsa_query_fwd_kernel(
             keys = load_tile(kbar, j, H * D, known, tile.block_row + c, h * D, D, BD, TMA)
             biases, _ = pair_tile(bias, tile.side, means(tile, j, c, known, BS), 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
-            weight = tl.where(j[None, :] < complete[:, None], silu_of_twice(score, FAST), 0.0) * cmp[:, None]
+            weight = tl.where(j[None, :] < complete[:, None], silu_of_half(score, FAST), 0.0) * cmp[:, None]
             values = load_tile(vbar, j, H * V, known, tile.block_row + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
@@ -256,7 +256,7 @@ def bsa_query_bwd_dq_kernel(
                 biases = block_tile(bias, entry, tile.side, side, 0, ASM)
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
                 dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-                weight, slope = silu_and_grad_of_twice(score, FAST)
+                weight, slope = silu_and_grad_of_half(score, FAST)
                 slc_branch += tl.sum(weight * dweight, 1)
                 dscore = dweight * slope * slc[:, None]
                 acc = tl.dot(dscore.to(keys.dtype), keys, acc, input_precision=PRECISION)
@@ -278,7 +278,7 @@ def bsa_query_bwd_dq_kernel(
             biases, buckets = pair_tile(bias, tile.side, side, 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad_of_twice(score, FAST)
+            weight, slope = silu_and_grad_of_half(score, FAST)
             dweight = tl.where(s[None, :] <= t[:, None], dweight, 0.0)
             slc_branch += tl.sum(tl.where(s[None, :] // BS == t[:, None] // BS, weight * dweight, 0.0), 1)
             if WINDOW:
@@ -304,7 +304,7 @@ def bsa_query_bwd_dq_kernel(
             biases, buckets = pair_tile(bias, tile.side, side, 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad_of_twice(score, FAST)
+            weight, slope = silu_and_grad_of_half(score, FAST)
             dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
             cmp_branch += tl.sum(weight * dweight, 1)
             dscore = dweight * slope * cmp[:, None]

@@ -54,25 +54,26 @@ def silu_and_grad(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def silu_of_twice(x, FAST: tl.constexpr):
-    """Compute silu(2 x) in fp32, for a score whose scale and bias were halved, with one product less."""
+def silu_of_half(half, FAST: tl.constexpr):
+    """Compute the SiLU of a score in fp32 from half the score, with one product less."""
     if FAST and COMPILED:
-        return x * tanh_approx(x) + x
+        return half * tanh_approx(half) + half
     else:
-        return silu(2.0 * x, FAST)
+        return silu(2.0 * half, FAST)
 
 
 @triton.jit
-def silu_and_grad_of_twice(x, FAST: tl.constexpr):
-    """Return (silu(y), its derivative) at y = 2 x in fp32; with u = tanh(x) the latter is 1 + (silu(y) - 1) (1 - u) /
-    2.
+def silu_and_grad_of_half(half, FAST: tl.constexpr):
+    """Return (y, its derivative) in fp32, y the SiLU of a score, from half the score.
+
+    With u = tanh(half) the derivative is 1 + (y - 1) (1 - u) / 2.
     """
     if FAST and COMPILED:
-        u = tanh_approx(x)
-        y = x * u + x
+        u = tanh_approx(half)
+        y = half * u + half
         return y, (y - 1.0) * (0.5 - 0.5 * u) + 1.0
     else:
-        return silu_and_grad(2.0 * x, FAST)
+        return silu_and_grad(2.0 * half, FAST)
 
 
 @triton.jit

@@ -24,7 +24,6 @@ SHARED = {80: 163 * 1024, 90: 228 * 1024}
 # Bytes that a thread of these kernels spills on sm_90, by Triton's version.
 SPILLED = {
     "3.8": {
-        "bsa_plan_kernel": 8,
         "dense_attention_bwd_dkv_kernel": 40,
         "dense_attention_fwd_hopper_kernel": 64,
         "dense_attention_bwd_dq_hopper_kernel": 40,

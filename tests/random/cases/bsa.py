@@ -32,7 +32,6 @@ BIAS_SPILLS = {
     "bsa_query_bwd_dq_kernel": 640,
     "bsa_select_bwd_dkv_kernel": 1088,
     "bsa_choose_fwd_kernel": 512,
-    "bsa_plan_kernel": 8,
     "bsa_compress_bwd_dkv_kernel": 512,
     "bsa_query_fwd_kernel": 256,
     "bsa_select_fwd_kernel": 640,  # on sm_120, where no launch was tuned; half of it on sm_100
