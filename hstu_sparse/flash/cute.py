@@ -15,6 +15,7 @@ value head size.
 import functools
 import importlib
 import math
+from collections.abc import Sequence
 from importlib import metadata
 from typing import NamedTuple
 
@@ -165,8 +166,9 @@ def forward(q, k, v, part: Part, scale: float, out: torch.Tensor, lse: torch.Ten
     _interface()._flash_attn_fwd(q, k, v, **part.arguments(scale), return_lse=True, out=out, lse=lse)
 
 
-def backward(grad, q, k, v, out, lse, part: Part, scale: float, dq, dk, dv) -> None:
-    """Write the part of dq, dk and dv from these queries and keys, given the final out and lse."""
+def backward(grad, q, k, v, out, lse, part: Part, scale: float, gradients: Sequence[torch.Tensor]) -> None:
+    """Write the gradients dq, dk and dv from these queries and keys, given the final out and lse."""
+    dq, dk, dv = gradients
     grad, q, k, v = map(_dense, (grad, q, k, v))
     _interface()._flash_attn_bwd(
         q, k, v, out, grad, lse, **part.arguments(scale), deterministic=True, dq=dq, dk=dk, dv=dv
@@ -188,9 +190,10 @@ def _forward(q, k, v, q_offsets, k_offsets, left, right, scale):
     return out, lse
 
 
-def _backward(grad, q, k, v, q_offsets, k_offsets, left, right, scale, out, lse):
+def _backward(grad, q, k, v, *others):
+    *layout, scale, out, lse = others
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    backward(grad, q, k, v, out, lse, _part(q_offsets, k_offsets, left, right), scale, *gradients)
+    backward(grad, q, k, v, out, lse, _part(*layout), scale, gradients)
     return gradients
 
 

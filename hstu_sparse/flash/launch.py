@@ -213,10 +213,10 @@ class Launch:
         )  # fmt: skip
 
 
-def _launch(q, k, v, q_offsets, k_offsets, q_starts, slopes, seed, left, right, scale, dropout) -> Launch:
-    return Launch(
-        q, k, v, Layout(q_offsets, k_offsets, q_starts), Options(scale, left, right, slopes, dropout, seed)
-    )  # fmt: skip
+def _launch(q, k, v, *layout_and_options) -> Launch:
+    q_offsets, k_offsets, q_starts, slopes, seed, left, right, scale, dropout = layout_and_options
+    options = Options(scale, left, right, slopes, dropout, seed)
+    return Launch(q, k, v, Layout(q_offsets, k_offsets, q_starts), options)
 
 
 def _forward(q, k, v, *layout_and_options):

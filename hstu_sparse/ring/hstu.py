@@ -5,6 +5,8 @@ Letters: T tokens of this rank, B sequences, N max_seq_len, H heads, D query/key
 SiLU needs no normaliser, so the outputs of the blocks add up; they do so in fp32.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
@@ -23,7 +25,7 @@ from hstu_sparse.core.validation import (
     choose_backend,
 )
 from hstu_sparse.ring.communication import Ring, backward_round
-from hstu_sparse.ring.hstu_reference import hstu_block
+from hstu_sparse.ring.hstu_reference import Block, hstu_block
 from hstu_sparse.ring.plan import RingPlan, check_plan, check_plan_fits, ring_plan
 
 
@@ -107,78 +109,89 @@ def ring_hstu_attention(
         raise ValueError(f"plan is for T={plan.tokens[plan.rank]}, got T={q.shape[0]}")
     else:
         check_plan_fits(plan, seq_offsets, ring)
-    return RingHSTU.apply(
-        q, k, v, bias.position, bias.time, bias.timestamps, bias.query_timestamps, positions, ring, plan,
-        (normalizer, scale, window_size), backend,
-    )  # fmt: skip
+    call = Call(ring, plan, normalizer, scale, window_size, backend)
+    return RingHSTU.apply(q, k, v, *bias, positions, call)
+
+
+class Call(NamedTuple):
+    """The arguments of a call that are no tensors, or have no gradient and are saved by others."""
+
+    ring: Ring
+    plan: RingPlan
+    normalizer: float
+    scale: float
+    window_size: int
+    backend: str
+
+    def block(self, source: int, bias: RelativeBias, q_positions, k_positions, k_times=None) -> Block:
+        """Return the block of the keys of rank `source`, with their positions and, with a time bias, timestamps."""
+        offsets = self.plan.sequences[self.plan.rank], self.plan.sequences[source]
+        bias = bias._replace(timestamps=k_times)
+        return Block(*offsets, q_positions, k_positions, self.normalizer, self.scale, self.window_size, bias)
 
 
 class RingHSTU(torch.autograd.Function):
-    """Compute HSTU attention round a ring, with gradients of q, k, v and both tables."""
+    """Compute HSTU attention round a ring, with gradients of q, k, v and both tables.
+
+    It is no `Operator`: what a process group sends and receives is no function of tensors.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, position, time, timestamps, query_timestamps, positions, ring, plan, options, backend):
+    def forward(ctx, q, k, v, position, time, timestamps, query_timestamps, positions, call: Call):
         out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=working_dtype(q.dtype), device=q.device)
-        ctx.save_for_backward(q, k, v, position, time, timestamps, query_timestamps, positions)
-        ctx.rest = ring, plan, options, backend
-        for source, (key, value, *positions_and_times) in ring.blocks(
-            _payload(k, v, positions, timestamps), plan.tokens
-        ):
-            arguments = q, key, value, *_where(plan, source, positions, positions_and_times[0]), *options
-            bias = RelativeBias(
-                position, time, *positions_and_times[1:], query_timestamps if positions_and_times[1:] else None
-            )
-            if backend == "triton":
+        bias = RelativeBias(position, time, timestamps, query_timestamps)
+        ctx.save_for_backward(q, k, v, *bias, positions)
+        ctx.call = call
+        for source, (key, value, *rest) in call.ring.blocks(_payload(k, v, positions, timestamps), call.plan.tokens):
+            block = call.block(source, bias, positions, *rest)
+            if call.backend == "triton":
                 from hstu_sparse.ring.hstu_launch import block_forward
 
                 with on_device(q.device):
-                    block_forward(*arguments, bias, out)
+                    block_forward(q, key, value, block, out)
             else:
-                out += hstu_block(*arguments, bias)
+                out += hstu_block(q, key, value, block)
         return out.to(q.dtype)
 
     @staticmethod
     @once_only("ring_hstu_attention")
     @without_autocast
     def backward(ctx, grad):
-        q, k, v, position, time, timestamps, query_timestamps, positions = ctx.saved_tensors
-        ring, plan, options, backend = ctx.rest
+        q, k, v, *bias, positions = ctx.saved_tensors
+        call, bias = ctx.call, RelativeBias(*bias)
         wide = working_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         # The tables' gradients accumulate in fp32, or in fp64 for fp64 tables.
-        tables = position, time
+        tables = bias[:2]
         sums = [None if x is None else torch.zeros_like(x, dtype=working_dtype(x.dtype)) for x in tables]
 
-        def block_of(source, rest):
-            """Return offsets and positions, and the timestamps, of queries and of a block's keys."""
-            return _where(plan, source, positions, rest[0]), (*rest[1:], query_timestamps if rest[1:] else None)
-
-        if backend == "triton":
+        if call.backend == "triton":
             from hstu_sparse.ring.hstu_launch import block_dkv, block_dq
 
-            def add_dq(source, block):
-                where, times = block_of(source, block[2:])
-                block_dq(grad, q, *block[:2], *where, *options, RelativeBias(position, time, *times), dq, *sums)
+            def add_dq(source, tensors):
+                key, value, *rest = tensors
+                block_dq(grad, q, key, value, call.block(source, bias, positions, *rest), dq, *sums)
 
-            def find_dkv(source, block, dkv):
-                where, times = block_of(source, block[2:])
+            def find_dkv(source, tensors, dkv):
+                key, value, *rest = tensors
                 if dkv is None:
-                    dkv = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in block[:2]]
-                block_dkv(grad, q, *block[:2], *where, *options, RelativeBias(position, time, *times), *dkv)
+                    dkv = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value)]
+                block_dkv(grad, q, key, value, call.block(source, bias, positions, *rest), *dkv)
                 return dkv
 
         else:
 
-            def add_dq(source, block):
+            def add_dq(source, tensors):
                 """Do nothing: dq is computed with the other gradients."""
 
-            def find_dkv(source, block, dkv):
-                where, times = block_of(source, block[2:])
+            def find_dkv(source, tensors, dkv):
+                key, value, *rest = tensors
                 with torch.enable_grad():
-                    leaves = [x.detach().to(wide).requires_grad_() for x in (q, *block[:2])]
-                    tables = [None if x is None else x.detach().requires_grad_() for x in widened(position, time)]
-                    out = hstu_block(*leaves, *where, *options, RelativeBias(*tables, *times))
-                    inputs = [*leaves, *(x for x in tables if x is not None)]
+                    leaves = [x.detach().to(wide).requires_grad_() for x in (q, key, value)]
+                    copies = [None if x is None else x.detach().requires_grad_() for x in widened(*tables)]
+                    wide_bias = bias._replace(position=copies[0], time=copies[1])
+                    out = hstu_block(*leaves, call.block(source, wide_bias, positions, *rest))
+                    inputs = [*leaves, *(x for x in copies if x is not None)]
                     more, dk, dv, *parts = torch.autograd.grad(out, inputs, grad.to(out.dtype))
                 dq.add_(more)
                 for total, part in zip((x for x in sums if x is not None), parts, strict=True):
@@ -186,19 +199,12 @@ class RingHSTU(torch.autograd.Function):
                 return [dk, dv] if dkv is None else [dk + dkv[0], dv + dkv[1]]
 
         with on_device(q.device):
-            payload = _payload(k, v, positions, timestamps)
-            dk, dv = backward_round(ring, payload, plan.tokens, add_dq, find_dkv)
-        tables = (None if x is None else total.to(x.dtype) for total, x in zip(sums, (position, time)))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *tables, *[None] * 7
+            payload = _payload(k, v, positions, bias.timestamps)
+            dk, dv = backward_round(call.ring, payload, call.plan.tokens, add_dq, find_dkv)
+        tables = (None if x is None else total.to(x.dtype) for total, x in zip(sums, tables))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *tables, None, None, None, None
 
 
 def _payload(k, v, positions, timestamps) -> list[torch.Tensor]:
     """Return the tensors that go round."""
     return [k, v, positions] if timestamps is None else [k, v, positions, timestamps]
-
-
-def _where(plan: RingPlan, source: int, q_positions, k_positions):
-    """Return the offsets of queries and of keys, and their positions."""
-    return (
-        plan.sequences[plan.rank], plan.sequences[source], q_positions, k_positions,
-    )  # fmt: skip

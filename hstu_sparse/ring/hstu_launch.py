@@ -6,10 +6,10 @@ Letters: T, S tokens of queries and of keys, H heads, D query/key and V value he
 import torch
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
-from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import LaunchConfig, configuration, padded_head, precision, run
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
+from hstu_sparse.ring.hstu_reference import Block
 from hstu_sparse.tiles.rows import Rows
 
 
@@ -29,63 +29,48 @@ def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backwa
     return LaunchConfig(BLOCK_M=32 if backward or pad_v < 64 else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
 
 
-def _launch(
-    kernel, grid_tokens, block, tensors, extra, q_offsets, k_offsets, q_positions, k_positions, normalizer, scale,
-    window_size, bias: RelativeBias, sizes: dict, config,
-):  # fmt: skip
-    """Call kernel[...](*tensors, *extra, ...), the tensors as `Rows`; the first are q, k, v, aligned."""
-    q, _, v = tensors[:3]
+def _launch(kernel, tile: str, block: Block, tensors, tables, **sizes) -> None:
+    """Launch a kernel with a program for each head and tile of config's `tile`, BLOCK_M queries or BLOCK_N keys.
+
+    tensors: q, k, v, aligned, and others, which become `Rows`. tables: the gradients of both tables, for dq.
+    """
+    q, k, v = tensors[:3]
+    bias, q_offsets = block.bias, block.q_offsets
     cells = None if bias.time is None else device_cells(num_time_buckets(bias.time), q.device)
-    positions = 1 if bias.position is None else bias.position.shape[0]
-    num_seqs = q_offsets.shape[0] - 1
+    biased = bias.position is not None or bias.time is not None
+    heads = padded_head(q.shape[2]), padded_head(v.shape[2])
+    config = tile_config(*heads, q.dtype, biased, kernel is not ring_hstu_fwd_kernel)
+    tokens, num_seqs = (q if tile == "BLOCK_M" else k).shape[0], q_offsets.shape[0] - 1
     run(
-        kernel, (grid_tokens // config[block] + num_seqs) * q.shape[1],
-        *map(Rows.of, tensors), *extra, *(x.contiguous() for x in (q_offsets, k_offsets, q_positions, k_positions)),
+        kernel, (tokens // config[tile] + num_seqs) * q.shape[1], *map(Rows.of, tensors), *tables,
+        *(x.contiguous() for x in block[:4]),
         *(None if x is None else x.contiguous() for x in (bias.query_timestamps, bias.timestamps, *bias[:2])),
-        cells, num_seqs, scale, 1.0 / normalizer, window_size,
-        H=q.shape[1], D=q.shape[2], V=v.shape[2], N=positions, HAS_WINDOW=window_size > 0,
-        FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), PAD_D=padded_head(q.shape[2]),
-        PAD_V=padded_head(v.shape[2]), **sizes, **config,
+        cells, num_seqs, block.scale, 1.0 / block.normalizer, block.window_size,
+        H=q.shape[1], D=q.shape[2], V=v.shape[2], N=1 if bias.position is None else bias.position.shape[0],
+        HAS_WINDOW=block.window_size > 0, FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype),
+        PAD_D=heads[0], PAD_V=heads[1], **sizes, **config,
     )  # fmt: skip
 
 
-def _config(q, v, bias: RelativeBias, backward: bool) -> LaunchConfig:
-    biased = bias.position is not None or bias.time is not None
-    return tile_config(padded_head(q.shape[2]), padded_head(v.shape[2]), q.dtype, biased, backward)
-
-
-def block_forward(q, k, v, *others) -> None:
-    """Add these keys' part to out [T, H, V] fp32; arguments as `hstu_block`, then bias and out."""
-    *layout_and_options, bias, out = others
+def block_forward(q, k, v, block: Block, out) -> None:
+    """Add these keys' part to out [T, H, V] fp32."""
     if q.shape[0] and k.shape[0]:
-        rows = as_rows(q, k, v)
+        _launch(ring_hstu_fwd_kernel, "BLOCK_M", block, [*as_rows(q, k, v), out], [], V_OUT=v.shape[2])
+
+
+def block_dq(grad, q, k, v, block: Block, dq, position_grad, time_grad) -> None:
+    """Add these keys' part to dq [T, H, D] and to the tables' gradients (or None), all fp32; grad: the output's."""
+    if q.shape[0] and k.shape[0]:
+        tables = position_grad, time_grad
         _launch(
-            ring_hstu_fwd_kernel, q.shape[0], "BLOCK_M", [*rows, out], [], *layout_and_options, bias,
-            {"V_OUT": v.shape[2]},
-            _config(q, v, bias, False),
+            ring_hstu_bwd_dq_kernel, "BLOCK_M", block, [*as_rows(q, k, v, grad), dq], tables, D_OUT=q.shape[2]
         )  # fmt: skip
 
 
-def block_dq(grad, q, k, v, *others) -> None:
-    """Add these keys' part to dq [T, H, D] and to the tables' gradients, all fp32.
-
-    Arguments: the output's gradient, those of `hstu_block`, bias, dq, the gradients of both tables or None.
-    """
-    *layout_and_options, bias, dq, position_grad, time_grad = others
+def block_dkv(grad, q, k, v, block: Block, dk, dv) -> None:
+    """Add these queries' part to dk [S, H, D] and dv [S, H, V], fp32; grad: the output's."""
     if q.shape[0] and k.shape[0]:
         _launch(
-            ring_hstu_bwd_dq_kernel, q.shape[0], "BLOCK_M", [*as_rows(q, k, v, grad), dq],
-            [position_grad, time_grad], *layout_and_options, bias, {"D_OUT": q.shape[2]}, _config(q, v, bias, True),
-        )  # fmt: skip
-
-
-def block_dkv(grad, q, k, v, *others) -> None:
-    """Add these queries' part to dk [S, H, D] and dv [S, H, V], fp32; arguments as `block_dq`, with dk, dv behind
-    bias.
-    """
-    *layout_and_options, bias, dk, dv = others
-    if q.shape[0] and k.shape[0]:
-        _launch(
-            ring_hstu_bwd_dkv_kernel, k.shape[0], "BLOCK_N", [*as_rows(q, k, v, grad), dk, dv], [],
-            *layout_and_options, bias, {"D_OUT": q.shape[2], "V_OUT": v.shape[2]}, _config(q, v, bias, True),
+            ring_hstu_bwd_dkv_kernel, "BLOCK_N", block, [*as_rows(q, k, v, grad), dk, dv], [],
+            D_OUT=q.shape[2], V_OUT=v.shape[2],
         )  # fmt: skip

@@ -4,6 +4,8 @@ Letters: T, S tokens of queries and of keys, B sequences, n, m the longest seque
 query/key and V value head size.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -12,16 +14,32 @@ from hstu_sparse.core.jagged import longest_sequence, masked_product, padded_ind
 from hstu_sparse.core.precision import widened
 
 
-def hstu_block(
-    q, k, v, q_offsets, k_offsets, q_positions, k_positions, normalizer: float, scale: float, window_size: int,
-    bias: RelativeBias,
-) -> torch.Tensor:  # fmt: skip
+class Block(NamedTuple):
+    """What is known of the queries of a rank and the keys of a block: a query sees the keys of its sequence whose
+    position is not after its own.
+
+    q_offsets, k_offsets      [B+1]
+    q_positions, k_positions  [T] and [S]
+    bias                      query_timestamps are [T], timestamps [S]
+    """
+
+    q_offsets: torch.Tensor
+    k_offsets: torch.Tensor
+    q_positions: torch.Tensor
+    k_positions: torch.Tensor
+    normalizer: float
+    scale: float
+    window_size: int
+    bias: RelativeBias
+
+
+def hstu_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block) -> torch.Tensor:
     """Return [T, H, V], the contribution of these keys to the output of these queries, in `working_dtype`;
     differentiable.
 
-    q: [T, H, D], k: [S, H, D], v: [S, H, V]. q_offsets, k_offsets: [B+1]. q_positions [T], k_positions [S]: a query
-    sees the keys of its sequence whose position is not after its own. bias: query_timestamps are [T], timestamps [S].
+    q: [T, H, D], k: [S, H, D], v: [S, H, V].
     """
+    q_offsets, k_offsets, q_positions, k_positions, normalizer, scale, window_size, bias = block
     q, k, v = widened(q, k, v)
     if not q.shape[0] or not k.shape[0]:
         tables = sum(x.sum() for x in bias[:2] if x is not None)

@@ -106,7 +106,7 @@ def backward(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, 
         for part in parts:
             remaining -= 1
             more_dq, *more = (_buffer(x, rows) for x, rows in ((q, part.q), (k, part.k), (v, part.k)))
-            cute.backward(grad, q, k, v, out, lse, part, options.scale, more_dq, *more)
+            cute.backward(grad, q, k, v, out, lse, part, options.scale, [more_dq, *more])
             if sums is None:
                 sums = more_dq
                 if not remaining:

@@ -43,7 +43,8 @@ def forward(q, k, v, part, scale, out, lse):
         lse[:, queries] = row_lse.to(lse)
 
 
-def backward(grad, q, k, v, out, lse, part, scale, dq, dk, dv):
+def backward(grad, q, k, v, out, lse, part, scale, gradients):
+    dq, dk, dv = gradients
     heads, shared = k.shape[1], q.shape[1] // k.shape[1]
     for queries, keys, scores in _blocks(q, k, part, scale):
         key, value = (x[keys].repeat_interleave(shared, 1) for x in (k, v))
@@ -106,7 +107,7 @@ def check_parts(form: str, option: str, device: str) -> None:
                 share = (more_lse - lse.masked_fill(lse.isneginf(), 0)).exp().T[..., None]
                 sums[0][mine] += more * share
                 sums_of_part = [torch.zeros_like(x) for x in (q, k, v)]
-                cute.backward(dout, q, k, v, out, lse, part, options.scale, *sums_of_part)
+                cute.backward(dout, q, k, v, out, lse, part, options.scale, sums_of_part)
                 for total, place, x in zip(sums[1:], (mine, other, other), sums_of_part, strict=True):
                     total[place] += x
     for name, total, right in zip(names, sums, (whole_out, *exact[2:]), strict=True):

@@ -1,7 +1,12 @@
-"""Kernels take few arguments: what belongs together is a named tuple (docs/notes/2026-11-27-named-tuples.md)."""
+"""Kernels and host functions take few arguments: what belongs together is a named tuple
+(docs/notes/2026-11-27-named-tuples.md).
+"""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
+
+import hstu_sparse
 
 FOLDER = Path(__file__).parents[2] / "hstu_sparse"
 MOST = 20  # besides compile-time constants
@@ -21,14 +26,52 @@ WIDE = {
 }
 
 
+MOST_OF_HOST = 10  # of a host function that is neither public nor a public function's reference
+# Host functions that still have more.
+WIDE_HOST = {
+    "cache/paged/launch.attention",
+    "cache/paged/reference.paged_reference",
+    "cache/rotatekv/api._check_attention",
+    "cache/rotatekv/api.unpacked_attention",
+    "cache/rotatekv/launch_attention.attention",
+    "cache/rotatekv/own._fake_gradients",
+    "cache/rotatekv/own._gradients",
+    "cache/rotatekv/own._own",
+    "dense/launch.__init__",
+    "dense/launch.hstu_attention_triton",
+    "dense/plan._fake_map",
+    "indexer/launch_attention._backward",
+    "indexer/launch_attention._forward",
+    "indexer/launch_indexer._backward",
+    "indexer/launch_indexer._scores_backward",
+    "indexer/launch_loss._forward",
+    "indexer/launch_loss._launch",
+}
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield (module.name, function) of every function, `compat` excepted."""
+    for file in FOLDER.rglob("*.py"):
+        if file != FOLDER / "compat.py":
+            module = file.relative_to(FOLDER).with_suffix("")
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    yield f"{module}.{node.name}", node
+
+
 def kernels() -> dict[str, list[ast.arg]]:
     """Return the arguments of every kernel, by its name."""
     return {
-        node.name: [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        for file in FOLDER.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list
+        node.name: arguments(node) for _, node in functions() if node.name.endswith("_kernel") and node.decorator_list
     }
+
+
+def arguments(node: ast.FunctionDef) -> list[ast.arg]:
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+
+
+def is_on_host(node: ast.FunctionDef) -> bool:
+    return not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def is_constant(argument: ast.arg) -> bool:
@@ -38,8 +81,20 @@ def is_constant(argument: ast.arg) -> bool:
 def test_kernels_take_few_arguments():
     signatures = kernels()
     assert len(signatures) > 60
-    wide = {name for name, arguments in signatures.items() if sum(not is_constant(x) for x in arguments) > MOST}
+    wide = {name for name, names in signatures.items() if sum(not is_constant(x) for x in names) > MOST}
     assert wide == WIDE, f"too many arguments: {sorted(wide - WIDE)}; no longer: {sorted(WIDE - wide)}"
+
+
+def test_host_functions_take_few_arguments():
+    public = {*hstu_sparse.__all__, *(f"{name}_reference" for name in hstu_sparse.__all__)}
+    counts = {
+        name: sum(x.arg not in ("self", "cls", "ctx") for x in arguments(node))
+        for name, node in functions()
+        if node.name not in public and is_on_host(node)
+    }
+    assert len(counts) > 500
+    wide = {name for name, count in counts.items() if count > MOST_OF_HOST}
+    assert wide == WIDE_HOST, f"too many: {sorted(wide - WIDE_HOST)}; no longer: {sorted(WIDE_HOST - wide)}"
 
 
 def test_no_member_is_called_as_triton_s_own():
@@ -58,5 +113,5 @@ def test_no_member_is_called_as_triton_s_own():
 
 def test_no_argument_is_called_as_triton_s_own():
     """Triton compiles a function with the kernel's arguments and `**options`; its interpreter does not mind."""
-    wrong = [name for name, arguments in kernels().items() if any(x.arg == "options" for x in arguments)]
+    wrong = [name for name, names in kernels().items() if any(x.arg == "options" for x in names)]
     assert not wrong, wrong

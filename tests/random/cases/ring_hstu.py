@@ -73,6 +73,7 @@ def check(device, *, lengths, gap, heads, size, value_size, dtype, window, posit
 
 def launches():
     from hstu_sparse.ring.hstu_launch import block_dkv, block_dq, block_forward
+    from hstu_sparse.ring.hstu_reference import Block
 
     def case(size, dtype, biased, window, *, value_size=None, **more):
         def call():
@@ -81,7 +82,7 @@ def launches():
             offsets, places = torch.tensor([0, 64], dtype=torch.int32), torch.arange(64)
             tables = [torch.zeros(64), torch.zeros(9)] if biased else [None, None]
             bias = RelativeBias(*tables, *([places, places] if biased else []))
-            arguments = q, q, v, offsets, offsets, places, places, 64, 0.1, window, bias
+            arguments = q, q, v, Block(offsets, offsets, places, places, 64, 0.1, window, bias)
             block_forward(*arguments, out)
             block_dq(v, *arguments, dq, *tables)
             block_dkv(v, *arguments, dq, out)
