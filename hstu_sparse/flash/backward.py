@@ -15,9 +15,9 @@ from hstu_sparse.flash.tiles import (
     LOG2_E,
     PER_BATCH,
     ROW_BLOCK,
-    HeadOptions,
     dropout_mask,
     find_tile,
+    head_options,
     hide,
     key_ranges,
     keys_seen,
@@ -125,10 +125,7 @@ def flash_attention_bwd_dq_kernel(
     rows += head * width + (begin // ROW_BLOCK + tile.index) * ROW_BLOCK + first_row + m
     row_lse = tl.load(rows)[:, None]
     row_delta = tl.load(rows + H * width)[:, None]
-    slope = None
-    if call.slopes is not None:
-        slope = tl.load(call.slopes + tile.sequence * slope_stride + head) * LOG2_E
-    head_options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
+    options = head_options(call, tile, head, left, right, slope_stride, seed, H)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(tile.sequence * PIECES + i, k_offsets, k_starts)
@@ -142,9 +139,8 @@ def flash_attention_bwd_dq_kernel(
                 if bounds[part] < bounds[part + 1]:
                     acc = _attend_dq(
                         acc, query, dout, row_lse, row_delta, bounds[part], bounds[part + 1], t, t_first, q_inside,
-                        keys, values, k.stride_t, v.stride_t, k_length, k_position, head_options, D, V, HAS_LEFT,
-                        HAS_RIGHT, ALIGNED, PRECISION, part != 1,
-                        BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                        keys, values, k.stride_t, v.stride_t, k_length, k_position, options, D, V, HAS_LEFT, HAS_RIGHT,
+                        ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
     result = acc * (call.scale / LOG2_E)
@@ -220,25 +216,14 @@ def _one_head(
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of one head of queries to dk and dv."""
-    slope = None
-    if call.slopes is not None:
-        slope = tl.load(call.slopes + tile.sequence * slope_stride + head) * LOG2_E
-    head_options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
+    options = head_options(call, tile, head, left, right, slope_stride, seed, H)
     for i in tl.static_range(PIECES):
         index = tile.sequence * PIECES + i
         begin, length, position = piece(index, q_offsets, q_starts)
         bounds = query_ranges(
-            tile.first,
-            length,
-            tile.length,
-            position - tile.position,
-            left,
-            right,
-            HAS_LEFT,
-            HAS_RIGHT,
-            BLOCK_M,
+            tile.first, length, tile.length, position - tile.position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
             BLOCK_N,
-        )
+        )  # fmt: skip
         query = block_source(row_pointer(q, begin, head), q.stride_t, length, D, BLOCK_M, PAD_D, TMA)
         dout = block_source(row_pointer(do, begin, head), do.stride_t, length, V, BLOCK_M, PAD_V, TMA)
         lse = rows + head * width + (begin // ROW_BLOCK + index) * ROW_BLOCK
@@ -249,9 +234,8 @@ def _one_head(
                 if bounds[part] < bounds[part + 1]:
                     dk, dv = _attend_dkv(
                         dk, dv, key, value, bounds[part], bounds[part + 1], s, s_first, k_inside, query, dout, lse,
-                        delta, q.stride_t, do.stride_t, length, position, head_options, D, V, HAS_LEFT, HAS_RIGHT,
-                        ALIGNED, PRECISION, part != 1,
-                        BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                        delta, q.stride_t, do.stride_t, length, position, options, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED,
+                        PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     return dk, dv
 
@@ -303,18 +287,16 @@ def flash_attention_bwd_dkv_kernel(
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     if GROUP == 1:
         acc_k, acc_v = _one_head(
-            acc_k, acc_v, key, value, k_head, tile, s, s_first, k_inside, q, do,
-            rows, width, q_offsets, q_starts, call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT,
-            HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
+            acc_k, acc_v, key, value, k_head, tile, s, s_first, k_inside, q, do, rows, width, q_offsets, q_starts, call,
+            left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
             BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     else:
         for head in range(k_head * GROUP, (k_head + 1) * GROUP):
             acc_k, acc_v = _one_head(
-                acc_k, acc_v, key, value, head, tile, s, s_first, k_inside, q, do,
-                rows, width, q_offsets, q_starts, call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT,
-                HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
-                BLOCK_N, PAD_D, PAD_V, TMA,
+                acc_k, acc_v, key, value, head, tile, s, s_first, k_inside, q, do, rows, width, q_offsets, q_starts,
+                call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION,
+                BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
             )  # fmt: skip
     acc_k *= call.scale / LOG2_E
     begin += first_row

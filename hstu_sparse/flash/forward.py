@@ -14,9 +14,9 @@ from hstu_sparse.flash.tiles import (
     LOG2_E,
     PER_BATCH,
     STEADY,
-    HeadOptions,
     dropout_mask,
     find_tile,
+    head_options,
     hide,
     key_ranges,
     keys_seen,
@@ -137,17 +137,14 @@ def flash_attention_fwd_kernel(
         num_seen = keys_seen(tile, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
         if num_seen == 0:
             return
-    head, sequence, begin, length, first_row = tile.head, tile.sequence, tile.begin, tile.length, tile.first
+    head, begin, length, first_row = tile.head, tile.begin, tile.length, tile.first
     m = tl.arange(0, BLOCK_M)
     e = tl.arange(0, PAD_V)
     q_inside = (first_row + m < length)[:, None]
     t_first = tile.position + first_row
     t = (t_first + m)[:, None]
     query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, length, D, PAD_D, True)
-    slope = None
-    if call.slopes is not None:
-        slope = tl.load(call.slopes + sequence * slope_stride + head) * LOG2_E
-    head_options = HeadOptions(call.scale, slope, left, right, seed, sequence * H + head, call.dropout)
+    options = head_options(call, tile, head, left, right, slope_stride, seed, H)
     inside = q_inside & (e < V_OUT)[None, :]
     lse += head.to(tl.int64) * total + begin + first_row + m
 
@@ -168,12 +165,12 @@ def flash_attention_fwd_kernel(
             steady = steady & (tl.min(tl.where(other_lse > float("-inf"), other_lse, 0.0)) >= -STEADY)
     if steady:
         acc, peak, sums = _walk(
-            acc, other_lse, query, tile, t, t_first, q_inside, k, v, head // GROUP, k_offsets, k_starts, head_options,
+            acc, other_lse, query, tile, t, t_first, q_inside, k, v, head // GROUP, k_offsets, k_starts, options,
             D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     else:
         acc, peak, sums = _walk(
-            acc, other_lse, query, tile, t, t_first, q_inside, k, v, head // GROUP, k_offsets, k_starts, head_options,
+            acc, other_lse, query, tile, t, t_first, q_inside, k, v, head // GROUP, k_offsets, k_starts, options,
             D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     sees_keys = sums != 0.0  # true for NaN

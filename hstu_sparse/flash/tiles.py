@@ -139,21 +139,16 @@ def query_ranges(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return the same for the queries that see a tile of keys; all but `end` are multiples of BLOCK_M."""
-    last_key = tl.minimum(first_key + BLOCK_N, k_length) - 1
-    begin = 0
-    full = 0
-    end = q_length
-    free = q_length
-    if HAS_LEFT:
-        end = tl.maximum(tl.minimum(end, last_key - ahead + left + 1), 0)
-        free = tl.maximum(tl.minimum(free, first_key - ahead + left + 1), 0)
-    free = free // BLOCK_M * BLOCK_M
-    if HAS_RIGHT:
-        begin = tl.maximum(first_key - ahead - right, 0) // BLOCK_M * BLOCK_M
-        full = (tl.maximum(last_key - ahead - right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-        free = tl.maximum(free, begin)
-        full = tl.minimum(full, free)
-    return begin, full, free, end
+    return key_ranges(first_key, k_length, q_length, -ahead, right, left, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
+
+
+@triton.jit
+def head_options(call, tile, head, left, right, slope_stride, seed, H: tl.constexpr):
+    """Return the `HeadOptions` of a head of the tile's sequence."""
+    slope = None
+    if call.slopes is not None:
+        slope = tl.load(call.slopes + tile.sequence * slope_stride + head) * LOG2_E
+    return HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
 
 
 @triton.jit
