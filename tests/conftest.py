@@ -7,6 +7,7 @@ import os
 import sys
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
 # NumPy's products, of which interpreted kernels are full: read when it is first imported. Threads that wait for a core
 # cost more than they compute. Workers inherit what the process that starts them has set for itself.
@@ -14,7 +15,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = str(THREADS)
 
 import pytest  # noqa: E402
 
-# The share of the GPU's memory for all processes together: the rest is their contexts and kernels.
+# The share of a GPU's memory for all its processes together: the rest is their contexts and kernels.
 SHARED_MEMORY = 0.9
 MOST_CACHED = 2**30  # bytes that a test may leave in torch's cache
 CUDA_ERROR = pytest.StashKey[str]()  # the test in which this process lost its GPU context
@@ -46,13 +47,15 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    """Each process has its share of the GPU, so that a test that asks for too much fails, and not one beside it."""
+    """Each process has one GPU, and its share of it, so that a test that asks for too much fails, not one beside it."""
     import torch
 
     if CUDA_ERROR in item.config.stash:
         pytest.fail(f"this process has had no working GPU since {item.config.stash[CUDA_ERROR]}", pytrace=False)
     if WORKERS > 1 and item.get_closest_marker("gpu") and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(SHARED_MEMORY / WORKERS)
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(0 if item.get_closest_marker("multigpu") else WORKER % gpus)
+        torch.cuda.set_per_process_memory_fraction(SHARED_MEMORY / -(-WORKERS // gpus))
 
 
 def pytest_runtest_teardown(item):

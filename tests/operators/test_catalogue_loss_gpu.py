@@ -212,6 +212,7 @@ def test_memory_beyond_inputs_and_gradients():
     assert beyond < 64e6
 
 
+@pytest.mark.big_gpu
 @pytest.mark.parametrize("form", [None, "shared", "per token"])
 def test_addresses_beyond_32_bits(form):
     """Test 17 million items of 128: more than 2^31 numbers, with targets and negatives among the last."""

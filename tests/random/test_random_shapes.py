@@ -167,6 +167,7 @@ def fixed(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.big_gpu
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(PROCESSES))
 @pytest.mark.parametrize("name", NAMES)
