@@ -5,8 +5,10 @@
 
 dense, biased (position and time) and planned (the same with a plan made before, where the checkout has one): attention
 of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa: the same with blocks of 64, 16 chosen, groups of 64
-and of 2; train: an epoch of ml-1m-hstu, ml-1m-hstu-large and ml-1m-hstu-best on generated data, the median of five;
-steps: a training step as `benchmarks/train.py --parts` has it, of the attention kinds of --kinds.
+and of 2; flash: causal softmax; htree: 4 heads of 64 on one key head, groups of 16 and of 1; catalogue: the loss of
+16,384 outputs of 256 over as many items as --lengths has; train: an epoch of ml-1m-hstu, ml-1m-hstu-large and
+ml-1m-hstu-best on generated data, the median of five; steps: a training step as `benchmarks/train.py --parts` has it,
+of the attention kinds of --kinds.
 
 Both sides compile first, side by side. Then all cases are measured --rounds times, each on one side and right away on
 the other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
@@ -140,21 +142,51 @@ def bsa_call(length, group):
     return lambda: bsa_attention(q, k, v, offsets, length, (*gates, None), **options), [q, k, v, *gates]
 
 
+def flash_call(length):
+    from hstu_sparse import flash_attention
+
+    (q, k, v), _ = inputs()
+    offsets, _ = jagged(length)
+    return lambda: flash_attention(q, k, v, offsets, causal=True, backend="triton"), [q, k, v]
+
+
+def htree_call(length, group):
+    from hstu_sparse import htree_attention
+
+    tensors, grad = inputs()
+    q, k, v, grad = (x.detach()[:, :heads, :64].contiguous() for x, heads in zip((*tensors, grad), (4, 1, 1, 4)))
+    leaves, (offsets, _) = [x.requires_grad_() for x in (q, k, v)], jagged(length)
+    options = dict(compression_rate=16, top_k=32, selection_group=group)
+    return lambda: htree_attention(*leaves, offsets, length, **options), leaves, grad
+
+
+def catalogue_call(items):
+    import torch
+
+    from hstu_sparse import catalogue_loss
+
+    out, table = (torch.randn(n, 256, device="cuda").bfloat16().requires_grad_() for n in (16384, items))
+    targets = torch.randint(items, (16384,), device="cuda")
+    return lambda: catalogue_loss(out, table, targets, temperature=0.05), [out, table], None
+
+
 def attention_cases(selected, lengths) -> dict:
     """Map each name to the function that builds its case."""
     kinds = {
         "dense": ("dense", lambda n: dense_call(n, False)),
         "biased": ("dense, both biases", lambda n: dense_call(n, True)),
         "planned": ("dense, both biases, planned", lambda n: dense_call(n, True, True)),
+        "flash": ("flash", flash_call),
+        "catalogue": ("catalogue loss", catalogue_call),
     }
     cases = {}
     for n in lengths:
         for key, (name, make) in kinds.items():
             if key in selected:
                 cases[f"{name} {n:,}"] = functools.partial(make, n)
-        for group in (64, 2):
-            if "bsa" in selected:
-                cases[f"bsa, groups of {group} {n:,}"] = functools.partial(bsa_call, n, group)
+        for key, make, groups in (("bsa", bsa_call, (64, 2)), ("htree", htree_call, (16, 1))):
+            for group in groups if key in selected else ():
+                cases[f"{key}, groups of {group} {n:,}"] = functools.partial(make, n, group)
     return cases
 
 
@@ -166,8 +198,8 @@ def serve_attention(checkout: str, kinds: str, lengths: str) -> None:
     cases = attention_cases(kinds.split(","), [int(n) for n in lengths.split(",")])
 
     def parts(name):
-        function, leaves = cases[name]()
-        out, (_, grad) = function(), inputs()
+        function, leaves, *given = cases[name]()
+        out, grad = function(), given[0] if given else inputs()[1]
         yield "forward", function
         yield "backward", lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
