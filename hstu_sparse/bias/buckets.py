@@ -48,11 +48,12 @@ _NEVER = 2**62
 class TokenTimes(NamedTuple):
     """The timestamps of tokens as keys or as queries.
 
-    split   [2, T] fp32: high and low part, whose sum is exact below 2^48 seconds
-    offset  [T] int32: relative to the first timestamp of the sequence's keys; wraps if it does not fit
+    high, low  [W] fp32, W at least T: two parts, whose sum is exact below 2^48 seconds
+    offset     [W] int32: relative to the first timestamp of the sequence's keys; wraps if it does not fit
     """
 
-    split: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
     offset: torch.Tensor
 
 
@@ -200,24 +201,28 @@ def load_split_times(times, inside):
     return high, (value - high.to(tl.int64)).to(tl.float32)
 
 
-@triton.jit
-def store_split_times(times, origin, split, offset, total, token, inside):
-    """Write the `TokenTimes` of tokens of one sequence, whose first key has the timestamp `origin`."""
-    high, low = load_split_times(times + token, inside)
-    tl.store(split + token, high, inside)
-    tl.store(split + total + token, low, inside)
-    tl.store(offset + token, (tl.load(times + token, inside, 0) - origin).to(tl.int32), inside)
-
-
 @triton.jit(
-    do_not_specialize=["num_seqs", "total"], do_not_specialize_on_alignment=["seq_offsets", "times", "key_times"]
+    do_not_specialize=["num_seqs", "width"], do_not_specialize_on_alignment=["seq_offsets", "times", "key_times"]
 )
-def split_times_kernel(seq_offsets, times, key_times, split, offset, num_seqs, total, BLOCK: tl.constexpr):
-    """Split the times of BLOCK tokens of a sequence in one program."""
+def split_times_kernel(seq_offsets, times, key_times, split, offset, num_seqs, width, BLOCK: tl.constexpr):
+    """Split the times of BLOCK tokens of a sequence in one program.
+
+    split: [2, width] fp32, the high parts and then the low ones. offset: from the sequence's first time of a key.
+    """
     _, begin, length, tile = locate(seq_offsets, tl.program_id(0), num_seqs, BLOCK)
     if tile * BLOCK < length:
         place = tile * BLOCK + tl.arange(0, BLOCK)
-        store_split_times(times, tl.load(key_times + begin), split, offset, total, begin + place, place < length)
+        token, inside = begin + place, place < length
+        high, low = load_split_times(times + token, inside)
+        tl.store(split + token, high, inside)
+        tl.store(split + width + token, low, inside)
+        relative = tl.load(times + token, inside, 0) - tl.load(key_times + begin)
+        tl.store(offset + token, relative.to(tl.int32), inside)
+
+
+def _fake_split_times(seq_offsets, times, key_times):
+    width = cdiv(times.shape[0], 16) * 16 + MARGIN
+    return [times.new_zeros(2, width, dtype=torch.float32), times.new_zeros(width, dtype=torch.int32)]
 
 
 def _split_times(seq_offsets, times, key_times):
@@ -227,11 +232,6 @@ def _split_times(seq_offsets, times, key_times):
         arguments = seq_offsets, times, key_times, split, offset, num_seqs, split.shape[1]
         run(split_times_kernel, total // _BLOCK + num_seqs, *arguments, BLOCK=_BLOCK)
     return [split, offset]
-
-
-def _fake_split_times(seq_offsets, times, key_times):
-    width = cdiv(times.shape[0], 16) * 16 + MARGIN
-    return [times.new_zeros(2, width, dtype=torch.float32), times.new_zeros(width, dtype=torch.int32)]
 
 
 _split_times_operator = register_preparation(
@@ -244,13 +244,16 @@ def split_times(
 ) -> tuple[TokenTimes, TokenTimes]:
     """Return the times (of the keys, of the queries) as kernels read them, computed once if both are one tensor.
 
-    They have T rounded up to a multiple of 16, and MARGIN more, for kernels whose tiles reach past a batch's end.
+    They have T rounded up to a multiple of 16, for aligned pointers, and MARGIN more, for kernels whose tiles reach
+    past a batch's end.
 
     Args:
         seq_offsets: [B+1].
         timestamps, query_timestamps: [T] int64, seconds.
     """
-    keys = TokenTimes(*_split_times_operator(seq_offsets, timestamps, timestamps))
+    split, offset = _split_times_operator(seq_offsets, timestamps, timestamps)
+    keys = TokenTimes(*split, offset)
     if query_timestamps is timestamps:
         return keys, keys
-    return keys, TokenTimes(*_split_times_operator(seq_offsets, query_timestamps, timestamps))
+    split, offset = _split_times_operator(seq_offsets, query_timestamps, timestamps)
+    return keys, TokenTimes(*split, offset)

@@ -46,9 +46,48 @@ def fixed_point_unit(bound: torch.Tensor) -> torch.Tensor:
     """Return the unit of sums in int64: the greatest power of two, fp32, with which numbers up to `bound` stay below
     2^62.
 
-    bound: of any shape, an upper bound of the sum of the terms' absolute values.
+    bound: of any shape, an upper bound of the sum of the terms' absolute values. If it is not finite, neither are the
+    sums: the unit is NaN.
     """
-    return torch.exp2((62 - bound.double().clamp(min=1e-30).log2()).floor().clamp(-100, 100)).float()
+    unit = torch.exp2((62 - bound.double().clamp(min=1e-30).log2()).floor().clamp(-100, 100)).float()
+    return unit.where(bound.isfinite(), torch.nan)
+
+
+class Sums(NamedTuple):
+    """Memory to which kernels add: fp32, or int64 in multiples of 1 / `unit`, whose sums are the same in any order."""
+
+    pointer: torch.Tensor
+    unit: torch.Tensor | None  # one fp32 number
+
+    @classmethod
+    def zeros(cls, like: torch.Tensor, bound: torch.Tensor | None) -> "Sums":
+        """Allocate sums of the shape of `like`. bound: of the sums' absolute terms, for int64; None for fp32."""
+        unit = None if bound is None else fixed_point_unit(bound)
+        dtype = torch.float32 if unit is None else torch.int64
+        return cls(torch.zeros(like.shape, dtype=dtype, device=like.device), unit)
+
+    def total(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sums as numbers of `dtype`."""
+        return (self.pointer if self.unit is None else self.pointer.double() / self.unit.double()).to(dtype)
+
+
+class TableGradients(NamedTuple):
+    """The memory to which kernels add the tables' gradients: members of `TableSums`; None for an absent table.
+
+    position, time      [copies, positions or buckets], fp32 or int64
+    unit                of int64 sums, one fp32 number
+    positions, buckets  entries of a copy
+    norms               the argument of `exact_scale`, if programs sum in shared memory first
+    means_factor        1 / the factor of mean keys' terms in the time table's sums (bsa)
+    """
+
+    position: object = None
+    time: object = None
+    unit: object = None
+    positions: object = 0
+    buckets: object = 0
+    norms: object = None
+    means_factor: object = None
 
 
 class TableSums:
@@ -83,6 +122,12 @@ class TableSums:
             for table, count in zip(tables, copies)
         )
 
+    @property
+    def arguments(self) -> TableGradients:
+        """The form that kernels take."""
+        sizes = (0 if x is None else x.shape[1] for x in (self.position, self.time))
+        return TableGradients(self.position, self.time, self.unit, *sizes)
+
     def gradients(self, factor: float | torch.Tensor = 1.0) -> list[torch.Tensor]:
         """Return the gradients of the existing tables, times `factor`, in their dtypes."""
         gradients = []
@@ -116,6 +161,19 @@ def add_pairs(position_grad, time_grad, unit, value, distance, seen, bucket, pos
         add_to(position_grad + distance, value, unit, seen & (distance < positions))
     if time_grad is not None:
         add_to(time_grad + bucket, value, unit, seen)
+
+
+@triton.jit
+def add_to_tables(
+    gradients, value, distance, seen, bucket, copy, POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr
+):
+    """Apply `add_pairs` to the copies of `TableGradients` that number `copy` takes in turn."""
+    position, time = gradients.position, gradients.time
+    if position is not None:
+        position += (copy % POSITION_COPIES) * gradients.positions
+    if time is not None:
+        time += (copy % TIME_COPIES) * gradients.buckets
+    add_pairs(position, time, gradients.unit, value, distance, seen, bucket, gradients.positions)
 
 
 class Gradients(NamedTuple):
@@ -202,11 +260,11 @@ def _add_to_ring(cell, ds, to_exact):
 
 
 @triton.jit
-def add_position(
-    gradients, ring_low, ds, t, first_row, start, sequence, kind, EXACT: tl.constexpr
-):  # fmt: skip
+def add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind: tl.constexpr, EXACT: tl.constexpr):
     """Add a tile of ds, keys from `start` on, to the position bias's gradient; returns the ring's lowest distance."""
-    s = start + tl.arange(0, kind.BLOCK_N)
+    BLOCK_M: tl.constexpr = ds.shape[0]
+    BLOCK_N: tl.constexpr = ds.shape[1]
+    s = start + tl.arange(0, BLOCK_N)
     along = ds
     if kind.HAS_TARGETS:
         # Candidates all have the position `history`: for them a diagonal is a column.
@@ -217,18 +275,16 @@ def add_position(
         along = tl.where(candidate, 0.0, ds)
     if EXACT and kind.ASM:
         length = sequence.length
-        if first_row - start - (kind.BLOCK_N - 1) < ring_low:  # at the start, and when the ring is full
+        if first_row - start - (BLOCK_N - 1) < ring_low:  # at the start, and when the ring is full
             barrier(length)
             last = tl.minimum(ring_low + RING, length)
             ring_flush(gradients.ring, gradients.position, ring_low, ring_low, last, length)
             barrier(length)
-            ring_low = first_row - start + kind.BLOCK_M - RING
+            ring_low = first_row - start + BLOCK_M - RING
         cell = ring_lane(gradients.ring) + 4 * (first_row - start - ring_low)
         _add_to_ring(cell, along, gradients.scale)
     else:
-        add_diagonals(
-            gradients.position, along, first_row, start, sequence.length, gradients.scale, kind.BLOCK_M, kind.BLOCK_N
-        )
+        add_diagonals(gradients.position, along, first_row, start, sequence.length, gradients.scale, BLOCK_M, BLOCK_N)
     return ring_low
 
 
@@ -281,14 +337,14 @@ def add_narrow_times(gradients, ds, entry, resident, keys, steps, ASM: tl.conste
 
 
 @triton.jit
-def add_time(gradients, ds, buckets, entry, start, bias, MASKED: tl.constexpr, ASM: tl.constexpr, EXACT: tl.constexpr):
+def add_time(gradients, ds, buckets, entry, start, tile, MASKED: tl.constexpr, ASM: tl.constexpr, EXACT: tl.constexpr):
     """Add a tile of ds, keys from `start` on, to the time bias's gradient. buckets: of its pairs, if MASKED; otherwise
     `entry` has the plan's entry of the narrow tile.
     """
     if MASKED:
         add_pair_times(gradients, ds, buckets, ASM, EXACT)
     else:
-        add_narrow_times(gradients, ds, entry, bias.offset, bias.other_offset + start, bias.steps, ASM, EXACT)
+        add_narrow_times(gradients, ds, entry, tile.offset, tile.times.offset + start, tile.bias.steps, ASM, EXACT)
 
 
 @triton.jit
@@ -300,35 +356,35 @@ def exact_scale(norms):
 
 
 @triton.jit
-def _keep_greatest_norm(rows, columns, inside, base, stride_t, stride_h, norm, H: tl.constexpr):
-    """Raise norm [1] to at least the greatest norm of the rows: infinity if one is not a number."""
-    pointers = base + (rows // H).to(tl.int64) * stride_t + (rows % H) * stride_h
-    x = tl.load(pointers[:, None] + columns[None, :], inside, 0.0).to(tl.float32)
-    norms = row_norms(x)
+def _keep_greatest_norm(x, rows, inside, norm, H: tl.constexpr, V: tl.constexpr, PAD_V: tl.constexpr):
+    """Raise norm [1] to at least the greatest norm of rows of `Rows` x: infinity if one is not a number."""
+    columns = tl.arange(0, PAD_V)
+    pointers = x.pointer + (rows // H).to(tl.int64) * x.stride_t + (rows % H) * x.stride_h
+    mask = inside[:, None] & (columns < V)[None, :]
+    norms = row_norms(tl.load(pointers[:, None] + columns[None, :], mask, 0.0).to(tl.float32))
     tl.atomic_max(norm, tl.max(tl.where(norms == norms, norms, _INFINITY), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["total"])
 def greatest_norms_kernel(
-    v, do, norms, v_stride_t, v_stride_h, do_stride_t, do_stride_h, total, H: tl.constexpr, V: tl.constexpr,
-    PAD_V: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    v, do, norms, total, H: tl.constexpr, V: tl.constexpr, PAD_V: tl.constexpr, BLOCK: tl.constexpr
+):
     """Compute norms [2], initially 0: the greatest norms of the rows of v and of do, whose product bounds any v.do."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    columns = tl.arange(0, PAD_V)
-    inside = (rows < total * H)[:, None] & (columns < V)[None, :]
-    _keep_greatest_norm(rows, columns, inside, v, v_stride_t, v_stride_h, norms, H)
-    _keep_greatest_norm(rows, columns, inside, do, do_stride_t, do_stride_h, norms + 1, H)
+    _keep_greatest_norm(v, rows, rows < total * H, norms, H, V, PAD_V)
+    _keep_greatest_norm(do, rows, rows < total * H, norms + 1, H, V, PAD_V)
 
 
 @triton.jit(do_not_specialize=["scale"])
 def table_gradients_kernel(
-    position, time, position_grad, time_grad, norms, scale, N: tl.constexpr, TIMES: tl.constexpr, ALL: tl.constexpr,
+    tables, position_grad, time_grad, scale, N: tl.constexpr, TIMES: tl.constexpr, ALL: tl.constexpr,
     TABLE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Convert sums to gradients: position [N] to position_grad, the first TIMES columns of time [COPIES, TABLE] to
-    time_grad [ALL], with zeros behind. Integer sums, if `norms` are given, become numbers, times `scale`.
+    """Convert the sums of `TableGradients` to gradients: position [N] to position_grad, the first TIMES columns of time
+    [COPIES, TABLE] to time_grad [ALL], with zeros behind. Integer sums, if there are norms, become numbers, times
+    `scale`.
     """
+    position, time, norms = tables.position, tables.time, tables.norms
     unit = 1.0
     if norms is not None:
         unit = scale / exact_scale(norms).to(tl.float64)

@@ -15,6 +15,7 @@ computes their buckets.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -22,13 +23,20 @@ from hstu_sparse.bias.buckets import (
     ENTRY_EDGES,
     ENTRY_SHIFT,
     MOST_EDGES,
+    TokenTimes,
     bucket_of,
+    bucket_steps,
+    device_cells,
     edge_place,
+    hidden_bucket,
     near_order,
+    num_time_buckets,
     other_place,
     pair_bucket,
     reached,
 )
+from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.core.launch import cdiv, run
 from hstu_sparse.tiles.assembly import look_up, scalar
 from hstu_sparse.tiles.rows import opaque
 
@@ -41,50 +49,107 @@ HIDDEN_BIAS = tl.constexpr(-1e30)
 
 
 class KernelBias(NamedTuple):
-    """A kernel's arguments for a bias by a plan; members of an absent bias are None.
+    """A `RelativeBias` as kernels take it; members of an absent table are None.
 
-    position, time                 the tables' halves (see `halved_tables_kernel`)
-    cells, steps                   `bucket_cells` and `bucket_steps`
-    query_times, query_offset      the queries' times and their offsets: see `TokenTimes`
-    key_times, key_offset          those of the keys
+    position                 [positions] floating point; by a plan its halves (see `halved_tables_kernel`)
+    time                     [buckets] floating point; by a plan its halves
+    cells                    `bucket_cells`
+    key_times, query_times   [T] int64 seconds; by a plan `TokenTimes`
+    positions, buckets       the tables' numbers of entries, 0 for an absent one
+    steps                    by a plan `bucket_steps`
     """
 
-    position: object
-    time: object
-    cells: object
-    steps: object
-    query_times: object
-    query_offset: object
-    key_times: object
-    key_offset: object
+    position: object = None
+    time: object = None
+    cells: object = None
+    key_times: object = None
+    query_times: object = None
+    positions: object = 0
+    buckets: object = 0
+    steps: object = None
+
+    @classmethod
+    def of(cls, bias: RelativeBias) -> "KernelBias":
+        """Return the arguments of kernels that add the bias pair by pair. bias: the result of `check_bias`."""
+        position, time, *times = (None if x is None else x.contiguous() for x in bias)
+        cells = None if time is None else device_cells(num_time_buckets(time), time.device)
+        sizes = (0 if x is None else x.shape[0] for x in (position, time))
+        return cls(position, time, cells, *times, *sizes)
 
 
-class Bias(NamedTuple):
-    """The biases' inputs for a program's resident side; members of an absent bias are not read.
+class HalvedTables:
+    """The tables of a bias for kernels that compute half of each score: their halves, in one fp32 tensor, empty without
+    tables.
 
-    position, time        pointers to the tables' halves (see `halved_tables_kernel`)
-    cells, steps          pointers to `bucket_cells` and `bucket_steps`
-    high, low, offset     [OWN, 1], timestamps of the resident side, see `TokenTimes`
-    other_split           pointer to the streamed side's, from the sequence's first token on
-    other_offset          pointer to its offsets
+    The position table has `margin` zeros on both sides, the time table MOST_EDGES zeros behind and then HIDDEN_BIAS.
+    """
+
+    def __init__(self, bias: RelativeBias, margin: int):
+        self.position, self.time = bias[:2]
+        self.positions = 0 if self.position is None else self.position.shape[0]
+        self.buckets = num_time_buckets(self.time)
+        self.margin = margin
+        # Pointers are multiples of 16 bytes for any size: Triton compiles a kernel again when their alignment changes.
+        self.width = 0 if self.position is None else cdiv(self.positions + 2 * margin, 16) * 16
+        self.size = self.width + (0 if self.buckets is None else hidden_bucket(self.buckets) + 1)
+
+    def new(self, like: torch.Tensor) -> torch.Tensor:
+        """Allocate the halves on the device of `like`."""
+        return like.new_empty(self.size, dtype=torch.float32)
+
+    def halved(self, like: torch.Tensor) -> torch.Tensor:
+        """Compute the halves."""
+        halves = self.new(like)
+        if self.size:
+            times = 0 if self.buckets is None else self.buckets + 1
+            sizes = dict(N=self.positions, WIDTH=self.width, TIMES=times, MARGIN=self.margin, BLOCK=1024)
+            tables = halves, halves[self.width :], self.position, self.time
+            run(halved_tables_kernel, cdiv(max(self.width, self.size - self.width), 1024), *tables, **sizes)
+        return halves
+
+    def kernel_bias(
+        self, halves: torch.Tensor, key_times: TokenTimes | None, query_times: TokenTimes | None
+    ) -> KernelBias:
+        """Return the kernels' arguments for the halves and the times of a plan."""
+        position = None if self.position is None else halves[self.margin :]
+        if self.buckets is None:
+            return KernelBias(position, positions=self.positions)
+        cells, steps = (f(self.buckets, halves.device) for f in (device_cells, bucket_steps))
+        sizes = self.positions, self.buckets + 1
+        return KernelBias(position, halves[self.width :], cells, key_times, query_times, *sizes, steps)
+
+
+class TileBias(NamedTuple):
+    """The bias of a program's resident side; without a time bias only the first member is read.
+
+    bias                  `KernelBias`
+    high, low, offset     [OWN, 1], times of the resident side, see `TokenTimes`
+    times                 pointers to the streamed side's `TokenTimes`, from the sequence's first token on
     entries, near         pointers to the plan's entries of the resident side, see `TileMap`
     nearest               the nearest block of the streamed side
-    total                 T
     """
 
-    position: tl.tensor
-    time: tl.tensor
-    cells: tl.tensor
-    steps: tl.tensor
+    bias: tl.tensor
     high: tl.tensor
     low: tl.tensor
     offset: tl.tensor
-    other_split: tl.tensor
-    other_offset: tl.tensor
+    times: tl.tensor
     entries: tl.tensor
     near: tl.tensor
     nearest: tl.tensor
-    total: tl.tensor
+
+
+@triton.jit
+def resident_bias(bias, own_times, times, begin, place, inside, entries, near, nearest):
+    """Return the `TileBias` of the tokens at `place` of the sequence that begins at token `begin`.
+
+    own_times, times: those of the resident and of the streamed side; the others: see `TileBias`.
+    """
+    high = tl.load(own_times.high + begin + place, inside, 0.0)[:, None]
+    low = tl.load(own_times.low + begin + place, inside, 0.0)[:, None]
+    offset = tl.load(own_times.offset + begin + place, inside, 0)[:, None]
+    times = TokenTimes(times.high + begin, times.low + begin, times.offset + begin)
+    return TileBias(bias, high, low, offset, times, entries, near, nearest)
 
 
 @triton.jit
@@ -116,14 +181,29 @@ def pair_bias(distance, seen, query_times, key_times, position, time, cells, pos
 
 
 @triton.jit
-def read_ahead(start, last, bias, OTHER: tl.constexpr, ASM: tl.constexpr):
+def load_times(times, token, inside):
+    """Load int64 timestamps of tokens, 0 where not `inside`, and everywhere if no table needs `times` (None)."""
+    if times is not None:
+        return tl.load(times + token, inside, 0)
+    else:
+        return tl.zeros_like(token)
+
+
+@triton.jit
+def table_bias(bias, distance, seen, query_times, key_times):
+    """Return `pair_bias` for a `KernelBias`."""
+    return pair_bias(distance, seen, query_times, key_times, bias.position, bias.time, bias.cells, bias.positions)
+
+
+@triton.jit
+def read_ahead(start, last, tile, OTHER: tl.constexpr, ASM: tl.constexpr):
     """Return (entry, bias of its lowest bucket, next entry) of the narrow tile whose block begins at `start`.
 
-    From `last` on there is no narrow tile, and the result is arbitrary.
+    tile: `TileBias`. From `last` on there is no narrow tile, and the result is arbitrary.
     """
-    entries = bias.entries + start // OTHER
+    entries = tile.entries + start // OTHER
     entry = tl.where(start < last, scalar(entries, ASM).to(tl.int32), 0)
-    return entry, scalar(bias.time + (entry >> ENTRY_SHIFT), ASM), scalar(entries + 1, ASM).to(tl.int32)
+    return entry, scalar(tile.bias.time + (entry >> ENTRY_SHIFT), ASM), scalar(entries + 1, ASM).to(tl.int32)
 
 
 @triton.jit
@@ -164,18 +244,19 @@ def narrow_bias(first, edges, time, steps, resident, streamed, origin, BY_QUERY:
 
 @triton.jit
 def half_bias(
-    start, first_row, place, sequence, ahead, bias, kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
+    start, first_row, place, sequence, ahead, tile, kind: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
     BY_QUERY: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Return half the biases, [OWN, OTHER], of the resident side with the streamed side's block from `start` on.
 
-    first_row: the resident side's first token; place: its `bias_position`, [OWN, 1]. ahead: `read_ahead` of this tile,
-    if it is narrow. MASKED: the tile may be wide. IS_NEAR: its buckets are in the plan. BY_QUERY: queries are the
-    resident side.
+    tile: `TileBias`. first_row: the resident side's first token; place: its `bias_position`, [OWN, 1]. ahead:
+    `read_ahead` of this tile, if it is narrow. MASKED: the tile may be wide. IS_NEAR: its buckets are in the plan.
+    BY_QUERY: queries are the resident side.
 
     Returns the biases (IS_NEAR with time: HIDDEN_BIAS if a query does not see a key), the pairs' buckets if MASKED
     with time, and `read_ahead` of the next tile.
     """
+    bias = tile.bias
     token = start + tl.arange(0, OTHER)
     buckets = 0
     biases = tl.zeros([OWN, OTHER], tl.float32)
@@ -197,21 +278,21 @@ def half_bias(
             if BY_QUERY or kind.HAS_TIME or start < sequence.length:
                 biases = look_up(row, -column if BY_QUERY else column, kind.ASM)
     if kind.HAS_TIME and IS_NEAR:
-        block = bias.nearest - start // OTHER if BY_QUERY else start // OTHER - bias.nearest
-        stored = tl.load(bias.near + block * (OWN * OTHER) + tl.arange(0, OWN * OTHER))
+        block = tile.nearest - start // OTHER if BY_QUERY else start // OTHER - tile.nearest
+        stored = tl.load(tile.near + block * (OWN * OTHER) + tl.arange(0, OWN * OTHER))
         buckets = near_order(stored, OWN, OTHER, False).to(tl.int32)
         biases += look_up(bias.time, buckets, kind.ASM)
     elif kind.HAS_TIME and MASKED:
         inside = token < sequence.length
-        other_high = tl.load(bias.other_split + token, inside, 0.0)[None, :]
-        other_low = tl.load(bias.other_split + bias.total + token, inside, 0.0)[None, :]
-        buckets = bucket_of(tl.abs((bias.high - other_high) + (bias.low - other_low)), bias.cells, kind.ASM)
+        other_high = tl.load(tile.times.high + token, inside, 0.0)[None, :]
+        other_low = tl.load(tile.times.low + token, inside, 0.0)[None, :]
+        buckets = bucket_of(tl.abs((tile.high - other_high) + (tile.low - other_low)), bias.cells, kind.ASM)
         biases += look_up(bias.time, buckets, kind.ASM)
     elif kind.HAS_TIME:
         entry, first, following = ahead
         # The next tile's numbers are loaded while this one is computed; it need not be narrow.
         next_first = scalar(bias.time + tl.maximum(following >> ENTRY_SHIFT, 0), kind.ASM)
-        after_next = scalar(bias.entries + start // OTHER + 2, kind.ASM).to(tl.int32)
+        after_next = scalar(tile.entries + start // OTHER + 2, kind.ASM).to(tl.int32)
         # Triton pipelines no loop that carries a number unchanged: hence `opaque`.
         ahead = opaque(following), next_first, after_next
         edges = entry & ENTRY_EDGES
@@ -221,10 +302,10 @@ def half_bias(
         if edges == 0:
             biases += first
         else:
-            origin = tl.load(bias.other_offset + start).to(tl.int64)
-            offsets = look_up(bias.other_offset, token.to(tl.int64)[None, :], kind.ASM)
+            origin = tl.load(tile.times.offset + start).to(tl.int64)
+            offsets = look_up(tile.times.offset, token.to(tl.int64)[None, :], kind.ASM)
             streamed = other_place(offsets, origin.to(tl.int32), BY_QUERY)
-            biases += narrow_bias(first, edges, time, steps, bias.offset, streamed, origin, BY_QUERY)
+            biases += narrow_bias(first, edges, time, steps, tile.offset, streamed, origin, BY_QUERY)
     return biases, buckets, ahead
 
 

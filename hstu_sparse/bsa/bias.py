@@ -1,4 +1,4 @@
-"""Compute the relative bias in the block-sparse kernels: their arguments, a tile's bias, the tables' gradients.
+"""Compute the relative bias in the block-sparse kernels: a tile's bias, the tables' gradients.
 
 b(t, s) is defined in hstu_sparse/bias/relative.py. Letters: T tokens of the batch, N max_seq_len, BM queries and BN
 keys of a tile. A tile is [queries, keys], queries on its axis 0, or [keys, queries]: AXIS is the axis of the queries.
@@ -7,7 +7,6 @@ The plan holds the entry (buckets.py) of each tile of queries with each chosen b
 their tile is narrow. Next to the diagonal and for mean keys, each pair's bucket is looked up.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,11 +18,7 @@ from hstu_sparse.bias.buckets import (
     ENTRY_SHIFT,
     MOST_EDGES,
     bucket_of,
-    bucket_steps,
-    device_cells,
     edge_place,
-    hidden_bucket,
-    num_time_buckets,
     other_place,
     reached,
 )
@@ -37,7 +32,8 @@ from hstu_sparse.bias.gradients import (
     exact_scale,
     greatest_norms_kernel,
 )
-from hstu_sparse.bias.scores import halved_tables_kernel, narrow_bias
+from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.bias.scores import narrow_bias
 from hstu_sparse.bias.sums import (
     HISTOGRAM_ROWS,
     barrier,
@@ -52,6 +48,7 @@ from hstu_sparse.bias.sums import (
 )
 from hstu_sparse.core.launch import cdiv, padded_head, run
 from hstu_sparse.tiles.assembly import look_up, scalar
+from hstu_sparse.tiles.rows import Rows
 
 _HISTOGRAM_ROWS = tl.constexpr(HISTOGRAM_ROWS)
 # Zeros on both sides of the halved position table, for masked pairs: with mean keys, those of a tile of 64 or 128 whose
@@ -61,41 +58,6 @@ MARGIN = 128 * 128 + 256
 # is one cell less than a multiple of POSITION_COPIES: wherever a row of distances begins, there is a copy in which its
 # cell is such a multiple, and four neighbours are added at once. Consecutive queries use every fourth copy.
 POSITION_COPIES, TIME_COPIES = tl.constexpr(16), tl.constexpr(64)
-
-
-class KernelBias(NamedTuple):
-    """The arguments of kernels for a RelativeBias: pointers, or None for an absent table. Both tables are halved:
-    kernels compute half of each score, from which SiLU takes one product less.
-    """
-
-    position: object = None  # [t - s] fp32, MARGIN zeros on both sides
-    time: object = None  # [bucket] fp32
-    cells: object = None  # see `bucket_cells`
-    steps: object = None  # see `bucket_steps`
-    key_high: object = None  # [T] fp32, times of the keys as in `TokenTimes`
-    key_low: object = None
-    key_offset: object = None
-    query_high: object = None
-    query_low: object = None
-    query_offset: object = None
-    entries: object = None  # [slots, blocks] int16, see `BlockPlan`
-    blocks: object = None
-
-
-class TableGradients(NamedTuple):
-    """The memory to which kernels add the tables' gradients: see `TableSums`.
-
-    norms         the argument of `exact_scale`, if query-major kernels sum in shared memory first
-    means_factor  1 / the factor of mean keys' terms in the time table's sums
-    """
-
-    position: object = None  # [POSITION_COPIES, positions]
-    time: object = None  # [TIME_COPIES, buckets]
-    unit: object = None  # of int64 sums, one fp32 number
-    positions: object = 0
-    buckets: object = 0
-    norms: object = None
-    means_factor: object = None
 
 
 class Side(NamedTuple):
@@ -124,10 +86,10 @@ def position_tile(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def pair_buckets(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
     """Return the time buckets of a tile's pairs."""
-    query_high = look_up(bias.query_high + queries.token, queries.lane, ASM)
-    query_low = look_up(bias.query_low + queries.token, queries.lane, ASM)
-    key_high = look_up(bias.key_high + keys.token, keys.lane, ASM)
-    key_low = look_up(bias.key_low + keys.token, keys.lane, ASM)
+    query_high = look_up(bias.query_times.high + queries.token, queries.lane, ASM)
+    query_low = look_up(bias.query_times.low + queries.token, queries.lane, ASM)
+    key_high = look_up(bias.key_times.high + keys.token, keys.lane, ASM)
+    key_low = look_up(bias.key_times.low + keys.token, keys.lane, ASM)
     high = tl.expand_dims(query_high, 1 - AXIS) - tl.expand_dims(key_high, AXIS)
     low = tl.expand_dims(query_low, 1 - AXIS) - tl.expand_dims(key_low, AXIS)
     return bucket_of(tl.abs(high + low), bias.cells, ASM)
@@ -185,9 +147,9 @@ def _edges(entry, AXIS: tl.constexpr):
 @triton.jit
 def _edge_sides(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
     """Return the inputs of `edge_place` and `reached` for a tile: resident, streamed, origin; queries are resident."""
-    resident = tl.expand_dims(look_up(bias.query_offset + queries.token, queries.lane, ASM), 1 - AXIS)
-    origin = tl.load(bias.key_offset + keys.token)
-    offsets = tl.expand_dims(look_up(bias.key_offset + keys.token, keys.lane, ASM), AXIS)
+    resident = tl.expand_dims(look_up(bias.query_times.offset + queries.token, queries.lane, ASM), 1 - AXIS)
+    origin = tl.load(bias.key_times.offset + keys.token)
+    offsets = tl.expand_dims(look_up(bias.key_times.offset + keys.token, keys.lane, ASM), AXIS)
     return resident, other_place(offsets, origin, True), origin.to(tl.int64)
 
 
@@ -274,8 +236,8 @@ def add_block_times(gradients, ds, bias, entry, queries, keys, SUMS: tl.constexp
     if (entry & ENTRY_EDGES) > MOST_EDGES:
         add_pair_times(gradients, ds, pair_buckets(bias, queries, keys, 0, ASM), SUMS, SUMS)
     else:
-        resident = look_up(bias.query_offset + queries.token, queries.lane, ASM)[:, None]
-        add_narrow_times(gradients, ds, entry, resident, bias.key_offset + keys.token, bias.steps, SUMS, SUMS)
+        resident = look_up(bias.query_times.offset + queries.token, queries.lane, ASM)[:, None]
+        add_narrow_times(gradients, ds, entry, resident, bias.key_times.offset + keys.token, bias.steps, SUMS, SUMS)
 
 
 @triton.jit
@@ -314,56 +276,19 @@ def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
                         add_to(cell + (E - 1), -past, None, past != 0.0)
 
 
-class Tables:
-    """The tables of a call as kernels read them: their halves, in one fp32 tensor that is saved for the backward pass,
-    empty without tables: the position table with its margins, then the padded time table.
-    """
+def table_sums(bias: RelativeBias, do, v, gates, terms: int, deterministic: bool) -> TableSums:
+    """Allocate the tables' gradients; terms: the greatest number of terms in one table's gradient."""
 
-    def __init__(self, position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None]):
-        self.position, self.time, self.plan = position, time, plan
-        self.N = 0 if position is None else position.shape[0]
-        self.buckets = num_time_buckets(time)
-        # Pointers are multiples of 16 bytes for any N, since Triton compiles a kernel again when their alignment
-        # changes.
-        self.width = 0 if position is None else cdiv(self.N + 2 * MARGIN, 16) * 16
-        self.size = self.width + (0 if time is None else hidden_bucket(self.buckets) + 1)
+    def bound() -> torch.Tensor:
+        # SiLU's slope is at most 1.1.
+        greatest = [x.abs().amax().double() for x in (do, v)]
+        return 1.1 * v.shape[2] * terms * greatest[0] * greatest[1] * _greatest_gate(gates).double()
 
-    def new(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate the halves on the device of `like`."""
-        return like.new_empty(self.size, dtype=torch.float32)
-
-    def halved(self, like: torch.Tensor) -> torch.Tensor:
-        """Compute the halves."""
-        halves = self.new(like)
-        if self.size:
-            times = 0 if self.time is None else self.buckets + 1
-            sizes = dict(N=self.N, WIDTH=self.width, TIMES=times, MARGIN=MARGIN, BLOCK=1024)
-            grid = (cdiv(self.size, 1024),)
-            run(halved_tables_kernel, grid, halves, halves[self.width :], self.position, self.time, **sizes)
-        return halves
-
-    def bias(self, halves: torch.Tensor) -> KernelBias:
-        """Return the kernels' arguments for the halves and the plan's tensors."""
-        position = None if self.position is None else halves[MARGIN:]
-        if self.time is None:
-            return KernelBias(position)
-        key_split, key_offset, query_split, query_offset, entries = self.plan
-        bucket_tables = (f(self.buckets, halves.device) for f in (device_cells, bucket_steps))
-        times = *key_split, key_offset, *query_split, query_offset
-        return KernelBias(position, halves[self.width :], *bucket_tables, *times, entries, entries.shape[1])
-
-    def sums(self, do, v, gates, terms: int, deterministic: bool) -> TableSums:
-        """Allocate the tables' gradients; terms: the greatest number of terms in one table's gradient."""
-
-        def bound() -> torch.Tensor:
-            # SiLU's slope is at most 1.1.
-            greatest = [x.abs().amax().double() for x in (do, v)]
-            return 1.1 * v.shape[2] * terms * greatest[0] * greatest[1] * _greatest_gate(gates).double()
-
-        copies = POSITION_COPIES.value, TIME_COPIES.value
-        behind = MOST_EDGES.value + 1
-        behind += -(self.N + behind + 1) % POSITION_COPIES.value  # see POSITION_COPIES
-        return TableSums((self.position, self.time), copies, deterministic, bound, behind)
+    copies = POSITION_COPIES.value, TIME_COPIES.value
+    behind = MOST_EDGES.value + 1
+    positions = 0 if bias.position is None else bias.position.shape[0]
+    behind += -(positions + behind + 1) % POSITION_COPIES.value  # see POSITION_COPIES
+    return TableSums(bias[:2], copies, deterministic, bound, behind)
 
 
 def _greatest_gate(gates) -> torch.Tensor:
@@ -376,7 +301,7 @@ def pair_norms(do: torch.Tensor, v: torch.Tensor, gates) -> torch.Tensor:
     norms = torch.zeros(2, dtype=torch.float32, device=v.device)
     T, H, V = v.shape
     run(
-        greatest_norms_kernel, (cdiv(T * H, 128),), v, do, norms, *v.stride()[:2], *do.stride()[:2], T,
+        greatest_norms_kernel, (cdiv(T * H, 128),), Rows.of(v), Rows.of(do), norms, T,
         H=H, V=V, PAD_V=padded_head(V), BLOCK=128, num_warps=8,
     )  # fmt: skip
     norms[1] *= _greatest_gate(gates)

@@ -52,7 +52,7 @@ def bsa_pool_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_choose_fwd_kernel(
-    q, kbar, kbar_low, offsets, chosen, bias, strides, call, B,
+    q, kbar, kbar_low, offsets, chosen, bias, plan_entries, blocks, strides, call, B,
     D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
     P: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def bsa_choose_fwd_kernel(
     The sort key is the fp32 score, its bits transformed to order as an integer, above the inverted block index: one
     comparison suffices, and ties go to the smaller block. P is S rounded up to a power of two.
 
-    chosen: the output.
+    chosen: the output. plan_entries: [slots, blocks], see `BlockPlan`.
     """
     scale, H, S = call.scale, call.H, call.S
     tile, h = tl.program_id(0), tl.program_id(1)
@@ -110,8 +110,8 @@ def bsa_choose_fwd_kernel(
     inside = live[:, None] & (p < S)
     tl.store(chosen.indices + place, j, mask=inside)
     if chosen.entries is not None:
-        plan_row = entries_row(start, b, first, BS)[:, None] * bias.blocks
-        entries = tl.load(bias.entries + plan_row + j, inside & (j >= 0), 0)
+        plan_row = entries_row(start, b, first, BS)[:, None] * blocks
+        entries = tl.load(plan_entries + plan_row + j, inside & (j >= 0), 0)
         tl.store(chosen.entries + place, entries, mask=inside)
 
 

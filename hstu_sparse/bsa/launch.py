@@ -18,10 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hstu_sparse.bias.gradients import TableGradients
+from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.bias.scores import HalvedTables
 from hstu_sparse.bsa import blocks, key_major, means_major, query_major
-from hstu_sparse.bsa.bias import TableGradients, Tables, pair_norms
+from hstu_sparse.bsa.bias import MARGIN, pair_norms, table_sums
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.parameters import Call, Chosen, Gates, KeyGradients, Strides
+from hstu_sparse.bsa.plan import BlockPlan
 from hstu_sparse.core.launch import (
     LaunchConfig,
     architecture,
@@ -98,6 +102,11 @@ class Arguments(NamedTuple):
     scale: float
     normalizer: float
     deterministic: bool
+
+    @property
+    def tables(self) -> HalvedTables:
+        """The tables of the bias as kernels read them."""
+        return HalvedTables(RelativeBias(self.position, self.time), MARGIN)
 
 
 def padded(a: Arguments) -> Arguments:
@@ -227,12 +236,13 @@ def launch_forward(*arguments):
     p, q, k, v = Problem(a), a.q, a.k, a.v
     kbar, vbar = q.new_zeros(p.NB, p.H, p.D), v.new_zeros(p.NB, p.H, p.V)
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
-    tables, entries = Tables(a.position, a.time, a.plan), new_entries(a, indices)
+    tables, entries = a.tables, new_entries(a, indices)
     if p.T == 0 or p.H == 0:
         return q.new_zeros(p.T, p.H, value_size), indices, kbar, vbar, tables.new(q), entries
     gates, strides = contiguous_gates(a), Strides.of(q, k, v)
     halves = tables.halved(q)
-    bias = tables.bias(halves)
+    *times, plan_entries = BlockPlan.from_flat(a.plan)
+    bias = tables.kernel_bias(halves, *times)
     chosen = Chosen(indices, None if a.time is None else entries)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
@@ -245,7 +255,8 @@ def launch_forward(*arguments):
     groups = p.group_tile()
     run(
         blocks.bsa_choose_fwd_kernel, (p.slots(groups * p.R), p.H),
-        q, kbar, kbar_low, p.offsets, chosen, bias, strides, p.call, p.B,
+        q, kbar, kbar_low, p.offsets, chosen, bias, plan_entries, 0 if a.time is None else plan_entries.shape[1],
+        strides, p.call, p.B,
         D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -285,7 +296,7 @@ def fake_forward(*arguments):
         indices,
         q.new_empty(T // a.block_size + B, H, cdiv(D, 16) * 16),
         v.new_empty(T // a.block_size + B, H, cdiv(V, 16) * 16),
-        Tables(a.position, a.time, a.plan).new(q),
+        a.tables.new(q),
         new_entries(a, indices),
     )
 
@@ -302,16 +313,12 @@ def launch_backward(do, *arguments):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
     (do,), q, k, v = as_rows(do), a.q, a.k, a.v
     gates, strides = contiguous_gates(a), Strides.of(q, k, v, do)
-    bias_tables = Tables(a.position, a.time, a.plan)
-    bias = bias_tables.bias(halves)
+    bias = a.tables.kernel_bias(halves, *BlockPlan.from_flat(a.plan)[:2])
     chosen = Chosen(indices, None if a.time is None else entries)
     # The number of terms in a table's gradient; the compression contributes BS for each pair.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
-    sums = bias_tables.sums(do, v, present_gates, terms, p.deterministic) if p.biased else None
-    tables = TableGradients()
-    if sums:
-        pitches = (0 if x is None else x.shape[1] for x in (sums.position, sums.time))
-        tables = TableGradients(sums.position, sums.time, sums.unit, *pitches)
+    sums = table_sums(RelativeBias(a.position, a.time), do, v, present_gates, terms, p.deterministic)
+    tables = sums.arguments
 
     fp32 = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
@@ -379,7 +386,7 @@ def launch_backward(do, *arguments):
             )  # fmt: skip
     gradients = [cut(d, x.shape[2], x.dtype) for d, x in zip((dq, dk, dv), unpadded[:3])]
     gradients += [d.to(g.dtype) for d, g in zip(dgates, present_gates)]
-    if sums:
+    if p.biased:
         factor = p.call.inv_n
         if norms is not None:  # if a norm is not a number, the sums must be NaN too
             factor = torch.where(norms.prod().isfinite(), p.call.inv_n, float("nan"))

@@ -64,6 +64,11 @@ class BlockPlan(NamedTuple):
         """Return the tensors as a list, for an operator's `Tensor?[]`."""
         return [] if self.entries is None else [*self.keys, *self.queries, self.entries]
 
+    @staticmethod
+    def from_flat(tensors: list[torch.Tensor]) -> tuple[TokenTimes | None, TokenTimes | None, torch.Tensor | None]:
+        """Return the times of keys and queries and the entries of what `flat` returned."""
+        return (TokenTimes(*tensors[:3]), TokenTimes(*tensors[3:6]), tensors[6]) if tensors else (None, None, None)
+
 
 def tile_size(block_size: int) -> int:
     """Return the number of queries in a tile of the plan."""

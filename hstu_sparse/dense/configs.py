@@ -73,19 +73,19 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 
 @configuration
 def hopper_fwd_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel in hopper_forward.py."""
+    """Return the settings of the kernel for Hopper: the output."""
     return LaunchConfig(BLOCK_M=128, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, num_warps=4)
 
 
 @configuration
 def hopper_dq_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel in hopper_dq.py."""
+    """Return the settings of the kernel for Hopper: dq."""
     return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
 
 
 @configuration
 def hopper_dkv_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel in hopper_dkv.py."""
+    """Return the settings of the kernel for Hopper: dk and dv."""
     return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
 
 

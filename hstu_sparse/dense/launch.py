@@ -2,9 +2,8 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
-The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py and backward_dkv.py, on Hopper without a
-bias instead hopper_forward.py, hopper_dq.py and hopper_dkv.py, and the small ones of hstu_sparse/bias. Their settings:
-configs.py.
+The kernels: plan_kernels.py (by way of plan.py), kernels.py, on Hopper without a bias instead hopper/, and the small
+ones of hstu_sparse/bias. Their settings: configs.py.
 """
 
 import functools
@@ -12,14 +11,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from hstu_sparse.bias.buckets import bucket_steps, device_cells, hidden_bucket, num_time_buckets
-from hstu_sparse.bias.gradients import greatest_norms_kernel, table_gradients_kernel
+from hstu_sparse.bias.buckets import hidden_bucket
+from hstu_sparse.bias.gradients import TableGradients, greatest_norms_kernel, table_gradients_kernel
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.bias.scores import POSITION_MARGIN, KernelBias, halved_tables_kernel
+from hstu_sparse.bias.scores import POSITION_MARGIN, HalvedTables, KernelBias
 from hstu_sparse.core.launch import (
     INTERPRET,
-    LaunchConfig,
     allow_descriptors,
     cdiv,
     multiprocessors,
@@ -29,8 +28,7 @@ from hstu_sparse.core.launch import (
 )
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
-from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
-from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
+from hstu_sparse.dense import kernels
 from hstu_sparse.dense.configs import (
     Features,
     bwd_dkv_config,
@@ -40,13 +38,8 @@ from hstu_sparse.dense.configs import (
     hopper_dq_config,
     hopper_fwd_config,
 )
-from hstu_sparse.dense.forward import dense_attention_fwd_kernel
-from hstu_sparse.dense.plan import (
-    AttentionPlan,
-    TileMap,
-    purpose_of,
-    with_backward,
-)
+from hstu_sparse.dense.plan import AttentionPlan, TileMap, purpose_of, with_backward
+from hstu_sparse.dense.ranges import Kind
 from hstu_sparse.tiles.assembly import proven
 from hstu_sparse.tiles.rows import Rows
 
@@ -56,121 +49,95 @@ _COPIES = 1 if INTERPRET else 64
 _ALIGNMENT = 16
 
 
-def _tables_kept(bias: RelativeBias) -> tuple[int, int]:
-    """Return the sizes of the halved tables: (position with its margins, time with the hidden bucket)."""
-    position = 0 if bias.position is None else bias.position.shape[0] + 2 * POSITION_MARGIN
-    time = 0 if bias.time is None else hidden_bucket(num_time_buckets(bias.time)) + 1
-    return cdiv(position, _ALIGNMENT) * _ALIGNMENT, time
+class Arguments(NamedTuple):
+    """The operator's arguments in the order of its schema."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seq_offsets: Tensor
+    num_targets: Tensor | None
+    position: Tensor | None
+    time: Tensor | None
+    timestamps: Tensor | None
+    query_timestamps: Tensor | None
+    plan: list[Tensor | None]  # `AttentionPlan.flat`
+    max_seq_len: int
+    window_size: int
+    scale: float
+    normalizer: float
+    hopper: bool | None
 
-class _Case(NamedTuple):
-    """The properties of a call that determine a kernel's constants, besides the sizes of its tiles."""
+    @property
+    def bias(self) -> RelativeBias:
+        return RelativeBias(self.position, self.time, self.timestamps, self.query_timestamps)
 
-    features: Features
-    heads: int
-    d: int
-    v: int
-    targets: bool
-    window: bool
-    precision: str
-    asm: bool
+    @property
+    def batch(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The arguments that a plan is made of."""
+        return self.seq_offsets, self.num_targets, self.timestamps, self.query_timestamps
 
 
 @functools.cache
-def _constants(case: _Case) -> dict:
-    """Return an attention kernel's constants without those of its configuration. `as_rows` pads the heads."""
-    d, v, f = cdiv(case.d, 16) * 16, cdiv(case.v, 16) * 16, case.features
+def _kind(
+    features: Features, heads: int, d: int, v: int, targets: bool, window: bool, products: str, asm: bool
+) -> Kind:
+    """Return an attention kernel's constants. `as_rows` pads the heads."""
+    sizes = cdiv(d, 16) * 16, cdiv(v, 16) * 16
     # fp32 tiles must be wider than high: see `bwd_dq_config`.
-    least = 32 if f.dtype == torch.float32 else 16
-    return dict(
-        H=case.heads, D=d, V=v, D_OUT=case.d, V_OUT=case.v, PAD_D=max(least, padded_head(d)),
-        PAD_V=max(least, padded_head(v)),
-        HAS_TARGETS=case.targets, HAS_WINDOW=case.window, HAS_POSITION=f.position, HAS_TIME=f.time,
-        FAST=f.dtype != torch.float32, PRECISION=case.precision, ASM=case.asm,
+    least = 32 if features.dtype == torch.float32 else 16
+    widths = (max(least, padded_head(size)) for size in sizes)
+    return Kind(
+        heads, *sizes, d, v, *widths, targets, window, features.position, features.time,
+        features.dtype != torch.float32, products, asm,
     )  # fmt: skip
 
 
 class _Launch:
     """The operator's arguments in the form that the kernels take, shared by the forward and backward launches."""
 
-    def __init__(
-        self, q, k, v, seq_offsets, num_targets, position, time, timestamps, query_timestamps, plan, max_seq_len,
-        window_size, scale, normalizer, hopper,
-    ):  # fmt: skip
-        self.bias = RelativeBias(position, time, timestamps, query_timestamps)
-        self.metadata = seq_offsets, num_targets, timestamps, query_timestamps
-        purpose = purpose_of(q, v, seq_offsets, num_targets, self.bias, max_seq_len, window_size, hopper)
+    def __init__(self, a: Arguments):
+        q, v, self.a, self.bias = a.q, a.v, a, a.bias
+        purpose = purpose_of(q, v, *a.batch[:2], self.bias, a.max_seq_len, a.window_size, a.hopper)
         self.features = purpose.features
-        self.plan = AttentionPlan.of_flat(purpose, plan)
-        self.d_out, self.v_out = q.shape[2], v.shape[2]
-        self.q, self.k, self.v = as_rows(q, k, v)
-        self.scale, self.normalizer = scale, normalizer
+        self.plan = AttentionPlan.from_flat(purpose, a.plan)
+        self.tables = HalvedTables(self.bias, POSITION_MARGIN)
+        self.q, self.k, self.v = as_rows(q, a.k, v)
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
-        self.biased = position is not None or time is not None
-        self.hopper = self.features.hopper
-        self.case = _Case(
-            self.features, q.shape[1], self.d_out, self.v_out, purpose.targets, window_size > 0,
+        self.biased = self.tables.size > 0
+        self.kind = _kind(
+            self.features, q.shape[1], q.shape[2], v.shape[2], purpose.targets, a.window_size > 0,
             precision(q.dtype, "tf32x3"), proven(q.device),
         )  # fmt: skip
 
-    def new(self, size: int) -> torch.Tensor:
+    def new(self, size: int) -> Tensor:
         """Allocate [T, H, size]."""
         return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
 
-    def run(self, kernel, tiles: TileMap, arguments: tuple, config: Callable, **more) -> None:
-        grid, config = tiles.schedule.shape[0] * self.q.shape[1], config(self.features)
-        run(kernel, grid, *arguments, **_constants(self.case), **config, **more)
+    def run(self, kernel, tiles: TileMap, arguments: tuple, halves: Tensor, config: Callable, **more) -> None:
+        """Launch an attention kernel; its last arguments are the tile map and the bias."""
+        bias: KernelBias = self.tables.kernel_bias(halves, self.plan.keys, self.plan.queries)
+        grid = tiles.schedule.shape[0] * self.kind.H
+        run(kernel, grid, *arguments, tiles, tiles.row, bias, kind=self.kind, **config(self.features), **more)
 
-    def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:
-        """Return an attention kernel's last arguments: the tile map, the numbers that vary with it, the bias."""
-        buckets, device = self.plan.purpose.num_buckets, self.q.device
-        if buckets is None:
-            times, finders = (None,) * 4, (None, None)
-        else:
-            times = (*self.plan.queries, *self.plan.keys)
-            finders = device_cells(buckets, device), bucket_steps(buckets, device)
-        width, _ = _tables_kept(self.bias)
-        position = None if self.bias.position is None else tables[POSITION_MARGIN:]
-        time = None if self.bias.time is None else tables[width:]
-        total = self.plan.purpose.total
-        return tiles, tiles.row, total, KernelBias(position, time, *finders, *times)
-
-    def halved_tables(self) -> torch.Tensor:
-        """Return half the values of the bias tables in fp32, as the kernels read them; empty without a bias."""
-        position, time = self.bias.position, self.bias.time
-        position_width, time_width = _tables_kept(self.bias)
-        tables = torch.empty(position_width + time_width, dtype=torch.float32, device=self.q.device)
-        if self.biased:
-            arguments = tables, tables[position_width:], position, time
-            times = 0 if time is None else self.plan.purpose.num_buckets + 1
-            n = 0 if position is None else position.shape[0]
-            run(
-                halved_tables_kernel, cdiv(max(position_width, time_width), 1024), *arguments, N=n,
-                WIDTH=position_width, TIMES=times, MARGIN=POSITION_MARGIN, BLOCK=1024,
-            )  # fmt: skip
-        return tables
-
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self) -> tuple[Tensor, Tensor]:
         """Return (output, halved tables)."""
-        out, tables = self.new(self.v_out), self.halved_tables()
+        a, out, halves = self.a, self.new(self.a.v.shape[2]), self.tables.halved(self.q)
         if self.empty:
-            return out.zero_(), tables
-        if self.hopper:
-            from hstu_sparse.dense.hopper.forward import dense_attention_fwd_hopper_kernel as kernel
+            return out.zero_(), halves
+        factors = 0.5 * a.scale, 1.0 / a.normalizer
+        if self.features.hopper:
+            from hstu_sparse.dense.hopper.kernels import dense_attention_fwd_hopper_kernel as kernel
 
-            factors, config = (0.5 * self.scale, 1.0 / self.normalizer), hopper_fwd_config(self.features)
-            self._run_hopper(kernel, "MNN", (self.q, self.k, self.v), (out,), factors, config)
-            return out, tables
-        purpose, tiles = self.plan.purpose, self.plan.forward
-        arguments = (
-            *map(Rows.of, (self.q, self.k, self.v, out)), *self.metadata[:2], purpose.window_size,
-            0.5 * self.scale, 1.0 / self.normalizer, *self.planned(tiles, tables),
-        )  # fmt: skip
-        self.run(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
-        return out, tables
+            self._run_hopper(kernel, "MNN", (self.q, self.k, self.v), (out,), factors, hopper_fwd_config)
+            return out, halves
+        rows = map(Rows.of, (self.q, self.k, self.v, out))
+        arguments = (*rows, *a.batch[:2], a.window_size, *factors)
+        self.run(kernels.dense_attention_fwd_kernel, self.plan.forward, arguments, halves, fwd_config)
+        return out, halves
 
     def _run_hopper(
-        self, kernel, blocks: str, sources: tuple, outputs: tuple, factors: tuple, config: LaunchConfig
+        self, kernel, blocks: str, sources: tuple, outputs: tuple, factors: tuple, config: Callable
     ) -> None:
         """Launch a kernel for Hopper; all of them have the same tiles.
 
@@ -178,105 +145,103 @@ class _Launch:
         """
         from hstu_sparse.dense.hopper.tiles import descriptor
 
-        schedule = self.plan.forward.schedule
-        heads, slots = self.case.heads, schedule.shape[0]
-        descriptors = [descriptor(x, config[f"BLOCK_{block}"]) for x, block in zip(sources, blocks)]
-        strides = *(x.base.stride(1) for x in descriptors), *(n for x in outputs for n in x.stride()[:2])
+        settings, schedule, heads = config(self.features), self.plan.forward.schedule, self.kind.H
+        slots = schedule.shape[0]
+        descriptors = [descriptor(x, settings[f"BLOCK_{block}"]) for x, block in zip(sources, blocks)]
+        strides = tuple(x.base.stride(1) for x in descriptors)
         taken = torch.zeros(1, dtype=torch.int32, device=self.q.device)
         run(
-            kernel, min(multiprocessors(self.q.device), slots * heads), *descriptors, *outputs, *strides,
-            *self.metadata[:2], self.plan.purpose.window_size, *factors, taken, slots, schedule, H=heads,
-            HAS_TARGETS=self.case.targets, HAS_WINDOW=self.case.window, **config,
+            kernel, min(multiprocessors(self.q.device), slots * heads), *descriptors, strides,
+            *map(Rows.of, outputs), *self.a.batch[:2], self.a.window_size, factors, taken, slots, schedule, H=heads,
+            HAS_TARGETS=self.kind.HAS_TARGETS, HAS_WINDOW=self.kind.HAS_WINDOW, **settings,
         )  # fmt: skip
 
-    def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
+    def backward(self, do: Tensor, halves: Tensor) -> list[Tensor]:
         """Return dq, dk, dv and the gradients of the present tables."""
-        dq, dk, dv = self.new(self.d_out), self.new(self.d_out), self.new(self.v_out)
+        a = self.a
+        dq, dk, dv = self.new(a.q.shape[2]), self.new(a.q.shape[2]), self.new(a.v.shape[2])
         grads = [None if x is None else torch.empty_like(x) for x in self.bias[:2]]
         table_grads = [x for x in grads if x is not None]
         if self.empty:
             return [dq, dk, dv, *(x.zero_() for x in table_grads)]
         (do,) = as_rows(do)
-        sources, half_scale = (self.q, self.k, self.v, do), 0.5 * self.scale
-        if self.hopper:
-            from hstu_sparse.dense.hopper.backward_dkv import dense_attention_bwd_dkv_hopper_kernel
-            from hstu_sparse.dense.hopper.backward_dq import dense_attention_bwd_dq_hopper_kernel
+        sources, half_scale = (self.q, self.k, self.v, do), 0.5 * a.scale
+        factors = half_scale, 0.5 / a.normalizer, a.scale
+        if self.features.hopper:
+            from hstu_sparse.dense.hopper.kernels import dense_attention_bwd_dkv_hopper_kernel as dkv_kernel
+            from hstu_sparse.dense.hopper.kernels import dense_attention_bwd_dq_hopper_kernel as dq_kernel
 
-            factors, config = (half_scale, 0.5 / self.normalizer, self.scale), hopper_dkv_config(self.features)
-            self._run_hopper(dense_attention_bwd_dkv_hopper_kernel, "MNNM", sources, (dk, dv), factors, config)
-            factors, config = (half_scale, half_scale / self.normalizer), hopper_dq_config(self.features)
-            self._run_hopper(dense_attention_bwd_dq_hopper_kernel, "MNNM", sources, (dq,), factors, config)
+            self._run_hopper(dkv_kernel, "MNNM", sources, (dk, dv), factors, hopper_dkv_config)
+            factors = half_scale, half_scale / a.normalizer
+            self._run_hopper(dq_kernel, "MNNM", sources, (dq,), factors, hopper_dq_config)
             return [dq, dk, dv]
-        self.plan = with_backward(self.plan, *self.metadata)
-        purpose, rows = self.plan.purpose, [*map(Rows.of, sources)]
-        numbers = *self.metadata[:2], purpose.window_size, half_scale, 0.5 / self.normalizer, self.scale
+        self.plan = with_backward(self.plan, *a.batch)
+        rows = [*map(Rows.of, sources)]
+        shared = *a.batch[:2], a.window_size, *factors
 
         if bwd_dkv_config(self.features).TMA:
             allow_descriptors()
-        arguments = (
-            *rows, Rows.of(dk), Rows.of(dv), *numbers, *self.planned(self.plan.dkv, tables),
-        )  # fmt: skip
-        self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
+        arguments = *rows, Rows.of(dk), Rows.of(dv), *shared
+        self.run(kernels.dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, halves, bwd_dkv_config)
 
-        config = bwd_dq_config(self.features)
-        position_sums, time_sums, norms = self._sums(do)
+        purpose, config, sums = self.plan.purpose, bwd_dq_config(self.features), self._sums(do)
         # The greatest number of terms, of 21 bits before the shift, that one cell of the time bias's histogram gets.
         terms = config.BLOCK_M * (min(purpose.max_seq_len, purpose.total) + config.BLOCK_N) // 32
         time_shift = max(0, terms.bit_length() - 10)
-        table = 0 if self.bias.time is None else hidden_bucket(purpose.num_buckets)
-        arguments = (
-            *rows, Rows.of(dq), position_sums, time_sums, norms, time_shift, *numbers, *self.planned(self.plan.dq,
-            tables),
-        )  # fmt: skip
-        self.run(dense_attention_bwd_dq_kernel, self.plan.dq, arguments, bwd_dq_config, TABLE=table, COPIES=_COPIES)
+        constants = dict(TABLE=sums.buckets, COPIES=_COPIES)
+        arguments = *rows, Rows.of(dq), sums, time_shift, *shared
+        self.run(kernels.dense_attention_bwd_dq_kernel, self.plan.dq, arguments, halves, bwd_dq_config, **constants)
         if self.biased:
             position, time = (0 if x is None else x.shape[0] for x in grads)
-            arguments = position_sums, time_sums, *grads, norms, 0.5 / self.normalizer
             times = 0 if time == 0 else purpose.num_buckets + 1
             run(
-                table_gradients_kernel, cdiv(max(position, time), 128), *arguments, N=position, TIMES=times, ALL=time,
-                TABLE=table, COPIES=_COPIES, BLOCK=128,
+                table_gradients_kernel, cdiv(max(position, time), 128), sums, *grads, 0.5 / a.normalizer, N=position,
+                TIMES=times, ALL=time, **constants, BLOCK=128,
             )  # fmt: skip
         return [dq, dk, dv, *table_grads]
 
-    def _sums(self, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return (zeros for the position bias's sums, for the time bias's, the norms that bound ds); None if not
-        needed.
+    def _sums(self, do: Tensor) -> TableGradients:
+        """Return zeros for the sums of the tables' gradients, and the norms that bound ds.
 
         The sums of fp16 and bf16 inputs are integers, which do not depend on the order of additions; fp32 needs more
-        digits than they have.
+        digits than they have, and has no norms.
         """
         if not self.biased:
-            return None, None, None
+            return TableGradients()
         exact = self.q.dtype != torch.float32 and not INTERPRET
-        position, time = self.bias.position, self.bias.time
-        width = 0 if position is None else cdiv(position.shape[0], _ALIGNMENT) * _ALIGNMENT
-        times = 0 if time is None else _COPIES * hidden_bucket(self.plan.purpose.num_buckets)
-        sums = torch.zeros(width + times + 1, dtype=torch.int64 if exact else torch.float32, device=self.q.device)
+        buckets = 0 if self.bias.time is None else hidden_bucket(self.tables.buckets)
+        width = cdiv(self.tables.positions, _ALIGNMENT) * _ALIGNMENT
+        dtype = torch.int64 if exact else torch.float32
+        sums = torch.zeros(width + _COPIES * buckets + 1, dtype=dtype, device=self.q.device)
         norms = None
         if exact:
-            norms = sums[-1:].view(torch.float32)
-            rows, block = self.v.shape[0] * self.v.shape[1], 128
-            arguments = self.v, do, norms, *self.v.stride()[:2], *do.stride()[:2], self.v.shape[0]
-            constants = dict(H=self.v.shape[1], V=self.v.shape[2], PAD_V=padded_head(self.v.shape[2]), BLOCK=block)
-            run(greatest_norms_kernel, cdiv(rows, block), *arguments, **constants, num_warps=8)
-        return (
-            None if position is None else sums[:width], None if time is None else sums[width:-1], norms,
-        )  # fmt: skip
+            norms, (tokens, heads, size) = sums[-1:].view(torch.float32), self.v.shape
+            constants = dict(H=heads, V=size, PAD_V=padded_head(size), BLOCK=128, num_warps=8)
+            run(
+                greatest_norms_kernel,
+                cdiv(tokens * heads, 128),
+                Rows.of(self.v),
+                Rows.of(do),
+                norms,
+                tokens,
+                **constants,
+            )
+        position, time = None if width == 0 else sums[:width], None if buckets == 0 else sums[width:-1]
+        return TableGradients(position, time, None, 0, buckets, norms)
 
 
-def _forward(*arguments):
-    return _Launch(*arguments).forward()
+def _forward(*arguments) -> tuple[Tensor, Tensor]:
+    return _Launch(Arguments(*arguments)).forward()
 
 
-def _backward(grad, *arguments):
-    *arguments, tables = arguments
-    return _Launch(*arguments).backward(grad, tables)
+def _backward(grad: Tensor, *arguments) -> list[Tensor]:
+    *arguments, halves = arguments
+    return _Launch(Arguments(*arguments)).backward(grad, halves)
 
 
-def _fake(q, k, v, seq_offsets, num_targets, position, time, *_):
-    widths = _tables_kept(RelativeBias(position, time))
-    return q.new_empty(v.shape), q.new_empty(sum(widths), dtype=torch.float32)
+def _fake(*arguments) -> tuple[Tensor, Tensor]:
+    a = Arguments(*arguments)
+    return a.q.new_empty(a.v.shape), HalvedTables(a.bias, POSITION_MARGIN).new(a.q)
 
 
 dense_operator = Operator(

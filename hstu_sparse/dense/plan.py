@@ -7,11 +7,12 @@ into, depends on the offsets, candidates, window and timestamps, and on the tile
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.bias.buckets import TokenTimes, device_cells, hidden_bucket, num_time_buckets
+from hstu_sparse.bias.buckets import TokenTimes, device_cells, hidden_bucket, num_time_buckets, split_times
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.core.jagged import fingerprint
@@ -106,13 +107,16 @@ class AttentionPlan(NamedTuple):
 
     def flat(self) -> list[torch.Tensor | None]:
         """Return the tensors, for an operator's `Tensor?[]`."""
-        parts = ((self.keys, 2), (self.queries, 2), (self.forward, 4), (self.dq, 4), (self.dkv, 4))
-        return [x for part, size in parts for x in (part or [None] * size)]
+        parts = ((self.keys, TokenTimes), (self.queries, TokenTimes), *((x, TileMap) for x in self[3:]))
+        return [x for part, kind in parts for x in (part or [None] * len(kind._fields))]
 
     @classmethod
-    def of_flat(cls, purpose: Purpose, x: list[torch.Tensor | None]) -> "AttentionPlan":
-        times = [None if pair[0] is None else TokenTimes(*pair) for pair in (x[:2], x[2:4])]
-        maps = [None if four[0] is None else TileMap(*four) for four in (x[4:8], x[8:12], x[12:])]
+    def from_flat(cls, purpose: Purpose, tensors: list[torch.Tensor | None]) -> "AttentionPlan":
+        """Invert `flat`."""
+        x = iter(tensors)
+        parts = ([next(x) for _ in kind._fields] for kind in (TokenTimes, TokenTimes, TileMap, TileMap, TileMap))
+        times = [None if part[0] is None else TokenTimes(*part) for part in itertools.islice(parts, 2)]
+        maps = [None if part[0] is None else TileMap(*part) for part in parts]
         return cls(purpose, *times, *maps)
 
 
@@ -152,64 +156,76 @@ def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
     return sizes if f.time else tuple(Tiling(tiling.owned, 1, True) for tiling in sizes)
 
 
-def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max_seq_len, window_size, num_buckets,
-              owned, other, by_query, roles, least=torch.sym_min):  # fmt: skip
-    slots = total // owned + seq_offsets.shape[0] - 1
-    new = functools.partial(torch.empty, device=seq_offsets.device)
+class _MapArguments(NamedTuple):
+    """The arguments of the operator that makes a tile map, in the order of its schema."""
+
+    seq_offsets: torch.Tensor
+    num_targets: torch.Tensor | None
+    timestamps: torch.Tensor | None
+    query_timestamps: torch.Tensor | None
+    total: int
+    max_seq_len: int
+    window_size: int
+    num_buckets: int
+    owned: int
+    other: int
+    by_query: bool
+
+
+def _new_map(a: _MapArguments, least) -> list[torch.Tensor]:
+    slots = a.total // a.owned + a.seq_offsets.shape[0] - 1
+    new = functools.partial(torch.empty, device=a.seq_offsets.device)
     tensors = [new(slots, 2, dtype=torch.int32)]
-    if timestamps is not None:
-        row = cdiv(least(max_seq_len, total), other) + 2
+    if a.timestamps is not None:
+        row = cdiv(least(a.max_seq_len, a.total), a.other) + 2
         tensors += [new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32)]
-        tensors.append(new(slots, least(NEAR.value, row), owned * other, dtype=torch.uint8))
-    for _ in range(roles):
-        tensors += [new(2, total, dtype=torch.float32), new(total, dtype=torch.int32)]
+        tensors.append(new(slots, least(NEAR.value, row), a.owned * a.other, dtype=torch.uint8))
     return tensors
 
 
-def _map(*arguments):
-    (
-        seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, owned, other,
-        by_query, _,
-    ) = arguments  # fmt: skip
-    tensors = _fake_map(*arguments, least=min)
-    num_seqs, timed = seq_offsets.shape[0] - 1, timestamps is not None
-    slots = tensors[0].shape[0]
-    if total == 0 or num_seqs == 0:
+def _fake_map(*arguments) -> list[torch.Tensor]:
+    return _new_map(_MapArguments(*arguments), torch.sym_min)
+
+
+def _map(*arguments) -> list[torch.Tensor]:
+    a = _MapArguments(*arguments)
+    tensors = _new_map(a, min)
+    num_seqs, timed = a.seq_offsets.shape[0] - 1, a.timestamps is not None
+    if a.total == 0 or num_seqs == 0:
         return tensors
-    cells = device_cells(num_buckets, seq_offsets.device) if timed else None
-    row = tensors[1].shape[0] // slots if timed else 0
-    kernel_arguments = (
-        seq_offsets, num_targets, query_timestamps, timestamps, cells, *tensors, *[None] * (8 - len(tensors)), row,
-        num_seqs, slots, total, window_size,
-    )  # fmt: skip
+    tiles = TileMap(*tensors)
+    slots = tiles.schedule.shape[0]
     constants = dict(
-        HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=owned, OTHER=other, BY_QUERY=by_query,
-        HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
+        HAS_TARGETS=a.num_targets is not None, HAS_WINDOW=a.window_size > 0, OWN=a.owned, OTHER=a.other,
+        BY_QUERY=a.by_query, HIDDEN=hidden_bucket(a.num_buckets) if timed else 0, ASM=proven(a.seq_offsets.device),
+        CHUNK=16, num_warps=8 if timed else 4,
     )  # fmt: skip
-    grid = num_seqs + (slots if timed else 0)
-    run(dense_attention_plan_kernel, grid, *kernel_arguments, **constants, num_warps=8 if timed else 4)
+    run(
+        dense_attention_plan_kernel, num_seqs + (slots if timed else 0), a.seq_offsets, a.num_targets,
+        a.query_timestamps, a.timestamps, device_cells(a.num_buckets, a.seq_offsets.device) if timed else None, tiles,
+        tiles.row, num_seqs, slots, a.window_size, **constants,
+    )  # fmt: skip
     return tensors
 
 
 _map_operator = register_preparation(
     "dense_tile_map",
     "Tensor seq_offsets, Tensor? num_targets, Tensor? timestamps, Tensor? query_timestamps, SymInt total, "
-    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query, int roles",
+    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query",
     launch=_map,
     fake=_fake_map,
 )
 
 
-def tile_map(
-    purpose: Purpose, tiling: Tiling, seq_offsets, num_targets, timestamps, query_timestamps, roles: int = 0
-) -> tuple[TileMap, list[TokenTimes]]:
-    """Return (the map, the times of keys and queries). roles: 2 for both times, 1 if they are the same, 0 for none."""
+def tile_map(purpose: Purpose, tiling: Tiling, seq_offsets, num_targets, timestamps, query_timestamps) -> TileMap:
+    """Return the map of one tiling."""
     timed = purpose.num_buckets is not None
-    tensors = _map_operator(
-        seq_offsets, num_targets, timestamps if timed else None, query_timestamps if timed else None, purpose.total,
-        purpose.max_seq_len, purpose.window_size, purpose.num_buckets if timed else 0, *tiling, roles,
+    return TileMap(
+        *_map_operator(
+            seq_offsets, num_targets, timestamps if timed else None, query_timestamps if timed else None,
+            purpose.total, purpose.max_seq_len, purpose.window_size, purpose.num_buckets if timed else 0, *tiling,
+        )
     )  # fmt: skip
-    return TileMap(*tensors[:4]), [TokenTimes(*pair) for pair in (tensors[4:6], tensors[6:8]) if pair]
 
 
 def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, query_timestamps) -> AttentionPlan:
@@ -218,9 +234,7 @@ def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, que
     tile_maps = {dkv: plan.dkv, dq: plan.dq, forward: plan.forward}
     for tiling in (dq, dkv):
         if tile_maps[tiling] is None:
-            tile_maps[tiling], _ = tile_map(
-                plan.purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps
-            )
+            tile_maps[tiling] = tile_map(plan.purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps)
     return plan._replace(dq=tile_maps[dq], dkv=tile_maps[dkv])
 
 
@@ -229,10 +243,10 @@ def make_plan(
 ) -> AttentionPlan:
     """Compute `attention_plan` for checked arguments. Without `backward` only the part that the forward pass reads."""
     batch = seq_offsets, num_targets, timestamps, query_timestamps
-    # If keys and queries share one tensor of times, its splits serve both roles.
-    roles = 0 if purpose.num_buckets is None else 1 if query_timestamps is timestamps else 2
+    keys = queries = None
+    if purpose.num_buckets is not None:
+        keys, queries = split_times(seq_offsets, timestamps, query_timestamps)
     tiling, dq, _ = purpose.tilings
-    forward, times = tile_map(purpose, tiling, *batch, roles)
-    keys, queries = (times[0], times[-1]) if roles else (None, None)
+    forward = tile_map(purpose, tiling, *batch)
     plan = AttentionPlan(purpose, keys, queries, forward, forward if dq == tiling else None, None)
     return with_backward(plan, *batch) if backward else plan

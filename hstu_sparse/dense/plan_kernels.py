@@ -12,7 +12,6 @@ from hstu_sparse.bias.buckets import (
     extremes,
     load_split_times,
     near_order,
-    store_split_times,
     tile_entry,
 )
 from hstu_sparse.bias.scores import NEAR
@@ -48,7 +47,7 @@ def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, BLOCK: tl.con
 
 @triton.jit
 def _map_tile(
-    first_row, slot, begin, sequence, own_times, times, k_times, cells, entries, runs, near, row,
+    first_row, slot, begin, sequence, own_times, times, k_times, cells, tiles, row,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +74,7 @@ def _map_tile(
         else:
             value = tile_entry(other_first, other_last, own_first, own_last, cells, ASM)
         value = tl.where((other_last - other_first < EXACT_SECONDS) & inside, value, -1)
-        tl.store(entries + slot * row + block, value.to(tl.int16), block < high_block + 2)
+        tl.store(tiles.entries + slot * row + block, value.to(tl.int16), block < high_block + 2)
         wide = inside & (value < 0)
         wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
         wide_end = tl.maximum(wide_end, tl.max(tl.where(wide, block + 1, wide_end), 0))
@@ -89,9 +88,9 @@ def _map_tile(
         first = nearest
         run = tl.maximum(wide_end, tl.minimum(nearest + NEAR, high_block)) * OTHER
         last = tl.minimum((tl.minimum(run, end) + OTHER - 1) // OTHER, nearest + NEAR)
-    tl.store(runs + slot, run)
+    tl.store(tiles.runs + slot, run)
 
-    near += slot * (tl.minimum(row, NEAR) * OWN * OTHER)
+    near = tiles.near + slot * (tl.minimum(row, NEAR) * OWN * OTHER)
     owned = owned[:, None]
     own_high, own_low = load_split_times(own_times + owned, owned < length)
     for block in range(first, last):
@@ -107,23 +106,21 @@ def _map_tile(
 
 
 @triton.jit(
-    do_not_specialize=["window_size", "row", "num_seqs", "num_slots", "total"],
+    do_not_specialize=["window_size", "row", "num_seqs", "num_slots"],
     do_not_specialize_on_alignment=["seq_offsets", "num_targets", "k_times", "q_times"],
 )
 def dense_attention_plan_kernel(
-    seq_offsets, num_targets, q_times, k_times, cells, schedule, entries, runs, near, k_split, k_offset, q_split,
-    q_offset, row, num_seqs, num_slots, total, window_size,
+    seq_offsets, num_targets, q_times, k_times, cells, tiles, row, num_seqs, num_slots, window_size,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fill a `TileMap`: one program for each sequence writes the schedule.
+    """Fill the `TileMap` `tiles`: one program for each sequence writes the schedule.
 
-    With times, one more program for each slot writes its tile, and the `TokenTimes` of its tokens to the tensors
-    present.
+    With times, one more program for each slot writes its tile.
     """
     program = tl.program_id(0)
     if program < num_seqs:
-        _write_schedule(program, seq_offsets, schedule, num_seqs, num_slots, OWN, 256)
+        _write_schedule(program, seq_offsets, tiles.schedule, num_seqs, num_slots, OWN, 256)
     elif k_times is not None:
         slot = program - num_seqs
         b, _, _, index = locate(seq_offsets, slot, num_seqs, OWN)
@@ -131,13 +128,6 @@ def dense_attention_plan_kernel(
         if index * OWN < sequence.length:
             own_times, times = (q_times, k_times) if BY_QUERY else (k_times, q_times)
             _map_tile(
-                index * OWN, slot.to(tl.int64), begin, sequence, own_times, times, k_times, cells, entries, runs, near,
-                row, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, BY_QUERY, HIDDEN, CHUNK, ASM,
+                index * OWN, slot.to(tl.int64), begin, sequence, own_times, times, k_times, cells, tiles, row,
+                HAS_TARGETS, HAS_WINDOW, OWN, OTHER, BY_QUERY, HIDDEN, CHUNK, ASM,
             )  # fmt: skip
-            place = index * OWN + tl.arange(0, OWN)
-            inside = place < sequence.length
-            if k_split is not None:
-                origin = tl.load(k_times + begin)
-                store_split_times(k_times, origin, k_split, k_offset, total, begin + place, inside)
-                if q_split is not None:
-                    store_split_times(q_times, origin, q_split, q_offset, total, begin + place, inside)

@@ -1,4 +1,4 @@
-"""Device functions of the dense kernels for a tile: its ranges of keys or queries, masks, loads of blocks, SiLU.
+"""Device functions of the dense kernels for a tile: its ranges of keys or queries, masks, SiLU.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size. In the
 kernels m: query rows of a tile, n: its key rows; t and s: the positions of queries and keys in their sequence.
@@ -16,12 +16,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.bias.scores import NEAR
+from hstu_sparse.bias.scores import NEAR, TileBias, resident_bias
 from hstu_sparse.tiles.rows import COMPILED, tanh_approx
 
 # Arguments that Triton must not specialise on, or it would compile kernels again for other batches: numbers that differ
 # between batches, and the caller's pointers, whose alignment may differ.
-PER_BATCH = ["window_size", "row", "total", "time_shift"]
+PER_BATCH = ["window_size", "row", "time_shift"]
 CALLER_POINTERS = ["seq_offsets", "num_targets"]
 # All bits set, and more than the number of tiles of any sequence.
 MOST_TILES = tl.constexpr(2**24 - 1)
@@ -36,24 +36,25 @@ class Sequence(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The constants that a kernel is compiled for.
+    """The constants that a kernel is compiled for, besides the sizes of its tiles, as one constexpr.
 
-    A kernel must construct it anew in each call: in a variable its constexprs would become tensors.
+    D_OUT and V_OUT: the sizes of heads in the results; D and V: in memory; PAD_D and PAD_V: in tiles.
     """
 
-    D: tl.constexpr
-    V: tl.constexpr
-    PAD_D: tl.constexpr
-    PAD_V: tl.constexpr
-    BLOCK_M: tl.constexpr
-    BLOCK_N: tl.constexpr
-    HAS_TARGETS: tl.constexpr
-    HAS_WINDOW: tl.constexpr
-    HAS_POSITION: tl.constexpr
-    HAS_TIME: tl.constexpr
-    FAST: tl.constexpr
-    PRECISION: tl.constexpr
-    ASM: tl.constexpr
+    H: int
+    D: int
+    V: int
+    D_OUT: int
+    V_OUT: int
+    PAD_D: int
+    PAD_V: int
+    HAS_TARGETS: bool
+    HAS_WINDOW: bool
+    HAS_POSITION: bool
+    HAS_TIME: bool
+    FAST: bool
+    PRECISION: str
+    ASM: bool
 
 
 @triton.jit
@@ -84,14 +85,6 @@ def find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M: tl
     begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
     block = (sequence.length + BLOCK_M - 1) // BLOCK_M - 1 - tl.load(entry + 1)
     return begin, sequence, block, block * BLOCK_M + tl.arange(0, BLOCK_M)
-
-
-@triton.jit
-def store_block(base, rows, stride, inside, value, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Store a tile to the rows of the matrix at `base`, SIZE of its WIDTH columns; addresses are as in `load_block`."""
-    columns = tl.arange(0, WIDTH)
-    pointers = base + rows[:, None] * stride + columns[None, :]
-    tl.store(pointers, value.to(base.dtype.element_ty), inside[:, None] & (columns < SIZE)[None, :])
 
 
 @triton.jit
@@ -155,15 +148,6 @@ def query_ranges(
 
 
 @triton.jit
-def silu_of_half(h, FAST: tl.constexpr):
-    """Return SiLU of a tile of scores, which are passed halved."""
-    if FAST and COMPILED:
-        return h * tanh_approx(h) + h
-    else:
-        return 2.0 * h / (1.0 + tl.exp(-2.0 * h))
-
-
-@triton.jit
 def silu_and_slope(h, FAST: tl.constexpr):
     """Return (SiLU, twice its derivative minus 1) of a tile of scores, which are passed halved."""
     if FAST and COMPILED:
@@ -175,31 +159,27 @@ def silu_and_slope(h, FAST: tl.constexpr):
 
 @triton.jit
 def query_tile_bias(
-    b, begin, block, first_row, t, sequence, bias, tiles, row, total,
-    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TIME: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Return, for a tile of queries, (the ranges of keys, the fields of its `Bias` from `high` to `nearest`).
+    b, begin, block, t, sequence, bias, tiles, row, kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return, for a tile of queries, (the ranges of keys, its `TileBias`).
 
     The ranges are the five bounds of four loops over the keys. The second loop needs no masks; with a time bias its
     blocks are narrow, those of the third are wide and those of the fourth are near. Without one the third loop is
     empty.
     """
-    first, full, diagonal, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N)
-    near_start = diagonal
-    high, low, offset, nearest = 0.0, 0.0, 0, 0
-    if HAS_TIME:
+    first, full, diagonal, end = key_ranges(
+        block * BLOCK_M, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N
+    )
+    if kind.HAS_TIME:
         slot = begin // BLOCK_M + b + block
-        high = tl.load(bias.query_times + begin + t, t < sequence.length, 0.0)[:, None]
-        low = tl.load(bias.query_times + total + begin + t, t < sequence.length, 0.0)[:, None]
-        offset = tl.load(bias.query_offset + begin + t, t < sequence.length, 0)[:, None]
-        k_times = bias.key_times + begin
-        k_offset = bias.key_offset + begin
-        entries = tiles.entries + slot * row
         near = tiles.near + slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
         nearest = (end - 1) // BLOCK_N
         diagonal = tl.load(tiles.runs + slot)
         near_start = tl.maximum(diagonal, (nearest - (NEAR - 1)) * BLOCK_N)
-        return (first, full, diagonal, near_start, end), (high, low, offset, k_times, k_offset, entries, near, nearest)
+        tile = resident_bias(
+            bias, bias.query_times, bias.key_times, begin, t, t < sequence.length, tiles.entries + slot * row, near,
+            nearest,
+        )  # fmt: skip
+        return (first, full, diagonal, near_start, end), tile
     else:
-        return (first, full, diagonal, near_start, end), (high, low, offset, 0, 0, 0, 0, nearest)
+        return (first, full, diagonal, diagonal, end), TileBias(bias, 0.0, 0.0, 0, 0, 0, 0, 0)

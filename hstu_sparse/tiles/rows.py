@@ -177,6 +177,17 @@ def load_rows(base, rows, stride, mask, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
+def gather_rows(base, rows, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Load rows like `load_rows`, if all rows exist."""
+    columns = tl.arange(0, PADDED)
+    pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    if SIZE == PADDED:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(columns < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
 def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr):
     """Apply load_rows to consecutive rows; with TMA `base` is a tensor descriptor and the tile begins at (row, column)
     of it.
@@ -223,6 +234,14 @@ def load_block(
             return tl.load(pointers, (columns < SIZE)[None, :], 0.0)
         else:
             return tl.load(pointers)
+
+
+@triton.jit
+def store_block(base, rows, stride, inside, value, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Store a tile to the rows of the matrix at `base`, SIZE of its WIDTH columns; addresses are as in `load_block`."""
+    columns = tl.arange(0, WIDTH)
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    tl.store(pointers, value.to(base.dtype.element_ty), inside[:, None] & (columns < SIZE)[None, :])
 
 
 @triton.jit

@@ -219,10 +219,12 @@ def test_gradients_of_the_tables_keep_their_digits_where_those_of_scores_vanish(
 
 
 def test_batches_of_other_lengths_compile_nothing_new():
-    from hstu_sparse.bias import buckets
+    from hstu_sparse.bias import buckets, scores
+    from hstu_sparse.dense import kernels as attention
     from hstu_sparse.dense import launch, plan
 
-    kernels = {f for module in (launch, plan, buckets) for n, f in vars(module).items() if n.endswith("_kernel")}
+    modules = (attention, launch, plan, buckets, scores)
+    kernels = {f for module in modules for n, f in vars(module).items() if n.endswith("_kernel")}
     assert len(kernels) == 8
 
     def run(lengths):

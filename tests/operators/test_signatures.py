@@ -12,7 +12,6 @@ FOLDER = Path(__file__).parents[2] / "hstu_sparse"
 MOST = 20  # besides compile-time constants
 # Kernels that still have more. A kernel that no longer does is removed here.
 WIDE = {
-    "dense_attention_bwd_dkv_hopper_kernel",
     "group_attention_bwd_dkv_kernel",
     "group_attention_bwd_kernel",
     "group_attention_fwd_kernel",

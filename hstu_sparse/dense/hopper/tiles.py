@@ -342,12 +342,15 @@ def left_operand(pairs, DTYPE: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(pointer, stride_t, stride_h, tile, row, x, shared):
-    """Store x [64, D] to the rows of the tile's sequence from `row` on, through `shared` [64, D]: 16 bytes a thread."""
+def store_rows(target, tile, row, x, shared):
+    """Store x [64, D] to the rows of the tile's sequence from `row` on, through `shared` [64, D]: 16 bytes a thread.
+
+    target: `Rows`.
+    """
     D: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     shared.store(x.to(shared.dtype))
     row += gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    rows = pointer + tile.head * stride_h + (tile.begin + row).to(gl.int64) * stride_t
+    rows = target.pointer + tile.head * target.stride_h + (tile.begin + row).to(gl.int64) * target.stride_t
     gl.store(rows[:, None] + column[None, :], shared.load(LAYOUT), (row < tile.sequence.length)[:, None])

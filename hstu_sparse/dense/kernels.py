@@ -1,0 +1,282 @@
+"""Define the dense kernels: the output, and dq with the tables' gradients, by tiles of queries; dk and dv by tiles of
+keys.
+
+Letters: H heads, D query/key head size, V value head size, N max_seq_len. m: query rows of a tile, n: its key rows; t
+and s: their positions in the sequence.
+
+Since SiLU needs no normaliser there is no running maximum and no rescaling of the accumulators. Nothing but the inputs
+is kept from the forward pass: the scores are computed anew. Constant factors (1/N, the scale, and the 2 in the slope of
+SiLU, see ranges.py) are applied once, to the accumulators.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.bias.gradients import Gradients, add_position, add_time, exact_scale
+from hstu_sparse.bias.scores import NEAR, TileBias, bias_position, half_bias, read_ahead, resident_bias
+from hstu_sparse.bias.sums import RING, histogram_close, histogram_lane, histogram_open, ring_flush, ring_open
+from hstu_sparse.dense.ranges import (
+    CALLER_POINTERS,
+    MOST_TILES,
+    PER_BATCH,
+    find_query_tile,
+    find_sequence,
+    query_ranges,
+    query_tile_bias,
+    scheduled,
+    silu_and_slope,
+    visible,
+)
+from hstu_sparse.tiles.rows import block_source, in_registers, load_block, row_pointer, silu_of_half, store_block
+
+
+@triton.jit
+def _attend(
+    acc, q, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, tile, kind: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
+):  # fmt: skip
+    """Return acc [BLOCK_M, V] plus the keys first .. last (multiples of BLOCK_N; MASKED: `last` may pass the end)."""
+    n = tl.arange(0, BLOCK_N)
+    place = bias_position(t, sequence.history, kind.HAS_TARGETS)[:, None]
+    ahead = (0, 0.0, 0)
+    if kind.HAS_TIME and not MASKED:
+        ahead = read_ahead(first, last, tile, BLOCK_N, kind.ASM)
+    for start in range(first, last, BLOCK_N):
+        key = load_block(k, start, n, k_stride, sequence.length, kind.D, kind.PAD_D, MASKED)
+        scores = tl.dot(q, tl.trans(key), input_precision=kind.PRECISION)
+        biases, _, ahead = half_bias(
+            start, first_row, place, sequence, ahead, tile, kind, MASKED, IS_NEAR, True, BLOCK_M, BLOCK_N
+        )
+        half = scores * half_scale
+        if kind.HAS_POSITION or kind.HAS_TIME:
+            half += biases
+        weights = silu_of_half(half, kind.FAST)
+        if MASKED and not (IS_NEAR and kind.HAS_TIME):
+            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
+            weights = tl.where(mask, weights, 0.0)
+        value = load_block(v, start, n, v_stride, sequence.length, kind.V, kind.PAD_V, MASKED)
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=kind.PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
+def dense_attention_fwd_kernel(
+    q, k, v, out, seq_offsets, num_targets, window_size, half_scale, inverse_n, tiles, row, bias,
+    kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of BLOCK_M queries of one head in each program.
+
+    q, k, v, out: `Rows`. tiles: `TileMap`, row: its `row`. bias: `KernelBias`.
+    """
+    head, b, entry = scheduled(tiles.schedule, kind.H)
+    if b < 0:
+        return
+    PAD_V: tl.constexpr = kind.PAD_V
+    begin, sequence, block, t = find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M)
+    first_row = block * BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, sequence.length, kind.D, kind.PAD_D, True)
+    bounds, tile = query_tile_bias(b, begin, block, t, sequence, bias, tiles, row, kind, BLOCK_M, BLOCK_N)
+    keys, values = row_pointer(k, begin, head), row_pointer(v, begin, head)
+    acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
+    for part in tl.static_range(4):
+        if (part > 0 or kind.HAS_WINDOW) and (part != 2 or kind.HAS_TIME):  # noqa: SIM102  known to the compiler
+            if bounds[part] < bounds[part + 1]:
+                acc = _attend(
+                    acc, query, bounds[part], bounds[part + 1], t, first_row, sequence, keys, values, k.stride_t,
+                    v.stride_t, half_scale, tile, kind, BLOCK_M, BLOCK_N, part != 1, part == 3,
+                )  # fmt: skip
+    target = row_pointer(out, begin + first_row, head)
+    store_block(target, m, out.stride_t, t < sequence.length, acc * inverse_n, kind.V_OUT, kind.PAD_V)
+
+
+@triton.jit
+def _attend_dq(
+    acc, ring_low, q, do, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, tile, gradients,
+    kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return dq [BLOCK_M, D] plus the keys first .. last, sums for the bias tables, and the ring's least distance."""
+    n = tl.arange(0, BLOCK_N)
+    place = bias_position(t, sequence.history, kind.HAS_TARGETS)[:, None]
+    ahead = (0, 0.0, 0)
+    if kind.HAS_TIME and not MASKED:
+        ahead = read_ahead(first, last, tile, BLOCK_N, kind.ASM)
+    for start in range(first, last, BLOCK_N):
+        key = load_block(k, start, n, k_stride, sequence.length, kind.D, kind.PAD_D, MASKED)
+        value = load_block(v, start, n, v_stride, sequence.length, kind.V, kind.PAD_V, MASKED)
+        scores = tl.dot(q, tl.trans(key), input_precision=kind.PRECISION)
+        entry = ahead[0]
+        biases, buckets, ahead = half_bias(
+            start, first_row, place, sequence, ahead, tile, kind, MASKED, IS_NEAR, True, BLOCK_M, BLOCK_N
+        )
+        # After the bias's branches, so that this product overlaps tanh.
+        dp = tl.dot(do, tl.trans(value), input_precision=kind.PRECISION)
+        half = scores * half_scale
+        if kind.HAS_POSITION or kind.HAS_TIME:
+            half += biases
+        _, slope = silu_and_slope(half, kind.FAST)
+        ds = dp * slope + dp
+        if MASKED and not (IS_NEAR and kind.HAS_TIME):
+            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
+            ds = tl.where(mask, ds, 0.0)
+        acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=kind.PRECISION)
+        if kind.HAS_POSITION:
+            ring_low = add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind, EXACT)
+        if kind.HAS_TIME:
+            add_time(gradients, ds, buckets, entry, start, tile, MASKED, kind.ASM, EXACT)
+    return acc, ring_low
+
+
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
+def dense_attention_bwd_dq_kernel(
+    q, k, v, do, dq, tables, time_shift, seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale,
+    tiles, row, bias,
+    kind: tl.constexpr, TABLE: tl.constexpr, COPIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HOLD: tl.constexpr,
+):  # fmt: skip
+    """Compute dq of BLOCK_M queries of one head in each program, and their part of the bias tables' gradients.
+
+    tables: `TableGradients`, with norms if the sums are integers. HOLD: keep q and do in registers.
+    """
+    EXACT: tl.constexpr = tables.norms is not None
+    head, b, entry = scheduled(tiles.schedule, kind.H)
+    if b < 0:
+        return
+    PAD_D: tl.constexpr = kind.PAD_D
+    begin, sequence, block, t = find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M)
+    first_row = block * BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, sequence.length, kind.D, kind.PAD_D, True)
+    dout = load_block(
+        row_pointer(do, begin, head), first_row, m, do.stride_t, sequence.length, kind.V, kind.PAD_V, True
+    )
+    query, dout = in_registers(query, HOLD), in_registers(dout, HOLD)
+    bounds, tile = query_tile_bias(b, begin, block, t, sequence, bias, tiles, row, kind, BLOCK_M, BLOCK_N)
+    time_grad = tables.time
+    ring, histogram, lane = 0, 0, 0
+    sum_scale, time_scale = half_inverse_n, 1.0
+    if EXACT:
+        sum_scale = exact_scale(tables.norms)
+        time_scale = sum_scale / (1 << time_shift).to(tl.float32)
+    if kind.HAS_POSITION and EXACT and kind.ASM:
+        ring = ring_open(sequence.length)
+    if kind.HAS_TIME:
+        # The small table has several copies, so that programs do not contend for one address.
+        time_grad += (tl.program_id(0) % COPIES) * TABLE
+        if kind.ASM:
+            histogram = histogram_open(sequence.length)
+            lane = histogram_lane(histogram)
+    if ((kind.HAS_POSITION and EXACT) or kind.HAS_TIME) and kind.ASM:
+        tl.debug_barrier()
+    gradients = Gradients(tables.position, time_grad, ring, lane, sum_scale, time_scale)
+    keys, values = row_pointer(k, begin, head), row_pointer(v, begin, head)
+    acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
+    ring_low = 1 << 30
+    for part in tl.static_range(4):
+        if (part > 0 or kind.HAS_WINDOW) and (part != 2 or kind.HAS_TIME):  # noqa: SIM102  known to the compiler
+            if bounds[part] < bounds[part + 1]:
+                acc, ring_low = _attend_dq(
+                    acc, ring_low, query, dout, bounds[part], bounds[part + 1], t, first_row, sequence,
+                    keys, values, k.stride_t, v.stride_t, half_scale, tile, gradients, kind, BLOCK_M, BLOCK_N,
+                    part != 1, part == 3, EXACT,
+                )  # fmt: skip
+    if kind.HAS_POSITION and EXACT and kind.ASM:
+        tl.debug_barrier()
+        end = bounds[4]
+        nearest = first_row - (end - 1) // BLOCK_N * BLOCK_N - (BLOCK_N - 1)
+        farthest = tl.minimum(first_row - bounds[0] + BLOCK_M, ring_low + RING)
+        ring_flush(ring, tables.position, ring_low, tl.maximum(nearest, ring_low), farthest, sequence.length)
+    if kind.HAS_TIME and kind.ASM:
+        histogram_close(histogram, time_grad, half_inverse_n, time_shift, TABLE, EXACT)
+    target = row_pointer(dq, begin + first_row, head)
+    store_block(target, m, dq.stride_t, t < sequence.length, acc * (scale * half_inverse_n), kind.D_OUT, kind.PAD_D)
+
+
+@triton.jit
+def _attend_dkv(
+    dk, dv, k, v, first, last, s, first_row, sequence, q, do, q_stride, do_stride, half_scale, tile,
+    kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Return dk [BLOCK_N, D] and dv [BLOCK_N, V] plus the terms of the queries first .. last.
+
+    Tiles are transposed, keys x queries.
+    """
+    m = tl.arange(0, BLOCK_M)
+    place = bias_position(s, sequence.history, kind.HAS_TARGETS)[:, None]
+    ahead = (0, 0.0, 0)
+    if kind.HAS_TIME and not MASKED:
+        ahead = read_ahead(first, last, tile, BLOCK_M, kind.ASM)
+    for start in range(first, last, BLOCK_M):
+        query = load_block(q, start, m, q_stride, sequence.length, kind.D, kind.PAD_D, MASKED, TMA)
+        dout = load_block(do, start, m, do_stride, sequence.length, kind.V, kind.PAD_V, MASKED, TMA)
+        scores = tl.dot(k, tl.trans(query), input_precision=kind.PRECISION)
+        biases, _, ahead = half_bias(
+            start, first_row, place, sequence, ahead, tile, kind, MASKED, IS_NEAR, False, BLOCK_N, BLOCK_M
+        )
+        half = scores * half_scale
+        if kind.HAS_POSITION or kind.HAS_TIME:
+            half += biases
+        dp = tl.dot(v, tl.trans(dout), input_precision=kind.PRECISION)
+        weights, slope = silu_and_slope(half, kind.FAST)
+        if MASKED and not (IS_NEAR and kind.HAS_TIME):
+            mask = visible((start + m)[None, :], s[:, None], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
+            weights = tl.where(mask, weights, 0.0)
+            slope = tl.where(mask, slope, -1.0)
+        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=kind.PRECISION)
+        dk = tl.dot((dp * slope + dp).to(query.dtype), query, dk, input_precision=kind.PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
+def dense_attention_bwd_dkv_kernel(
+    q, k, v, do, dk, dv, seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale, tiles, row, bias,
+    kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of BLOCK_N keys of one head in each program. TMA: load queries by tensor descriptor."""
+    head, b, entry = scheduled(tiles.schedule, kind.H)
+    if b < 0:
+        return
+    PAD_D: tl.constexpr = kind.PAD_D
+    PAD_V: tl.constexpr = kind.PAD_V
+    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
+    length = sequence.length
+    # The mask tells the compiler that it is not negative: divisions by powers of two are shifts, with fewer registers.
+    first_row = (tl.load(entry + 1) & MOST_TILES) * BLOCK_N
+    n = tl.arange(0, BLOCK_N)
+    s = first_row + n
+    key = load_block(row_pointer(k, begin, head), first_row, n, k.stride_t, length, kind.D, kind.PAD_D, True)
+    value = load_block(row_pointer(v, begin, head), first_row, n, v.stride_t, length, kind.V, kind.PAD_V, True)
+    begin_row, full, free, end = query_ranges(first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N)
+    tile = TileBias(bias, 0.0, 0.0, 0, 0, 0, 0, 0)
+    if kind.HAS_TIME:
+        slot = begin // BLOCK_N + b + first_row // BLOCK_N
+        near = tiles.near + slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
+        tile = resident_bias(
+            bias, bias.key_times, bias.query_times, begin, s, s < length, tiles.entries + slot * row, near,
+            begin_row // BLOCK_M,
+        )  # fmt: skip
+        full = tl.load(tiles.runs + slot)
+    # The loops are over: near blocks, or, without times, all up to `full`; with times, other blocks that need masks;
+    # blocks that need no mask; the sequence's end.
+    wide = tl.minimum(full, end)
+    near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M) if kind.HAS_TIME else wide
+    ranges = ((begin_row, near_end), (near_end, wide), (full, free), (free, end))
+
+    queries = block_source(row_pointer(q, begin, head), q.stride_t, length, kind.D, BLOCK_M, kind.PAD_D, TMA)
+    douts = block_source(row_pointer(do, begin, head), do.stride_t, length, kind.V, BLOCK_M, kind.PAD_V, TMA)
+    acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
+    for part in tl.static_range(4):
+        if part != 1 or kind.HAS_TIME:  # noqa: SIM102  known to the compiler
+            # The condition saves registers with TMA and costs some without.
+            if not TMA or ranges[part][0] < ranges[part][1]:
+                acc_k, acc_v = _attend_dkv(
+                    acc_k, acc_v, key, value, *ranges[part], s, first_row, sequence, queries, douts, q.stride_t,
+                    do.stride_t, half_scale, tile, kind, BLOCK_M, BLOCK_N, part != 2, part == 0, TMA,
+                )  # fmt: skip
+    target = row_pointer(dk, begin + first_row, head)
+    store_block(target, n, dk.stride_t, s < length, acc_k * (scale * half_inverse_n), kind.D_OUT, kind.PAD_D)
+    target = row_pointer(dv, begin + first_row, head)
+    store_block(target, n, dv.stride_t, s < length, acc_v * (2.0 * half_inverse_n), kind.V_OUT, kind.PAD_V)
