@@ -88,10 +88,13 @@ class HalvedTables:
         self.position, self.time = bias[:2]
         self.positions = 0 if self.position is None else self.position.shape[0]
         self.buckets = num_time_buckets(self.time)
+        # Entries of the time table that are read, and the bucket of masked pairs behind them; 0 without a table.
+        self.entries = 0 if self.buckets is None else self.buckets + 1
+        self.hidden = 0 if self.buckets is None else hidden_bucket(self.buckets)
         self.margin = margin
         # Pointers are multiples of 16 bytes for any size: Triton compiles a kernel again when their alignment changes.
         self.width = 0 if self.position is None else cdiv(self.positions + 2 * margin, 16) * 16
-        self.size = self.width + (0 if self.buckets is None else hidden_bucket(self.buckets) + 1)
+        self.size = self.width + (self.hidden + 1 if self.hidden else 0)
 
     def new(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate the halves on the device of `like`."""
@@ -101,8 +104,7 @@ class HalvedTables:
         """Compute the halves."""
         halves = self.new(like)
         if self.size:
-            times = 0 if self.buckets is None else self.buckets + 1
-            sizes = dict(N=self.positions, WIDTH=self.width, TIMES=times, MARGIN=self.margin, BLOCK=1024)
+            sizes = dict(N=self.positions, WIDTH=self.width, TIMES=self.entries, MARGIN=self.margin, BLOCK=1024)
             tables = halves, halves[self.width :], self.position, self.time
             run(halved_tables_kernel, cdiv(max(self.width, self.size - self.width), 1024), *tables, **sizes)
         return halves
@@ -115,7 +117,7 @@ class HalvedTables:
         if self.buckets is None:
             return KernelBias(position, positions=self.positions)
         cells, steps = (f(self.buckets, halves.device) for f in (device_cells, bucket_steps))
-        sizes = self.positions, self.buckets + 1
+        sizes = self.positions, self.entries
         return KernelBias(position, halves[self.width :], cells, key_times, query_times, *sizes, steps)
 
 

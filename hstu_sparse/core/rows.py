@@ -3,6 +3,8 @@
 Letters: T tokens, H heads.
 """
 
+from typing import TypeVar
+
 import torch
 import triton
 import triton.language as tl
@@ -40,7 +42,10 @@ def pad_heads_kernel(
         _pad(d, to_d, d_stride_t, d_stride_h, r, R, H, D, WIDTH)
 
 
-def as_rows(*tensors: torch.Tensor | None, align: bool = True) -> list[torch.Tensor | None]:
+_Rows = TypeVar("_Rows", torch.Tensor, torch.Tensor | None)
+
+
+def as_rows(*tensors: _Rows, align: bool = True) -> list[_Rows]:
     """Return tensors whose rows kernels can read; suitable tensors are returned unchanged.
 
     Channels become adjacent. With `align` rows can be read 16 bytes at a time: the last dimension is padded with zeros

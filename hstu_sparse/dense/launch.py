@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.bias.buckets import hidden_bucket
 from hstu_sparse.bias.gradients import TableGradients, greatest_norms_kernel, table_gradients_kernel
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import POSITION_MARGIN, HalvedTables, KernelBias
@@ -83,13 +82,12 @@ def _kind(
     features: Features, heads: int, d: int, v: int, targets: bool, window: bool, products: str, asm: bool
 ) -> Kind:
     """Return an attention kernel's constants. `as_rows` pads the heads."""
-    sizes = cdiv(d, 16) * 16, cdiv(v, 16) * 16
+    size, value_size = cdiv(d, 16) * 16, cdiv(v, 16) * 16
     # fp32 tiles must be wider than high: see `bwd_dq_config`.
     least = 32 if features.dtype == torch.float32 else 16
-    widths = (max(least, padded_head(size)) for size in sizes)
     return Kind(
-        heads, *sizes, d, v, *widths, targets, window, features.position, features.time,
-        features.dtype != torch.float32, products, asm,
+        heads, size, value_size, d, v, max(least, padded_head(size)), max(least, padded_head(value_size)), targets,
+        window, features.position, features.time, features.dtype != torch.float32, products, asm,
     )  # fmt: skip
 
 
@@ -172,28 +170,29 @@ class _Launch:
             from hstu_sparse.dense.hopper.kernels import dense_attention_bwd_dq_hopper_kernel as dq_kernel
 
             self._run_hopper(dkv_kernel, "MNNM", sources, (dk, dv), factors, hopper_dkv_config)
-            factors = half_scale, half_scale / a.normalizer
-            self._run_hopper(dq_kernel, "MNNM", sources, (dq,), factors, hopper_dq_config)
+            dq_factors = half_scale, half_scale / a.normalizer
+            self._run_hopper(dq_kernel, "MNNM", sources, (dq,), dq_factors, hopper_dq_config)
             return [dq, dk, dv]
-        self.plan = with_backward(self.plan, *a.batch)
+        plan = with_backward(self.plan, *a.batch)
+        assert plan.dq is not None and plan.dkv is not None
         rows = [*map(Rows.of, sources)]
-        shared = *a.batch[:2], a.window_size, *factors
+        shared: tuple = (*a.batch[:2], a.window_size, *factors)
 
         if bwd_dkv_config(self.features).TMA:
             allow_descriptors()
-        arguments = *rows, Rows.of(dk), Rows.of(dv), *shared
-        self.run(kernels.dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, halves, bwd_dkv_config)
+        arguments: tuple = (*rows, Rows.of(dk), Rows.of(dv), *shared)
+        self.run(kernels.dense_attention_bwd_dkv_kernel, plan.dkv, arguments, halves, bwd_dkv_config)
 
-        purpose, config, sums = self.plan.purpose, bwd_dq_config(self.features), self._sums(do)
+        purpose, config, sums = plan.purpose, bwd_dq_config(self.features), self._sums(do)
         # The greatest number of terms, of 21 bits before the shift, that one cell of the time bias's histogram gets.
         terms = config.BLOCK_M * (min(purpose.max_seq_len, purpose.total) + config.BLOCK_N) // 32
         time_shift = max(0, terms.bit_length() - 10)
-        constants = dict(TABLE=sums.buckets, COPIES=_COPIES)
-        arguments = *rows, Rows.of(dq), sums, time_shift, *shared
-        self.run(kernels.dense_attention_bwd_dq_kernel, self.plan.dq, arguments, halves, bwd_dq_config, **constants)
+        constants = dict(TABLE=self.tables.hidden, COPIES=_COPIES)
+        arguments = (*rows, Rows.of(dq), sums, time_shift, *shared)
+        self.run(kernels.dense_attention_bwd_dq_kernel, plan.dq, arguments, halves, bwd_dq_config, **constants)
         if self.biased:
             position, time = (0 if x is None else x.shape[0] for x in grads)
-            times = 0 if time == 0 else purpose.num_buckets + 1
+            times = 0 if time == 0 else self.tables.entries
             run(
                 table_gradients_kernel, cdiv(max(position, time), 128), sums, *grads, 0.5 / a.normalizer, N=position,
                 TIMES=times, ALL=time, **constants, BLOCK=128,
@@ -209,7 +208,7 @@ class _Launch:
         if not self.biased:
             return TableGradients()
         exact = self.q.dtype != torch.float32 and not INTERPRET
-        buckets = 0 if self.bias.time is None else hidden_bucket(self.tables.buckets)
+        buckets = self.tables.hidden
         width = cdiv(self.tables.positions, _ALIGNMENT) * _ALIGNMENT
         dtype = torch.int64 if exact else torch.float32
         sums = torch.zeros(width + _COPIES * buckets + 1, dtype=dtype, device=self.q.device)
@@ -217,15 +216,8 @@ class _Launch:
         if exact:
             norms, (tokens, heads, size) = sums[-1:].view(torch.float32), self.v.shape
             constants = dict(H=heads, V=size, PAD_V=padded_head(size), BLOCK=128, num_warps=8)
-            run(
-                greatest_norms_kernel,
-                cdiv(tokens * heads, 128),
-                Rows.of(self.v),
-                Rows.of(do),
-                norms,
-                tokens,
-                **constants,
-            )
+            grid, rows = cdiv(tokens * heads, 128), (Rows.of(self.v), Rows.of(do))
+            run(greatest_norms_kernel, grid, *rows, norms, tokens, **constants)
         position, time = None if width == 0 else sums[:width], None if buckets == 0 else sums[width:-1]
         return TableGradients(position, time, None, 0, buckets, norms)
 
@@ -235,8 +227,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor]:
 
 
 def _backward(grad: Tensor, *arguments) -> list[Tensor]:
-    *arguments, halves = arguments
-    return _Launch(Arguments(*arguments)).backward(grad, halves)
+    return _Launch(Arguments(*arguments[:-1])).backward(grad, arguments[-1])
 
 
 def _fake(*arguments) -> tuple[Tensor, Tensor]:

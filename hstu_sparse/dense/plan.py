@@ -7,8 +7,7 @@ into, depends on the offsets, candidates, window and timestamps, and on the tile
 """
 
 import functools
-import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,17 +106,17 @@ class AttentionPlan(NamedTuple):
 
     def flat(self) -> list[torch.Tensor | None]:
         """Return the tensors, for an operator's `Tensor?[]`."""
-        parts = ((self.keys, TokenTimes), (self.queries, TokenTimes), *((x, TileMap) for x in self[3:]))
-        return [x for part, kind in parts for x in (part or [None] * len(kind._fields))]
+        times = [x for part in (self.keys, self.queries) for x in (part or [None] * len(TokenTimes._fields))]
+        return times + [x for part in self[3:] for x in (part or [None] * len(TileMap._fields))]
 
     @classmethod
     def from_flat(cls, purpose: Purpose, tensors: list[torch.Tensor | None]) -> "AttentionPlan":
         """Invert `flat`."""
-        x = iter(tensors)
-        parts = ([next(x) for _ in kind._fields] for kind in (TokenTimes, TokenTimes, TileMap, TileMap, TileMap))
-        times = [None if part[0] is None else TokenTimes(*part) for part in itertools.islice(parts, 2)]
-        maps = [None if part[0] is None else TileMap(*part) for part in parts]
-        return cls(purpose, *times, *maps)
+        x: Any = iter(tensors)
+        keys, queries = ([next(x) for _ in TokenTimes._fields] for _ in range(2))
+        forward, dq, dkv = ([next(x) for _ in TileMap._fields] for _ in range(3))
+        times = (None if part[0] is None else TokenTimes(*part) for part in (keys, queries))
+        return cls(purpose, *times, TileMap(*forward), *(None if x[0] is None else TileMap(*x) for x in (dq, dkv)))
 
 
 def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool, hopper: bool = False) -> Features:
@@ -148,12 +147,13 @@ def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
         fwd, dq, dkv = hopper_fwd_config(f), hopper_dq_config(f), hopper_dkv_config(f)
     else:
         fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
-    sizes = (
+    if not f.time:
+        return Tiling(fwd.BLOCK_M, 1, True), Tiling(dq.BLOCK_M, 1, True), Tiling(dkv.BLOCK_N, 1, True)
+    return (
         Tiling(fwd.BLOCK_M, fwd.BLOCK_N, True),
         Tiling(dq.BLOCK_M, dq.BLOCK_N, True),
         Tiling(dkv.BLOCK_N, dkv.BLOCK_M, False),
     )
-    return sizes if f.time else tuple(Tiling(tiling.owned, 1, True) for tiling in sizes)
 
 
 class _MapArguments(NamedTuple):

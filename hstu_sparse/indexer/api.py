@@ -100,9 +100,11 @@ def lightning_indexer(
             f"lightning_indexer: the kernels take top_k up to {MOST_CHOSEN}, got {top_k}; use backend='reference', or "
             "index_scores, where every token is chosen"
         )
-    from hstu_sparse.indexer.launch_indexer import lightning_indexer_operator
+    from hstu_sparse.indexer.choices import choice_rows
+    from hstu_sparse.indexer.launch_indexer import lightning_indexer_jagged
 
-    return lightning_indexer_operator(iq, ik, w, seq_offsets, *bias, top_k, selection_group)
+    rows = choice_rows(seq_offsets, iq.shape[0], selection_group)
+    return lightning_indexer_jagged(iq, ik, w, seq_offsets, rows, *bias, top_k, selection_group)
 
 
 @without_autocast
@@ -144,9 +146,11 @@ def index_scores(
             iq, ik, w, indices, seq_offsets, bias=bias, selection_group=selection_group
         )
     _check_index_kernel("index_scores", iq, selection_group)
-    from hstu_sparse.indexer.launch_indexer import index_scores_operator
+    from hstu_sparse.indexer.choices import choice_rows
+    from hstu_sparse.indexer.launch_indexer import index_scores_jagged
 
-    return index_scores_operator(iq, ik, w, indices, seq_offsets, *bias, selection_group)
+    rows = choice_rows(seq_offsets, iq.shape[0], selection_group)
+    return index_scores_jagged(iq, ik, w, indices, rows, *bias, selection_group)
 
 
 @without_autocast
@@ -212,13 +216,15 @@ def sparse_attention(
             q, k, v, indices, seq_offsets, scale=scale, bias=bias, selection_group=selection_group
         )
     _check_attention_kernel("sparse_attention", q, sizes, selection_group)
+    from hstu_sparse.indexer.choices import choice_rows
     from hstu_sparse.indexer.launch_attention import sparse_attention_operator
 
-    if k.dim() == 2 or (selection_group > 1 and k.shape[1] > 1):
-        return sparse_attention_operator(q, k, v, indices, seq_offsets, *bias, scale, selection_group)
-    # The kernels for single tokens take one key head.
+    rows = choice_rows(seq_offsets, q.shape[0], selection_group)
+    if k.dim() == 2 or selection_group > 1:
+        return sparse_attention_operator(q, k, v, indices, rows, *bias, scale, selection_group)
+    # With one token to a tile every key head would multiply the rows of all heads.
     by_key_head = zip(q.unflatten(1, (k.shape[1], -1)).unbind(1), k.unbind(1), v.unbind(1))
-    shared = (indices, seq_offsets, *bias, scale, selection_group)
+    shared = (indices, rows, *bias, scale, selection_group)
     return torch.cat([sparse_attention_operator(*heads, *shared) for heads in by_key_head], 1)
 
 
@@ -296,12 +302,14 @@ def indexer_loss(
     _check_attention_kernel("indexer_loss", q, sizes, selection_group)
     if q.shape[0] == 0:
         return scores[:0].sum(dtype=torch.float32)
+    from hstu_sparse.indexer.choices import choice_rows
     from hstu_sparse.indexer.launch_loss import indexer_loss_operator
 
-    rows, counted = indexer_loss_operator(scores, q, k, indices, seq_offsets, *bias, valid, scale, eps, selection_group)
+    rows = choice_rows(seq_offsets, q.shape[0], selection_group)
+    losses, counted = indexer_loss_operator(scores, q, k, indices, rows, *bias, valid, scale, eps, selection_group)
     if selection_group > 1:
-        return rows.sum() / counted.sum().clamp(min=1)
-    return rows.mean() if valid is None else rows.sum() / valid.sum().clamp(min=1)
+        return losses.sum() / counted.sum().clamp(min=1)
+    return losses.mean() if valid is None else losses.sum() / valid.sum().clamp(min=1)
 
 
 @without_autocast
@@ -356,10 +364,10 @@ def padded_indexer_loss(
     _check_attention_kernel("padded_indexer_loss", query, sizes)
     if index_score.numel() == 0:
         return index_score.sum(dtype=torch.float32)
-    from hstu_sparse.indexer.launch_loss import padded_loss_operator
+    from hstu_sparse.indexer.launch_loss import padded_loss
 
-    rows = padded_loss_operator(index_score, query, key, indices, scale, chunk_offset, eps)
-    return rows.sum() if sizes["B"] == 1 else rows.sum() / sizes["B"]
+    losses = padded_loss(index_score, query, key, indices, chunk_offset, scale, eps)
+    return losses.sum() if sizes["B"] == 1 else losses.sum() / sizes["B"]
 
 
 def _check_indexer(iq, ik, w, seq_offsets, bias) -> RelativeBias:

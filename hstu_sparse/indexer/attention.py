@@ -1,177 +1,309 @@
-"""Define the kernels of sparse attention, with one program for each query (or, for dk and dv from lists, for each key).
+"""Define the kernels of sparse attention; a program has some of the tokens that share a choice.
 
-Letters: T tokens of the batch, H heads, D query/key and V value head size, K chosen tokens per query.
+Letters: T tokens of the batch, H query heads (of which HEADS share a key head), D query/key and V value head size, K
+chosen tokens per row of a choice, G rows of a choice and R tokens that share one (selection_group, see choices.py).
 
-The heads of a query share their keys, so they are the rows of the tensor cores' tile (padded to 16), and a chosen key
-is read once for all of them. Keys and values are gathered from the L2 cache, which bounds the speed. Scores are in
-units of log 2, for exp2.
+Tokens times heads are the rows of the tensor cores' tile, so that a gathered key is used by R times H queries: row is
+token * BH + head, BH being the heads, padded. The first loop is over the choice, whose keys are gathered and visible to
+all rows; the second, if tokens share a choice, over the group's tokens, which are adjacent, each visible from itself
+on. The bias belongs to token and key: it is computed once for all heads. Scores are in units of log 2.
 
-dk and dv are computed in two ways. With atomics the kernel of dq adds a query's share to fp32 buffers: D + V additions
-for a pair. With lists, which hold for each key the pairs that include it, a program has a key and reads q and do of
-each query that chose it: no atomics and the same bits in every run, but H (D + V) elements for a pair, not D + V.
+With several key heads a tile of rows meets the tile of each one after another, with zeros in the rows of heads that
+another one serves: choice and bias are read once for all of them.
+
+dk, dv and the tables' gradients are sums by atomic additions: D + V for a pair of a query and a key.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from hstu_sparse.bias.scores import pair_bias
-from hstu_sparse.indexer.pairs import LOG2E, add_table_gradients, chosen_bias, chosen_tokens
-from hstu_sparse.tiles.rows import load_rows, store_rows
+from hstu_sparse.bias.gradients import add_to, add_to_tables
+from hstu_sparse.bias.scores import load_times, table_bias
+from hstu_sparse.indexer.choices import LOG2E, chosen_tokens, find_query
+from hstu_sparse.tiles.rows import load_rows
+from hstu_sparse.tiles.softmax import add_scores, log_sum
+
+# Copies of a table's gradient that atomic additions are spread over. Most pairs fall into few time buckets.
+POSITION_COPIES, TIME_COPIES = tl.constexpr(4), tl.constexpr(64)
+
+
+class Sizes(NamedTuple):
+    """Constants: heads, head sizes in memory and in the results, key heads, widths of the tiles; see above."""
+
+    H: int
+    D: int
+    V: int
+    OUT_D: int
+    OUT_V: int
+    KEY_HEADS: int
+    BH: int
+    BD: int
+    BV: int
+    R: int
+    PRECISION: str
+
+
+class Lines(NamedTuple):
+    """The rows of a program's tile.
+
+    t, is_token      [TOKENS] positions of the tokens, and which of them exist
+    row_t            [rows] the position of a row's token
+    head, inside     [rows] head, and whether both token and head exist
+    token            [rows] index of the token in the batch
+    """
+
+    t: tl.tensor
+    is_token: tl.tensor
+    row_t: tl.tensor
+    head: tl.tensor
+    inside: tl.tensor
+    token: tl.tensor
 
 
 @triton.jit
-def _scores(
-    q, keys, visible, s, token, begin, t, scale, position, time, cells, timestamps, query_timestamps, positions,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return (scores [heads, BLOCK] in units of log 2, -inf where masked; time buckets [BLOCK])."""
-    scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
-    bias, bucket = chosen_bias(
-        s, visible, token, begin, t, position, time, cells, timestamps, query_timestamps, positions
-    )
-    if (position is not None) or (time is not None):
-        scores += (bias * LOG2E)[None, :]
-    return tl.where(visible[None, :], scores, float("-inf")), bucket
+def _find_lines(query, size, lead, TOKENS: tl.constexpr, sizes: tl.constexpr):
+    """Return the `Lines` of the tokens from `lead` on of a group of `size`."""
+    each = lead + tl.arange(0, TOKENS)
+    line = tl.arange(0, TOKENS * sizes.BH)
+    place, head = lead + line // sizes.BH, line % sizes.BH
+    inside = (place < size) & (head < sizes.H)
+    return Lines(query.t + each, each < size, query.t + place, head, inside, query.token + place)
 
 
-@triton.jit(do_not_specialize=["positions"])
-def sparse_attention_fwd_kernel(
-    q, k, v, indices, rows, out, lse,
-    position, time, cells, timestamps, query_timestamps, positions,
-    q_stride_t, q_stride_h, k_stride_t, v_stride_t, scale, K,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_V: tl.constexpr,
-    BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the output of one query, and its scores' log-sum-exp by head."""
-    token = tl.program_id(0).to(tl.int64)
-    begin = tl.load(rows + token)
-    t = (token - begin).to(tl.int32)
-    head = tl.arange(0, BH)
-    query = load_rows(q + token * q_stride_t, head, q_stride_h, head < H, D, BD)
-    most = tl.full([BH], float("-inf"), tl.float32)
-    total = tl.zeros([BH], tl.float32)
-    result = tl.zeros([BH, BV], tl.float32)
-    for start in range(0, K, BLOCK):
-        s, visible = chosen_tokens(indices, token, start, t, K, BLOCK)
-        keys = load_rows(k, begin + s, k_stride_t, visible, D, BD)
-        values = load_rows(v, begin + s, v_stride_t, visible, V, BV)
-        scores, _ = _scores(
-            query, keys, visible, s, token, begin, t, scale, position, time, cells, timestamps, query_timestamps,
-            positions, PRECISION,
-        )  # fmt: skip
-        higher = tl.maximum(most, tl.max(scores, 1))
-        # Until a key has been seen the maximum is -inf, and a difference from it would be NaN.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(most - base)
-        total = total * shrink + tl.sum(weights, 1)
-        result = result * shrink[:, None]
-        result = tl.dot(weights.to(values.dtype), values, result, input_precision=PRECISION)
-        most = higher
-    result = tl.where(total[:, None] == 0.0, 0.0, result / total[:, None])
-    store_rows(out + token * (H * OUT_V), head, OUT_V, head < H, result, OUT_V, BV)
-    # 0 for a query that sees nothing: its weights exp2(-inf - 0) are then zeros in the backward pass.
-    logarithm = tl.where(total == 0.0, 0.0, most + tl.log2(total))
-    tl.store(lse + token * H + head, logarithm, mask=head < H)
+@triton.jit
+def _load_lines(base, lines, stride_t, stride_h, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Load a tile [rows, PADDED] of [T, H, SIZE], zeros in rows without token or head."""
+    return load_rows(base, lines.token * stride_t + lines.head * stride_h, 1, lines.inside, SIZE, PADDED)
 
 
-@triton.jit(do_not_specialize=["positions", "buckets"])
-def sparse_attention_bwd_kernel(
-    do, q, k, v, out, lse, indices, rows, dq, dk, dv, delta, position_grad, time_grad, unit,
-    position, time, cells, timestamps, query_timestamps, positions, buckets,
-    do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, v_stride_t, scale, K,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_D: tl.constexpr, OUT_V: tl.constexpr,
-    BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
-    POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dq of one query, `delta` = do . out by head, its share of the tables' gradients and, ATOMIC, of dk and
-    dv.
+@triton.jit
+def _store_lines(base, lines, value, H: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Store a tile [rows, PADDED] to [T, H, SIZE]."""
+    column = tl.arange(0, PADDED)
+    pointers = base + (lines.token * H + lines.head)[:, None] * SIZE + column[None, :]
+    tl.store(pointers, value.to(base.dtype.element_ty), mask=lines.inside[:, None] & (column < SIZE)[None, :])
+
+
+@triton.jit
+def _load_key_heads(x, rows, mask, SIZE: tl.constexpr, PADDED: tl.constexpr, KEY_HEADS: tl.constexpr):
+    """Return the tile [keys, PADDED] of every key head, a tuple, from `Rows` [T, KEY_HEADS, SIZE]."""
+    tiles = (load_rows(x.pointer, rows, x.stride_t, mask, SIZE, PADDED),)
+    for number in tl.static_range(1, KEY_HEADS):
+        tiles += (load_rows(x.pointer + number * x.stride_h, rows, x.stride_t, mask, SIZE, PADDED),)
+    return tiles
+
+
+@triton.jit
+def _rows_served(x, head, number: tl.constexpr, sizes: tl.constexpr):
+    """Zero the rows of x whose query head another key head than `number` serves."""
+    if sizes.KEY_HEADS == 1:
+        return x
+    else:
+        return tl.where((head // (sizes.H // sizes.KEY_HEADS) == number)[:, None], x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def _products(x, tiles, head, sizes: tl.constexpr):
+    """Return the products [rows, keys] of the rows of x and the tiles of their key heads."""
+    products = tl.dot(_rows_served(x, head, 0, sizes), tl.trans(tiles[0]), input_precision=sizes.PRECISION)
+    for number in tl.static_range(1, len(tiles)):
+        served = _rows_served(x, head, number, sizes)
+        products = tl.dot(served, tl.trans(tiles[number]), products, input_precision=sizes.PRECISION)
+    return products
+
+
+@triton.jit
+def _weighted(weights, tiles, head, acc, sizes: tl.constexpr):
+    """Add to acc [rows, channels] the tiles of the rows' key heads, weighted by [rows, keys]."""
+    for number in tl.static_range(len(tiles)):
+        served = _rows_served(weights, head, number, sizes)
+        acc = tl.dot(served, tiles[number], acc, input_precision=sizes.PRECISION)
+    return acc
+
+
+@triton.jit
+def _spread(x, BH: tl.constexpr):
+    """Repeat [tokens, keys] for every head: [tokens * BH, keys]; a single token's broadcasts."""
+    if BH == 1 or x.shape[0] == 1:
+        return x
+    else:
+        wide = tl.broadcast_to(x[:, None, :], [x.shape[0], BH, x.shape[1]])
+        return tl.reshape(wide, [x.shape[0] * BH, x.shape[1]])
+
+
+@triton.jit
+def _sum_heads(x, BH: tl.constexpr):
+    """Sum over heads: [tokens * BH, keys] -> [tokens, keys]."""
+    if BH == 1:
+        return x
+    elif x.shape[0] == BH:
+        return tl.sum(x, 0)[None, :]
+    else:
+        return tl.sum(tl.reshape(x, [x.shape[0] // BH, BH, x.shape[1]]), 1)
+
+
+@triton.jit
+def _scores(products, s, visible, query, lines, bias, scale, BH: tl.constexpr, LOCAL: tl.constexpr):
+    """Return (scores [rows, keys] in units of log 2, -inf where masked; time buckets and visibility [tokens, keys]).
+
+    products: those of queries and keys. LOCAL: a key is visible from its own token on.
     """
-    token = tl.program_id(0).to(tl.int64)
-    begin = tl.load(rows + token)
-    t = (token - begin).to(tl.int32)
-    head = tl.arange(0, BH)
-    inside = head < H
-    query = load_rows(q + token * q_stride_t, head, q_stride_h, inside, D, BD)
-    grad = load_rows(do + token * do_stride_t, head, do_stride_h, inside, V, BV)
-    result = load_rows(out + token * (H * OUT_V), head, OUT_V, inside, OUT_V, BV)
-    logarithm = tl.load(lse + token * H + head, mask=inside, other=0.0)
-    along = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
-    tl.store(delta + token * H + head, along, mask=inside)
-    acc = tl.zeros([BH, BD], tl.float32)
-    for start in range(0, K, BLOCK):
-        s, visible = chosen_tokens(indices, token, start, t, K, BLOCK)
-        keys = load_rows(k, begin + s, k_stride_t, visible, D, BD)
-        values = load_rows(v, begin + s, v_stride_t, visible, V, BV)
-        scores, bucket = _scores(
-            query, keys, visible, s, token, begin, t, scale, position, time, cells, timestamps, query_timestamps,
-            positions, PRECISION,
-        )  # fmt: skip
-        # Rows past H have weights too, but their do and q are zeros.
-        weights = tl.exp2(scores - logarithm[:, None])
-        dweights = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
-        dscores = weights * (dweights - along[:, None])
-        add_table_gradients(
-            position_grad, time_grad, unit, tl.sum(dscores, 0), s, visible, bucket, token, t, positions, buckets,
-            POSITION_COPIES, TIME_COPIES,
-        )  # fmt: skip
-        narrow = dscores.to(keys.dtype)
-        acc = tl.dot(narrow, keys, acc, input_precision=PRECISION)
-        if ATOMIC:
-            column = tl.arange(0, BD)
-            share = tl.dot(tl.trans(narrow), query, input_precision=PRECISION) * scale
-            where = dk + (begin + s)[:, None] * OUT_D + column[None, :]
-            tl.atomic_add(where, share, mask=visible[:, None] & (column < OUT_D)[None, :], sem="relaxed")
-            column = tl.arange(0, BV)
-            share = tl.dot(tl.trans(weights.to(grad.dtype)), grad, input_precision=PRECISION)
-            where = dv + (begin + s)[:, None] * OUT_V + column[None, :]
-            tl.atomic_add(where, share, mask=visible[:, None] & (column < OUT_V)[None, :], sem="relaxed")
-    store_rows(dq + token * (H * OUT_D), head, OUT_D, inside, acc * scale, OUT_D, BD)
+    scores = products * (scale * LOG2E)
+    seen = lines.is_token[:, None] & visible[None, :]
+    if LOCAL:
+        seen = seen & (s[None, :] <= lines.t[:, None])
+    bucket = tl.zeros(seen.shape, tl.int32)
+    if (bias.position is not None) or (bias.time is not None):
+        query_times = load_times(bias.query_times, query.begin + lines.t, lines.is_token)[:, None]
+        key_times = load_times(bias.key_times, query.begin + s, visible)[None, :]
+        added, bucket = table_bias(bias, lines.t[:, None] - s[None, :], seen, query_times, key_times)
+        scores += _spread(added * LOG2E, BH)
+    # Rows without a token or head are not masked: their results are dropped.
+    mask = visible[None, :]
+    if LOCAL:
+        mask = mask & (s[None, :] <= lines.row_t[:, None])
+    return tl.where(mask, scores, float("-inf")), bucket, seen
 
 
-@triton.jit(do_not_specialize=["positions"])
-def sparse_attention_bwd_dkv_kernel(
-    do, q, k, v, lse, delta, pairs, starts, dk, dv,
-    position, time, cells, timestamps, query_timestamps, positions,
-    do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, v_stride_t, scale, K,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_D: tl.constexpr, OUT_V: tl.constexpr,
-    BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, QUERIES: tl.constexpr,
+@triton.jit
+def _attend(
+    most, total, result, queries, s, visible, k, v, query, lines, bias, scale, sizes: tl.constexpr, LOCAL: tl.constexpr
+):
+    """Return the rows' maxima, sums and outputs with a block of keys."""
+    keys = _load_key_heads(k, query.begin + s, visible, sizes.D, sizes.BD, sizes.KEY_HEADS)
+    values = _load_key_heads(v, query.begin + s, visible, sizes.V, sizes.BV, sizes.KEY_HEADS)
+    products = _products(queries, keys, lines.head, sizes)
+    scores, _, _ = _scores(products, s, visible, query, lines, bias, scale, sizes.BH, LOCAL)
+    most, total, weights, shrink = add_scores(most, total, scores)
+    return most, total, _weighted(weights.to(values[0].dtype), values, lines.head, result * shrink[:, None], sizes)
+
+
+@triton.jit(do_not_specialize=["G"])
+def sparse_attention_fwd_kernel(
+    q, k, v, indices, rows, out, lse, bias, scale, K, G,
+    sizes: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one key, from the pairs of its list, QUERIES at a time. No tl.dot, so BH may be below 16."""
-    token = tl.program_id(0).to(tl.int64)
-    first, end = tl.load(starts + token), tl.load(starts + token + 1)
-    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
-    key = tl.load(k + token * k_stride_t + column, mask=column < D, other=0.0).to(tl.float32)
-    value = tl.load(v + token * v_stride_t + value_column, mask=value_column < V, other=0.0).to(tl.float32)
-    row = tl.arange(0, QUERIES * BH)
-    head = row % BH
-    key_grad = tl.zeros([BD], tl.float32)
-    value_grad = tl.zeros([BV], tl.float32)
-    for entry in range(first, end, QUERIES):
-        place = entry + row // BH
-        inside = (place < end) & (head < H)
-        query_token = tl.load(pairs + place, mask=place < end, other=0) // K
-        query = tl.load(
-            q + (query_token * q_stride_t + head * q_stride_h)[:, None] + column[None, :],
-            mask=inside[:, None] & (column < D)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        grad = tl.load(
-            do + (query_token * do_stride_t + head * do_stride_h)[:, None] + value_column[None, :],
-            mask=inside[:, None] & (value_column < V)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        distance = (query_token - token).to(tl.int32)
-        query_time = 0
-        key_time = 0
-        if time is not None:
-            query_time = tl.load(query_timestamps + query_token, mask=inside, other=0)
-            key_time = tl.load(timestamps + token)
-        bias, _ = pair_bias(distance, inside, query_time, key_time, position, time, cells, positions)
-        scores = tl.sum(query * key[None, :], 1) * (scale * LOG2E) + bias * LOG2E
-        logarithm = tl.load(lse + query_token * H + head, mask=inside, other=float("inf"))
-        along = tl.load(delta + query_token * H + head, mask=inside, other=0.0)
-        weights = tl.exp2(scores - logarithm)
-        dscores = weights * (tl.sum(grad * value[None, :], 1) - along)
-        key_grad += tl.sum(dscores[:, None] * query, 0)
-        value_grad += tl.sum(weights[:, None] * grad, 0)
-    tl.store(dk + token * OUT_D + column, key_grad * scale, mask=column < OUT_D)
-    tl.store(dv + token * OUT_V + value_column, value_grad, mask=value_column < OUT_V)
+    """Compute the outputs of TOKENS tokens of a row of a choice, and their scores' log-sum-exp by head.
+
+    A step takes BLOCK chosen keys, or NEAR of the group. A token without keys gets zeros.
+    """
+    lead = tl.program_id(1) * TOKENS
+    query = find_query(rows, tl.program_id(0).to(tl.int64), G, sizes.R)
+    size = tl.load(rows + 2 * G + query.row).to(tl.int32)
+    if lead >= size:
+        return
+    ROWS: tl.constexpr = TOKENS * sizes.BH
+    BV: tl.constexpr = sizes.BV
+    lines = _find_lines(query, size, lead, TOKENS, sizes)
+    queries = _load_lines(q.pointer, lines, q.stride_t, q.stride_h, sizes.D, sizes.BD)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, BV], tl.float32)
+    for start in range(0, K, BLOCK):
+        s, visible = chosen_tokens(indices, query, start, K, BLOCK)
+        most, total, result = _attend(
+            most, total, result, queries, s, visible, k, v, query, lines, bias, scale, sizes, False
+        )
+    if sizes.R > 1:
+        for start in range(0, tl.minimum(lead + TOKENS, size), NEAR):
+            ahead = start + tl.arange(0, NEAR)
+            most, total, result = _attend(
+                most,
+                total,
+                result,
+                queries,
+                query.t + ahead,
+                ahead < size,
+                k,
+                v,
+                query,
+                lines,
+                bias,
+                scale,
+                sizes,
+                True,
+            )
+    result = tl.where(total[:, None] == 0.0, 0.0, result / total[:, None])
+    _store_lines(out, lines, result, sizes.H, sizes.OUT_V, sizes.BV)
+    # The weights exp2(-inf - 0) of a token without keys are zeros in the backward pass.
+    tl.store(lse + lines.token * sizes.H + lines.head, log_sum(most, total), mask=lines.inside)
+
+
+class Saved(NamedTuple):
+    """What the backward pass has of a program's rows: tiles of q and do, log-sum-exp, do . out."""
+
+    queries: tl.tensor
+    grads: tl.tensor
+    logarithm: tl.tensor
+    along: tl.tensor
+
+
+@triton.jit
+def _add_keys(sums, token, visible, share, number: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+              KEY_HEADS: tl.constexpr):  # fmt: skip
+    """Add to the rows of a key head of `Sums` [T, KEY_HEADS, SIZE]."""
+    column = tl.arange(0, PADDED)
+    where = sums.pointer + token[:, None] * (KEY_HEADS * SIZE) + number * SIZE + column[None, :]
+    add_to(where, share, sums.unit, visible[:, None] & (column < SIZE)[None, :])
+
+
+@triton.jit
+def _gradients(
+    acc, saved, s, visible, k, v, dk, dv, tables, query, lines, bias, scale, sizes: tl.constexpr, LOCAL: tl.constexpr
+):
+    """Add the contribution of a block of keys: to dq, which is returned, to dk, dv and the tables' gradients."""
+    keys = _load_key_heads(k, query.begin + s, visible, sizes.D, sizes.BD, sizes.KEY_HEADS)
+    values = _load_key_heads(v, query.begin + s, visible, sizes.V, sizes.BV, sizes.KEY_HEADS)
+    products = _products(saved.queries, keys, lines.head, sizes)
+    scores, bucket, seen = _scores(products, s, visible, query, lines, bias, scale, sizes.BH, LOCAL)
+    weights = tl.exp2(scores - saved.logarithm[:, None])
+    dweights = _products(saved.grads, values, lines.head, sizes)
+    dscores = weights * (dweights - saved.along[:, None])
+    if (tables.position is not None) or (tables.time is not None):
+        distance = lines.t[:, None] - s[None, :]
+        value = _sum_heads(dscores, sizes.BH)
+        add_to_tables(tables, value, distance, seen, bucket, query.row, POSITION_COPIES, TIME_COPIES)
+    narrow = dscores.to(keys[0].dtype)
+    weights = weights.to(saved.grads.dtype)
+    for number in tl.static_range(len(keys)):
+        served = tl.trans(_rows_served(narrow, lines.head, number, sizes))
+        share = tl.dot(served, saved.queries, input_precision=sizes.PRECISION) * scale
+        _add_keys(dk, query.begin + s, visible, share, number, sizes.OUT_D, sizes.BD, sizes.KEY_HEADS)
+        served = tl.trans(_rows_served(weights, lines.head, number, sizes))
+        share = tl.dot(served, saved.grads, input_precision=sizes.PRECISION)
+        _add_keys(dv, query.begin + s, visible, share, number, sizes.OUT_V, sizes.BV, sizes.KEY_HEADS)
+    return _weighted(narrow, keys, lines.head, acc, sizes)
+
+
+@triton.jit(do_not_specialize=["G"])
+def sparse_attention_bwd_kernel(
+    do, q, k, v, out, lse, indices, rows, dq, dk, dv, tables, bias, scale, K, G,
+    sizes: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """Compute dq of TOKENS tokens of a row of a choice, and their share of dk, dv and the tables' gradients."""
+    lead = tl.program_id(1) * TOKENS
+    query = find_query(rows, tl.program_id(0).to(tl.int64), G, sizes.R)
+    size = tl.load(rows + 2 * G + query.row).to(tl.int32)
+    if lead >= size:
+        return
+    ROWS: tl.constexpr = TOKENS * sizes.BH
+    BD: tl.constexpr = sizes.BD
+    lines = _find_lines(query, size, lead, TOKENS, sizes)
+    queries = _load_lines(q.pointer, lines, q.stride_t, q.stride_h, sizes.D, sizes.BD)
+    grads = _load_lines(do.pointer, lines, do.stride_t, do.stride_h, sizes.V, sizes.BV)
+    result = _load_lines(out, lines, sizes.H * sizes.OUT_V, sizes.OUT_V, sizes.OUT_V, sizes.BV)
+    # Infinity gives rows without a token or head zero weight.
+    logarithm = tl.load(lse + lines.token * sizes.H + lines.head, mask=lines.inside, other=float("inf"))
+    saved = Saved(queries, grads, logarithm, tl.sum(grads.to(tl.float32) * result.to(tl.float32), 1))
+    acc = tl.zeros([ROWS, BD], tl.float32)
+    for start in range(0, K, BLOCK):
+        s, visible = chosen_tokens(indices, query, start, K, BLOCK)
+        acc = _gradients(acc, saved, s, visible, k, v, dk, dv, tables, query, lines, bias, scale, sizes, False)
+    if sizes.R > 1:
+        for start in range(0, tl.minimum(lead + TOKENS, size), NEAR):
+            ahead = start + tl.arange(0, NEAR)
+            s = query.t + ahead
+            acc = _gradients(acc, saved, s, ahead < size, k, v, dk, dv, tables, query, lines, bias, scale, sizes, True)
+    _store_lines(dq, lines, acc * scale, sizes.H, sizes.OUT_D, sizes.BD)

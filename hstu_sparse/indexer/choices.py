@@ -1,26 +1,35 @@
-"""Compute the query that each row of a choice belongs to.
+"""Find the query of each row of a choice, the tokens that it chose, and their bias.
 
-Letters: T tokens of the batch, B sequences, R tokens that share a choice (selection_group), G rows of a choice: T if
-R is 1, else T // R + B.
+Letters: T tokens of the batch, B sequences, K chosen tokens per row, R tokens that share a choice (selection_group), G
+rows of a choice: T if R is 1, else T // R + B.
 
-With R = 1 row and token are the same, and `rows` holds the first token of each token's sequence, [T] int64. With R > 1
-it is [3, G] int64: the first token of the sequence, the group's first token (-1 for a row without a group), and the
-group's number of tokens (0 without a group).
+`rows` is [3, G] int64: the first token of the row's sequence, the row's query (with R > 1 the first token of its group,
+-1 for a row without a group), and the number of tokens that share the row (0 for a row without a group).
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hstu_sparse.bias.scores import load_times, table_bias
 from hstu_sparse.core.launch import cdiv, run
+from hstu_sparse.core.registration import register_preparation
+from hstu_sparse.tiles.rows import COMPILED
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 _BLOCK = 128
 
 
 @triton.jit(do_not_specialize=["B", "G", "steps"])
 def choice_rows_kernel(offsets, rows, B, G, steps, R: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute BLOCK entries of `rows`, by a binary search of `steps` steps for each."""
+    """Compute BLOCK entries of `rows`, by a binary search of `steps` steps for each.
+
+    torch.searchsorted and what surrounds it would be fourteen launches, in each of a layer's three calls.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = low + B - 1
@@ -33,31 +42,11 @@ def choice_rows_kernel(offsets, rows, B, G, steps, R: tl.constexpr, BLOCK: tl.co
         low = tl.where(right, middle, low)
         high = tl.where(right, high, middle - 1)
     begin = tl.load(offsets + low).to(tl.int64)
+    t = row - begin if R == 1 else (row - begin // R - low) * R
+    size = tl.minimum(tl.maximum(tl.load(offsets + low + 1).to(tl.int64) - begin - t, 0), R)
     tl.store(rows + row, begin, mask=row < G)
-    if R > 1:
-        t = (row - begin // R - low) * R
-        size = tl.minimum(tl.maximum(tl.load(offsets + low + 1).to(tl.int64) - begin - t, 0), R)
-        tl.store(rows + G + row, tl.where(size > 0, begin + t, -1), mask=row < G)
-        tl.store(rows + 2 * G + row, size, mask=row < G)
-
-
-@triton.jit
-def query_of(rows, row, G, R: tl.constexpr):
-    """Return (token, first token of its sequence, its position, the last position that it may choose) of a row.
-
-    token: -1 for a row without a group.
-    """
-    begin = tl.load(rows + row)
-    token = row
-    if R > 1:
-        token = tl.load(rows + G + row)
-    t = (token - begin).to(tl.int32)
-    return token, begin, t, t if R == 1 else t - 1
-
-
-def rows_shape(total: int, seq_offsets: Tensor, group: int) -> tuple[int, ...]:
-    """Return the shape of `rows`."""
-    return (total,) if group == 1 else (3, num_rows(total, seq_offsets, group))
+    tl.store(rows + G + row, tl.where(size > 0, begin + t, -1), mask=row < G)
+    tl.store(rows + 2 * G + row, size, mask=row < G)
 
 
 def num_rows(total: int, seq_offsets: Tensor, group: int) -> int:
@@ -65,11 +54,106 @@ def num_rows(total: int, seq_offsets: Tensor, group: int) -> int:
     return total if group == 1 else total // group + seq_offsets.shape[0] - 1
 
 
-def choice_rows(seq_offsets: Tensor, total: int, group: int) -> Tensor:
-    """Return `rows` of a batch of `total` tokens."""
-    rows = torch.empty(rows_shape(total, seq_offsets, group), dtype=torch.int64, device=seq_offsets.device)
-    B, G = seq_offsets.shape[0] - 1, rows.shape[-1]
+def _fake_rows(seq_offsets: Tensor, total: int, group: int) -> list[Tensor]:
+    return [seq_offsets.new_empty(3, num_rows(total, seq_offsets, group), dtype=torch.int64)]
+
+
+def _compute_rows(seq_offsets: Tensor, total: int, group: int) -> list[Tensor]:
+    (rows,) = _fake_rows(seq_offsets, total, group)
+    B, G = seq_offsets.shape[0] - 1, rows.shape[1]
     if total:
         arguments = (seq_offsets, rows, B, G, B.bit_length())
         run(choice_rows_kernel, cdiv(G, _BLOCK), *arguments, R=group, BLOCK=_BLOCK, num_warps=4)
-    return rows
+    return [rows]
+
+
+_rows_operator = register_preparation(
+    "choice_rows", "Tensor seq_offsets, SymInt total, SymInt group", launch=_compute_rows, fake=_fake_rows
+)
+
+
+def choice_rows(seq_offsets: Tensor, total: int, group: int) -> Tensor:
+    """Return `rows` of a batch of `total` tokens."""
+    return _rows_operator(seq_offsets, total, group)[0]
+
+
+class Query(NamedTuple):
+    """A row's query.
+
+    row    its row of the choice
+    token  its index in the batch, -1 if there is none
+    begin  the first token of its sequence
+    t      its position
+    last   the last position that it may choose, -1 if there is none
+    """
+
+    row: tl.tensor
+    token: tl.tensor
+    begin: tl.tensor
+    t: tl.tensor
+    last: tl.tensor
+
+
+@triton.jit
+def find_query(rows, row, G, R: tl.constexpr):
+    """Return the `Query` of a row."""
+    begin, token = tl.load(rows + row), tl.load(rows + G + row)
+    t = (token - begin).to(tl.int32)
+    return Query(row, token, begin, t, t if R == 1 else t - 1)
+
+
+@triton.jit
+def chosen_tokens(indices, query, start, K, BLOCK: tl.constexpr):
+    """Return (positions int32, visible) of BLOCK slots of a query's choice from `start` on; 0 where masked.
+
+    Indices below 0 or after the last position are masked, so that no index can point outside of its sequence.
+    """
+    slot = start + tl.arange(0, BLOCK)
+    s = tl.load(indices + query.row * K + slot, mask=slot < K, other=-1)
+    visible = (s >= 0) & (s <= query.last)
+    return tl.where(visible, s, 0).to(tl.int32), visible
+
+
+@triton.jit
+def clamped_tokens(indices, query, start, K, BLOCK: tl.constexpr):
+    """Return int32 positions of BLOCK slots of a query's choice from `start` on: any position up to the last one, which
+    must exist, where masked.
+
+    This serves gathers whose results are masked later: a mask would cost them more instructions than everything else.
+    """
+    slot = start + tl.arange(0, BLOCK)
+    s = tl.load(indices + query.row * K + slot, mask=slot < K, other=0)
+    if s.dtype == tl.int64:
+        return tl.minimum(s.to(tl.uint64), query.last.to(tl.uint64)).to(tl.int32)
+    else:
+        return tl.minimum(s.to(tl.uint32), query.last.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def chosen_bias(bias, query, s, visible):
+    """Return `table_bias` of a query and the tokens chosen for it."""
+    query_time = load_times(bias.query_times, query.token, query.token >= 0)
+    key_times = load_times(bias.key_times, query.begin + s, visible)
+    return table_bias(bias, query.t - s, visible, query_time, key_times)
+
+
+@triton.jit
+def exp2(x):
+    """Return 2^x in one instruction, 0 if that is below 2^-126; tl.exp2 takes three more for such numbers."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def log2(x):
+    """Return the logarithm in one instruction and a multiplication, accurate to 2^-22, of numbers from 2^-126 on."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)

@@ -5,9 +5,12 @@ Letters: T tokens of the batch, B sequences, J index heads, E index head size, K
 choice and R tokens that share one (see choices.py).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import (
     INTERPRET,
     LaunchConfig,
@@ -21,18 +24,11 @@ from hstu_sparse.core.launch import (
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.indexer import topk
-from hstu_sparse.indexer.choices import choice_rows, num_rows, rows_shape
-from hstu_sparse.indexer.launch import (
-    POSITION_COPIES,
-    TIME_COPIES,
-    by_lists,
-    kernel_bias,
-    key_block,
-    pairs_by_key,
-    table_sums,
-)
-from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
+from hstu_sparse.indexer.choices import num_rows
+from hstu_sparse.indexer.launch import BIAS, kernel_bias, key_block, key_sums, table_sums
+from hstu_sparse.indexer.scores import Index, index_scores_bwd_kernel, index_scores_fwd_kernel
 from hstu_sparse.tiles.assembly import proven
+from hstu_sparse.tiles.rows import Rows
 
 # Bytes of candidates that are in memory at a time.
 SCRATCH = 2**31
@@ -61,142 +57,147 @@ def choice_config(heads: int, width: int, dtype: torch.dtype, group: int) -> Lau
     return LaunchConfig(4, 3, ROWS=64 if group < 4 else 32, BLOCK=64 if width <= 128 else 32, HEADS=resident_heads)
 
 
-def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, group):
-    T, J, _ = iq.shape
-    G = num_rows(T, seq_offsets, group)
-    scores = torch.empty(G, top_k, dtype=torch.float32, device=iq.device)
-    indices = torch.empty(G, top_k, dtype=torch.int32, device=iq.device)
+class Arguments(NamedTuple):
+    """The arguments of both operators but the choice, in the order of their schemas."""
+
+    iq: Tensor
+    ik: Tensor
+    w: Tensor
+    position: Tensor | None
+    time: Tensor | None
+    timestamps: Tensor | None
+    query_timestamps: Tensor | None
+    group: int
+
+    @property
+    def bias(self) -> RelativeBias:
+        return RelativeBias(self.position, self.time, self.timestamps, self.query_timestamps)
+
+
+class _Search:
+    """The values that the kernels of topk.py share in a call."""
+
+    def __init__(self, a: Arguments, seq_offsets: Tensor, top_k: int):
+        (T, J, _), group = a.iq.shape, a.group
+        iq, ik = as_rows(a.iq, a.ik)
+        width = padded_head(iq.shape[2])
+        self.index, self.bias, self.offsets, self.top_k = Index.of(iq, ik, a.w), kernel_bias(a.bias), seq_offsets, top_k
+        self.B, self.J, self.tokens = seq_offsets.shape[0] - 1, J, T
+        self.capacity, self.sample = sample_config(top_k)
+        self.size = next_power_of_2(self.capacity)
+        self.config = choice_config(J, width, iq.dtype, group)
+        self.heads = topk.Heads(J, iq.shape[2], width, group, precision(iq.dtype), proven(iq.device))
+        self.block = key_block(iq.dtype, width)
+        # A tile's queries have adjacent rows of candidates, including positions past a sequence's end, which are -1. A
+        # row first holds its sample (fp32), then its candidates.
+        self.all_slots = T // (self.config.ROWS * group) + self.B
+        self.room = max(self.capacity, self.sample // 2)
+        self.slots = min(self.all_slots, max(1, SCRATCH // (8 * self.room * self.config.ROWS)))
+        self.rows = self.slots * self.config.ROWS
+
+    def queries(self) -> Tensor:
+        """Return (tokens, first tokens of their sequences, rows of the result) of each round's rows."""
+        rounds = cdiv(self.all_slots, self.slots)
+        queries = torch.empty(3, rounds, self.rows, dtype=torch.int64, device=self.offsets.device)
+        number = dict(ROWS=self.config.ROWS, R=self.heads.R, num_warps=1)
+        run(topk.lightning_indexer_rows_kernel, rounds * self.slots, self.offsets, *queries, self.B, **number)
+        return queries
+
+    def choose(self, scores: Tensor, indices: Tensor) -> None:
+        """Write the choice of every row that has a query."""
+        device, capacity, sample, top_k = self.offsets.device, self.capacity, self.sample, self.top_k
+        candidates = torch.empty(self.rows * self.room, dtype=torch.int64, device=device)
+        sampled = candidates.view(torch.float32)
+        thresholds = torch.full((self.rows,), float("-inf"), dtype=torch.float32, device=device)
+        counts = torch.empty(self.rows, dtype=torch.int32, device=device)
+        sizes = dict(heads=self.heads, ROWS=self.config.ROWS, SIZE=self.size)
+        refill = sizes | dict(BJ=padded_head(self.J), BLOCK=self.block, num_warps=max(4, min(16, self.size // 512)))
+        # Most rows have far fewer candidates than capacity; a program for the full capacity has fewer registers.
+        parts = (0, self.size // 2), (self.size // 2 + 1, self.size)
+        for tokens, begins, targets, first in zip(*self.queries(), range(0, self.all_slots, self.slots)):
+            if capacity < self.tokens:
+                run(
+                    topk.lightning_indexer_sample_kernel, self.slots, self.index, self.offsets, sampled, self.bias,
+                    self.B, first, capacity, heads=self.heads, SAMPLE=sample, **self.config.replace(num_stages=2),
+                )  # fmt: skip
+                run(
+                    topk.lightning_indexer_threshold_kernel, self.rows, sampled, begins, tokens, thresholds, capacity,
+                    top_k, SAMPLE=sample, R=self.heads.R, num_warps=4,
+                )  # fmt: skip
+            run(
+                topk.lightning_indexer_collect_kernel, self.slots, self.index, self.offsets, thresholds, candidates,
+                counts, self.bias, self.B, first, self.slots, top_k, heads=self.heads, CAPACITY=capacity,
+                **self.config,
+            )  # fmt: skip
+            if capacity < self.tokens:
+                run(
+                    topk.lightning_indexer_refill_kernel, self.slots, self.index, begins, tokens, candidates, counts,
+                    self.bias, capacity, top_k, **refill, num_stages=2,
+                )  # fmt: skip
+            arguments = (tokens, targets, candidates, counts, scores, indices, capacity, top_k)
+            for least, size in parts:
+                run(
+                    topk.lightning_indexer_finish_kernel, self.rows, *arguments, LEAST=least, SIZE=size,
+                    BLOCK=min(1024, next_power_of_2(top_k)), num_warps=max(1, min(16, size // PER_WARP)),
+                )  # fmt: skip
+
+
+def _forward(iq, ik, w, seq_offsets, rows, *bias_and_options) -> tuple[Tensor, Tensor]:
+    *bias, top_k, group = bias_and_options
+    scores, indices = _fake(iq, ik, w, seq_offsets, rows, *bias_and_options)
     if group > 1:  # some rows belong to no group
         scores.fill_(float("-inf"))
         indices.fill_(-1)
-    if T == 0:
-        return scores, indices, choice_rows(seq_offsets, T, group)
-    iq, ik = as_rows(iq, ik)
-    E, BE, B = iq.shape[2], padded_head(iq.shape[2]), seq_offsets.shape[0] - 1
-    bias = kernel_bias(position, time, timestamps, query_timestamps)
-    capacity, sample = sample_config(top_k)
-    config = choice_config(J, BE, iq.dtype, group)
-    ROWS = config.ROWS
-    SIZE = next_power_of_2(capacity)
-    all_slots = T // (ROWS * group) + B
-    # A row first holds its sample (fp32), then its candidates.
-    room = max(capacity, sample // 2)
-    slots = min(all_slots, max(1, SCRATCH // (8 * room * ROWS)))
-    rows = slots * ROWS
-    # A tile's queries have adjacent rows of candidates, including positions past a sequence's end, which are -1.
-    rounds = cdiv(all_slots, slots)
-    queries = torch.empty(3, rounds, rows, dtype=torch.int64, device=iq.device)
-    number = dict(ROWS=ROWS, R=group, num_warps=1)
-    run(topk.lightning_indexer_rows_kernel, rounds * slots, seq_offsets, *queries, B, **number)
-    candidates = torch.empty(rows * room, dtype=torch.int64, device=iq.device)
-    sampled = candidates.view(torch.float32)
-    thresholds = torch.full((rows,), float("-inf"), dtype=torch.float32, device=iq.device)
-    counts = torch.empty(rows, dtype=torch.int32, device=iq.device)
-    strides = (*iq.stride()[:2], ik.stride(0), *w.stride())
-    heads = dict(J=J, E=E, BE=BE, R=group, PRECISION=precision(iq.dtype))
-    asm = proven(iq.device)
-    refill = heads | dict(BJ=padded_head(J), ROWS=ROWS, BLOCK=key_block(iq.dtype, BE), SIZE=SIZE)
-    # Most rows have far fewer candidates than capacity; a program for the full capacity has fewer registers.
-    some = dict(BLOCK=min(1024, next_power_of_2(top_k)))
-    parts = [some | dict(LEAST=0, SIZE=SIZE // 2), some | dict(LEAST=SIZE // 2 + 1, SIZE=SIZE)]
-    for tokens, begins, targets, first in zip(*queries, range(0, all_slots, slots)):
-        if capacity < T:
-            run(
-                topk.lightning_indexer_sample_kernel, slots,
-                iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity, **heads, SAMPLE=sample,
-                ASM=asm, **config.replace(num_stages=2),
-            )  # fmt: skip
-            run(
-                topk.lightning_indexer_threshold_kernel, rows, sampled, begins, tokens, thresholds, capacity, top_k,
-                SAMPLE=sample, R=group, num_warps=4,
-            )  # fmt: skip
-        run(
-            topk.lightning_indexer_collect_kernel, slots,
-            iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
-            **heads, CAPACITY=capacity, ASM=asm, **config,
-        )  # fmt: skip
-        if capacity < T:
-            run(
-                topk.lightning_indexer_refill_kernel, slots,
-                iq, ik, w, begins, tokens, candidates, counts, *bias, *strides, capacity, top_k, **refill,
-                num_warps=max(4, min(16, SIZE // 512)), num_stages=2,
-            )  # fmt: skip
-        arguments = (tokens, targets, candidates, counts, scores, indices, capacity, top_k)
-        for part in parts:
-            warps = max(1, min(16, part["SIZE"] // PER_WARP))
-            run(topk.lightning_indexer_finish_kernel, rows, *arguments, **part, num_warps=warps)
-    return scores, indices, choice_rows(seq_offsets, T, group)
+    if iq.shape[0]:
+        _Search(Arguments._make((iq, ik, w, *bias, group)), seq_offsets, top_k).choose(scores, indices)
+    return scores, indices
 
 
-def _scores_forward(iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps, group):
-    T, (G, K) = iq.shape[0], indices.shape
-    rows = choice_rows(seq_offsets, T, group)
-    if T == 0 or K == 0:
-        return torch.full(indices.shape, float("-inf"), dtype=torch.float32, device=iq.device), rows
+def _scores_forward(iq, ik, w, indices, rows, *bias_and_group) -> Tensor:
+    a, (G, K) = Arguments._make((iq, ik, w, *bias_and_group)), indices.shape
+    if iq.shape[0] == 0 or K == 0:
+        return torch.full(indices.shape, float("-inf"), dtype=torch.float32, device=iq.device)
     scores = torch.empty(indices.shape, dtype=torch.float32, device=iq.device)
     iq, ik = as_rows(iq, ik)
-    arguments = (
-        iq, ik, w, indices, rows, scores, *kernel_bias(position, time, timestamps, query_timestamps),
-        *iq.stride()[:2], ik.stride(0), *w.stride(), K, G,
-    )  # fmt: skip
-    run(index_scores_fwd_kernel, G, *arguments, **_tiles(iq), R=group, num_warps=4, num_stages=3)
-    return scores, rows
+    arguments = Index.of(iq, ik, w), indices, rows, scores, kernel_bias(a.bias), K, G
+    run(index_scores_fwd_kernel, G, *arguments, **_tiles(iq), R=a.group, num_warps=4, num_stages=3)
+    return scores
 
 
-def _scores_backward(
-    grad, iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps, group, rows
-):  # fmt: skip
-    (T, J, E), (G, K) = iq.shape, indices.shape
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    lists = by_lists(deterministic)
+def _scores_backward(grad, iq, ik, w, indices, rows, *bias_and_group) -> list[Tensor]:
+    a, (T, J, E), (G, K) = Arguments._make((iq, ik, w, *bias_and_group)), iq.shape, indices.shape
     # A group's other tokens do not take part in its choice.
-    make = torch.empty if group == 1 else torch.zeros
-    diq = make(iq.shape, dtype=iq.dtype, device=iq.device)
-    dw = make(w.shape, dtype=w.dtype, device=w.device)
-    make, dtype = (torch.empty, ik.dtype) if lists else (torch.zeros, torch.float32)
-    dik = make(ik.shape, dtype=dtype, device=ik.device)
+    make = torch.empty if a.group == 1 else torch.zeros
+    diq, dw = (make(x.shape, dtype=x.dtype, device=x.device) for x in (iq, w))
     if T == 0:
-        return [diq, dik.to(ik.dtype), dw, *(torch.zeros_like(x) for x in (position, time) if x is not None)]
+        return [diq, torch.zeros_like(ik), dw, *(torch.zeros_like(x) for x in a.bias[:2] if x is not None)]
+
+    def sum_of_row() -> Tensor:
+        """Bound what a row has; the kernels do not read a masked slot's gradient, which only loosens this bound."""
+        return grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax()
+
+    tables = table_sums(a.bias, G, sum_of_row)
+    dik = key_sums(ik, G, lambda: sum_of_row() * J * w.abs().amax() * iq.abs().amax())
     iq, ik = as_rows(iq, ik)
-    bias = kernel_bias(position, time, timestamps, query_timestamps)
-    # The kernels do not read a masked slot's gradient; it only loosens this bound.
-    tables = table_sums(
-        position, time, T, deterministic, lambda: grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax()
-    )
-    strides = (*grad.stride(), *iq.stride()[:2], ik.stride(0), *w.stride())
-    arguments = (
-        grad, iq, ik, w, indices, rows, diq, dik, dw, tables.position, tables.time, tables.unit, *bias[2:],
-        0 if bias.time is None else bias.time.shape[0], *strides, K, G,
-    )  # fmt: skip
-    constants = dict(OUT_E=E, POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES, ATOMIC=not lists, R=group)
-    run(index_scores_bwd_kernel, G, *arguments, **_tiles(iq), **constants, num_warps=4, num_stages=2)
-    if lists:
-        heads, width = next_power_of_2(J), padded_head(iq.shape[2])
-        pairs, starts, _ = pairs_by_key(indices, rows, T, group, local=False)
-        arguments = (grad, iq, ik, w, rows, pairs, starts, dik, *strides, K, G)
-        queries = max(1, 4096 // (heads * width))
-        constants = dict(J=J, E=iq.shape[2], OUT_E=E, BJ=heads, BE=width, QUERIES=queries, R=group)
-        run(index_scores_bwd_dik_kernel, T, *arguments, **constants, num_warps=4, num_stages=2)
-    return [diq, dik.to(ik.dtype), dw, *tables.gradients()]
+    arguments = Rows.of(grad), Index.of(iq, ik, w), indices, rows, diq, dik, dw, tables.arguments
+    constants = _tiles(iq) | dict(OUT_E=E, R=a.group, num_warps=4, num_stages=2)
+    run(index_scores_bwd_kernel, G, *arguments, kernel_bias(a.bias), K, G, **constants)
+    return [diq, dik.total(ik.dtype), dw, *tables.gradients()]
 
 
-def _backward(
-    grad, iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, group, indices, rows
-):  # fmt: skip
-    tables = position, time, timestamps, query_timestamps
-    return _scores_backward(grad, iq, ik, w, indices, seq_offsets, *tables, group, rows)
+def _backward(grad, iq, ik, w, seq_offsets, rows, *bias_options_and_indices) -> list[Tensor]:
+    *bias, _, group, indices = bias_options_and_indices
+    return _scores_backward(grad, iq, ik, w, indices, rows, *bias, group)
 
 
-def _fake(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, group):
-    T = iq.shape[0]
-    G = num_rows(T, seq_offsets, group)
-    shapes = ((G, top_k), torch.float32), ((G, top_k), torch.int32), (rows_shape(T, seq_offsets, group), torch.int64)
-    return tuple(iq.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+def _fake(iq, ik, w, seq_offsets, rows, *bias_and_options) -> tuple[Tensor, Tensor]:
+    *_, top_k, group = bias_and_options
+    shape = num_rows(iq.shape[0], seq_offsets, group), top_k
+    return iq.new_empty(shape, dtype=torch.float32), iq.new_empty(shape, dtype=torch.int32)
 
 
-def _fake_scores(iq, ik, w, indices, seq_offsets, *bias_and_options):
-    rows = iq.new_empty(rows_shape(iq.shape[0], seq_offsets, bias_and_options[-1]), dtype=torch.int64)
-    return iq.new_empty(indices.shape, dtype=torch.float32), rows
+def _fake_scores(iq, ik, w, indices, *_) -> Tensor:
+    return iq.new_empty(indices.shape, dtype=torch.float32)
 
 
 def _tiles(iq: Tensor) -> dict:
@@ -207,34 +208,21 @@ def _tiles(iq: Tensor) -> dict:
     )  # fmt: skip
 
 
-_TABLES = "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timestamps"
-
 lightning_indexer_jagged = Operator(
     "lightning_indexer",
-    f"Tensor iq, Tensor ik, Tensor w, Tensor seq_offsets, {_TABLES}, SymInt top_k, SymInt group",
+    f"Tensor iq, Tensor ik, Tensor w, Tensor seq_offsets, Tensor rows, {BIAS}, SymInt top_k, SymInt group",
     forward=_forward,
     backward=_backward,
     fake=_fake,
     differentiable=("iq", "ik", "w", "position", "time"),
-    outputs=3,
+    outputs=2,
 )
 
 index_scores_jagged = Operator(
     "index_scores",
-    f"Tensor iq, Tensor ik, Tensor w, Tensor indices, Tensor seq_offsets, {_TABLES}, SymInt group",
+    f"Tensor iq, Tensor ik, Tensor w, Tensor indices, Tensor rows, {BIAS}, SymInt group",
     forward=_scores_forward,
     backward=_scores_backward,
     fake=_fake_scores,
     differentiable=("iq", "ik", "w", "position", "time"),
-    outputs=2,
 )
-
-
-def lightning_indexer_operator(*arguments) -> tuple[Tensor, Tensor]:
-    """Call the registered operator and return the scores and the indices."""
-    return lightning_indexer_jagged(*arguments)[:2]
-
-
-def index_scores_operator(*arguments) -> Tensor:
-    """Call the registered operator and return the scores alone."""
-    return index_scores_jagged(*arguments)[0]

@@ -1,16 +1,18 @@
-"""Launch the kernel of the index loss and register it: jagged as torch.ops.hstu_sparse.index_loss_fwd and _bwd, in
-padded chunks as index_loss_padded_fwd and _bwd. Both return the loss of each row, [rows] fp32.
+"""Launch the kernel of the index loss and register it as torch.ops.hstu_sparse.index_loss_fwd and _bwd.
 
-Letters: T tokens of the batch, B sequences, H heads, D query/key head size, K chosen tokens per query, G rows of a
-choice and R tokens that share one (see choices.py); C queries and S keys of a padded chunk.
+Letters: T tokens of the batch, H heads, D query/key head size, K chosen tokens per row of a choice, G rows of a choice
+and R tokens that share one (see choices.py). A padded chunk has B sequences with C queries and S keys each.
 
 Forward writes pi - p if a gradient is needed: it is the gradient except for a factor of each row, by which backward
 multiplies it in place.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import (
     INTERPRET,
     LaunchConfig,
@@ -24,9 +26,9 @@ from hstu_sparse.core.launch import (
 )
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
-from hstu_sparse.indexer.choices import choice_rows
-from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, key_layout
+from hstu_sparse.indexer.launch import BIAS, by_heads, kernel_bias
 from hstu_sparse.indexer.loss import index_loss_kernel
+from hstu_sparse.tiles.rows import Rows
 
 # Scores of one query, all heads', that its program has in registers: as many as fit into half a multiprocessor's.
 MOST_HELD = 16 * 2048
@@ -58,64 +60,66 @@ def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: in
     return LaunchConfig(8, 5, BLOCK=block, HELD=cdiv(top_k, block))
 
 
-def _launch(
-    scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps, number, H, key_heads, group, with_grad
-):  # fmt: skip
-    """Return (the loss of each of `number` rows; which rows count, if groups choose; pi - p like `scores`, or
+class Arguments(NamedTuple):
+    """The operator's arguments in the order of its schema. k: [T, D] or [T, Hkv, D]; rows: see choices.py."""
+
+    scores: Tensor
+    q: Tensor
+    k: Tensor
+    indices: Tensor
+    rows: Tensor
+    position: Tensor | None
+    time: Tensor | None
+    timestamps: Tensor | None
+    query_timestamps: Tensor | None
+    valid: Tensor | None
+    scale: float
+    eps: float
+    group: int
+    with_grad: bool
+
+    @property
+    def bias(self) -> RelativeBias:
+        return RelativeBias(self.position, self.time, self.timestamps, self.query_timestamps)
+
+
+def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (the loss of each row, [G] fp32; [G] which rows count, if tokens share choices; pi - p like `scores`, or
     empty).
     """
-    loss = torch.empty(number, dtype=torch.float32, device=q.device)
-    counted = torch.empty(number if group > 1 else 0, dtype=torch.float32, device=q.device)
-    difference = torch.empty(scores.shape if with_grad else 0, dtype=scores.dtype, device=scores.device)
-    if number:
-        width, heads, K = padded_head(q.shape[-1]), padded_head(H), indices.shape[-1]
-        arguments = (
-            scores.contiguous(), q, k, indices, rows, valid, loss, counted if group > 1 else None,
-            difference if with_grad else None, *bias, *strides, *chunk, scale, eps, K, number,
-        )  # fmt: skip
+    a = Arguments(*arguments)
+    loss, counted, difference = _fake(*arguments)
+    G, H = a.rows.shape[1], a.q.shape[1]
+    if G:
+        q, k = as_rows(a.q, by_heads(a.k))
+        width, heads, K, key_heads = padded_head(q.shape[2]), padded_head(H), a.indices.shape[1], k.shape[1]
         config = loss_config(q.dtype, width, heads, K, architecture(q.device), key_heads)
-        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, KEY_HEADS=key_heads, R=group, PADDED=rows is None)
-        run(index_loss_kernel, number, *arguments, **sizes, **config, PRECISION=precision(q.dtype))
+        outputs = loss, counted if a.group > 1 else None, difference if a.with_grad else None
+        sizes = dict(H=H, D=q.shape[2], BH=heads, BD=width, KEY_HEADS=key_heads, R=a.group)
+        run(
+            index_loss_kernel, G, a.scores.contiguous(), Rows.of(q), Rows.of(k), a.indices, a.rows, a.valid, *outputs,
+            kernel_bias(a.bias), a.scale, a.eps, K, G, **sizes, **config, PRECISION=precision(q.dtype),
+        )  # fmt: skip
     return loss, counted, difference
 
 
-def _backward(grad, *arguments):
+def _backward(grad, *arguments) -> list[Tensor]:
     """Overwrite the difference, the last argument."""
     difference = arguments[-1]
-    return [difference.mul_(grad.view(difference.shape[:-1])[..., None])]
+    return [difference.mul_(grad[:, None])]
 
 
-def _forward(
-    scores, q, k, indices, seq_offsets, position, time, timestamps, query_timestamps, valid, scale, eps, group,
-    with_grad,
-):  # fmt: skip
-    T, H, _ = q.shape
-    q, k = as_rows(q, k)
-    rows = choice_rows(seq_offsets, T, group)
-    bias = kernel_bias(position, time, timestamps, query_timestamps)
-    key_heads, key_strides = key_layout(k)
-    strides, chunk = (0, *q.stride()[:2], 0, *key_strides), (0, 1, 1)
-    number = rows.shape[-1]
-    return _launch(
-        scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps, number, H, key_heads, group, with_grad
-    )  # fmt: skip
-
-
-def _fake(scores, *others):
-    number = scores.shape[:-1].numel()
-    rows, counted = (scores.new_empty(n, dtype=torch.float32) for n in (number, number if others[-2] > 1 else 0))
-    return rows, counted, scores.new_empty(scores.shape if others[-1] else 0)
-
-
-def _fake_padded(scores, *others):
-    return _fake(scores, 1, others[-1])
+def _fake(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    a = Arguments(*arguments)
+    G = a.rows.shape[1]
+    rows, counted = (a.q.new_empty(n, dtype=torch.float32) for n in (G, G if a.group > 1 else 0))
+    return rows, counted, a.scores.new_empty(a.scores.shape if a.with_grad else 0)
 
 
 indexer_loss_jagged = Operator(
     "index_loss",
-    "Tensor scores, Tensor q, Tensor k, Tensor indices, Tensor seq_offsets, Tensor? position, Tensor? time, "
-    "Tensor? timestamps, Tensor? query_timestamps, Tensor? valid, float scale, float eps, SymInt group, "
-    "bool with_grad",
+    f"Tensor scores, Tensor q, Tensor k, Tensor indices, Tensor rows, {BIAS}, Tensor? valid, float scale, float eps, "
+    "SymInt group, bool with_grad",
     forward=_forward,
     backward=_backward,
     fake=_fake,
@@ -125,37 +129,18 @@ indexer_loss_jagged = Operator(
 )
 
 
-def _padded(query, key, chunk_offset):
-    query, key = as_rows(query, key)
-    batch, head, row, _ = query.stride()
-    return query, key, (batch, row, head, *key.stride()[:2], 0), (chunk_offset, query.shape[2], key.shape[1])
-
-
-def _padded_forward(scores, query, key, indices, scale, chunk_offset, eps, with_grad):
-    B, H, C, _ = query.shape
-    query, key, strides, chunk = _padded(query, key, chunk_offset)
-    arguments = (None, None, NO_BIAS, strides, chunk, scale, eps, B * C, H, 1, 1, with_grad)
-    return _launch(scores, query, key, indices, *arguments)
-
-
-indexer_loss_padded = Operator(
-    "index_loss_padded",
-    "Tensor scores, Tensor query, Tensor key, Tensor indices, float scale, SymInt chunk_offset, float eps, "
-    "bool with_grad",
-    forward=_padded_forward,
-    backward=_backward,
-    fake=_fake_padded,
-    differentiable=("scores",),
-    outputs=3,
-    spends=True,
-)
-
-
 def indexer_loss_operator(scores: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    """Call the operator for jagged tensors without `with_grad`; return the rows' losses, and which groups count."""
+    """Call the operator without `with_grad`; return the rows' losses, and which groups count."""
     return indexer_loss_jagged(scores, *arguments, torch.is_grad_enabled() and scores.requires_grad)[:2]
 
 
-def padded_loss_operator(scores: Tensor, *arguments) -> Tensor:
-    """Call the operator for padded chunks without `with_grad`; return only the rows' losses."""
-    return indexer_loss_padded(scores, *arguments, torch.is_grad_enabled() and scores.requires_grad)[0]
+def padded_loss(
+    index_score: Tensor, query: Tensor, key: Tensor, indices: Tensor, chunk_offset: int, *numbers
+) -> Tensor:
+    """Return the loss of each query of padded chunks, [B * C]: see `padded_indexer_loss`. numbers: scale and eps."""
+    (B, _, C, _), S = query.shape, key.shape[1]
+    begin = S * torch.arange(B, device=query.device)[:, None].expand(B, C)
+    last = (chunk_offset + torch.arange(C, device=query.device)).clamp(max=S - 1)
+    rows = torch.stack([begin, begin + last, torch.ones_like(begin)]).flatten(1)
+    chunk = (x.flatten(0, 1) for x in (index_score, query.transpose(1, 2), key, indices))
+    return indexer_loss_operator(*chunk, rows, None, None, None, None, None, *numbers, 1)[0]

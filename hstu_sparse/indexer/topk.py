@@ -17,20 +17,48 @@ candidates. Tokens equal to the threshold that come after the first K candidates
 that a row suffices even if all keys have the same score.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from hstu_sparse.bias.buckets import load_split_times
-from hstu_sparse.bias.scores import pair_bias
-from hstu_sparse.indexer.pairs import split_bias
+from hstu_sparse.bias.buckets import bucket_of, load_split_times
+from hstu_sparse.bias.scores import load_times, table_bias
+from hstu_sparse.indexer.scores import load_query
+from hstu_sparse.tiles.assembly import look_up
 from hstu_sparse.tiles.rows import COMPILED, load_rows, locate
 
 
+class Heads(NamedTuple):
+    """Constants: index heads, their size in memory and in tiles, tokens that share a choice."""
+
+    J: int
+    E: int
+    BE: int
+    R: int
+    PRECISION: str
+    ASM: bool
+
+
+class Tile(NamedTuple):
+    """A tile of queries of one sequence, or its keys.
+
+    begin     the sequence's first token
+    t         [ROWS] positions of the queries
+    inside    [ROWS] which of them exist
+    last      [ROWS] the last position that each may choose
+    """
+
+    begin: tl.tensor
+    t: tl.tensor
+    inside: tl.tensor
+    last: tl.tensor
+
+
 @triton.jit
-def _queries(tile, length, ROWS: tl.constexpr, R: tl.constexpr):
-    """Return (positions of a tile's queries, the mask of valid ones, the last position that each may choose)."""
+def _find_tile(begin, tile, length, ROWS: tl.constexpr, R: tl.constexpr):
     t = (tile * ROWS + tl.arange(0, ROWS)) * R
-    return t, t < length, t if R == 1 else t - 1
+    return Tile(begin, t, t < length, t if R == 1 else t - 1)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -38,11 +66,11 @@ def lightning_indexer_rows_kernel(offsets, tokens, begins, targets, B, ROWS: tl.
     """Store each query's token (-1 if there is none), its sequence's first token and its row of the result."""
     slot = tl.program_id(0)
     b, begin, length, tile = locate(offsets, slot, B, ROWS * R)
-    t, inside, _ = _queries(tile, length, ROWS, R)
+    queries = _find_tile(begin, tile, length, ROWS, R)
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tl.store(tokens + row, tl.where(inside, begin + t, -1))
+    tl.store(tokens + row, tl.where(queries.inside, begin + queries.t, -1))
     tl.store(begins + row, begin + tl.zeros([ROWS], tl.int64))
-    tl.store(targets + row, begin + t if R == 1 else begin // R + b + t // R)
+    tl.store(targets + row, begin + queries.t if R == 1 else begin // R + b + queries.t // R)
 
 
 @triton.jit
@@ -53,57 +81,71 @@ def _weighed(query, weight, keys, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _scores(
-    queries, weights, iq, w, ik, rows, inside, key_token, key_inside, t, s, seen,
-    position, time, cells, timestamps, query_timestamps, positions,
-    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h,
-    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Compute I(t, s) of a tile [ROWS, BLOCK]. queries, weights: of the first heads, see `_load_heads`."""
-    keys = tl.trans(load_rows(ik, key_token, ik_stride_t, key_inside, E, BE))
-    scores = _weighed(queries[0], weights[0], keys, PRECISION)
-    for head in tl.static_range(1, len(queries)):
-        scores += _weighed(queries[head], weights[head], keys, PRECISION)
-    for head in range(len(queries), J):
-        query, weight = _load_head(iq, w, rows, inside, head, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE)
-        scores += _weighed(query, weight, keys, PRECISION)
-    if (position is not None) or (time is not None):
-        query_times = 0.0, 0.0
-        key_times = 0.0, 0.0
-        if time is not None:
-            high, low = load_split_times(query_timestamps + rows, inside)
-            query_times = high[:, None], low[:, None]
-            high, low = load_split_times(timestamps + key_token, key_inside)
-            key_times = high[None, :], low[None, :]
-        scores += split_bias(
-            t[:, None] - s[None, :], seen, query_times, key_times, position, time, cells, positions, ASM
-        )
-    return scores
-
-
-@triton.jit
-def _load_head(
-    iq, w, rows, inside, head, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E: tl.constexpr, BE: tl.constexpr
-):
+def _load_head(index, tile, head, heads: tl.constexpr):
     """Load (queries [ROWS, BE], half the weights, fp32 [ROWS]) of a head: see `_weighed`."""
-    query = load_rows(iq + head * iq_stride_h, rows, iq_stride_t, inside, E, BE)
-    weight = tl.load(w + head * w_stride_h + rows * w_stride_t, mask=inside, other=0.0)
+    rows, iq, w = tile.begin + tile.t, index.iq, index.w
+    query = load_rows(iq.pointer + head * iq.stride_h, rows, iq.stride_t, tile.inside, heads.E, heads.BE)
+    weight = tl.load(w.pointer + head * w.stride_h + rows * w.stride_t, mask=tile.inside, other=0.0)
     return query, 0.5 * weight.to(tl.float32)
 
 
 @triton.jit
-def _load_heads(
-    iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E: tl.constexpr, BE: tl.constexpr,
-    HEADS: tl.constexpr,
-):  # fmt: skip
-    """Load the first HEADS heads by `_load_head`: (tuple of queries, tuple of weights)."""
-    queries = ()
-    weights = ()
+def _load_heads(index, tile, heads: tl.constexpr, HEADS: tl.constexpr):
+    """Load the first HEADS heads by `_load_head`: a tuple of pairs."""
+    loaded = ()
     for head in tl.static_range(HEADS):
-        query, weight = _load_head(iq, w, rows, inside, head, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE)
-        queries += (query,)
-        weights += (weight,)
-    return queries, weights
+        loaded += (_load_head(index, tile, head, heads),)
+    return loaded
+
+
+@triton.jit
+def _split_bias(bias, distance, seen, query_times, key_times, ASM: tl.constexpr):
+    """Return the biases of `table_bias`, bit by bit, of a tile of pairs; with ASM arbitrary where not `seen`.
+
+    query_times, key_times: the times of queries and keys, each as (high, low), see `load_split_times`. With ASM, for
+    which the tables are fp32, look-ups stay in the tile's layout: ordinary loads of a tile of scores go through shared
+    memory twice, addresses in one direction and values in the other.
+    """
+    added = tl.zeros_like(distance.to(tl.float32))
+    if bias.position is not None:
+        if ASM:
+            place = tl.minimum(tl.maximum(distance, 0), bias.positions - 1)
+            added += tl.where(distance < bias.positions, look_up(bias.position, place, ASM), 0.0)
+        else:
+            mask = seen & (distance < bias.positions)
+            added += tl.load(bias.position + distance, mask=mask, other=0.0).to(tl.float32)
+    if bias.time is not None:
+        difference = tl.abs((query_times[0] - key_times[0]) + (query_times[1] - key_times[1]))
+        bucket = bucket_of(difference, bias.cells, ASM)
+        if ASM:
+            added += look_up(bias.time, bucket, ASM)
+        else:
+            added += tl.load(bias.time + tl.where(seen, bucket, 0)).to(tl.float32)
+    return added
+
+
+@triton.jit
+def _scores(loaded, index, tile, s, key_inside, seen, bias, heads: tl.constexpr):
+    """Compute I(t, s) of a tile [ROWS, BLOCK]. loaded: the first heads, see `_load_heads`."""
+    key_token = tile.begin + s
+    keys = tl.trans(load_rows(index.ik.pointer, key_token, index.ik.stride_t, key_inside, heads.E, heads.BE))
+    scores = _weighed(loaded[0][0], loaded[0][1], keys, heads.PRECISION)
+    for head in tl.static_range(1, len(loaded)):
+        scores += _weighed(loaded[head][0], loaded[head][1], keys, heads.PRECISION)
+    for head in range(len(loaded), heads.J):
+        query, weight = _load_head(index, tile, head, heads)
+        scores += _weighed(query, weight, keys, heads.PRECISION)
+    if (bias.position is not None) or (bias.time is not None):
+        query_times = 0.0, 0.0
+        key_times = 0.0, 0.0
+        if bias.time is not None:
+            high, low = load_split_times(bias.query_times + tile.begin + tile.t, tile.inside)
+            query_times = high[:, None], low[:, None]
+            high, low = load_split_times(bias.key_times + key_token, key_inside)
+            key_times = high[None, :], low[None, :]
+        distance = tile.t[:, None] - s[None, :]
+        scores += _split_bias(bias, distance, seen, query_times, key_times, heads.ASM)
+    return scores
 
 
 @triton.jit
@@ -115,39 +157,31 @@ def _sampled(i, stride, length):
     return i * stride + (mixed % stride.to(tl.uint32)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["positions", "B", "first_slot"])
+@triton.jit(do_not_specialize=["B", "first_slot"])
 def lightning_indexer_sample_kernel(
-    iq, ik, w, offsets, sampled,
-    position, time, cells, timestamps, query_timestamps, positions,
-    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, capacity,
-    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SAMPLE: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    index, offsets, sampled, bias, B, first_slot, capacity,
+    heads: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Compute scores of SAMPLE keys for a tile of queries, -inf for keys that a query does not see."""
     slot = tl.program_id(0)
-    _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS * R)
-    t, inside, last = _queries(tile, length, ROWS, R)
-    end = tl.minimum(tl.max(last, 0) + 1, length)
-    if (tile * ROWS * R >= length) | (end <= capacity):
+    _, begin, length, number = locate(offsets, first_slot + slot, B, ROWS * heads.R)
+    tile = _find_tile(begin, number, length, ROWS, heads.R)
+    end = tl.minimum(tl.max(tile.last, 0) + 1, length)
+    if (number * ROWS * heads.R >= length) | (end <= capacity):
         return
-    rows = begin + t
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     # With few keys, a quarter of them is enough.
     stride = tl.maximum((end + SAMPLE - 1) // SAMPLE, 4)
     sampled_keys = tl.cdiv(tl.cdiv(end, stride), BLOCK) * BLOCK
-    queries, weights = _load_heads(iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE, HEADS)
+    loaded = _load_heads(index, tile, heads, HEADS)
     for start in range(sampled_keys, SAMPLE, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(sampled + row[:, None] * SAMPLE + i[None, :], tl.full([ROWS, BLOCK], float("-inf"), tl.float32))
     for start in range(0, sampled_keys, BLOCK):
         i = start + tl.arange(0, BLOCK)
         s = _sampled(i, stride, end)
-        seen = (s[None, :] <= last[:, None]) & inside[:, None]
-        scores = _scores(
-            queries, weights, iq, w, ik, rows, inside, begin + s, s < end, t, s, seen,
-            position, time, cells, timestamps, query_timestamps, positions,
-            iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION, ASM,
-        )  # fmt: skip
+        seen = (s[None, :] <= tile.last[:, None]) & tile.inside[:, None]
+        scores = _scores(loaded, index, tile, s, s < end, seen, bias, heads)
         tl.store(sampled + row[:, None] * SAMPLE + i[None, :], tl.where(seen, scores, float("-inf")))
 
 
@@ -230,25 +264,32 @@ def _reaches(scores, bar):
         return (scores >= bar).to(tl.float32)
 
 
+class Room(NamedTuple):
+    """A tile's rows of candidates.
+
+    buffer            where the first one begins
+    threshold, above  [ROWS] the score that candidates reach, and the next greater number
+    limit             [ROWS] the number of candidates from which a row accepts no more
+    """
+
+    buffer: tl.tensor
+    threshold: tl.tensor
+    above: tl.tensor
+    limit: tl.tensor
+
+
 @triton.jit
 def _collect(
-    start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, buffer, rows, inside, begin,
-    length, t, last, position, time, cells, timestamps, query_timestamps, positions,
-    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
-    CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    start, count, loaded, room, triangle, index, tile, length, bias, K,
+    heads: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates of a block of keys to `buffer`; return the updated number of candidates in each row."""
+    """Write the candidates of a block of keys to `room`; return the updated number of candidates in each row."""
     s = start + tl.arange(0, BLOCK)
-    seen = inside[:, None] & (s[None, :] <= last[:, None])
-    scores = _scores(
-        queries, weights, iq, w, ik, rows, inside, begin + s, s < length, t, s, seen,
-        position, time, cells, timestamps, query_timestamps, positions,
-        iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION, ASM,
-    )  # fmt: skip
+    seen = tile.inside[:, None] & (s[None, :] <= tile.last[:, None])
+    scores = _scores(loaded, index, tile, s, s < length, seen, bias, heads)
     # Keys that equal the threshold and come after the first K candidates are dropped. Past its limit a row accepts
     # nothing, not even an infinite score.
-    bar = tl.where(count > limit, float("nan"), tl.where(count >= K, above, threshold))
+    bar = tl.where(count > room.limit, float("nan"), tl.where(count >= K, room.above, room.threshold))
     if MASKED:
         scores = tl.where(seen, scores, float("nan"))
     # Prefix sums along the rows are products of small numbers, exact in fp16: a scan would move the tile between
@@ -269,52 +310,44 @@ def _collect(
     packed = (pair >> 32 << 32) | s.to(tl.uint32).to(tl.uint64)
     # In halves of an entry, less an entry and a half, since the index is one past the entry and the selected bit is
     # set.
-    halves = buffer.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
+    halves = room.buffer.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
     tl.store(halves.to(tl.pointer_type(tl.int64), bitcast=True), packed.to(tl.int64), mask=(word & 512) != 0)
     behind = tl.sum(tl.where((tl.arange(0, BLOCK) == BLOCK - 1)[None, :], place, 0), 1)
     return ((behind & 0x7FFFFF) >> 1).to(tl.int32) - row
 
 
-@triton.jit(do_not_specialize=["positions", "B", "first_slot", "slots"])
+@triton.jit(do_not_specialize=["B", "first_slot", "slots"])
 def lightning_indexer_collect_kernel(
-    iq, ik, w, offsets, thresholds, candidates, counts,
-    position, time, cells, timestamps, query_timestamps, positions,
-    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, slots, K,
-    CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    index, offsets, thresholds, candidates, counts, bias, B, first_slot, slots, K,
+    heads: tl.constexpr, HEADS: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates of a tile of queries, ordered by s, and their number; CAPACITY + 1 if there may be more."""
     # The tiles late in a sequence take longest, so they come first.
     slot = slots - 1 - tl.program_id(0)
-    _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS * R)
-    if tile * ROWS * R >= length:
+    _, begin, length, number = locate(offsets, first_slot + slot, B, ROWS * heads.R)
+    if number * ROWS * heads.R >= length:
         return
-    t, inside, last = _queries(tile, length, ROWS, R)
-    rows = begin + t
+    tile = _find_tile(begin, number, length, ROWS, heads.R)
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    buffer = candidates + slot.to(tl.int64) * (ROWS * CAPACITY)
-    threshold = tl.load(thresholds + row, mask=inside, other=float("inf"))
+    threshold = tl.load(thresholds + row, mask=tile.inside, other=float("inf"))
     above = tl.where(threshold == float("-inf"), threshold, _unordered(_ordered(threshold) + 1))
     # The limit at which a whole block might no longer fit. CAPACITY tokens always fit.
-    limit = tl.where(last >= CAPACITY, CAPACITY - BLOCK, CAPACITY)
-    queries, weights = _load_heads(iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE, HEADS)
+    limit = tl.where(tile.last >= CAPACITY, CAPACITY - BLOCK, CAPACITY)
+    room = Room(candidates + slot.to(tl.int64) * (ROWS * CAPACITY), threshold, above, limit)
+    loaded = _load_heads(index, tile, heads, HEADS)
     step = tl.arange(0, BLOCK)
     triangle = (step[:, None] <= step[None, :]).to(tl.float16) + 0.5 * (step[:, None] == step[None, :]).to(tl.float16)
     count = tl.zeros([ROWS], tl.int32)
-    unmasked_end = (tile * ROWS * R) // BLOCK * BLOCK
+    unmasked_end = (number * ROWS * heads.R) // BLOCK * BLOCK
     for start in range(0, unmasked_end, BLOCK):
         count = _collect(
-            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, buffer, rows, inside,
-            begin, length, t, last, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t,
-            iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, False, PRECISION, ASM,
-        )  # fmt: skip
-    for start in range(unmasked_end, tl.minimum(tl.max(last, 0) + 1, length), BLOCK):
+            start, count, loaded, room, triangle, index, tile, length, bias, K, heads, CAPACITY, ROWS, BLOCK, False
+        )
+    for start in range(unmasked_end, tl.minimum(tl.max(tile.last, 0) + 1, length), BLOCK):
         count = _collect(
-            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, buffer, rows, inside,
-            begin, length, t, last, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t,
-            iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, True, PRECISION, ASM,
-        )  # fmt: skip
-    tl.store(counts + row, tl.where(count > limit, CAPACITY + 1, count), mask=inside)
+            start, count, loaded, room, triangle, index, tile, length, bias, K, heads, CAPACITY, ROWS, BLOCK, True
+        )
+    tl.store(counts + row, tl.where(count > limit, CAPACITY + 1, count), mask=tile.inside)
 
 
 @triton.jit
@@ -335,35 +368,26 @@ def _keep(packed, inside, count, K):
 
 @triton.jit
 def _refill(
-    iq, ik, w, token, begin, buffer, position, time, cells, timestamps, query_timestamps, positions,
-    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K,
-    J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    R: tl.constexpr, PRECISION: tl.constexpr,
+    index, token, begin, buffer, bias, capacity, K,
+    heads: tl.constexpr, BJ: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Write a query's candidates to `buffer` again, without a threshold; return their number."""
     t = (token - begin).to(tl.int32)
-    end = t + 1 if R == 1 else t
-    head = tl.arange(0, BJ)
-    inside = head < J
-    query = load_rows(iq + token * iq_stride_t, head, iq_stride_h, inside, E, BE)
-    weight = tl.load(w + token * w_stride_t + head * w_stride_h, mask=inside, other=0.0).to(tl.float32)
+    end = t + 1 if heads.R == 1 else t
+    query, weight = load_query(index, token, heads.J, heads.E, BJ, heads.BE)
     place = tl.arange(0, SIZE)
     bar = float("-inf")
     num_kept = 0
     for start in range(0, end, BLOCK):
         s = start + tl.arange(0, BLOCK)
         seen = s < end
-        keys = load_rows(ik, begin + s, ik_stride_t, seen, E, BE)
-        dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        keys = load_rows(index.ik.pointer, begin + s, index.ik.stride_t, seen, heads.E, heads.BE)
+        dots = tl.dot(query, tl.trans(keys), input_precision=heads.PRECISION)
         scores = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0)
-        if (position is not None) or (time is not None):
-            query_time = 0
-            key_times = 0
-            if time is not None:
-                query_time = tl.load(query_timestamps + token)
-                key_times = tl.load(timestamps + begin + s, mask=seen, other=0)
-            bias, _ = pair_bias(t - s, seen, query_time, key_times, position, time, cells, positions)
-            scores += bias
+        if (bias.position is not None) or (bias.time is not None):
+            query_time = load_times(bias.query_times, token, token >= 0)
+            key_times = load_times(bias.key_times, begin + s, seen)
+            scores += table_bias(bias, t - s, seen, query_time, key_times)[0]
         take = seen & (scores > bar)
         packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | s.to(tl.int64)
         tl.store(buffer + num_kept + tl.cumsum(take.to(tl.int32), 0) - 1, packed, mask=take)
@@ -381,13 +405,10 @@ def _refill(
     return num_kept
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit
 def lightning_indexer_refill_kernel(
-    iq, ik, w, begins, tokens, candidates, counts,
-    position, time, cells, timestamps, query_timestamps, positions,
-    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K,
-    J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    index, begins, tokens, candidates, counts, bias, capacity, K,
+    heads: tl.constexpr, BJ: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates again for the few queries of a tile whose candidates do not suffice."""
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -396,7 +417,7 @@ def lightning_indexer_refill_kernel(
     inside = token >= 0
     begin = tl.load(begins + first + each)
     count = tl.load(counts + first + each, mask=inside, other=0)
-    num_needed = tl.minimum(token - begin + (1 if R == 1 else 0), K)
+    num_needed = tl.minimum(token - begin + (1 if heads.R == 1 else 0), K)
     wrong = (inside & ((count < num_needed) | (count > capacity))).to(tl.int32)
     remaining = tl.sum(wrong, 0)
     while remaining > 0:
@@ -405,13 +426,10 @@ def lightning_indexer_refill_kernel(
         wrong = tl.where(each == row_in_tile, 0, wrong)
         remaining -= 1
         row = first + row_in_tile
-        query_token = tl.load(tokens + row)
+        buffer = candidates + row * capacity
         num_candidates = _refill(
-            iq, ik, w, query_token, tl.load(begins + row), candidates + row * capacity,
-            position, time, cells, timestamps, query_timestamps, positions,
-            iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K, J, E, BJ, BE, BLOCK, SIZE,
-            R, PRECISION,
-        )  # fmt: skip
+            index, tl.load(tokens + row), tl.load(begins + row), buffer, bias, capacity, K, heads, BJ, BLOCK, SIZE
+        )
         tl.store(counts + row, num_candidates)
 
 

@@ -233,7 +233,7 @@ def test_blocks_of_key_heads_are_powers_of_two(width, monkeypatch):
         loss = launch_loss.loss_config.__wrapped__(dtype, width, 32, top_k, 90, key_heads)
         assert loss.BLOCK in (16, 32, 64) and (not loss.HELD or top_k <= loss.HELD * loss.BLOCK)
         for kernel in ("fwd", "bwd"):
-            config = launch_attention.group_config.__wrapped__(kernel, dtype, 2 * width, 32, 7, top_k, key_heads)
+            config = launch_attention.attention_config.__wrapped__(kernel, dtype, 2 * width, 32, 7, top_k, key_heads)
             assert {config.BLOCK, config.NEAR} <= {16, 32, 64}
 
 
@@ -566,12 +566,14 @@ def test_key_heads_are_attention_by_themselves(group):
 @pytest.mark.parametrize("name", ["sparse_attention", "lightning_indexer", "index_loss", "index_scores"])
 def test_opcheck(name, group):
     from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
+    from hstu_sparse.indexer.choices import choice_rows
 
     lengths = (4, 0, 2)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
     bias = tables(lengths, torch.float32)
     position = bias.position.requires_grad_()
-    rest = offsets, position, None, None, None
+    rows = choice_rows(offsets, sum(lengths), group)
+    rest = rows, position, None, None, None
     indices = lightning_indexer(x["iq"], x["ik"], x["w"], offsets, 3, selection_group=group)[1]
     scores = torch.randn(len(indices), 3, requires_grad=True)
     x = {n: y.requires_grad_() for n, y in x.items()}
@@ -581,7 +583,7 @@ def test_opcheck(name, group):
             launch_attention.sparse_attention_jagged,
             (x["q"], x["k"], x["v"], indices, *rest, 0.4, group),
         ),
-        "lightning_indexer": (launch_indexer.lightning_indexer_jagged, (*indexer, *rest, 3, group)),
+        "lightning_indexer": (launch_indexer.lightning_indexer_jagged, (*indexer, offsets, *rest, 3, group)),
         "index_scores": (launch_indexer.index_scores_jagged, (*indexer, indices, *rest, group)),
         "index_loss": (
             launch_loss.indexer_loss_jagged,

@@ -188,9 +188,9 @@ def test_deterministic_algorithms_give_the_same_bits(group):
 
 @pytest.mark.parametrize("group", [1, 8])
 def test_another_batch_compiles_nothing_and_nothing_waits(group):
-    from hstu_sparse.indexer import attention, choices, groups, loss, scores, topk
+    from hstu_sparse.indexer import attention, choices, loss, scores, topk
 
-    modules = (attention, choices, groups, loss, scores, topk)
+    modules = (attention, choices, loss, scores, topk)
     kernels = [x for module in modules for n, x in vars(module).items() if n.endswith("_kernel")]
 
     def step(lengths, mode="error"):

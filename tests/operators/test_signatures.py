@@ -12,16 +12,8 @@ FOLDER = Path(__file__).parents[2] / "hstu_sparse"
 MOST = 20  # besides compile-time constants
 # Kernels that still have more. A kernel that no longer does is removed here.
 WIDE = {
-    "group_attention_bwd_dkv_kernel",
-    "group_attention_bwd_kernel",
-    "group_attention_fwd_kernel",
-    "index_loss_kernel",
-    "index_scores_bwd_kernel",
-    "lightning_indexer_collect_kernel",
     "paged_attention_fwd_kernel",
     "rotatekv_attention_fwd_kernel",
-    "sparse_attention_bwd_dkv_kernel",
-    "sparse_attention_bwd_kernel",
 }
 
 

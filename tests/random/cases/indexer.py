@@ -312,38 +312,35 @@ def launches():
             x = torch.zeros(tokens, heads, size, dtype=dtype)
             iq, ik = torch.zeros(tokens, index_heads, 64, dtype=dtype), torch.zeros(tokens, 64, dtype=dtype)
             fp32 = functools.partial(torch.zeros, dtype=torch.float32)
-            offsets, rows = make_offsets((tokens - 24, 24)), choice_rows(make_offsets((tokens - 24, 24)), tokens, group)
+            offsets = make_offsets((tokens - 24, 24))
+            rows = choice_rows(offsets, tokens, group)
             G = rows.shape[-1]
             indices = torch.zeros(G, top_k, dtype=torch.int32)
             times = torch.zeros(tokens, dtype=torch.int64)
             tables = (fp32(tokens), fp32(129), times, times) if bias else (None,) * 4
             k, grad = x[:, 0] if key_heads == 1 else x[:, :key_heads], fp32(G, top_k)
-            indexer = (iq, ik, iq[:, :, 0], offsets, *tables, top_k, group)
-            attention = (x, k, k, indices, offsets, *tables, size**-0.5, group)
+            indexer = (iq, ik, iq[:, :, 0], offsets, rows, *tables, top_k, group)
+            attention = (x, k, k, indices, rows, *tables, size**-0.5, group)
             valid = torch.ones(tokens, dtype=torch.bool) if bias else None
-            loss = (grad, x, k, indices, offsets, *tables, valid, size**-0.5, 1e-10, group, True)
-            chunk = (grad[None], x.transpose(0, 1)[None], k[None], indices[None], size**-0.5, 3, 1e-10, True)
+            loss = (grad, x, k, indices, rows, *tables, valid, size**-0.5, 1e-10, group, True)
             lse = fp32(tokens, heads)
             with deterministic_algorithms(deterministic):
                 launch_indexer.lightning_indexer_jagged.forward(*indexer)
-                launch_indexer.index_scores_jagged.forward(*indexer[:3], indices, *indexer[3:-2], group)
-                launch_indexer.lightning_indexer_jagged.backward(grad, *indexer, indices, rows)
+                launch_indexer.index_scores_jagged.forward(*indexer[:3], indices, *indexer[4:-2], group)
+                launch_indexer.lightning_indexer_jagged.backward(grad, *indexer, indices)
                 launch_attention.sparse_attention_jagged.forward(*attention)
-                launch_attention.sparse_attention_jagged.backward(x, *attention, x, lse, rows)
+                launch_attention.sparse_attention_jagged.backward(x, *attention, x, lse)
                 launch_loss.indexer_loss_jagged.forward(*loss)
-                if group == 1:
-                    launch_loss.indexer_loss_padded.forward(*chunk)
 
         return Launches(label, call, spills)
 
     # Bytes of a thread's registers that ptxas keeps in local memory.
     spills = {
-        "group_attention_bwd_kernel": 64,  # on sm_80
         "lightning_indexer_sample_kernel": 32,
         "lightning_indexer_collect_kernel": 64,  # on sm_100 with groups, half of it elsewhere
         "lightning_indexer_refill_kernel": 32,
         "sparse_attention_bwd_kernel": 96,
-        "group_attention_fwd_kernel": 32,
+        "sparse_attention_fwd_kernel": 32,
     }
 
     def loss_with_saved_scores():
@@ -356,7 +353,7 @@ def launches():
             x,
             x[:, 0],
             indices,
-            make_offsets((3976, 24)),
+            choice_rows(make_offsets((3976, 24)), 4000, 1),
             *tables,
             times,
             times,
@@ -380,8 +377,8 @@ def launches():
             "fp16 wide key heads", torch.float16, 4, 256, 4, 64, bias=False, deterministic=False, group=8, key_heads=2
         ),
         case("bf16", torch.bfloat16, 16, 128, 4, 1024, bias=False, deterministic=False),
-        case("fp32 bias lists", torch.float32, 4, 64, 2, 64, bias=True, deterministic=True),
+        case("fp32 bias integers", torch.float32, 4, 64, 2, 64, bias=True, deterministic=True),
         case("fp16 wide", torch.float16, 20, 256, 9, 2048, bias=False, deterministic=False),
-        case("fp32 groups lists", torch.float32, 2, 64, 4, 32, bias=True, deterministic=True, group=3),
+        case("fp32 groups integers", torch.float32, 2, 64, 4, 32, bias=True, deterministic=True, group=3),
         case("fp16 wide groups", torch.float16, 20, 256, 4, 512, bias=False, deterministic=False, group=50),
     ]
