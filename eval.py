@@ -29,10 +29,11 @@ from data.features.vocabulary import with_rows
 from data.reading.encodings import decoded
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
-from models.tasks.item_filters import FilterError, ItemFilter, ItemFilters
-from models.tasks.ranking_metrics import ranking_metrics
+from evaluation.item_filters import FilterError, ItemFilter, ItemFilters
+from evaluation.ranking_metrics import ranking_metrics
+from evaluation.scores import SampledCandidates, rank_targets
 from models.tasks.retrieval import rankings_of
-from models.tasks.scoring import SampledCandidates, model_scorer, rank_targets
+from models.tasks.scoring import model_scorer
 from serving import Recommender, ServingOptions
 from serving.judge import ServedModel
 from training.config import ParallelConfig, RunConfig

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-PACKAGES = ("cli", "data", "experiments", "models", "serving", "training")
+PACKAGES = ("cli", "data", "evaluation", "experiments", "models", "serving", "training")
 
 
 def commit() -> str:

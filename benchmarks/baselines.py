@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.datasets import load_dataset
 from data.splits import make_splits
 from data.types import Dataset
-from models.tasks.baselines import EASE_PENALTY, ease, events_of, fit, nearest, tf_idf
+from evaluation.baselines import EASE_PENALTY, ease, events_of, fit, nearest, tf_idf
 
 
 def random_events(events: int, users: int, items: int, seed: int = 0) -> Dataset:

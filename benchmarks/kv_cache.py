@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.figures import save  # noqa: E402
 from data.atomic import replace_file  # noqa: E402
+from evaluation.ranking_metrics import user_metrics  # noqa: E402
 from experiments.runs import is_finished  # noqa: E402
-from models.tasks.ranking_metrics import user_metrics  # noqa: E402
 from training.config import load_config  # noqa: E402
 from training.folder import read_judged  # noqa: E402
 from training.statistics import compare  # noqa: E402
@@ -35,9 +35,10 @@ def finished_runs(folder: Path) -> list[Path]:
 
 
 def rank(folder: Path, out: Path, options: dict) -> None:
-    import eval as evaluation
-    from models.tasks.ranking_metrics import ranking_metrics
-    from models.tasks.scoring import model_scorer, rank_targets
+    from eval import open_run
+    from evaluation.ranking_metrics import ranking_metrics
+    from evaluation.scores import rank_targets
+    from models.tasks.scoring import model_scorer
     from serving import Recommender, ServingOptions
     from serving.judge import ServedModel
 
@@ -51,7 +52,7 @@ def rank(folder: Path, out: Path, options: dict) -> None:
     if target.exists():
         return
     target.parent.mkdir(exist_ok=True)
-    config, data, model, _ = evaluation.open_run(folder, [])
+    config, data, model, _ = open_run(folder, [])
     other_options = {key: value for key, value in options.items() if key != "bits"}
     serving = ServingOptions(cache=f"{options['bits']}bit", slide=1, **other_options)
     if all(layer.attention.config.kind == "rotatekv" for layer in model.layers):

@@ -275,8 +275,8 @@ def free(device: str) -> None:
 
 def requests_of(results: Results, name: str, cache: str, device: str, count: int, repeats: int, graphs: bool) -> None:
     """Time requests of `count` users: from pages, after one more event, and (with bf16) from recomputed windows."""
+    from evaluation.scores import best_items
     from models.heads import normalized
-    from models.tasks.scoring import best_items
 
     options = FORMATS[cache] | dict(cache_bytes=(8 if device == "cuda" else 1) * GB, cuda_graphs=graphs)
     recommender = make(name, device, autocast="bf16", **options)

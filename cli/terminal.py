@@ -21,7 +21,8 @@ from data.types import shown
 
 LONGEST = 100_000  # characters of a line
 EVERY = 5.0  # seconds between two lines of progress without a terminal
-NAMESPACES = ("experiments", "serving", "training", "models", "data", "hstu_sparse")  # whose log lines are shown
+# Whose log lines are shown.
+NAMESPACES = ("experiments", "serving", "training", "models", "evaluation", "data", "hstu_sparse")
 
 
 class Output:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data.batch import Batch
 from data.config import DataConfig
+from evaluation.scores import CatalogueRanks
 
 
 class TrainOptions(Protocol):
@@ -67,7 +68,7 @@ class RunOptions(Protocol):
     def best_metric(self) -> str: ...
 
 
-class RankGroup(Protocol):
+class RankGroup(CatalogueRanks, Protocol):
     """The ranks that share a batch or a catalogue; each calls the same methods in the same order.
 
     world   their number; rank: the number of this process
@@ -82,17 +83,8 @@ class RankGroup(Protocol):
     def first(self) -> bool:
         """Whether this process writes what a run leaves."""
 
-    def share(self, count: int) -> tuple[int, int]:
-        """Return (begin, end) of this rank's part of `count` things."""
-
     def sequences(self, batch: Batch) -> Batch:
         """Return this rank's share of the sequences of a batch."""
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' `x`, without a gradient."""
-
-    def of_all(self, value: Any) -> list:
-        """Return the list of all ranks' values on all ranks."""
 
 
 class ItemTable(Protocol):

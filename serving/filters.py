@@ -8,7 +8,7 @@ import numpy as np
 
 from data.types import shown
 from data.vocabulary import Vocabulary
-from models.tasks.item_filters import FilterError, ItemFilter, ItemFilters
+from evaluation.item_filters import FilterError, ItemFilter, ItemFilters
 from serving.errors import InvalidRequest, UnknownFilter
 from serving.ids import ItemIds, array_of_ids
 

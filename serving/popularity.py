@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from models.tasks.item_filters import ItemFilter, filtered_lists
+from evaluation.item_filters import ItemFilter, filtered_lists
 
 LEAST = 1e-9  # counts below are what rounding leaves of events that were taken back
 FARTHEST = 64  # half-lives between the latest event and the time that weights refer to

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from data.types import Dataset, shown
 from data.vocabulary import Vocabulary
+from evaluation.item_filters import ALL_ITEMS, ItemFilter
 from models.heads import normalized
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
-from models.tasks.item_filters import ALL_ITEMS, ItemFilter
 from serving import snapshot
 from serving.actions import ActionCodes
 from serving.engine import Ask, Engine

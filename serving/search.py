@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from evaluation.item_filters import ItemFilter, limited_lists, stacked_masks
+from evaluation.scores import best_items
 from hstu_sparse.core.launch import cdiv
 from models.heads import normalized
 from models.hstu import SequenceModel
 from models.tasks.contract import Task
-from models.tasks.item_filters import ItemFilter, limited_lists, stacked_masks
-from models.tasks.scoring import best_items, normalized_items, output_scorer
+from models.tasks.scoring import normalized_items, output_scorer
 from serving.engine import Engine
 from serving.token_batch import MOST_USERS, rounded_up
 

@@ -20,9 +20,10 @@ from data.atomic import replace_folder
 from data.batch import Batch
 from data.errors import ConfigError
 from data.types import Dataset, shown
+from evaluation.item_filters import ALL_ITEMS, ItemFilter, filtered_lists
+from evaluation.scores import seen_by
 from models.protocols import RankGroup
-from models.tasks.item_filters import ALL_ITEMS, ItemFilter, filtered_lists
-from models.tasks.scoring import model_scorer, normalized_items, seen_by
+from models.tasks.scoring import model_scorer, normalized_items
 from training.config import RunConfig
 from training.folder import access, check_path, write_file
 from training.ranks.processes import Ranks

@@ -22,17 +22,15 @@ from data.ranking import RANKING_PROTOCOLS, RankingBatch, RankingBatches, rankin
 from data.reading.formats import FORMATS
 from data.splits import Split, Splits
 from data.types import Dataset, shown
+from evaluation import binary_metrics
+from evaluation.binary_metrics import auc_difference, curves, metrics_by_history
+from evaluation.ranking_baseline import fit_logistic, history_features, predict_logistic
+from evaluation.ranking_metrics import LENGTH_EDGES
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share
 from models.protocols import RunOptions
-from models.tasks import binary_metrics
-from models.tasks.binary_metrics import auc_difference, metrics_by_history
 from models.tasks.contract import Served, Table, Task, cells
-from models.tasks.ranking_baseline import fit_logistic, history_features, predict_logistic
-from models.tasks.ranking_metrics import LENGTH_EDGES
-
-CURVE_POINTS, CALIBRATION_GROUPS = 101, 10
 
 
 class ActionConfig(Options):
@@ -404,17 +402,3 @@ def result_auc(result: dict, who: str, action: str) -> float:
 def users_of(dataset: Dataset, events: np.ndarray) -> np.ndarray:
     """Return the user of each event: [M] -> [M]."""
     return np.searchsorted(dataset.user_offsets, events, side="right") - 1
-
-
-def curves(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, list[list[float]]]:
-    """Return points (false, true positive rate) of the ROC curve and (mean prediction, share of positives) of
-    calibration.
-    """
-    order = np.argsort(-probabilities, kind="stable")
-    hits = np.concatenate([[0], np.cumsum(labels[order])])
-    misses = np.arange(len(hits)) - hits
-    at = np.linspace(0, len(labels), CURVE_POINTS).round().astype(int)
-    roc = np.stack([misses[at] / max(1, misses[-1]), hits[at] / max(1, hits[-1])], 1)
-    groups = [group for group in np.array_split(order[::-1], CALIBRATION_GROUPS) if len(group)]
-    calibration = [[float(probabilities[group].mean()), float(labels[group].mean())] for group in groups]
-    return {"roc": roc.round(5).tolist(), "calibration": calibration}

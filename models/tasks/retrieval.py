@@ -14,13 +14,8 @@ from data.errors import ConfigError
 from data.kept_arrays import kept_arrays
 from data.splits import Split, Splits, first_of_time, repeats, target_events, target_samples, train_item_counts
 from data.types import Dataset, shown
-from models.attention.contract import AuxLoss
-from models.hstu import SequenceModel
-from models.losses import Share, head_loss, own_items
-from models.protocols import RankGroup
-from models.tasks.baselines import VERSION, Baselines, fit, left_out
-from models.tasks.contract import Served, Table, Task, TaskOptions, cells
-from models.tasks.ranking_metrics import (
+from evaluation.baselines import VERSION, Baselines, fit, left_out
+from evaluation.ranking_metrics import (
     NAMES,
     Rankings,
     cutoff,
@@ -34,7 +29,13 @@ from models.tasks.ranking_metrics import (
     user_metrics,
     weighted_ndcg,
 )
-from models.tasks.scoring import FILTERS, Scores, best_items, model_scorer, popularity_scorer, rank_targets, seen_by
+from evaluation.scores import FILTERS, Scores, best_items, popularity_scorer, rank_targets, seen_by
+from models.attention.contract import AuxLoss
+from models.hstu import SequenceModel
+from models.losses import Share, head_loss, own_items
+from models.protocols import RankGroup
+from models.tasks.contract import Served, Table, Task, TaskOptions, cells
+from models.tasks.scoring import model_scorer
 
 # Sentences of a report for the values of eval.filter_seen.
 FILTERED = {

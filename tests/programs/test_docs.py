@@ -31,7 +31,8 @@ BLOCK = re.compile(r"^```(sh|python|yaml)(?: title=\"(.+?)\")?\n(.*?)^```", re.M
 INDENTED = re.compile(r"(?:^(?: {4,}|\t).*\n)+", re.MULTILINE)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-FOLDERS = "configs|cli|experiments|serving|training|hstu_sparse|models|data|tests|tools|benchmarks|docs|examples"
+FOLDERS = "configs|cli|experiments|serving|training|hstu_sparse|models|evaluation|data|tests|tools|benchmarks|docs"
+FOLDERS += "|examples"
 FILE = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./{{}},*<>-]*)")
 CONFIG = re.compile(
     r"[a-z0-9{},]+(?:-[a-z0-9{},]+)*-(?:hstu|sasrec|large|best|ranking|bsa|htree|indexer|rotatekv|ring|\{.*\})"
@@ -253,6 +254,7 @@ def checkout(tmp_path):
         "serving",
         "training",
         "models",
+        "evaluation",
         "data",
         "hstu_sparse",
         "configs",

@@ -13,7 +13,7 @@ TYPES = {"PageFormat", "PagePool", "PoolFull", "RingPlan", "RotateKVCache"}  # d
 OTHERS = [
     "hstu_sparse.core.jagged:offsets_from_lengths",
     "hstu_sparse.core.jagged:sequence_ids",
-    "models.tasks.ranking_metrics:ranking_metrics",
+    "evaluation.ranking_metrics:ranking_metrics",
     "training.strict_yaml:parse_yaml",
     "data.filtering:k_core",
     "data.filtering:offsets_of",

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("train", "eval", "compare", "tune", "serve")
-FOLDERS = ("cli", "experiments", "serving", "training", "models", "data", "hstu_sparse")
+FOLDERS = ("cli", "experiments", "serving", "training", "models", "evaluation", "data", "hstu_sparse")
 FILES = [
     ROOT / "hstu_sparse_checkout.py",
     *(ROOT / f"{program}.py" for program in PROGRAMS),
@@ -19,10 +19,11 @@ FILES = [
 # What each part may import of the project; docs/architecture.md says why.
 ALLOWED = {
     **{program: set(FOLDERS) for program in PROGRAMS},
-    "experiments": {"experiments", "training", "models", "cli", "data", "hstu_sparse"},
-    "serving": {"serving", "training", "models", "cli", "data", "hstu_sparse"},
-    "training": {"training", "models", "cli", "data", "hstu_sparse"},
-    "models": {"models", "data", "hstu_sparse"},
+    "experiments": {"experiments", "training", "models", "evaluation", "cli", "data", "hstu_sparse"},
+    "serving": {"serving", "training", "models", "evaluation", "cli", "data", "hstu_sparse"},
+    "training": {"training", "models", "evaluation", "cli", "data", "hstu_sparse"},
+    "models": {"models", "evaluation", "data", "hstu_sparse"},
+    "evaluation": {"evaluation", "data", "hstu_sparse"},
     "cli": {"cli", "data", "hstu_sparse"},
     "data": {"data", "hstu_sparse"},
     "hstu_sparse": {"hstu_sparse"},

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("cli", "data", "experiments", "hstu_sparse", "models", "serving", "training")
+PRODUCT = ("cli", "data", "evaluation", "experiments", "hstu_sparse", "models", "serving", "training")
 FOLDERS = ("benchmarks", "examples", "tests", "tools", *PRODUCT)
 FILES = [*sorted(ROOT.glob("*.py")), *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))]
 PUBLIC = [file for file in FILES if file.relative_to(ROOT).parts[0] in PRODUCT]

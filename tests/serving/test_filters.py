@@ -92,8 +92,8 @@ def random_filter(rng):
 @pytest.mark.parametrize("requests", [100, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_random_requests_against_a_plain_filter(requests, monkeypatch):
     """Exact: the k best of the full ranking that pass, or all there are. Tiles are smaller than the catalogue."""
-    monkeypatch.setattr("models.tasks.scoring.TILE", 60)
-    monkeypatch.setattr("models.tasks.item_filters.FIRST", 4)
+    monkeypatch.setattr("evaluation.scores.TILE", 60)
+    monkeypatch.setattr("evaluation.item_filters.FIRST", 4)
     served, rng = recommender(), np.random.default_rng(2)
     plain, lengths = PlainFilter(served), []
     outputs = served._engine.answer(served.check_requests([str(user) for user in range(USERS)], AT))

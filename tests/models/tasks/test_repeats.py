@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from data.splits import repeats, target_events
-from models.tasks.ranking_metrics import REMOVED, ranking_metrics
-from models.tasks.scoring import FILTERS, popularity_scorer, rank_targets
+from evaluation.ranking_metrics import REMOVED, ranking_metrics
+from evaluation.scores import FILTERS, popularity_scorer, rank_targets
 from serving import Recommender
 from tests.programs.test_train import run
 from training.config import load_config

@@ -12,9 +12,10 @@ import torch
 from data.batches import Batches
 from data.datasets import load_dataset
 from data.splits import make_splits, target_events
-from models.tasks.ranking_metrics import ranking_metrics
+from evaluation.ranking_metrics import ranking_metrics
+from evaluation.scores import rank_targets
 from models.tasks.retrieval import rankings_of
-from models.tasks.scoring import model_scorer, rank_targets
+from models.tasks.scoring import model_scorer
 from tests.data.test_splits import dataset_of
 from tests.programs.test_train import run
 from tests.serving.plain import NUM_ITEMS, make_config, make_model

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.features.features import Feature
 from data.types import shown
-from models.tasks.scoring import Scores, best_items
+from evaluation.scores import Scores, best_items
 
 FIRST = 64  # items that a search for a list with limits begins with, at least
 Search = Callable[[int, np.ndarray], tuple[np.ndarray, np.ndarray]]

@@ -27,7 +27,7 @@ from torch import Tensor
 from data.batch import Batch
 from data.splits import Splits, train_events
 from data.types import Dataset
-from models.tasks.scoring import Scores
+from evaluation.scores import Scores
 
 RECENT = 0.1  # of the training events
 SMOOTHING = 1.0  # events that popularity adds to those that followed an item

@@ -1,9 +1,9 @@
-"""AUC, grouped AUC, log loss, calibration and the interval of a difference, against plain loops; the baseline."""
+"""AUC, grouped AUC, log loss, calibration and the interval of a difference, against plain loops."""
 
 import numpy as np
 import pytest
 
-from models.tasks.binary_metrics import (
+from evaluation.binary_metrics import (
     auc,
     auc_difference,
     binary_metrics,
@@ -12,7 +12,6 @@ from models.tasks.binary_metrics import (
     metrics_by_history,
     user_values,
 )
-from models.tasks.ranking_baseline import fit_logistic, history_features, predict_logistic
 
 RNG = np.random.default_rng(0)
 SCORES = RNG.integers(0, 8, 60) / 8  # many ties
@@ -72,46 +71,6 @@ def test_an_interval_holds_no_difference_of_equal_scores_and_sees_a_clear_one():
     assert auc_difference(SCORES, SCORES, LABELS, USERS, draws=50) == (0.0, 0.0, 0.0)
     difference, lower, upper = auc_difference(LABELS + 0.1 * SCORES, SCORES, LABELS, USERS, draws=200)
     assert 0 < lower <= difference <= upper
-
-
-def test_the_baseline_sees_no_label_of_its_event_and_none_of_later_ones():
-    offsets = np.array([0, 12, 30])
-    items, labels = RNG.integers(0, 4, 30), RNG.random(30) < 0.5
-    training = np.arange(30) % 3 != 2
-    before = history_features(items, labels, offsets, training, 4)
-    for event in np.flatnonzero(~training):  # a training label moves the global mean, which all are mixed with
-        flipped = labels.copy()
-        flipped[event] ^= True
-        after = history_features(items, flipped, offsets, training, 4)
-        assert (after[: event + 1] == before[: event + 1]).all()
-        end = offsets[np.searchsorted(offsets, event, side="right")]
-        assert (after[event + 1 : end, 1] != before[event + 1 : end, 1]).all() and (after[end:] == before[end:]).all()
-
-
-def test_features_of_a_tiny_history_by_hand():
-    # One user, one item, labels 1, 0, 1, all in training: the mean is 2/3.
-    actual = history_features(np.zeros(3, int), np.array([True, False, True]), np.array([0, 3]), np.ones(3, bool), 1)
-
-    def log_odds(p):
-        return np.log(p / (1 - p))
-
-    mean = 2 / 3
-    expected = [
-        [log_odds((1 + 5 * mean) / 7), log_odds(mean), log_odds(mean), np.log(4)],
-        [log_odds((2 + 5 * mean) / 7), log_odds((1 + 5 * mean) / 6), log_odds((1 + 2 * mean) / 3), np.log(4)],
-        [log_odds((1 + 5 * mean) / 7), log_odds((1 + 5 * mean) / 7), log_odds((1 + 2 * mean) / 4), np.log(4)],
-    ]
-    np.testing.assert_allclose(actual, expected)
-
-
-def test_logistic_regression_finds_the_coefficients_that_made_the_labels():
-    x = RNG.normal(size=(20_000, 2))
-    labels = RNG.random(20_000) < 1 / (1 + np.exp(-(1.5 * x[:, 0] - 0.5 * x[:, 1] + 0.3)))
-    coefficients = fit_logistic(x, labels)
-    np.testing.assert_allclose(coefficients, [1.5, -0.5, 0.3], atol=0.1)
-    p = predict_logistic(coefficients, x)
-    assert abs(p.mean() - labels.mean()) < 1e-6  # the score equation of the intercept
-    assert np.isfinite(fit_logistic(x[:4], np.array([True, False, True, False]))).all()
 
 
 def test_values_of_users_have_the_metrics_as_means_and_their_spread():

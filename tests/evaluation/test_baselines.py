@@ -11,7 +11,7 @@ from data.batches import Batches
 from data.kept_arrays import kept_arrays
 from data.splits import make_splits
 from data.synthetic import generate
-from models.tasks.baselines import EASE_PENALTY, SMOOTHING, Baselines, fit
+from evaluation.baselines import EASE_PENALTY, SMOOTHING, Baselines, fit
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 NAMES = ("auc", "gauc", "log_loss", "normalized_entropy", "calibration")
+CURVE_POINTS, CALIBRATION_GROUPS = 101, 10
 LEAST_PROBABILITY = 1e-7  # predictions are clipped to [it, 1 - it] before a logarithm is taken
 
 
@@ -179,3 +180,17 @@ def auc_difference(
         differences.append(first_auc - second_auc)
     lower, upper = np.nanpercentile(differences, (2.5, 97.5))
     return auc(first, labels) - auc(second, labels), float(lower), float(upper)
+
+
+def curves(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, list[list[float]]]:
+    """Return points (false, true positive rate) of the ROC curve and (mean prediction, share of positives) of
+    calibration.
+    """
+    order = np.argsort(-probabilities, kind="stable")
+    hits = np.concatenate([[0], np.cumsum(labels[order])])
+    misses = np.arange(len(hits)) - hits
+    at = np.linspace(0, len(labels), CURVE_POINTS).round().astype(int)
+    roc = np.stack([misses[at] / max(1, misses[-1]), hits[at] / max(1, hits[-1])], 1)
+    groups = [group for group in np.array_split(order[::-1], CALIBRATION_GROUPS) if len(group)]
+    calibration = [[float(probabilities[group].mean()), float(labels[group].mean())] for group in groups]
+    return {"roc": roc.round(5).tolist(), "calibration": calibration}
