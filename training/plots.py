@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 WIDTH, HEIGHT, ROW = 4.0, 2.8, 0.4  # inches; ROW: of a row of `strip`
+EDGE, BELOW, DIGIT = 0.1, 0.5, 0.1  # inches around the axes; DIGIT: of one of an axis's numbers
 # Colours that are distinct on white and on black, also for red-green colour blindness; more settings reuse them.
 COLORS = ("#3b82c4", "#d55e00", "#1a9e77", "#c964a5", "#c99a00", "#7c6ee0", "#5bb3d9", "#8a8a8a")
 LINE, SOFT = "#010101", "#020202"  # drawn in the page's colours of lines and of soft text
@@ -114,7 +115,7 @@ def strip(rows: Sequence[Row], label: str, at: float | None = None) -> str:
 
 def _axes(height: float, x: str) -> tuple[Figure, Axes]:
     """Return a figure with one pair of axes, at most six numbers on each."""
-    figure = Figure((WIDTH, height), layout="constrained")
+    figure = Figure((WIDTH, height))
     axes = figure.add_subplot(xlabel=x)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5))
@@ -122,8 +123,21 @@ def _axes(height: float, x: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _fit(figure: Figure) -> None:
+    """Leave room for the numbers beside the axes; matplotlib's own layouts draw everything twice to measure them."""
+    (axes,) = figure.axes
+    left = EDGE
+    if axes.yaxis.get_visible():
+        longest = max(len(axes.yaxis.get_major_formatter()(number)) for number in axes.get_yticks())
+        left += DIGIT * longest
+    edges = {"left": left / WIDTH, "right": 1 - 3 * EDGE / WIDTH}
+    height = figure.get_figheight()
+    figure.subplots_adjust(**edges, bottom=BELOW / height, top=1 - EDGE / height)
+
+
 def _svg(figure: Figure, title: str) -> str:
     """Return the figure as an SVG element for a page that has the variables --line and --soft."""
+    _fit(figure)
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True)
     svg = file.getvalue()
