@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
+import multiprocessing
 import os
 import resource
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -24,6 +23,8 @@ MEMORY = 4 << 30  # bytes that a case may take beyond what the campaign has alre
 SLOW = 10  # times as long as on an idle machine a process may take before it hangs
 LONGEST = 1500  # characters of a line of an error
 NOBODY = 65534
+# A child begins with everything that takes long to import.
+FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
@@ -62,63 +63,37 @@ class Process:
     def __init__(self, run: Callable[[], int | None], *, seconds: float, nobody: bool = False, disk: int | None = None):
         self.end = time.monotonic() + SLOW * seconds
         self.out, inner = os.pipe()
-        self.answer, answer = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                self._child(run, inner, answer, nobody, disk)
-            finally:
-                os._exit(1)  # whatever happened: the child must never go on with the parent's work
-        for handle in (inner, answer):
-            os.close(handle)
+        self.answer, answer = FORK.Pipe(duplex=False)
+        self.child = FORK.Process(target=_child, args=(run, inner, answer, nobody, disk))
+        self.child.start()
+        os.close(inner)
+        answer.close()
         os.set_blocking(self.out, False)
         self.output = b""
-
-    def _child(self, run, out: int, answer: int, nobody: bool, disk: int | None) -> None:
-        outcome: dict = {}
-        try:
-            for target in (1, 2):
-                os.dup2(out, target)
-            # Their own ones: the parent's may be buffered, or pytest's.
-            sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, encoding="utf-8", closefd=False) for n in (1, 2))
-            now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY,) * 2)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if disk is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (disk, disk))
-            if nobody and os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            outcome["status"] = run() or 0
-        except SystemExit as error:
-            outcome["status"] = error.code
-        except BaseException as error:
-            traceback.print_exc()
-            outcome["exception"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        os.write(answer, json.dumps(outcome, default=str).encode())
-        os._exit(0)  # without the exit handlers, which are the parent's
 
     def poll(self) -> Ended | None:
         """Return the end of the process, or None while it runs."""
         self._read()
-        ended, status = os.waitpid(self.pid, os.WNOHANG)
-        if ended:
-            return self._close(status)
-        if time.monotonic() > self.end:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            return self._close(None)
-        return None
+        hang = self.child.exitcode is None
+        if hang:
+            if time.monotonic() < self.end:
+                return None
+            self.child.kill()
+            self.child.join()
+        self._read()
+        os.close(self.out)
+        output = self.output.decode("utf-8", "replace")
+        if hang:
+            return Ended(hang=True, output=output)
+        try:
+            return Ended(**self.answer.recv(), output=output)
+        except EOFError:  # it was killed
+            return Ended(status=self.child.exitcode, output=output)
 
     def wait(self) -> Ended:
         while (ended := self.poll()) is None:
             time.sleep(0.005)
         return ended
-
-    def kill(self, number: int) -> None:
-        """A signal, if the process has not ended."""
-        os.kill(self.pid, number)
 
     def _read(self) -> None:
         try:
@@ -127,17 +102,30 @@ class Process:
         except BlockingIOError:
             pass
 
-    def _close(self, status: int | None) -> Ended:
-        self._read()
-        text = os.read(self.answer, 1 << 16)
-        os.close(self.out)
-        os.close(self.answer)
-        output = self.output.decode("utf-8", "replace")
-        if status is None:
-            return Ended(hang=True, output=output)
-        if text:
-            return Ended(**json.loads(text), output=output)
-        return Ended(status=-os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status), output=output)
+
+def _child(run: Callable[[], int | None], out: int, answer, nobody: bool, disk: int | None) -> None:
+    outcome: dict = {}
+    try:
+        for target in (1, 2):
+            os.dup2(out, target)
+        # Their own ones: the parent's may be buffered, or pytest's.
+        sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, encoding="utf-8", closefd=False) for n in (1, 2))
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if disk is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (disk, disk))
+        if nobody and os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        outcome["status"] = run() or 0
+    except SystemExit as error:
+        outcome["status"] = error.code
+    except BaseException as error:
+        traceback.print_exc()
+        outcome["exception"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    answer.send(outcome)
 
 
 def signalled(run: Callable[[], int | None], number: int, module, name: str, call: int) -> Ended:

@@ -58,7 +58,7 @@ def cases(place: Path) -> list[Case]:
             process = Process(lambda step=step: step(folder, source), seconds=120)
             time.sleep(moment)
             if (ended := process.poll()) is None:
-                process.kill(9)
+                process.child.kill()
                 process.wait()
             else:
                 assert ended.status == 0, ended.output
