@@ -210,29 +210,26 @@ def test_targets_do_not_reach_the_output():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize(
-    ("kind", "option", "values"),
+    ("attention", "changes", "passes"),
     [
-        ("dense", "window_size", (0, 2)),
-        ("dense", "num_time_buckets", (16, 30)),
-        ("bsa", "block_size", (16, 32)),
-        ("bsa", "num_time_buckets", (16, 30)),
+        ({"kind": "dense"}, ({"window_size": 2}, {"num_time_buckets": 30}), 2),
+        ({"kind": "bsa", "block_size": 16}, ({"block_size": 32}, {"num_time_buckets": 30}), 1),
     ],
+    ids=["dense", "bsa"],
 )
-def test_layers_share_the_plans_that_fit_them(kind, option, values, monkeypatch):
-    """Three layers, of which the second differs in what a plan depends on, make two plans in every pass."""
+def test_layers_share_the_plans_that_fit_them(attention, changes, passes, monkeypatch):
+    """Four layers, of which two differ each in an option that a plan depends on, make three plans in every pass."""
     pytest.importorskip("triton")
     keys, once = [], Batch.once
     monkeypatch.setattr(Batch, "once", lambda self, key, make: once(self, key, lambda: keys.append(key) or make()))
-    layers = [{"kind": kind, "backend": "triton", "block_size": 16} | {option: values[i]} for i in (0, 1, 0)]
-    if kind == "dense":
-        layers = [{name: x for name, x in layer.items() if name != "block_size"} for layer in layers]
+    layers = [attention | {"backend": "triton", "num_time_buckets": 16} | change for change in ({}, *changes, {})]
     torch.manual_seed(0)
-    model = SequenceModel(ModelConfig.model_validate(CONFIG | {"num_layers": 3, "attention": layers}), NUM_ITEMS)
+    model = SequenceModel(ModelConfig.model_validate(CONFIG | {"num_layers": 4, "attention": layers}), NUM_ITEMS)
     batch = make_batch([5, 3])
-    for _ in range(2):  # nothing is kept from one pass to the next
+    for _ in range(passes):  # nothing is kept from one pass to the next
         keys.clear()
         actual, _ = model.raw_output(batch)
-        assert len(keys) == 2
+        assert len(keys) == 3
     for layer in model.layers:
         layer.attention.config = layer.attention.config.model_copy(update={"backend": "reference"})
     torch.testing.assert_close(actual, model.raw_output(batch)[0], rtol=1e-4, atol=1e-5)
