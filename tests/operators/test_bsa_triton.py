@@ -1,5 +1,7 @@
 """The block-sparse kernels in Triton's interpreter, fp32: forward, block choice and every gradient against fp64."""
 
+import functools
+
 import pytest
 import torch
 
@@ -14,13 +16,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 CASES = {
     # lengths, N, BS, S, W, r, H, D, V
     "groups of 1": ((37, 0, 13, 1), 37, 16, 3, 0, 1, 1, 16, 16),
-    "groups of 2, window, odd heads": ((53, 21), 60, 16, 3, 18, 2, 1, 20, 12),
+    "groups of 2, window, odd heads": ((37, 13), 60, 16, 2, 18, 2, 1, 20, 12),
     "groups of a whole small block": ((53, 30), 60, 16, 2, 0, 16, 1, 16, 16),
-    "query-major, whole block": ((110, 31), 110, 32, 3, 0, 32, 1, 16, 16),
+    "query-major, whole block": ((110, 31), 110, 32, 2, 0, 32, 1, 16, 16),
     "query-major, half a block, window": ((75,), 75, 64, 2, 40, 32, 2, 16, 24),
     "blocks of 128": ((200,), 200, 128, 2, 3, 2, 1, 16, 16),
     "own block only": ((40, 5), 40, 32, 1, 0, 1, 1, 16, 16),
-    "more slots than blocks": ((33,), 33, 16, 9, 0, 2, 1, 16, 16),
+    "more slots than blocks": ((33,), 33, 16, 4, 0, 2, 1, 16, 16),
 }
 
 
@@ -51,12 +53,15 @@ def attention(offsets, N, shape, **more):
 
 
 def agree(inputs, offsets, N, shape):
-    kernel, reference = (attention(offsets, N, shape, backend=b) for b in ("triton", "reference"))
-    indices = [
-        attention(offsets, N, shape, backend=b, return_block_indices=True)(**inputs)[1] for b in ("triton", "reference")
-    ]
-    assert torch.equal(*indices)
-    compare_with_reference(kernel, reference, inputs)
+    indices = {"triton": [], "reference": []}
+
+    def run(backend, **x):
+        out, chosen = attention(offsets, N, shape, backend=backend, return_block_indices=True)(**x)
+        indices[backend].append(chosen)
+        return out
+
+    compare_with_reference(functools.partial(run, "triton"), functools.partial(run, "reference"), inputs)
+    assert torch.equal(indices["triton"][0], indices["reference"][0])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,10 +84,6 @@ def test_edge_cases(name):
     agree(*problem(lengths, N, 16, 2, 0, 2, 1, 16, 16))
 
 
-def test_non_contiguous_inputs():
-    agree(*problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16, contiguous=False))
-
-
 BIASES = {
     "position": dict(position=True),
     "time": dict(buckets=9, spread=1e3),
@@ -93,12 +94,9 @@ BIASES = {
 @pytest.mark.parametrize(
     ("case", "bias"),
     [
-        *(("query-major, half a block, window", bias) for bias in BIASES),
-        ("groups of 2, window, odd heads", "both, times in no order"),
-        *(
-            pytest.param("groups of 2, window, odd heads", bias, marks=pytest.mark.slow)
-            for bias in ("position", "time")
-        ),
+        pytest.param(case, bias, marks=[] if bias == "both, times in no order" else pytest.mark.slow)
+        for case in ("query-major, half a block, window", "groups of 2, window, odd heads")
+        for bias in BIASES
     ],
 )
 def test_bias(case, bias):
@@ -123,12 +121,12 @@ def test_bias_opcheck():
     import hstu_sparse.bsa.launch
     import hstu_sparse.bsa.plan  # noqa: F401  both register operators
 
-    inputs, offsets, N, _ = problem((18, 5), 18, 16, 2, 0, 2, 1, 16, 16)
-    times = make_timestamps((18, 5))
-    torch.library.opcheck(torch.ops.hstu_sparse.bsa_entries, (offsets, times, times, 18, 16, 8))
+    inputs, offsets, N, _ = problem((3, 1), 3, 16, 2, 0, 2, 1, 16, 16)
+    times = make_timestamps((3, 1))
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_entries, (offsets, times, times, 3, 16, 8))
     sides = [*torch.ops.hstu_sparse.split_times(offsets, times, times)] * 2
-    plan = [*sides, *torch.ops.hstu_sparse.bsa_entries(offsets, times, times, 18, 16, 8)]
-    leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(18), torch.randn(9))]
+    plan = [*sides, *torch.ops.hstu_sparse.bsa_entries(offsets, times, times, 3, 16, 8)]
+    leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(3), torch.randn(9))]
     call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], plan, 16, 2, 0, 2, 0.25, float(N), False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
@@ -153,8 +151,8 @@ def test_a_time_table_with_a_tail_that_no_difference_reaches():
     check("cpu", **case, position=False, buckets=5000, gap=10**9)
 
 
-def test_strided_metadata():
-    inputs, offsets, N, shape = problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16)
+def test_strided_inputs():
+    inputs, offsets, N, shape = problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16, contiguous=False)
     inputs |= {n: g.repeat_interleave(2, 1)[:, ::2] for n, g in inputs.items() if g.dim() == 2}
     agree(inputs, torch.stack([offsets, offsets.flip(0) * 1000], 1)[:, 0], N, shape)
 
@@ -180,7 +178,7 @@ def test_opcheck():
     import hstu_sparse.bsa.launch
     import hstu_sparse.bsa.plan  # noqa: F401  both register operators
 
-    inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 10, 7)
+    inputs, offsets, N, shape = problem((3, 1), 3, 16, 2, 4, 2, 1, 10, 7)
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
     call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
     call = (*call[:8], None, None, [None] * 3, 16, 2, 4, 2, 0.25, float(N), False)
@@ -217,7 +215,7 @@ def test_layers_that_share_a_plan_compute_it_once(monkeypatch):
             return kernel[grid]
 
     monkeypatch.setattr(plan, "bsa_entries_kernel", Counted())
-    (q, *rest), shape, bias = biased((37, 21), 40)
+    (q, *rest), shape, bias = biased((18, 5), 20)
     alone = bsa_attention(q, *rest, **shape, bias=bias, backend="triton")
     shared_plan = bsa_plan(q, *rest[2:4], block_size=16, bias=bias, backend="triton")
     launches.clear()
@@ -252,7 +250,7 @@ def test_a_plan_that_does_not_fit_is_refused():
 def test_tiles_of_few_buckets(group, gap, buckets):
     """Times at even distances: chosen blocks of one bucket, of a few, and of more seconds than fp32 counts."""
     case = named("query-major, whole block")
-    case |= dict(lengths=(140,), max_seq_len=140, selection_group=group)
+    case |= dict(lengths=(100,), max_seq_len=100, selection_group=group)
     check("cpu", **case, position=True, buckets=buckets, gap=gap)
 
 

@@ -223,7 +223,12 @@ CASES = {
     "negatives of the batch, no token": {"sampled": "shared", "tokens": 0},
     "negatives of each token": {"sampled": "per token", "learned": True, "tokens": 13},
     "negatives of each token, corrected": {"sampled": "per token", "corrected": True, "tokens": 13},
-    "negatives of each token, no normalisation": {"sampled": "per token", "normalize": False, "temperature": 3.0},
+    "negatives of each token, no normalisation": {
+        "sampled": "per token",
+        "normalize": False,
+        "temperature": 3.0,
+        "tokens": 13,
+    },
     "negatives of each token, all ignored": {"sampled": "per token", "ignored": 1.0, "tokens": 13},
     "negatives of each token, no token": {"sampled": "per token", "tokens": 0},
 }
@@ -252,8 +257,7 @@ def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
     small = pytest.importorskip("hstu_sparse.catalogue.small")
     monkeypatch.setattr(small, "HELD", 128)
     monkeypatch.setattr(small, "takes_products", lambda *_: True)
-    for corrected in (False, True):
-        check("cpu", **{**CASE, "sampled": "per token", "tokens": 140, "num_negatives": 12, "corrected": corrected})
+    check("cpu", **{**CASE, "sampled": "per token", "tokens": 140, "num_negatives": 12, "corrected": True})
 
 
 @interpreter
@@ -306,12 +310,12 @@ def test_an_item_of_norm_zero():
 
 
 @interpreter
-@pytest.mark.parametrize("shape", [(7,), (20, 9), (20, 1)], ids=["of the batch", "products", "gathered"])
+@pytest.mark.parametrize("shape", [(7,), (4, 9), (4, 1)], ids=["of the batch", "products", "gathered"])
 def test_opcheck(shape):
     pytest.importorskip("hstu_sparse.catalogue.launches")
     generator = torch.Generator().manual_seed(0)
-    out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 30))
-    targets, negatives = (torch.randint(-1, 30, n, generator=generator) for n in ((20,), shape))
+    out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (4, 30))
+    targets, negatives = (torch.randint(-1, 30, n, generator=generator) for n in ((4,), shape))
     temperature = torch.tensor(0.3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.hstu_sparse.catalogue_loss_fwd.default,

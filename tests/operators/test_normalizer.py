@@ -42,7 +42,7 @@ OPERATORS = {
 def results(name, *, entries, backend, normalizer=None):
     """The output, and the gradients of q, k, v and a position table of as many entries where there are any."""
     leaves = [make_jagged(LENGTHS, (2, 16), seed=seed) for seed in range(3)]
-    leaves.append(torch.linspace(-1, 1, entries))
+    leaves.append(torch.linspace(-1, 1, 2 * N)[:entries].clone())
     if name != "rotatekv_attention":
         leaves = [x.requires_grad_() for x in leaves]
     options = {} if normalizer is None else dict(normalizer=normalizer)
@@ -52,10 +52,9 @@ def results(name, *, entries, backend, normalizer=None):
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.cos(torch.arange(out.numel())).view_as(out))]
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_output_and_gradients_are_divided_by_it(name, backend):
-    run = functools.partial(results, name, entries=N + 1, backend=backend)
+def test_output_and_gradients_are_divided_by_it(name):
+    run = functools.partial(results, name, entries=N + 1, backend="reference")
     usual, halved = run(), run(normalizer=2.0 * N)
     assert all(map(torch.equal, usual, run(normalizer=N)))  # the default, as a whole number
     for x, y in zip(usual, halved, strict=True):
@@ -63,20 +62,26 @@ def test_output_and_gradients_are_divided_by_it(name, backend):
         torch.testing.assert_close(y, x / 2)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
 @pytest.mark.parametrize("name", ["hstu_attention", "bsa_attention", "ring_hstu_attention"])
-def test_a_longer_position_table(name, backend):
+def test_a_longer_position_table(name):
     """Entries from N on are not read and get no gradient."""
-    run = functools.partial(results, name, backend=backend)
-    longer = run(entries=2 * N)
-    table = torch.linspace(-1, 1, 2 * N)[:N]
+    usual, longer = (results(name, entries=entries, backend="reference") for entries in (N, 2 * N))
+    assert longer[4][N:].abs().max() == 0 and usual[4].abs().max() > 0
+    for x, y in zip(usual, [*longer[:4], longer[4][:N]], strict=True):
+        assert torch.equal(x, y)
 
-    leaves = [make_jagged(LENGTHS, (2, 16), seed=seed).requires_grad_() for seed in range(3)] + [table.requires_grad_()]
-    out = OPERATORS[name](*leaves[:3], N, bias=RelativeBias(leaves[3]), backend=backend)
-    expected = [out, *torch.autograd.grad(out, leaves, torch.cos(torch.arange(out.numel())).view_as(out))]
-    assert longer[4][N:].abs().max() == 0 and expected[4].abs().max() > 0
-    for got, right in zip([*longer[:4], longer[4][:N]], expected, strict=True):
-        assert torch.equal(got, right)
+
+@interpreter
+@pytest.mark.parametrize("name", OPERATORS)
+def test_kernels_with_another_normalizer_and_a_longer_table(name):
+    usual = results(name, entries=N + 1, backend="triton")
+    *halved, table = results(name, entries=2 * N, backend="triton", normalizer=2.0 * N)
+    if halved:
+        assert table[N:].abs().max() == 0
+        table = table[: N + 1]
+    for x, y in zip(usual, [*halved, table], strict=True):
+        assert x.abs().max() > 0
+        torch.testing.assert_close(y, x / 2)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
