@@ -33,10 +33,12 @@ def plan(tmp_path):
 
 def test_runs_are_those_of_the_program_and_are_not_repeated(plan, tmp_path, capsys):
     out = tmp_path / "out"
-    command = [str(plan), "--out", str(out), "--seconds", "3600", "--workers", "1", "--valid", "3"]
-    assert grid.main([*command, "model.num_layers=1"]) == 1
+    command = [str(plan), "--out", str(out), "--seconds", "3600", "--workers", "1", "model.num_layers=1"]
+    assert grid.main([*command, "--settings", "dense", "--valid", "3"]) == 0
+    assert "2 runs finished, 0 remain" in capsys.readouterr().out
+    assert grid.main(command) == 1
     printed = capsys.readouterr().out
-    assert printed.count("diverging, seed 3: ") == grid.ATTEMPTS and "2 runs finished, 2 remain" in printed
+    assert printed.count("diverging, seed 3: ") == grid.ATTEMPTS and "0 runs finished, 1 remain" in printed
     result = json.loads((out / "plan/dense/seed-3/result.json").read_text())
     assert train.main([str(out / "plan/dense/setting.yaml"), "seed=3", "--run", str(tmp_path / "run"), "--quiet"]) == 0
     assert json.loads((tmp_path / "run/result.json").read_text())["model"] == result["model"]

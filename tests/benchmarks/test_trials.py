@@ -77,23 +77,34 @@ def test_little_better_cut_off_or_beside_leads_nowhere():
     assert again == [beside._replace(more={"k": 1, "seed": 7}), first._replace(more={"seed": 7})]
 
 
-def test_trials_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys):
+def test_trials_and_judged_runs_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys):
+    """A search and the final run of another one, by one worker."""
+    options = PLAN.index("    options:")
+    judged = PLAN[PLAN.index("  one:") : options].replace("one", "two") + "    judged: [3]\n"
+    plan.write_text(PLAN + judged)
     out = tmp_path / "out"
-    limits = ["--seconds", "3600", "--trials", "3", "--workers", "1", "--runs", str(tmp_path)]
-    trials.main([str(plan), "one:train.batch_size=16", "--out", str(out), *limits])
-    records = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+    changes = ["one:train.batch_size=16", "two:data.protocol=published", "two:eval.patience=null"]
+    limits = ["--seconds", "3600", "--trials", "4", "--workers", "1", "--runs", str(tmp_path)]
+    trials.main([str(plan), *changes, "--out", str(out), *limits])
+    written = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+    records = [record for record in written if record["search"] == "one"]
     assert [record["title"] for record in records] == ["first", "mixed", "train.lr"]
     for record in records:
         assert record["status"] == 0 and len(record["curve"]) == 2 and record["environment"]["torch"]
         assert record["value"] == max(point[1] for point in record["curve"]) > 0
         assert record["settings"]["train.batch_size"] == 16 and record["settings"]["eval.test"] is False
     assert records[1]["settings"]["loss.kind"] == "in_batch" and records[2]["settings"]["train.lr"] == 3e-3
+    (final,) = [record for record in written if record["search"] == "two"]
+    assert final["title"] == "final" and final["test"]["NDCG@10"] > 0 and final["status"] == 0
+    ranks = np.frombuffer(zlib.decompress(base64.b64decode(final["ranks"])), np.uint8)
+    assert len(ranks) == 60 and final["test"]["HR@10"] == pytest.approx((ranks <= 10).mean())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plan.yaml"]
     capsys.readouterr()
     trials.main(["--table", "--out", str(out)])
     printed = capsys.readouterr().out
     effect = records[2]["value"] / records[0]["value"] - 1
     assert "one: 3 trials" in printed and f"train.lr=0.003: {100 * effect:+.1f}% (1 trials)" in printed
+    assert "two on the test split, 1 seeds" in printed and f"NDCG@10 {final['test']['NDCG@10']:.5f}" in printed
 
 
 @pytest.mark.parametrize(
@@ -190,8 +201,7 @@ def test_settings_for_several_data_sets_are_only_drawn_and_compared_with_the_bes
     assert [line.split()[0] for line in last] == ["1.000", "0.900"] and last[1].endswith("a=1")
 
 
-def test_runs_to_judge_are_no_trials(plan, tmp_path, capsys):
-    out = tmp_path / "out"
+def test_runs_to_judge_are_no_trials(plan):
     plan.write_text(PLAN.replace("    options:", "    judged: [3, 4]\n    options:"))
     state = trials.load_plan(plan, [])[1]["one"]
     assert [(trial.title, trial.more) for trial in (state.next(), state.next())] == [
@@ -200,14 +210,3 @@ def test_runs_to_judge_are_no_trials(plan, tmp_path, capsys):
     state.tell(Trial("final", {}, {"seed": 3}), 0.5, True)
     state.repeat(3, [2])
     assert state.next() is None
-    limits = ["--seconds", "3600", "--workers", "1", "--runs", str(tmp_path)]
-    plan.write_text(PLAN[: PLAN.index("    options:")] + "    judged: [3]\n")
-    trials.main([str(plan), "one:data.protocol=published", "one:eval.patience=null", "--out", str(out), *limits])
-    (record,) = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
-    assert record["title"] == "final" and record["test"]["NDCG@10"] > 0 and record["status"] == 0
-    ranks = np.frombuffer(zlib.decompress(base64.b64decode(record["ranks"])), np.uint8)
-    assert len(ranks) == 60 and record["test"]["HR@10"] == pytest.approx((ranks <= 10).mean())
-    capsys.readouterr()
-    trials.table(out)
-    printed = capsys.readouterr().out
-    assert "one on the test split, 1 seeds" in printed and f"NDCG@10 {record['test']['NDCG@10']:.5f}" in printed

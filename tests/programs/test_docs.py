@@ -18,6 +18,7 @@ import yaml
 
 import hstu_sparse
 from cli import command
+from tests.programs.test_train import run as run_program
 from training.keys import sections
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,6 +264,8 @@ def checkout(tmp_path):
     return tmp_path
 
 
+# A call of a program that needs no shell: `run` makes it in this process.
+CALL = re.compile(r"python (?:train|eval|compare)\.py(?: [\w./=-]+)+")
 # A block that fails leaves no service behind.
 SHELL = "set -e -m\ntrap 'kill $(jobs -p) 2>/dev/null || :' EXIT\n"
 
@@ -283,7 +286,12 @@ def run_blocks(page: str, folder: Path) -> None:
             continue
         if language == "sh":
             lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
-            text = SHELL + "\n".join(line for line in lines if line not in SET_UP)
+            lines = [line for line in lines if line not in SET_UP]
+            with contextlib.chdir(folder):
+                while lines and CALL.fullmatch(lines[0]):
+                    done = run_program(*lines.pop(0).split()[1:])
+                    assert done.returncode == 0, done
+            text = SHELL + "\n".join(lines)
         done = subprocess.run(
             ["bash", "-c", text] if language == "sh" else [sys.executable, "-c", text],
             cwd=folder,

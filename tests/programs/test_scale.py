@@ -110,23 +110,30 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill):
     check(resumed, facts_of(tmp_path, case, 1))
 
 
-@pytest.mark.parametrize(("kills", "epochs"), [(1, 2), pytest.param(5, 8, marks=pytest.mark.slow)])
-def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, kills, epochs):
+@pytest.mark.parametrize(
+    ("shardings", "kills", "epochs"),
+    [
+        (("row_wise", "column_wise"), 1, 2),
+        pytest.param(("replicated", "row_wise", "table_wise", "column_wise"), 5, 8, marks=pytest.mark.slow),
+    ],
+    ids=["two", "every"],
+)
+def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, shardings, kills, epochs):
     """SIGKILL of a random rank at a random step of each run; the metrics are those of an undisturbed run."""
-    draw, steps, shardings = random.Random(48), 4 * epochs, ("replicated", "row_wise", "table_wise", "column_wise")
+    draw, steps = random.Random(48), 4 * epochs
     cases = {f"{sharding}-{n}": [f"parallel.embedding={sharding}"] for sharding in shardings for n in range(kills)}
     kill = " ".join(f"{case}:{draw.randrange(2)}:step:{draw.randint(4, steps - 1)}" for case in cases)
     print("killed, drawn with seed 48:", kill)
     more = tmp_path / "more.json"
-    more.write_text(json.dumps(cases))
+    more.write_text(json.dumps(cases | {"alone": []}))
     settings = f"train.epochs={epochs}:eval.every=2:train.checkpoint_seconds=0"
-    launch(sys.executable, [1], tmp_path / "alone", f"replicated-0:{settings}", more=more)
+    launch(sys.executable, [1], tmp_path, f"alone:resume:{settings}", more=more)
     resumed = [f"{case}:resume:{settings}" for case in cases]
     launch(sys.executable, [2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more)
     for case in cases:
         facts = facts_of(tmp_path, case, 2)
         assert (tmp_path / f"{case}.killed").exists() and 0 < len(facts["losses"]) < steps, case
-        check(facts, facts_of(tmp_path / "alone", "replicated-0", 1))
+        check(facts, facts_of(tmp_path, "alone", 1))
 
 
 def tensors_of(checkpoint):
@@ -141,8 +148,8 @@ def test_a_rank_without_rows_of_the_table(tmp_path):
     cases = {"few": [items, "parallel.embedding=row_wise"]}
     cases["fused"] = [*cases["few"], "parallel.fused=rowwise_adagrad", "loss.negatives=shared"]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    for world, epochs in ((1, 2), (3, 1), (3, 2)):
-        names = [f"{case}:resume:train.epochs={epochs}:eval.every=2" for case in cases]
+    for world, epochs in ((1, (2,)), (3, (1, 2))):
+        names = [f"{case}:resume:train.epochs={epoch}:eval.every=2" for epoch in epochs for case in cases]
         launch(sys.executable, [world], tmp_path / str(world), *names, more=tmp_path / "cases.json")
     for case in cases:
         check(facts_of(tmp_path / "3", case, 3), facts_of(tmp_path / "1", case, 1))
@@ -150,11 +157,13 @@ def test_a_rank_without_rows_of_the_table(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """A folder with a finished run `row` of two ranks, whose two last checkpoints are in the last epoch."""
+    """A folder with a finished run `row` of two ranks, whose two last checkpoints are in the last epoch, and a run
+    `hstu` that diverged; and the errors of the latter.
+    """
     out = tmp_path_factory.mktemp("two")
     (out / "cases.json").write_text(json.dumps({"row": ["parallel.embedding=row_wise", "train.ema_decay=0.9"]}))
-    launch(sys.executable, [2], out, f"row:resume:{FEW}", more=out / "cases.json")
-    return out
+    runs = f"row:resume:{FEW}", f"hstu:resume:{FEW}:train.lr=1e20"
+    return out, launch(sys.executable, [2], out, *runs, more=out / "cases.json", status=1)
 
 
 @pytest.mark.parametrize("option", ["--out", "--init-from", "--resume", "--quiet", "--dry-run", "--override"])
@@ -167,9 +176,9 @@ def test_the_folder_s_option_has_two_names():
     assert [train_options(None, ["pyproject.toml", name, "r"]).run for name in ("--out", "--run")] == [Path("r")] * 2
 
 
-def test_ranks_save_nothing_that_is_not_finite(tmp_path):
-    errors = launch(sys.executable, [2], tmp_path, f"hstu:resume:{FEW}:train.lr=1e20", status=1)
-    left = checkpoints(tmp_path / "hstu")
+def test_ranks_save_nothing_that_is_not_finite(two_ranks):
+    out, errors = two_ranks
+    left = checkpoints(out / "hstu")
     for checkpoint in left:
         assert all(value.isfinite().all() for value in tensors_of(checkpoint).values())
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
@@ -178,13 +187,13 @@ def test_ranks_save_nothing_that_is_not_finite(tmp_path):
 
 def test_ranks_agree_once_a_step(two_ranks):
     """On whether a checkpoint is due and on signals together; and once at the end of each epoch but the last."""
-    facts = facts_of(two_ranks, "row", 2)
+    facts = facts_of(two_ranks[0], "row", 2)
     assert facts["agreements"] == len(facts["losses"]) + 1
 
 
 def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path):
     """Each file, shards included; and --resume auto goes on from the checkpoint before."""
-    shutil.copytree(two_ranks, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True)
     run = tmp_path / "row"
     before, last = checkpoints(run)
     assert len([path for path in last.iterdir() if path.suffix == ".distcp"]) == 2
@@ -203,18 +212,18 @@ def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path):
     launch(sys.executable, [2], tmp_path, f"row:resume:{FEW}", more=tmp_path / "cases.json")
     assert len(list((run / "checkpoints").glob(f"damaged-{last.name}-*"))) == 1
     assert len(facts_of(tmp_path, "row", 2)["losses"]) == 1
-    check(facts_of(tmp_path, "row", 2), facts_of(two_ranks, "row", 2))
+    check(facts_of(tmp_path, "row", 2), facts_of(two_ranks[0], "row", 2))
 
 
 def test_a_run_of_one_process_goes_on_with_two_ranks_and_back(tmp_path):
     """A loss that draws nothing, since ranks draw other negatives than one process without `parallel`."""
-    (tmp_path / "cases.json").write_text(json.dumps({"whole": ["loss.kind=cross_entropy", "train.ema_decay=0.9"]}))
-    settings, more = "eval.every=3:parallel.data", tmp_path / "cases.json"
-    launch(sys.executable, [1], tmp_path / "alone", f"whole:resume:train.epochs=3:{settings}=1", more=more)
-    for world, epochs, data in ((1, 1, "1"), (2, 2, "auto"), (1, 3, "1")):
-        launch(sys.executable, [world], tmp_path, f"whole:resume:train.epochs={epochs}:{settings}={data}", more=more)
+    options = ["loss.kind=cross_entropy", "train.ema_decay=0.9"]
+    (tmp_path / "cases.json").write_text(json.dumps({"whole": options, "alone": options}))
+    one, two = "resume:eval.every=3:parallel.data=1:train.epochs", "resume:eval.every=3:parallel.data=auto:train.epochs"
+    for world, *names in ((1, f"alone:{one}=3", f"whole:{one}=1"), (2, f"whole:{two}=2"), (1, f"whole:{one}=3")):
+        launch(sys.executable, [world], tmp_path, *names, more=tmp_path / "cases.json")
     assert len(facts_of(tmp_path, "whole", 1)["losses"]) == 4
-    check(facts_of(tmp_path, "whole", 1), facts_of(tmp_path / "alone", "whole", 1))
+    check(facts_of(tmp_path, "whole", 1), facts_of(tmp_path, "alone", 1))
 
 
 @pytest.mark.slow

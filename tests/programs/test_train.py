@@ -3,7 +3,9 @@
 import contextlib
 import importlib
 import io
+import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -29,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN = {
     "train.py": train.main,
     "eval.py": evaluation.main,
+    "compare.py": lambda arguments: importlib.import_module("compare").main(arguments),
     "serve.py": lambda arguments: importlib.import_module("serve").main(arguments),
 }
 SETTINGS = [
@@ -104,35 +107,46 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     assert all(verdict["sentence"] in text for text in (done.stdout, report, (folder / "report.html").read_text()))
 
 
-# Runs train.py; the process sends itself a signal in a certain call of a function.
+# Runs train.py in children of one process, which imports once; each sends itself a signal in a call of a function.
 SIGNALLED = """
-import importlib, itertools, os, sys
+import importlib, itertools, json, multiprocessing, os, sys
 import train
 
-number, module, name, call, *arguments = sys.argv[1:]
-module, calls = importlib.import_module(module), itertools.count(1)
-whole = getattr(module, name)
+def main(number, module, name, call, *arguments):
+    module, calls = importlib.import_module(module), itertools.count(1)
+    whole = getattr(module, name)
 
-def counted(*given, **named):
-    if next(calls) == int(call):
-        os.kill(os.getpid(), int(number))
-    return whole(*given, **named)
+    def counted(*given, **named):
+        if next(calls) == call:
+            os.kill(os.getpid(), number)
+        return whole(*given, **named)
 
-setattr(module, name, counted)
-sys.exit(train.main(arguments))
+    setattr(module, name, counted)
+    sys.exit(train.main(list(arguments)))
+
+for moment in json.loads(sys.argv[1]):
+    child = multiprocessing.get_context("fork").Process(target=main, args=moment)
+    child.start()
+    child.join()
+    print("\\nended with", child.exitcode, flush=True)  # a killed child may leave half a line
 """
 
 
-def signalled(arguments, number, module, name, call):
-    """Run train.py in a process that gets the signal `number` in its `call`-th call of module.name."""
-    command = [sys.executable, "-c", SIGNALLED, int(number), module, name, call, *arguments]
+def signalled(number, *moments):
+    """Run train.py once for each of `moments`, (arguments, module, name, call), in a process that gets the signal
+    `number` in its `call`-th call of module.name; return (exit statuses, output).
+    """
+    listed = [[int(number), *moment, *map(str, arguments)] for arguments, *moment in moments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads would not be there in a child
+    command = [sys.executable, "-c", SIGNALLED, json.dumps(listed)]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(list(map(str, command)), cwd=ROOT, **output)
+    done = subprocess.run(command, cwd=ROOT, env=environment, **output)
+    return [int(status) for status in re.findall(r"^ended with (.*)$", done.stdout, re.M)], done.stdout
 
 
-def dies(arguments, *moment):
-    ended = signalled(arguments, signal.SIGKILL, *moment)
-    assert ended.returncode == -signal.SIGKILL, ended.stdout
+def dies(*moments):
+    statuses, output = signalled(signal.SIGKILL, *moments)
+    assert statuses == [-signal.SIGKILL] * len(moments), output
 
 
 def test_killed_and_resumed_ends_the_same(tmp_path):
@@ -141,11 +155,10 @@ def test_killed_and_resumed_ends_the_same(tmp_path):
     varied = ["train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}", "train.checkpoint_seconds=0"]
     assert start(reference, *varied).returncode == 0
     resume = ["--resume", folder]
-    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], "train", "set_lr", 20)
+    dies(([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], "train", "set_lr", 20))
     assert checkpoints(folder)[-1].name == "step-00000019"
-    dies(resume, "os", "rename", 2)
-    dies(resume, "training.saved", "save_file", 1)
-    dies(resume, "training.checkpoints", "write_facts", 3)
+    later = ("os", "rename", 2), ("training.saved", "save_file", 1), ("training.checkpoints", "write_facts", 3)
+    dies(*((resume, *moment) for moment in later))
     assert not (folder / "result.json").exists()
     done = run("train.py", *resume)
     assert done.returncode == 0, done.stderr
@@ -182,20 +195,34 @@ def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
     reference, _ = finished
     folder = tmp_path / "run"
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
-    ended = signalled(arguments, signal.SIGTERM, "train", "set_lr", 20)
-    assert ended.returncode == 128 + signal.SIGTERM, ended.stdout
-    assert f"python train.py --resume {folder}" in ended.stdout.replace("\n", "")
+    statuses, output = signalled(signal.SIGTERM, (arguments, "train", "set_lr", 20))
+    assert statuses == [128 + signal.SIGTERM], output
+    assert f"python train.py --resume {folder}" in output.replace("\n", "")
     assert json.loads(sorted((folder / "checkpoints").glob("step-*"))[-1].joinpath("state.json").read_text())["step"]
     assert run("train.py", "--resume", folder).returncode == 0
     assert final(folder) == final(reference)
 
 
-def test_a_signal_in_the_last_step_is_not_the_end_of_the_epoch(finished, tmp_path):
+def terminated(monkeypatch, arguments, call):
+    """Run train.py in this process, which gets SIGTERM when the learning rate is set for the `call`-th time."""
+    set_lr, calls = train.set_lr, itertools.count(1)
+
+    def counted(*inputs):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return set_lr(*inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "set_lr", counted)
+        return run("train.py", *arguments)
+
+
+def test_a_signal_in_the_last_step_is_not_the_end_of_the_epoch(finished, tmp_path, monkeypatch):
     """The checkpoint that the signal leaves has the end's step, but neither its evaluation nor its epoch."""
     reference, _ = finished
     folder = tmp_path / "run"
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
-    assert signalled(arguments, signal.SIGTERM, "train", "set_lr", 52).returncode == 128 + signal.SIGTERM
+    assert terminated(monkeypatch, arguments, 52).returncode == 128 + signal.SIGTERM
     facts = [json.loads((checkpoints(folder)[-1] / "state.json").read_text())]
     assert run("train.py", "--resume", folder).returncode == 0
     facts.append(json.loads((checkpoints(folder)[-1] / "state.json").read_text()))
@@ -335,11 +362,11 @@ def test_what_is_not_finite_is_one_line_and_not_saved(tmp_path, options):
         train.train(config, tmp_path / "other", resume=False)
 
 
-def test_a_signal_saves_nothing_that_is_not_finite(tmp_path):
+def test_a_signal_saves_nothing_that_is_not_finite(tmp_path, monkeypatch):
     """After two steps the weights are infinite, before the third one a signal arrives."""
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "train.lr=1e38", "--run", tmp_path / "run"]
-    ended = signalled(arguments, signal.SIGTERM, "train", "set_lr", 4)
-    assert ended.returncode == 2 and f"{checkpoints(tmp_path / 'run')[-1]} is kept" in ended.stdout, ended.stdout
+    ended = terminated(monkeypatch, arguments, 4)
+    assert ended.returncode == 2 and f"{checkpoints(tmp_path / 'run')[-1]} is kept" in ended.stderr, ended
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000000"] and all_finite(tmp_path / "run")
 
 

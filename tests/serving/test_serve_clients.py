@@ -33,19 +33,40 @@ import serve
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 sys.exit(serve.main())
 """
-# serve.py that gets a signal when it calls a function.
+# serve.py that gets SIGTERM when it calls a function: for each OWNER.NAME a child of one process that imports once.
+# OWNER.NAME.out and .err get what a child prints, .status its status.
 SIGNALLED = """
-import os, sys
+import multiprocessing, os, signal, sys
 import serve
-owner, name, number = sys.argv[1:4]
-owner = getattr(serve, owner, serve)
-original = getattr(owner, name)
-def call(*arguments, **options):
-    os.kill(os.getpid(), int(number))
-    return original(*arguments, **options)
-setattr(owner, name, call)
-sys.exit(serve.main(sys.argv[4:]))
+
+def main(stage, arguments):
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{stage}.{name}", os.O_CREAT | os.O_WRONLY), number)
+    owner, name = stage.split(".")
+    owner = getattr(serve, owner, serve)
+    original = getattr(owner, name)
+    def call(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **options)
+    setattr(owner, name, call)
+    sys.exit(serve.main([*arguments, "--log", f"{stage}.log"]))
+
+stages, *arguments = sys.argv[1:]
+for stage in stages.split():
+    child = multiprocessing.get_context("fork").Process(target=main, args=(stage, arguments))
+    child.start()
+    child.join()
+    with open(f"{stage}.status", "w") as file:
+        file.write(str(child.exitcode))
 """
+STAGES = {
+    "Recommender.load": (143, "Stopped while loading the run"),
+    "serve.EventLog": (143, "Stopped while replaying"),
+    "serve.replay": (143, "Stopped while replaying"),
+    "serve.create_app": (143, "Stopped while replaying"),
+    "Server.startup": (0, "all accepted events are in the log"),
+    "Server.run": (0, "all accepted events are in the log"),
+}
 
 
 def address(client):
@@ -117,25 +138,14 @@ def test_a_second_signal_ends_the_service_at_once(trained, tmp_path):  # noqa: F
         assert ended(process) == (130, "") and everything(connection) == b""
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "status", "says"),
-    [
-        ("Recommender", "load", 143, "Stopped while loading the run"),
-        ("serve", "EventLog", 143, "Stopped while replaying"),
-        ("serve", "replay", 143, "Stopped while replaying"),
-        ("serve", "create_app", 143, "Stopped while replaying"),
-        ("Server", "startup", 0, "all accepted events are in the log"),
-        ("Server", "run", 0, "all accepted events are in the log"),
-    ],
-)
-def test_a_signal_at_every_stage(trained, tmp_path, owner, name, status, says):  # noqa: F811
-    number = str(int(signal.SIGTERM))
-    command = [sys.executable, "-c", SIGNALLED, owner, name, number, trained, "--port", "0", *SMALL]
-    done = subprocess.run(
-        [*map(str, command), "--device", "cpu", "--log", str(tmp_path / "log")],
-        capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (status, "") and says in done.stdout.splitlines()[-1], done
+def test_a_signal_at_every_stage(trained, tmp_path):  # noqa: F811
+    command = [sys.executable, "-c", SIGNALLED, " ".join(STAGES), trained, "--port", "0", *SMALL, "--device", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment, check=True, timeout=600)
+    for stage, (status, says) in STAGES.items():
+        out, err = ((tmp_path / f"{stage}.{name}").read_text() for name in ("out", "err"))
+        assert ((tmp_path / f"{stage}.status").read_text(), err) == (str(status), ""), (stage, out)
+        assert says in out.splitlines()[-1], (stage, out)
 
 
 @pytest.mark.slow
