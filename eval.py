@@ -16,6 +16,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from models.tasks.retrieval import rankings_of
 from models.tasks.scoring import model_scorer
 from serving import Recommender, ServingOptions
 from serving.judge import ServedModel
-from training.config import ParallelConfig, RunConfig
+from training.changes import evaluation_notes, moved_data
+from training.config import ParallelConfig, RunConfig, load_config
 from training.folder import access, as_json, read_regular, write_file
 from training.monitor import explain_faults
 from training.outputs import check_export, check_table, export_items, recommendations, whole_histories, write_table
@@ -70,9 +72,10 @@ def open_run(folder: Path, overrides: list[str]):
 
 def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     interrupts.stage = "opening the run; nothing was written"
-    config, known, weights, source, epoch = open_weights(
-        options.run, options.overrides, os.environ.get("WORLD_SIZE", "1") == "1"
-    )
+    alone, other_data = os.environ.get("WORLD_SIZE", "1") == "1", bool(options.data or options.history)
+    config, known, weights, source, epoch = open_weights(options.run, options.overrides, alone, other_data)
+    of_run = load_config(options.run / "config.yaml")
+    moved, notes = moved_data(of_run, config), evaluation_notes(of_run, config)
     config, ranks = of_ranks(config, options)
     lists = options.predict or options.recommend or options.export_items
     if lists or options.sampled:
@@ -94,15 +97,17 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         count, size = export_items(options.export_items, model, known.vocabulary.item_ids, ranks)
         terminal.say(f"Written: {options.export_items} ({count:,} vectors of {size})")
     elif options.recommend:
-        recommend(options, config, known, trained_model(config, known, weights, source, ranks), interrupts, ranks)
+        model = trained_model(config, known, weights, source, ranks)
+        recommend(options, config, known, model, interrupts, ranks, moved)
     else:
         interrupts.stage = "preparing the data; nothing was written"
         if options.data:
             data = open_data(config, vocabulary=known.vocabulary, ranks=ranks)
         else:
-            data = open_data(config, trained_on=known.fingerprint, ranks=ranks)
+            data = open_data(config, trained_on=known.fingerprint, moved=moved, ranks=ranks)
         model = trained_model(data.config, known, weights, source, ranks)
-        evaluate(options, data.config, data, model, {"weights": source.name, "epoch": epoch}, interrupts)
+        facts = {"weights": source.name, "epoch": epoch, "notes": notes}
+        evaluate(options, data.config, data, model, facts, interrupts)
 
 
 def of_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig, Ranks | None]:
@@ -135,7 +140,7 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         served = Recommender(model, config, data.vocabulary, has_timestamps=dataset.has_timestamps, options=serving)
         model = ServedModel(served, dataset)
     interrupts.stage = f"judging the split {split}; nothing was written"
-    result = judge(model, data, split) | facts | {"notes": [*dataset.notes, *data.splits.notes]}
+    result = judge(model, data, split) | facts | {"notes": [*facts["notes"], *dataset.notes, *data.splits.notes]}
     if options.data:
         result |= {"data": config.data.path, "left_out": dataset.left_out}
     batches = data.eval_batches(split)
@@ -175,7 +180,13 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
 
 
 def recommend(
-    options, config: RunConfig, known: Known, model, interrupts: Interrupts, ranks: Ranks | None = None
+    options,
+    config: RunConfig,
+    known: Known,
+    model,
+    interrupts: Interrupts,
+    ranks: Ranks | None = None,
+    moved: Sequence[str] = (),
 ) -> None:
     """Write the top-k items that come next after whole histories, as a service answers: those that pass the filters,
     without the items of the history unless `eval.filter_seen` is `none`.
@@ -187,7 +198,7 @@ def recommend(
     elif options.data:
         dataset = load_data(config, vocabulary=known.vocabulary)
     else:
-        dataset = find_data(config, known.fingerprint)
+        dataset = find_data(config, known.fingerprint, moved)
     if known.vocabulary.features is not None:
         dataset = with_rows(dataset, known.vocabulary.features)
     config = for_data(config, dataset)

@@ -1,7 +1,7 @@
 """Train the run that a YAML file describes, evaluate it and write a report.
 
     python train.py configs/synthetic-hstu.yaml [key=value ...]   a new run, under run_dir/name/
-    python train.py --resume RUN [key=value ...] [--override]     continue after an interruption, or with more epochs
+    python train.py --resume RUN [key=value ...]                  continue after an interruption, or with more epochs
     python train.py CONFIG --init-from RUN [key=value ...]        begin with the weights of another run
     python train.py CONFIG --dry-run                              measure time and memory of a run
     python train.py --keys [PREFIX]                               the keys of a configuration
@@ -49,7 +49,7 @@ from training.config import RunConfig, load_config
 from training.ending import finish, leave
 from training.folder import check_run
 from training.monitor import Means, explain_faults
-from training.run import Tracked, absolute_paths, only_these_change
+from training.run import Tracked, absolute_paths
 from training.setup import Run, open_or_resume
 from training.step import phase_at, set_lr
 
@@ -58,20 +58,17 @@ def train(
     config: RunConfig,
     folder: Path | None,
     resume: bool | None,
-    override: bool = False,
     init_from: Path | None = None,
     interrupts: Interrupts | None = None,
-    named: tuple[str, ...] = (),
 ) -> None:
     """Do the whole run in `folder`, which this process claims; None: in a new folder below run_dir.
 
-    resume: continue the run in the folder; None: if there is one, from its newest intact checkpoint. override: even
-    with a configuration that is not the checkpoint's.
-    named: keys that the command line changes, which are accepted. init_from: another run's folder, whose weights a new
-    run starts with. Raises Stopped when a signal arrived; everything is saved then.
+    resume: continue the run in the folder, with changes that training/changes.py allows; None: if there is one, from
+    its newest intact checkpoint. init_from: another run's folder, whose weights a new run starts with. Raises Stopped
+    when a signal arrived; everything is saved then.
     """
     interrupts = interrupts or Interrupts()
-    with open_or_resume(config, folder, resume, override, init_from, interrupts, named) as run:
+    with open_or_resume(config, folder, resume, init_from, interrupts) as run:
         with interrupts.noted(), terminal.bar(run.steps, run.progress.step, unit="steps") as bar:
             run.begin()
             while not run.finished:
@@ -169,14 +166,11 @@ def work(options, interrupts: Interrupts) -> None:
     if options.resume:
         check_run(options.resume)
         config = load_config(options.resume / "config.yaml", options.overrides)
-        # Changes on the command line are accepted; changes only in config.yaml need --override.
-        override = options.override or only_these_change(options.resume, options.overrides)
-        train(absolute_paths(config), options.resume, True, override, interrupts=interrupts)
+        train(absolute_paths(config), options.resume, True, interrupts=interrupts)
         return
     config = absolute_paths(load_config(options.config, options.overrides))
     if options.auto:
-        named = tuple(override.partition("=")[0] for override in options.overrides)
-        train(config, options.run, None, interrupts=interrupts, named=named)
+        train(config, options.run, None, interrupts=interrupts)
     elif options.plan:
         from training.planning.rehearsal import tell_plan
 
@@ -186,7 +180,7 @@ def work(options, interrupts: Interrupts) -> None:
 
         rehearse(config, interrupts)
     else:
-        train(config, options.run, False, False, options.init_from, interrupts)
+        train(config, options.run, False, options.init_from, interrupts)
 
 
 def main(arguments: list[str] | None = None) -> int:

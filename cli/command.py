@@ -92,10 +92,9 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         "--resume",
         type=Path,
         metavar="RUN",
-        help="continue this run; key=value changes its configuration; "
+        help="continue this run; key=value changes its paths, device or length (docs/evaluation.md); "
         "auto: with CONFIG and --out, continue from the newest whole checkpoint there, or begin",
     )
-    add("--override", action="store_true", help="with --resume: accept a config.yaml that was changed")
     add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
     add("--dry-run", action="store_true", help="prepare the data, make a few steps, print time and memory")
     add(
@@ -126,8 +125,6 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         parser.error("--plan runs nothing: leave out --out, --init-from and --dry-run")
     if options.gpu_memory is not None and not options.plan:
         parser.error("--gpu-memory belongs to --plan")
-    if options.override and not options.resume:
-        parser.error("--override belongs to --resume")
     if options.config is not None and not os.path.lexists(options.config) and (near := _config_like(options.config)):
         parser.error(f"{options.config}: No such file, did you mean {near}?")
     return options

@@ -12,7 +12,7 @@ from data.features.files import find_tables, read_tables, with_tables
 from data.features.options import Features
 from data.filtering import filter_dataset
 from data.options import Columns, Options, RecallOptions, SyntheticOptions, parse_options
-from data.prepare import file_sha256, load_or_prepare
+from data.prepare import OtherData, check_fingerprint, file_sha256, load_or_prepare
 from data.reading.bad_rows import LIMIT
 from data.reading.conditions import checked_condition
 from data.reading.formats import FORMATS, with_features, with_options, with_writing
@@ -24,7 +24,7 @@ from data.synthetic import generate
 from data.types import DataError, Dataset, did_you_mean
 from data.vocabulary import Vocabulary, in_terms_of
 
-__all__ = ["FORMATS", "DataError", "Dataset", "Vocabulary", "load_dataset"]
+__all__ = ["FORMATS", "DataError", "Dataset", "OtherData", "Vocabulary", "load_dataset"]
 
 
 def load_dataset(
@@ -48,6 +48,7 @@ def load_dataset(
     tell: Callable[[str], None] | None = None,
     features: Features | dict | None = None,
     partitions: int | None = None,
+    fingerprint: str | None = None,
 ) -> Dataset:
     """Load a dataset, preparing its cache first if need be.
 
@@ -69,7 +70,7 @@ def load_dataset(
     The notes about how the source was read are in `Dataset.notes`. features: options of the features of items, users
     and events, see `feature_options.Features`; with a vocabulary those of items are not read. partitions: the number of
     ranges of users that are prepared one after another to limit memory (`partitions.py`); chosen automatically by
-    default.
+    default. fingerprint: what the data set's must be; OtherData, before any data are prepared, if it is another.
 
     Raises DataError, one line, that names the file, line, column and value if possible.
     """
@@ -122,9 +123,12 @@ def load_dataset(
             digest = hashlib.sha256(key.encode()).hexdigest()
             dataset = dataclasses.replace(dataset, fingerprint=digest, events_fingerprint=dataset.fingerprint)
         if vocabulary is None:
-            return with_tables(filter_dataset(dataset, **options), read)
+            dataset = with_tables(filter_dataset(dataset, **options), read)
+            check_fingerprint(fingerprint, dataset.fingerprint, dataset.name)
+            return dataset
         return in_terms_of(with_tables(dataset, read), vocabulary, min_user_events)
     if vocabulary is None:
-        return load_or_prepare(format, fmt, path, cache_dir, options, handling, tell, features, partitions)
+        arguments = format, fmt, path, cache_dir, options, handling, tell, features, partitions, fingerprint
+        return load_or_prepare(*arguments)
     whole = load_or_prepare(format, fmt, path, cache_dir, None, handling, tell, features, partitions)
     return in_terms_of(whole, vocabulary, min_user_events)

@@ -31,6 +31,10 @@ VERSION = 1  # part of every key: raise it when the same source would be prepare
 OWN_VERSION = 2  # the same for csv and parquet
 
 
+class OtherData(DataError):
+    """A source has other data than those that were asked for."""
+
+
 def load_or_prepare(
     name: str,
     fmt: RawFormat,
@@ -41,14 +45,16 @@ def load_or_prepare(
     tell: Callable[[str], None] | None = None,
     features: Features | None = None,
     partitions: int | None = None,
+    expected: str | None = None,
 ) -> Dataset:
     """Open the cache of this source and these options; prepare it first if it is missing or damaged.
 
     Without a `cache_dir` the source is prepared in memory and nothing is written. options: of `filter_dataset`; with
     None, a cache folder given as `path` is accepted with any options and features. features: options of the features of
     items, users and events. tell: called now and then with a line about the progress. partitions: the number of ranges
-    of users prepared one after another; None is 1, or as many as memory requires. Ctrl-C ends a preparation within a
-    second and leaves no incomplete cache.
+    of users prepared one after another; None is 1, or as many as memory requires. expected: the fingerprint of the data
+    set; OtherData, before a preparation, if it is another. Ctrl-C ends a preparation within a second and leaves no
+    incomplete cache.
     """
     cache_dir = None if cache_dir is None else local_path(cache_dir, "data.cache_dir")
     requested = _recipe(name, fmt, options, handling, features)
@@ -56,6 +62,7 @@ def load_or_prepare(
     if path and is_remote(path):
         path = interruptible(lambda: copied(str(path), fmt, cache_dir, progress), progress, lambda: None)
     elif path and (prepared := _given_cache(local_path(path, "data.path"), requested)) is not None:
+        check_fingerprint(expected, prepared.fingerprint, shown(path, 200))
         return prepared
     sources, how = find_sources(name, fmt, path)
     recipe = requested | {"options": options or NO_FILTER}
@@ -67,7 +74,7 @@ def load_or_prepare(
     place: list[Path] = []
 
     def work() -> Dataset:
-        return _prepare(name, fmt, sources, tables, cache_dir, recipe, handling, progress, place, partitions)
+        return _prepare(name, fmt, sources, tables, cache_dir, recipe, handling, progress, place, partitions, expected)
 
     def clean() -> None:
         for folder in place:
@@ -127,6 +134,7 @@ def _prepare(
     progress: Progress,
     place: list[Path],
     partitions: int | None,
+    expected: str | None,
 ) -> Dataset:
     """Do the work of `load_or_prepare` on existing files; folders with temporary files beside them are added to
     `place`.
@@ -139,6 +147,7 @@ def _prepare(
             progress.stage(f"checking {source.name}")
             sums.append(file_sha256(source.path))
         fingerprint = _fingerprint(recipe, sums)
+        check_fingerprint(expected, fingerprint, sources[0].name)
         folder = None if cache_dir is None else cache_folder(cache_dir, name, fingerprint)
         if folder is not None and (cached := _open(folder, fingerprint)) is not None:
             return cached
@@ -183,6 +192,12 @@ def _prepare(
         raise DataError(f"{shown(cache_dir, 200)}: cannot write the cache: {error.strerror or error}") from error
     except CacheError as error:
         raise DataError(f"{shown(folder, 200)}: cannot be read back after it was written: {error}") from error
+
+
+def check_fingerprint(expected: str | None, fingerprint: str, source: str) -> None:
+    """Raise OtherData if a fingerprint is expected and the data of `source` have another."""
+    if expected not in (None, fingerprint):
+        raise OtherData(f"{source}: other data than those that were asked for")
 
 
 def _open(folder: Path, fingerprint: str) -> Dataset | None:

@@ -26,7 +26,8 @@ from data.errors import ConfigError
 from data.explain import explain
 from data.options import Options
 from data.types import shown
-from training.config import RunConfig, differences, load_config
+from training.changes import differences
+from training.config import RunConfig, load_config
 from training.strict_yaml import parse_yaml, read_config
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)]

@@ -19,7 +19,8 @@ from cli.terminal import terminal
 from data.errors import ConfigError
 from data.types import shown
 from experiments.plan import Plan
-from training.config import FREE, RunConfig, as_yaml, differences, load_config
+from training.changes import FREE, differences
+from training.config import RunConfig, as_yaml, load_config
 from training.folder import FolderError, access, read_regular, wait_until_free, write_file
 
 ROOT = Path(__file__).resolve().parents[1]

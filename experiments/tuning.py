@@ -25,7 +25,8 @@ from cli.terminal import terminal
 from data.errors import ConfigError
 from experiments.runs import RESULT, ROOT, Job, ProgressLines, ended, last_line, launch, wait_until_free
 from experiments.space import Space, assignments, default_values
-from training.config import RunConfig, as_yaml, differences, load_config
+from training.changes import differences
+from training.config import RunConfig, as_yaml, load_config
 from training.folder import access, read_regular, write_file
 from training.run import TrainingError
 

@@ -85,16 +85,25 @@ class Progress(BaseModel):
         """Return the progress in `facts` (of the checkpoint `source`); CheckpointError if they are incomplete or
         wrong.
         """
+        if "batch" in facts and "tensors" not in facts:
+            raise CheckpointError(
+                f"{source}: was saved by version 0.2.0, whose runs cannot be resumed: eval.py evaluates it, "
+                "train.py CONFIG --init-from RUN begins with its weights"
+            )
+        facts = {name: value for name, value in facts.items() if name != "tensors"}
         if wrong := sorted(cls.model_fields.keys() ^ facts.keys()):
             raise CheckpointError(
                 f"{source}: written by another version of this program "
                 f"({', '.join(map(shown, wrong))} in only one of them)"
             )
         try:
-            return cls.model_validate(facts)
+            progress = cls.model_validate(facts)
         except ValidationError as error:
             line = explain(error.errors()[0], lambda _: cls.model_fields)
             raise CheckpointError(f"{source}: not valid, {line}") from None
+        if source.name != f"step-{progress.step:08d}":
+            raise CheckpointError(f"{source}: not valid, it holds step {progress.step}")
+        return progress
 
 
 class Checkpoints:
@@ -237,15 +246,7 @@ class Checkpoints:
         source = folders[-1]
         with _or_older(folders):
             facts = checked_facts(source, self.ranks)
-            if "batch" in facts and "tensors" not in facts:
-                raise CheckpointError(
-                    f"{source}: was saved by version 0.2.0, whose runs cannot be resumed: eval.py evaluates it, "
-                    "train.py CONFIG --init-from RUN begins with its weights"
-                )
-            names = facts.pop("tensors", [])
-            progress = Progress.of(facts, source)
-            if source.name != f"step-{progress.step:08d}":
-                raise CheckpointError(f"{source}: not valid, it holds step {progress.step}")
+            names, progress = facts.get("tensors", []), Progress.of(facts, source)
             if progress.best is not None and not find_folder(self.run / "best").is_dir():
                 raise CheckpointError(f"{self.run / 'best'}: missing, though the checkpoint refers to best weights")
             self._load(source, names, seed, progress.step)
@@ -394,8 +395,8 @@ def _or_older(folders: list[Path]) -> Iterator[None]:
         raise type(error)(f"{error}{older}") from None
 
 
-def last_facts(run: Path) -> tuple[dict, Path]:
-    """Return (facts, folder) of the last checkpoint, which must exist; CheckpointError when it is damaged."""
+def last_progress(run: Path) -> Progress:
+    """Return the progress in the last checkpoint, which must exist; CheckpointError when it is damaged."""
     folders = checkpoints(run)
     with _or_older(folders):
-        return load_folder(folders[-1])[1], folders[-1]
+        return Progress.of(load_folder(folders[-1])[1], folders[-1])

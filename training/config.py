@@ -27,7 +27,6 @@ from data.config import DataConfig, PathText
 from data.errors import ConfigError
 from data.explain import explain
 from data.options import Options
-from data.types import shown
 from models.attention import ATTENTION_KINDS
 from models.kinds import Kinds
 from models.options import LossConfig, ModelConfig
@@ -300,28 +299,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def as_yaml(config: RunConfig) -> str:
     """Format a configuration as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-# The keys that may differ between the parts of one run: its place, its device, how often it saves.
-FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
-FREE |= {"train.tracking"}
-FREE |= {"data.features.items.path", "data.features.users.path"}
-FREE |= {"eval.batch_size", "data.partitions"}
-FREE |= {"parallel.data", "parallel.embedding", "parallel.context", "parallel.balance"}
-
-
-def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
-    """Return the differences of two configurations (`model_dump`) that make another run: `train.lr: 0.001 -> 0.01`."""
-    changes = []
-    for key in dict.fromkeys([*before, *after]):
-        path, old, new = f"{prefix}{key}", before.get(key), after.get(key)
-        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-            old, new = ({str(place): value for place, value in enumerate(values)} for values in (old, new))
-        if isinstance(old, dict) and isinstance(new, dict):
-            changes += differences(old, new, f"{path}.")
-        elif old != new and path not in FREE:
-            changes.append(f"{path}: {shown(old)} -> {shown(new)}")
-    return changes
 
 
 def _explain(item: ErrorDetails, tree: dict) -> str:

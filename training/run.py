@@ -1,21 +1,19 @@
 """Open what training and evaluation of a run share: its data, its model, its final weights, its evaluation."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from cli.terminal import terminal
 from data.batch import Batch
 from data.batches import Batches
-from data.datasets import FORMATS, DataError, Dataset, Vocabulary, load_dataset
+from data.datasets import FORMATS, DataError, Dataset, OtherData, Vocabulary, load_dataset
 from data.errors import ConfigError, UserError
-from data.explain import dotted
 from data.features.vocabulary import fit_features, with_rows
 from data.prepare import find_prepared
 from data.reading.remote import is_remote
@@ -25,8 +23,9 @@ from data.vocabulary import vocabulary_of
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from models.tasks.contract import Task
-from training.checkpoints import Progress, checkpoints, last_facts
-from training.config import RunConfig, differences, load_config
+from training.changes import RULES, changes, check_evaluated, stored_config
+from training.checkpoints import Progress, checkpoints
+from training.config import RunConfig, load_config
 from training.folder import access, check_run, read_manifest
 from training.ranks.processes import Ranks
 from training.ranks.tables import ShardedTable
@@ -100,6 +99,7 @@ def open_data(
     config: RunConfig,
     *,
     trained_on: str | None = None,
+    moved: Sequence[str] = (),
     vocabulary: Vocabulary | None = None,
     device: torch.device | None = None,
     ranks: Ranks | None = None,
@@ -108,13 +108,14 @@ def open_data(
     values that depend on the data: the run is built and stored with `Data.config`.
 
     trained_on: the fingerprint that the data must have; if the source has another one or is gone, the prepared copy is
-    used. vocabulary: the model's vocabulary, into which other data are translated. device: replaces the
-    configuration's. ranks: those that evaluate together; the first one prepares the data.
+    used, unless `moved`: the options that name another source than the run's. vocabulary: the model's vocabulary, into
+    which other data are translated. device: replaces the configuration's. ranks: those that evaluate together; the
+    first one prepares the data.
     """
     device = device or open_device(config)
     if ranks is not None and not ranks.first:
         ranks.of_first(None)
-    dataset = find_data(config, trained_on) if vocabulary is None else load_data(config, vocabulary=vocabulary)
+    dataset = find_data(config, trained_on, moved) if vocabulary is None else load_data(config, vocabulary=vocabulary)
     if ranks is not None and ranks.first:
         ranks.of_first(None)
     config = for_data(config, dataset)
@@ -162,22 +163,29 @@ def load_data(config: RunConfig, **others) -> Dataset:
     return load_dataset(**options | others)
 
 
-def find_data(config: RunConfig, trained_on: str | None) -> Dataset:
+def find_data(config: RunConfig, trained_on: str | None, moved: Sequence[str] = ()) -> Dataset:
     """Return the data set of `config.data`, with the fingerprint `trained_on` if that is given; DataError if it
     differs.
+
+    moved: the options that name another source than the run's, which must hold the same data.
     """
     c = config.data
     try:
-        dataset = load_data(config)
-        if trained_on in (None, dataset.fingerprint):
-            return dataset
-        reason = f"the run was trained on other data than {shown(c.path or dataset.name, 200)} has now"
+        return load_data(config, fingerprint=trained_on)
+    except OtherData:
+        reason = f"the run was trained on other data than {shown(c.path or c.format, 200)} has now"
+        if moved:
+            raise DataError(
+                f"{', '.join(moved)}: {reason}; for other data start a new run, with --init-from RUN to begin with its "
+                "weights, or evaluate with eval.py RUN --data NEW"
+            ) from None
     except DataError as error:
-        if trained_on is None:
+        if trained_on is None or moved:
             raise
         reason = str(error)
     generated = FORMATS[c.format].kind == "generated"
-    if not generated and (prepared := find_prepared(c.format, c.cache_dir, trained_on)) is not None:
+    prepared = None if generated or trained_on is None else find_prepared(c.format, c.cache_dir, trained_on)
+    if prepared is not None:
         terminal.say(f"{reason}: using the prepared copy of the run's data in {c.cache_dir}")
         return prepared
     raise DataError(
@@ -267,10 +275,13 @@ def final_facts(folder: Path) -> tuple[dict, Path]:
     return facts, folders[0]
 
 
-def open_weights(folder: Path, overrides: list[str], read: bool = True) -> tuple[RunConfig, Known, dict, Path, int]:
+def open_weights(
+    folder: Path, overrides: list[str], read: bool = True, other_data: bool = False
+) -> tuple[RunConfig, Known, dict, Path, int]:
     """Return (config, the run's vocabulary, weights, their folder, their epoch) from a run's folder alone.
 
-    read: whether to read the weights; else they are empty.
+    overrides: those that an evaluation may have; ConfigError for others. read: whether to read the weights; else they
+    are empty. other_data: whether other data than the run's are read.
     """
     check_run(folder)
     config, of_run = load_config(folder / "config.yaml", overrides), load_config(folder / "config.yaml")
@@ -278,6 +289,7 @@ def open_weights(folder: Path, overrides: list[str], read: bool = True) -> tuple
         config = config.model_copy(
             update={"eval": config.eval.model_copy(update={"filter_seen": of_run.eval.filter_seen})}
         )
+    check_evaluated(of_run, config, folder, other_data)
     weights: dict = {}
     if read:
         weights, facts, source = final_weights(folder)
@@ -316,39 +328,26 @@ def check_of_this_run(run: object, folder: Path, source: Path) -> None:
 
 
 def check_config(facts: dict, config: RunConfig, folder: Path, source: Path) -> None:
-    """Raise CheckpointError unless the weights `source` were made with the run's config.yaml; eval options may
-    differ.
+    """Raise CheckpointError unless the weights `source` were made with the run's config.yaml; what a resumed run may
+    change, and options of evaluation, may differ.
     """
-    if changed := changes(facts.get("config"), config, source, ("eval.",)):
+    changed = [
+        str(change)
+        for change in changes(stored_config(facts.get("config"), source), config)
+        if RULES[change.group].resumed and not change.option.startswith("eval.")
+    ]
+    if changed:
         raise CheckpointError(
             f"{folder}: config.yaml is not what {source.name} was trained with ({'; '.join(changed)}); undo that, or "
-            "give options that differ from training on the command line (key=value)"
+            "give options of an evaluation on the command line (key=value)"
         )
 
 
-def changes(before: object, config: RunConfig, source: Path, free: tuple[str, ...] = ()) -> list[str]:
-    """Return the changes from a configuration stored in `source` to `config`, except options that begin with `free`."""
-    try:
-        stored = RunConfig.model_validate(before).model_dump(mode="json")
-    except ValidationError as error:
-        place = dotted(error.errors()[0]["loc"])
+def check_place(progress: Progress, steps: int, folder: Path) -> None:
+    """Raise CheckpointError unless the checkpoint's step is that of its place, with `steps` steps an epoch."""
+    if progress.step != progress.epoch * steps + progress.batch or progress.batch > steps:
         raise CheckpointError(
-            f"{source}: written by another version of this program, its configuration has another {place or 'form'}"
-        ) from None
-    return [line for line in differences(stored, config.model_dump(mode="json")) if not line.startswith(free)]
-
-
-def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Path) -> None:
-    """Raise CheckpointError unless the checkpoint was made with this configuration, of `steps` steps an epoch."""
-    if changed := changes(progress.config, config, folder / "checkpoints"):
-        raise CheckpointError(
-            f"{folder}: config.yaml was changed since the checkpoint was made ({'; '.join(changed)}); undo that, or "
-            "accept the change with --override"
-        )
-    expected_step = progress.epoch * steps + progress.batch
-    if progress.step != expected_step or progress.batch > steps or progress.epoch > config.train.epochs:
-        raise CheckpointError(
-            f"{folder}: the checkpoint is damaged, step {progress.step} is not batch {progress.batch} of epoch "
+            f"{folder}: the checkpoint is not valid, step {progress.step} is not batch {progress.batch} of epoch "
             f"{progress.epoch + 1}"
         )
 
@@ -395,13 +394,3 @@ def was_saved(folder: Path) -> bool:
         if not has_checkpoint and metrics.exists() and metrics.stat().st_size:
             raise CheckpointError(f"{folder}: no checkpoint to resume from, though metrics.jsonl has lines")
     return has_checkpoint
-
-
-def only_these_change(folder: Path, overrides: list[str]) -> bool:
-    """Return whether there are overrides, and config.yaml differs from the checkpoint only in what they name."""
-    if not overrides or not was_saved(folder):
-        return False
-    facts, source = last_facts(folder)
-    named = tuple(override.partition("=")[0] for override in overrides)
-    changed = changes(facts.get("config"), load_config(folder / "config.yaml"), source)
-    return all(line.startswith(named) for line in changed)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,7 +17,8 @@ from data.errors import ConfigError
 from models.hstu import SequenceModel
 from training import advice
 from training.average import WeightAverage
-from training.checkpoints import Checkpoints, Progress, checkpoints, last_facts
+from training.changes import FREE, changes, check_resumed, moved_data, stored_config
+from training.checkpoints import Checkpoints, Progress, checkpoints, last_progress
 from training.config import RunConfig
 from training.graph import Step
 from training.monitor import Means, MetricsLog
@@ -28,9 +29,8 @@ from training.run import (
     Data,
     TrainingError,
     build_model,
-    changes,
     check_of_this_run,
-    check_same_run,
+    check_place,
     open_data,
     was_saved,
 )
@@ -57,12 +57,19 @@ class Parts:
     batches: Batches
 
 
-def set_up(config: RunConfig, ranks: Ranks, trained_on: str | None = None, init_from: Path | None = None) -> Parts:
+def set_up(
+    config: RunConfig,
+    ranks: Ranks,
+    trained_on: str | None = None,
+    init_from: Path | None = None,
+    moved: Sequence[str] = (),
+) -> Parts:
     """Open the data and make the model, its step and its batches.
 
-    trained_on: the fingerprint that the data must have. init_from: a run with whose weights the model begins.
+    trained_on: the fingerprint that the data must have; moved: see `open_data`. init_from: a run with whose weights the
+    model begins.
     """
-    data = open_data(config, trained_on=trained_on, ranks=ranks)
+    data = open_data(config, trained_on=trained_on, moved=moved, ranks=ranks)
     config = data.config
     for line in advice.of_data(config, data.dataset):
         terminal.say(f"warning: {line}")
@@ -86,7 +93,7 @@ class Run(Parts):
     means        of the losses of the epoch so far
     losses       of the last epoch: means; rates: its learning rate and speed
     saved_place  (epoch, batch) of the last checkpoint
-    override     whether the folder takes over a changed configuration
+    changed      whether the checkpoint and the best weights were made with another configuration
     """
 
     folder: Path
@@ -100,7 +107,7 @@ class Run(Parts):
     watched: str | None
     started: float
     saved_place: tuple[int, int] | None
-    override: bool
+    changed: bool
     losses: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
 
@@ -130,7 +137,7 @@ class Run(Parts):
 
     def begin(self) -> None:
         """Save the first checkpoint: a run with lines of metrics has one; if there is none, it or they were lost."""
-        self.save(again=self.override)
+        self.save(again=self.changed)
         self.writer.take_over_best(self.config, self.progress)
 
     def agree(self) -> tuple[int, int]:
@@ -170,10 +177,8 @@ def open_or_resume(
     config: RunConfig,
     folder: Path | None,
     resume: bool | None,
-    override: bool,
     init_from: Path | None,
     interrupts: Interrupts,
-    named: tuple[str, ...],
 ) -> Iterator[Run]:
     """Claim the folder and yield the run in it, with a checkpoint; see `train.train` for the options."""
     ranks = Ranks(config)
@@ -185,24 +190,27 @@ def open_or_resume(
     with writer.claim(folder, new=not resume, another=unnamed) as folder:
         for damaged in writer.set_aside_damaged() if auto else []:
             terminal.say(f"{damaged}: not whole, set aside")
-        yield _opened(config, ranks.of_first(folder), resume, override, init_from, ranks, interrupts, named, writer)
+        yield _opened(config, ranks.of_first(folder), resume, init_from, ranks, interrupts, writer)
 
 
 def _opened(
     config: RunConfig,
     folder: Path,
     resume: bool,
-    override: bool,
     init_from: Path | None,
     ranks: Ranks,
     interrupts: Interrupts,
-    named: tuple[str, ...],
     writer: Writer,
 ) -> Run:
     interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
-    saved = resume and was_saved(folder)
+    trained_on, moved, before = None, [], None
+    if saved := resume and was_saved(folder):
+        last = last_progress(folder)
+        check_resumed(last, config, folder, opened=False)
+        trained_on, before = last.fingerprint, stored_config(last.config, folder / "checkpoints")
+        moved = moved_data(before, config)
     check_tracking(config)
-    parts = set_up(config, ranks, str(last_facts(folder)[0].get("fingerprint")) if saved else None, init_from)
+    parts = set_up(config, ranks, trained_on, init_from, moved)
     config, data, batches = parts.config, parts.data, parts.batches
     watched = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
     if watched == "valid" and config.eval.every and data.splits.valid is not None:
@@ -215,14 +223,12 @@ def _opened(
     if saved:
         progress = saver.load(config.seed)
         check_of_this_run(progress.run, folder, folder / "checkpoints")
-        if changed := changes(progress.config, config, folder / "checkpoints") if named else []:
-            override = override or all(line.startswith(named) for line in changed)
-        if not override:
-            check_same_run(progress, config, len(batches), folder)
+        check_resumed(progress, config, folder, opened=True)
+        check_place(progress, len(batches), folder)
         progress.best, progress.stale = ranks.of_first(writer.best_again(config, progress))
     progress.config = config.model_dump(mode="json")
     ranks.of_first(None)  # all have read before the first one writes
-    writer.begin(config, data, progress, new=not saved, rewrite=not resume or override)
+    writer.begin(config, data, progress, new=not saved)
     log = writer.open_log(config, progress)
     if log.lost:
         terminal.say("metrics.jsonl had been changed: its lines are restored from the checkpoint")
@@ -240,7 +246,7 @@ def _opened(
         watched=watched,
         started=time.monotonic() - progress.seconds,
         saved_place=(progress.epoch, progress.batch) if saved else None,
-        override=override,
+        changed=before is not None and any(change.option not in FREE for change in changes(before, config)),
     )
 
 

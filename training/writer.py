@@ -33,13 +33,12 @@ class Writer:
     def set_aside_damaged(self) -> list[Path]:
         return set_aside_damaged(self.folder)
 
-    def begin(self, config: RunConfig, data: Data, progress: Progress, *, new: bool, rewrite: bool) -> None:
+    def begin(self, config: RunConfig, data: Data, progress: Progress, *, new: bool) -> None:
         """Write the configuration first, so that a run that is killed here can be resumed; then who it is.
 
-        new: the run has no checkpoint. rewrite: even over a configuration that is there.
+        new: the run has no checkpoint.
         """
-        if rewrite or not (self.folder / "config.yaml").exists():
-            write_file(self.folder / "config.yaml", as_yaml(config))
+        write_file(self.folder / "config.yaml", as_yaml(config))
         if new:
             manifest = new_manifest()
             write_file(self.folder / MANIFEST, json.dumps(manifest, indent=1))
@@ -74,7 +73,7 @@ class NoWriter(Writer):
     def set_aside_damaged(self) -> list[Path]:
         return []
 
-    def begin(self, config: RunConfig, data: Data, progress: Progress, *, new: bool, rewrite: bool) -> None:
+    def begin(self, config: RunConfig, data: Data, progress: Progress, *, new: bool) -> None:
         pass
 
     def open_log(self, config: RunConfig, progress: Progress) -> NoLog:  # type: ignore[override]

@@ -42,9 +42,7 @@ ACCEPTED = {
     "run resume: metrics.jsonl last line cut": "restored from the checkpoint, and the run says so",
     "run resume: metrics.jsonl shortened": "restored from the checkpoint, and the run says so",
     "run resume: metrics.jsonl of other bytes": "restored from the checkpoint, and the run says so",
-    "run resume: seed changed, --override": "accepting changes is the purpose of the option",
     "run resume: threads changed": "the number of threads may change",
     "run eval: attention.scale overridden": "the weights fit, and the override is explicit",
     "run eval: eval.filter_seen in config.yaml": "each evaluation may remove other items from the ranking",
-    "run eval: train.lr overridden": "it changes nothing in an evaluation",
 }

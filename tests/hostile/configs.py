@@ -297,7 +297,6 @@ def _paths(case) -> list[Case]:
         case("a name of 5,000 characters", lambda f: start(f, config="a" * 5000)),
         case("no arguments", lambda f: train.main([])),
         case("a config and --resume", lambda f: train.main(["run.yaml", "--resume", str(f)])),
-        case("--override without --resume", lambda f: train.main(["run.yaml", "--override"])),
         case("--run is a file", lambda f: start(f, run=occupied(f)), check=is_file),
         case("--run below a file", lambda f: start(f, run=occupied(f) / "x"), check=is_file),
         case("--run in /proc", lambda f: start(f, run="/proc/nope/x")),

@@ -166,7 +166,7 @@ def two_ranks(tmp_path_factory):
     return out, launch(sys.executable, [2], out, *runs, more=out / "cases.json", status=1)
 
 
-@pytest.mark.parametrize("option", ["--out", "--init-from", "--resume", "--quiet", "--dry-run", "--override"])
+@pytest.mark.parametrize("option", ["--out", "--init-from", "--resume", "--quiet", "--dry-run"])
 def test_torchrun_takes_no_option_of_train_for_its_own(option):
     arguments = ["train.py", "config.yaml", option, "x"]
     assert parse_args(["--standalone", *arguments]).training_script_args == arguments[1:]

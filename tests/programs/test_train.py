@@ -441,7 +441,7 @@ def test_data_that_do_not_fit_are_one_line(copy, tmp_path):
         "model.attention.1.index_time_bias: events has no timestamps",
     )
     fails(run("train.py", *base, "model.action_embedding=true"), "has no actions")
-    fails(run("eval.py", copy, "data.synthetic={num_users: 50, num_items: 60}"), "trained on other data")
+    fails(run("eval.py", copy, "data.synthetic={num_users: 50, num_items: 60}"), "the weights were trained with it")
     lines.write_text("")
     fails(run("train.py", *base), "events.txt")
 

@@ -1,0 +1,187 @@
+"""State what a resumed run and an evaluation may change of a run's configuration, and refuse everything else by name.
+
+`config.yaml` says what a run's weights were trained with. Each option is in one class of the table RULES.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from data.errors import ConfigError
+from data.explain import dotted
+from data.types import shown
+from training.checkpoints import Progress
+from training.config import RunConfig
+from training.saved import CheckpointError
+
+NEW_RUN = "start a new run, with --init-from RUN to begin with these weights"
+EVALUATE = "eval.py RUN evaluates with another value"
+NO_EFFECT = "it has no effect on an evaluation"
+
+
+class Rule(NamedTuple):
+    """A class of options, by dotted names; a name includes the options below it that no class names.
+
+    resumed, evaluated: what to do where a resumed run, or an evaluation, cannot change them; None where it can.
+    """
+
+    options: str
+    resumed: str | None
+    evaluated: str | None
+
+
+RULES = {
+    # Paths must lead to the same data, by checksum; those of `eval.py --data NEW` to any.
+    "places": Rule(
+        "name run_dir data.path data.cache_dir data.partitions data.features.items.path data.features.users.path",
+        None,
+        None,
+    ),
+    "devices": Rule(
+        "device threads eval.batch_size parallel.data parallel.embedding parallel.context parallel.balance", None, None
+    ),
+    "kernels": Rule("model.attention.backend train.compile train.cuda_graphs", None, None),
+    "saving": Rule("train.checkpoint_seconds train.tracking", None, NO_EFFECT),
+    "length": Rule("train.epochs train.steps eval.patience", None, NO_EFFECT),
+    "choice": Rule("eval.best_metric", None, None),  # of a resumed run: see `training.best.best_again`
+    "figures": Rule("eval.filter_seen eval.same_time eval.metrics data.targets", EVALUATE, None),
+    "schedule": Rule("eval.every eval.test", "eval.py RUN evaluates each split", NO_EFFECT),
+    "precision": Rule("train.autocast train.matmul_precision", NEW_RUN, None),
+    "attention": Rule("model.attention", NEW_RUN, None),  # where the weights fit
+    "reading": Rule(
+        "data.format data.columns data.separator data.encoding data.decimal data.where data.on_bad_row "
+        "data.bad_rows_limit data.duplicates data.min_user_events data.min_item_events "
+        + " ".join(
+            f"data.features.{entity}.{option}"
+            for entity in ("items", "users")
+            for option in ("format", "id", "separator", "encoding", "decimal", "unknown", "on_bad_row")
+        ),
+        NEW_RUN,
+        "it is for reading other data, with --data or --history",
+    ),
+    "split": Rule(
+        "data.protocol data.valid_fraction data.test_fraction data.train_on_valid",
+        NEW_RUN,
+        "the weights were trained on events that another split would judge them by",
+    ),
+    "training": Rule(
+        "seed task model loss data.synthetic data.recall data.features data.time_zone train.batch_size train.augment "
+        "train.lr train.betas train.weight_decay train.warmup_steps train.decay train.ema_decay train.clip_norm "
+        "train.group_by_length parallel.fused",
+        NEW_RUN,
+        "the weights were trained with it",
+    ),
+}
+CLASSES = {option: name for name, rule in RULES.items() for option in rule.options.split()}
+# The options in which two configurations of one run may differ: its place, its device, how often it saves.
+FREE = {option for option, name in CLASSES.items() if name in ("places", "devices", "saving")}
+
+
+class Change(NamedTuple):
+    """A change of an option; `option` is dotted."""
+
+    option: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.option}: {shown(self.before)} -> {shown(self.after)}"
+
+    @property
+    def group(self) -> str:
+        """The option's class in RULES; layers (`model.attention.0`) are left out of its name."""
+        return class_of(".".join(part for part in self.option.split(".") if not part.isdigit())) or "training"
+
+
+def class_of(option: str) -> str | None:
+    """Return the class of an option, or of the nearest one above it that has a class."""
+    while option and option not in CLASSES:
+        option = option.rpartition(".")[0]
+    return CLASSES.get(option)
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[Change]:
+    """Return all changes from one configuration to another."""
+    return list(_changes(before.model_dump(mode="json"), after.model_dump(mode="json")))
+
+
+def _changes(before: dict, after: dict, prefix: str = "") -> Iterable[Change]:
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+            old, new = ({str(place): value for place, value in enumerate(values)} for values in (old, new))
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield Change(f"{prefix}{key}", old, new)
+
+
+def differences(before: dict, after: dict) -> list[str]:
+    """Return the differences of two configurations (`model_dump`) that make another run: `train.lr: 0.001 -> 0.01`."""
+    return [str(change) for change in _changes(before, after) if change.option not in FREE]
+
+
+def stored_config(stored: object, source: Path) -> RunConfig:
+    """Return the configuration stored in `source`; CheckpointError if it is another version's."""
+    try:
+        return RunConfig.model_validate(stored)
+    except ValidationError as error:
+        place = dotted(error.errors()[0]["loc"])
+        raise CheckpointError(
+            f"{source}: written by another version of this program, its configuration has another {place or 'form'}"
+        ) from None
+
+
+def moved_data(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return the options that name other places of the data, which must then be the same by checksum."""
+    return [change.option for change in changes(before, after) if change.group == "places" and ".path" in change.option]
+
+
+def check_resumed(progress: Progress, config: RunConfig, folder: Path, *, opened: bool) -> None:
+    """Raise ConfigError, in one line, for what the run in `folder`, resumed, cannot change.
+
+    opened: whether the configuration has the values that depend on the data; until then `auto` stands for any.
+    """
+    all_changes = changes(stored_config(progress.config, folder / "checkpoints"), config)
+    refused = [(change, RULES[change.group].resumed) for change in all_changes if opened or change.after != "auto"]
+    _refuse(folder, "a resumed run", refused)
+    begun = progress.epoch + (progress.batch > 0)
+    if config.train.epochs < begun:
+        by = "" if config.train.steps is None else f" (by train.steps={config.train.steps})"
+        raise ConfigError(
+            f"{folder}: train.epochs={config.train.epochs}{by}: expected at least the {begun} that are done or begun"
+        )
+
+
+def check_evaluated(before: RunConfig, config: RunConfig, folder: Path, other_data: bool) -> None:
+    """Raise ConfigError, in one line, for what an evaluation of the run in `folder` cannot change.
+
+    other_data: whether it reads other events than those of the run.
+    """
+    refused = [
+        (change, RULES[change.group].evaluated)
+        for change in changes(before, config)
+        if not (other_data and change.group == "reading")
+    ]
+    _refuse(folder, "an evaluation", refused)
+
+
+def _refuse(folder: Path, what: str, advised: Iterable[tuple[Change, str | None]]) -> None:
+    refused: dict[str, list[str]] = {}
+    for change, advice in advised:
+        if advice is not None:
+            refused.setdefault(advice, []).append(str(change))
+    if refused:
+        lines = (f"{', '.join(lines)} ({advice})" for advice, lines in refused.items())
+        raise ConfigError(f"{folder}: {what} cannot change {'; '.join(lines)}")
+
+
+def evaluation_notes(before: RunConfig, config: RunConfig) -> list[str]:
+    """Return a sentence for each option with which a model is evaluated otherwise than it was trained."""
+    return [
+        f"Evaluated with {change.option}={shown(change.after)}; trained with {shown(change.before)}."
+        for change in changes(before, config)
+        if change.group in ("attention", "precision")
+    ]
