@@ -14,6 +14,9 @@ EXTRA_2.13 := $(DEVICE)
 EXTRA_2.14 := $(DEVICE)-2-14
 TORCHREC_2.13 := 1.8.0
 TORCHREC_2.14 := 1.9.2
+# The public index has torch only with CUDA, whose packages (4 GB) a CPU does not need. Where pip's configuration names no other
+# index, the set-up for a CPU asks for TORCH_INDEX: the index of CPU builds, or nothing to take the packages for CUDA, too.
+NEEDS_INDEX := $(and $(filter cpu,$(DEVICE)),$(filter undefined,$(origin TORCH_INDEX)))
 # The set-up is redone when pyproject.toml changes, a GPU driver appears or another set is asked for.
 STAMP := $(VENV)/.ready-$(DEVICE)-$(SET)-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 
@@ -36,8 +39,13 @@ $(STAMP): pyproject.toml
 	@if ls $(VENV)/.ready-* 2>/dev/null | grep -qv -- '-$(DEVICE)-$(SET)-'; then rm -rf $(VENV); fi
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  echo "$(PYTHON) cannot make a virtual environment (on Debian: apt-get install python3-venv)"; rm -rf $(VENV); exit 1; }
+	@if test -n "$(NEEDS_INDEX)" && ! $(BIN)/python -m pip config list | grep -qE 'index-url|find-links'; then \
+	  echo "pip would install 4 GB of CUDA packages. Select pip, Linux and CPU on PyTorch's page Start Locally, and give the"; \
+	  echo "address that it shows behind --index-url: make setup TORCH_INDEX=ADDRESS (TORCH_INDEX= takes the CUDA packages)"; \
+	  exit 1; fi
 	@echo "Installing the tested $(DEVICE) set of torch $(SET) into $(VENV) (once; some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA_$(SET)),dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --extra-index-url ,$(TORCH_INDEX)) \
+	  --editable '.[$(EXTRA_$(SET)),dev]'
 	@# torchrec asks for the CUDA fbgemm by name; --no-deps lets the CPU build stand in for it.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==$(TORCHREC_$(SET))
 	@# `from serving import Recommender` works in any folder: the checkout comes last in the environment's import path.
@@ -56,7 +64,8 @@ test-slow: $(STAMP)
 
 doctor:
 	@if test -x $(BIN)/python; then $(BIN)/python tools/doctor.py; \
-	elif test -n "$(PYTHON)"; then $(PYTHON) tools/doctor.py; else echo "No Python from 3.11 to 3.13 found."; exit 1; fi
+	elif test -n "$(PYTHON)"; then $(PYTHON) tools/doctor.py; else \
+	  echo "No Python from 3.11 to 3.13 found: install one, then make setup"; exit 1; fi
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

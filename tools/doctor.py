@@ -151,6 +151,9 @@ def main() -> int:
         "torchrec": version("torchrec"),
         "fbgemm": version("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm_gpu-cpu"),
     }
+    if not any(installed.values()):
+        print("! Nothing is set up yet: make setup installs the tested set into .venv")
+        return 1
     cute = version("flash-attn-4")
     for name, entry in installed.items():
         print(f"  {name:<28} {' '.join(entry) if entry else 'not installed'}")

@@ -1,5 +1,6 @@
 """The doctor: every known combination is accepted, every mismatch is answered with what to install."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -42,11 +43,40 @@ def test_this_machine_is_fine(capsys):
 
 
 def test_runs_where_nothing_is_installed():
-    """With no site-packages at all it still answers, and fails."""
+    """Before the set-up, with no site-packages at all, it still answers, and fails."""
     command = [sys.executable, "-S", "-I", str(ROOT / "tools" / "doctor.py")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert f"torch is missing: pip install torch=={TESTED}.0" in done.stdout and "Traceback" not in done.stderr
+    assert done.returncode == 1 and not done.stderr
+    assert done.stdout.splitlines()[-1] == "! Nothing is set up yet: make setup installs the tested set into .venv"
+
+
+def make_setup(environment, *arguments):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    clean |= {"PIP_CONFIG_FILE": os.devnull} | environment
+    command = ["make", *arguments, "setup", f"PYTHON={sys.executable}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=clean)
+
+
+def test_setup_for_a_cpu_asks_for_an_index_without_cuda(tmp_path):
+    """It stops before pip would take the public index, whose torch comes with CUDA."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    done = make_setup({}, "DEVICE=cpu", f"VENV={tmp_path}")
+    assert done.returncode == 2 and "make setup TORCH_INDEX=ADDRESS" in done.stdout and "Installing" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["DEVICE=cpu", "TORCH_INDEX=http://other.example/cpu"], "--extra-index-url http://other.example/cpu"),
+        (["DEVICE=cpu", "TORCH_INDEX="], "pip install"),
+        (["DEVICE=cuda"], "pip install"),
+    ],
+)
+def test_setup_adds_the_index_that_is_given(tmp_path, settings, expected):
+    shown = make_setup({}, "--dry-run", f"VENV={tmp_path}", *settings).stdout
+    assert expected in shown and 'test -n ""' in shown  # no question is asked
+    assert shown.count("--extra-index-url") == expected.count("--extra-index-url")
 
 
 @pytest.mark.parametrize(("release", "suffix"), [(TESTED, ""), ("2.14", "-2-14")])
