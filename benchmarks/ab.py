@@ -37,6 +37,8 @@ from pathlib import Path
 
 TOKENS, HEADS, SIZE = 131072, 4, 128
 WARM, SPENT = 0.1, 0.1  # seconds of warm-up, and about as many for single calls
+WHAT = ("dense", "biased", "planned", "flash", "catalogue", "bsa", "htree", "train", "steps")
+NO_GPU = "error: benchmarks need a CUDA GPU; there is none here"
 CONFIGS = ("ml-1m-hstu", "ml-1m-hstu-large", "ml-1m-hstu-best")
 # How checkouts measure an epoch: once, until some commit, and as the median of five since; here `serve` does it.
 EPOCHS = (
@@ -276,11 +278,22 @@ class Server:
 
 
 def main() -> None:
-    if sys.argv[1] == "--serve":
+    if sys.argv[1:2] == ["--serve"]:
         checkout, what, *arguments = sys.argv[2:]
         {"attention": serve_attention, "epochs": serve_epochs, "steps": serve_steps}[what](checkout, *arguments)
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not above: other processes use their own checkout
+    from cli.command import started
+
+    started(compare)
+
+
+def compare() -> None:
+    import torch
+
+    from cli.command import Parser
+
+    parser = Parser(description=__doc__)
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("--what", default="dense,biased,bsa,train")
@@ -293,6 +306,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often all cases are measured")
     options = parser.parse_args()
     what, lengths = options.what.split(","), [int(n) for n in options.lengths.split(",")]
+    if unknown := [name for name in what if name not in WHAT]:
+        parser.error(f"--what: {unknown[0]} is none of {', '.join(WHAT)}")
+    for side in (options.first, options.second):
+        if not (side / "benchmarks" / "train.py").is_file():
+            parser.error(f"{side}: no checkout of the project")
+    if not torch.cuda.is_available():
+        raise SystemExit(NO_GPU)
     arguments_of = {(f"epoch of {config}",): ("epochs", config) for config in CONFIGS} if "train" in what else {}
     for kind in options.kinds.split(",") if "steps" in what else ():
         arguments_of[tuple(step_name(kind, n) for n in lengths)] = "steps", kind, options.lengths

@@ -13,7 +13,6 @@ other. The host queues a step while the GPU is kept busy, so that its own pace d
 rows.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.scale import part_of_batch
+from cli.command import Parser, started
 from data.balance import Deal
 from models.hstu import SequenceModel
 from training.config import RunConfig, load_config
@@ -114,7 +114,7 @@ def measured(config: RunConfig, lengths: np.ndarray, size: int, steps: int, rank
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--own", action="store_true", help="measure on the data of the config")
@@ -145,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

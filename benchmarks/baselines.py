@@ -24,6 +24,7 @@ from scipy import sparse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cli.command import Parser, started
 from data.datasets import load_dataset
 from data.splits import make_splits
 from data.types import Dataset
@@ -111,7 +112,7 @@ def report(name: str, ours: np.ndarray, theirs: np.ndarray) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True)
     timed = commands.add_parser("time")
     timed.add_argument("--events", type=int, default=10_000_000)
@@ -128,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -11,10 +11,11 @@ import functools
 import json
 import math
 import pathlib
-import sys
 
 import torch
 from run import Case, parts
+
+from cli.command import Parser, started
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
 GROUPS = [1, 2, 16, 64]
@@ -195,7 +196,13 @@ def crossovers(records, part="fwd+bwd") -> dict[str, float | None]:
     return by_name
 
 
-if __name__ == "__main__":
-    lines = pathlib.Path(sys.argv[1]).read_text().splitlines()
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("file", type=pathlib.Path, help="lines of benchmarks/run.py --op bsa")
+    lines = parser.parse_args().file.read_text().splitlines()
     for case, crossing in crossovers([json.loads(line) for line in lines]).items():
         print(f"{case}: {'not within the measured lengths' if crossing is None else f'{crossing:,.0f} tokens'}")
+
+
+if __name__ == "__main__":
+    started(main)

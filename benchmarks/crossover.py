@@ -10,7 +10,6 @@ kind has a bias here, since softmax without one is the fastest. Times are median
 configs/compare/long-memory.yaml.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import parts
 from benchmarks.figures import RESULTS, save
 from benchmarks.parts import NO_BIAS, described, prepare, random_batch, timed
+from cli.command import Parser, started
 from models.attention import ATTENTION_KINDS
 from training.config import RunConfig
 
@@ -205,7 +205,7 @@ def plot(records: list[dict], target: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--lengths", type=lambda x: [int(n) for n in x.split(",")], default=LENGTHS)
     add("--kinds", type=lambda x: x.split(";"), default=list(KINDS), help=f"names from {'; '.join(KINDS)}")
@@ -221,6 +221,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--plot", type=Path, help="draw --out into this PNG, measure nothing")
     parser.set_defaults(loss={"kind": "in_batch"}, train={}, model={})
     options = parser.parse_args(arguments)
+    if unknown := [name for name in options.kinds if name not in KINDS]:
+        parser.error(f"--kinds: {unknown[0]} is none of {'; '.join(KINDS)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.plot:
         plot(read(options.out), options.plot)
@@ -231,4 +233,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -11,7 +11,6 @@ With `--valid`, every setting is also trained under leave_one_out with these see
 alone, for a choice in which the test split has no part. DIR/valid.jsonl gets these metrics; `--table` prints them.
 """
 
-import argparse
 import itertools
 import json
 import multiprocessing
@@ -32,11 +31,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.trials import curve, work
-from data.errors import ConfigError
+from cli.command import Parser, started
 from experiments.plan import Plan, load_plan
 from experiments.runs import SETTING, last_line, training_jobs, write_settings
 from hstu_sparse_checkout import commit
-from training.folder import FolderError
 
 VALID = "valid.jsonl"
 ATTEMPTS = 2  # a run that fails is tried once more, in a new process
@@ -199,7 +197,7 @@ def print_table(out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("plans", nargs="*", metavar="PLAN.yaml or key=value", help="plans, and overrides for all of their settings")
     add("--out", type=Path, required=True)
@@ -214,14 +212,13 @@ def main(arguments: list[str] | None = None) -> int:
         print_table(options.out)
         return 0
     overrides = [text for text in options.plans if "=" in text]
-    try:
-        paths = [Path(text) for text in options.plans if "=" not in text]
-        plans = {path.stem: load_plan(path, seeds=options.seeds, overrides=overrides) for path in paths}
-        for name, plan in plans.items():
-            write_settings(plan, options.out / name)
-        jobs = remaining_jobs(plans, options.out, options.valid, options.settings)
-    except (ConfigError, FolderError) as error:
-        raise SystemExit(f"error: {error}") from None
+    paths = [Path(text) for text in options.plans if "=" not in text]
+    if not paths:
+        parser.error("give a plan, or --table")
+    plans = {path.stem: load_plan(path, seeds=options.seeds, overrides=overrides) for path in paths}
+    for name, plan in plans.items():
+        write_settings(plan, options.out / name)
+    jobs = remaining_jobs(plans, options.out, options.valid, options.settings)
     remain = run(jobs, options)
     print(f"{len(jobs) - remain} runs finished, {remain} remain")
     return 1 if remain else 0
@@ -232,4 +229,4 @@ def seeds(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    started(main)

@@ -10,7 +10,6 @@ A line of SPEEDS.jsonl has `speed`, the name of a setting, and what `benchmarks.
 memory that the earlier ones hold, which is subtracted. If a setting has several lines, the median speed counts.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -23,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import RESULTS, save
+from cli.command import Parser, started
 from experiments.report import as_html
 from experiments.results import COSTS, Results, Run, Setting
 
@@ -114,7 +114,7 @@ def table(results: Results) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--speeds", type=Path, help="JSON lines with measurements of steps")
     add("--results", type=Path, default=RESULTS / "ml-1m-kinds.json", help="the comparison.json of compare.py")
@@ -134,4 +134,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

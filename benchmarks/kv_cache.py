@@ -8,7 +8,6 @@ with the cache's size to OUT/kv_cache.jsonl. The table's ratios and intervals ar
 with itself. With --plot the mean NDCG@10 is drawn over the bytes of a user.
 """
 
-import argparse
 import io
 import json
 import sys
@@ -17,16 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.figures import save  # noqa: E402
-from data.atomic import replace_file  # noqa: E402
-from evaluation.ranking_metrics import user_metrics  # noqa: E402
-from experiments.runs import is_finished  # noqa: E402
-from training.config import load_config  # noqa: E402
-from training.folder import read_judged  # noqa: E402
-from training.statistics import compare  # noqa: E402
+from benchmarks.figures import save
+from cli.command import Parser, started
+from data.atomic import replace_file
+from evaluation.ranking_metrics import user_metrics
+from experiments.runs import is_finished
+from training.config import load_config
+from training.folder import read_judged
+from training.statistics import compare
 
 
 def finished_runs(folder: Path) -> list[Path]:
@@ -133,7 +132,7 @@ def main() -> None:
     def numbers(text: str) -> list[int]:
         return [int(x) for x in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("out", type=Path, help="the --out of compare.py")
     parser.add_argument("--names", default="dense", help="the settings to judge, separated by commas")
     parser.add_argument("--bits", type=numbers, default=[2, 4, 8])
@@ -144,9 +143,13 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=1.0, help="the share of a group's range that codes cover")
     parser.add_argument("--plot", type=Path, help="draw the existing results into this PNG; rank nothing")
     arguments = parser.parse_args()
+    if not arguments.out.is_dir():
+        parser.error(f"{arguments.out}: no such folder")
     if not arguments.plot:
         for name in arguments.names.split(","):
-            for folder in finished_runs(arguments.out / name):
+            if not (folders := finished_runs(arguments.out / name)):
+                parser.error(f"--names: {arguments.out / name} has no finished run")
+            for folder in folders:
                 for bits in arguments.bits:
                     for sinks in arguments.sinks:
                         for group in arguments.groups:
@@ -163,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -8,7 +8,6 @@ options that change what a trained layer may attend to.
 The weights are unchanged: the result shows how an option changes a model that was trained without it.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import RESULTS
+from cli.command import Parser, started
 from eval import open_run
 from experiments.results import runs_in
 from hstu_sparse_checkout import commit
@@ -76,7 +76,7 @@ def table(records: list[dict]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="the --out of compare.py")
     parser.add_argument("--out", type=Path, default=RESULTS / "memory.jsonl", help="the JSON lines, which are added to")
     parser.add_argument("--table", action="store_true", help="print the table of --out, judge nothing")
@@ -90,4 +90,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

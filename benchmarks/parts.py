@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.figures import RESULTS, panels, save
 from data.batch import Batch
+from data.errors import ConfigError
 from models.hstu import SequenceModel
 from models.tasks import retrieval
 from training.config import RunConfig
@@ -341,6 +342,8 @@ def main(options) -> None:
         table(options.table)
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if unknown := [name for name in options.kinds if name not in KINDS]:
+        raise ConfigError(f"--kinds: {unknown[0]} is none of {', '.join(KINDS)}")
     kinds = {"given": options.attention} if options.attention else {name: KINDS[name] for name in options.kinds}
     for length in options.lengths:
         for name, attention in kinds.items():

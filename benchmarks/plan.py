@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import parts
 from benchmarks.figures import RESULTS
+from cli.command import Parser, started
 from data.batch import Batch
 from hstu_sparse_checkout import commit
 from models.hstu import SequenceModel
@@ -110,7 +111,7 @@ def measure(options) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--name", help="the name in the record; by default the configuration's")
@@ -140,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

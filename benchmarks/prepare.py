@@ -22,7 +22,10 @@ import threading
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cli.command import Parser, started
+
 USERS, ITEMS = 138_493, 26_744  # as in MovieLens 20M
 PART = 2_000_000  # rows that are generated at a time
 
@@ -84,7 +87,6 @@ class Watch(threading.Thread):
 
 def prepare(file: Path, cache: Path, partitions: int | None, tell: bool) -> None:
     """Prepare in a child process, then check the result."""
-    sys.path.insert(0, str(REPOSITORY))
     from data.datasets import load_dataset
 
     cache.mkdir(parents=True, exist_ok=True)
@@ -121,7 +123,7 @@ def prepare(file: Path, cache: Path, partitions: int | None, tell: bool) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--rows", type=int, default=20_000_000)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/prepare_bench"))
     parser.add_argument("--users", type=int, help="write a log in the order of time, with so many users")
@@ -149,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

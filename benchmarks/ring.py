@@ -16,7 +16,6 @@ W-th of that of one GPU with the whole sequence, less 1 (without --graph, which 
 ranks, H heads, D head size.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -31,6 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from run import environment, replayed
 
+from cli.command import Parser, started
 from hstu_sparse import cut_sequences, flash_attention
 from hstu_sparse.compat import zigzag_triton_ring_flash_attn_func
 from hstu_sparse.ring.communication import Ring, backward_round
@@ -252,7 +252,7 @@ def say(ring, lines: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[16384, 131072])
     parser.add_argument(
         "--check", type=int, default=4096, help="the length at which errors are measured; 0: measure none"
@@ -265,6 +265,10 @@ def main() -> int:
     parser.add_argument("--graph", action="store_true", help="time replays of a CUDA graph of both passes")
     parser.add_argument("--trace", type=pathlib.Path, help="trace a step of ours at each length into this folder")
     arguments = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it by torchrun --nproc-per-node NUMBER")
+    if not torch.cuda.is_available():
+        raise SystemExit("error: benchmarks need a CUDA GPU; there is none here")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     priority = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -315,4 +319,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    started(main)

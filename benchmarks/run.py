@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import RESULTS, panels, save
+from cli.command import Parser, started
 
 
 @dataclasses.dataclass
@@ -195,7 +196,7 @@ def main() -> None:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--op")
     chosen = first.parse_known_args()[0].op
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--op", help="the operator, a module of this folder")
     parser.add_argument("--lengths", type=lambda x: [int(n) for n in x.split(",")], help="sequence lengths")
     parser.add_argument("--only", type=lambda x: x.split(","), help="names of the cases to run")
@@ -217,7 +218,11 @@ def main() -> None:
     parser.add_argument("--plot", type=pathlib.Path, help="draw this file's JSON lines, measure nothing")
     module = None
     if chosen:
-        sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+        folder = pathlib.Path(__file__).resolve().parent
+        names = sorted(path.stem for path in folder.glob("*.py") if "\ndef cases(" in path.read_text(encoding="utf-8"))
+        if chosen not in names:
+            parser.error(f"--op: {chosen} is none of {', '.join(names)}")
+        sys.path.insert(0, str(folder))
         module = importlib.import_module(chosen)
         if hasattr(module, "add_arguments"):
             module.add_arguments(parser)
@@ -228,7 +233,7 @@ def main() -> None:
     if module is None:
         parser.error("--op or --plot is needed")
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks need a CUDA GPU; there is none here")
+        raise SystemExit("error: benchmarks need a CUDA GPU; there is none here")
     out = arguments.out or RESULTS / f"{chosen}.jsonl"
 
     def emit(record):
@@ -244,4 +249,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -13,7 +13,6 @@ of steps that the host waits for), tokens of a step, the imbalance by predicted 
 fails leaves its traceback in its line, and the exit code is 1. benchmarks/scale_tables.py makes tables of the lines.
 """
 
-import argparse
 import faulthandler
 import gc
 import json
@@ -31,6 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cli.command import Parser, started
 from data.batch import Batch, Whole
 from models import embedding
 from models.hstu import SequenceModel
@@ -173,7 +173,7 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("words", nargs="*", metavar="CASE or key=value")
     parser.add_argument("--config", help="a configuration in place of cases")
     parser.add_argument("--items", type=int, help="the number of items, in place of a case's")
@@ -184,7 +184,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
     options = parser.parse_intermixed_args()
     overrides = [word for word in options.words if "=" in word]
-    cases = {name: CASES[name] for name in options.words if "=" not in name}
+    names = [word for word in options.words if "=" not in word]
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"{unknown[0]} is none of the cases {', '.join(CASES)}")
+    if not (names or options.config):
+        parser.error(f"give cases ({', '.join(CASES)}) or --config")
+    cases = {name: CASES[name] for name in names}
     if options.config:
         cases = {options.config: Case(options.config, (), (), 10_000_000, options.longest)}
     shared = options.shared or "WORLD_SIZE" in os.environ
@@ -222,4 +227,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    started(main)

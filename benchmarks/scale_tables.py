@@ -7,7 +7,6 @@ of ranks). Memory is the peak of the first rank's tensors, predicted as by `trai
 captured step allocates nothing when it is replayed, and is left out. The last line of a step counts.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.scale import CASES, Case, random_batch
+from cli.command import Parser, started
 from models.hstu import SequenceModel
 from training.config import RunConfig, load_config
 from training.planning.plan import CUBLAS_BYTES, GPU_BYTES, MIB, plan_step
@@ -94,7 +94,7 @@ def predicted(record: dict) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("file", type=Path, help="lines of benchmarks/scale.py")
     options = parser.parse_args()
     measured = records(options.file)
@@ -106,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

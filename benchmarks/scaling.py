@@ -13,7 +13,6 @@ reaches. No part overlaps another.
 Letters: G GPUs, T tokens of a GPU, I items, E embedding size, R different rows that a GPU looks up in a step.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cli.command import Parser, started
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GPUS = (8, 16, 64, 256, 1024)
@@ -243,7 +244,7 @@ def users(count: int, events: int, items: int, machine: Machine = MACHINE) -> It
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--items", type=int, default=100_000_000)
     parser.add_argument("--users", type=int, default=100_000_000)
     parser.add_argument("--events", type=int, default=10_000_000_000)
@@ -268,4 +269,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -9,7 +9,6 @@ python benchmarks/serving.py --start 1000000 --run RUN       the start of serve.
 Each result is a line of JSON, on standard output and in the file --out.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -23,9 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cli.command import Parser, started
+from data.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
 FORMATS = {
     "fp32": {"cache": "fp32"},
     "bf16": {"cache": "bf16"},
@@ -396,7 +398,10 @@ async def client(results: Results, url: str, run: Path, rate: float, seconds: fl
         some = [items[i] for i in rng.integers(0, len(items), 50)]
         for user in range(200):
             event = [{"user": f"load-{user}", "item": item} for item in some[: 1 + user % 50]]
-            (await http.post("/events", json={"events": event})).raise_for_status()
+            try:
+                (await http.post("/events", json={"events": event})).raise_for_status()
+            except httpx.HTTPError as error:
+                raise UserError(f"{url}: {error}") from None
 
         async def request(due: float) -> None:
             user, kind = f"load-{rng.integers(200)}", rng.random()
@@ -455,7 +460,7 @@ def start(results: Results, run: Path, lines: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--capacity", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--gpu", action="store_true")
@@ -467,12 +472,20 @@ def main() -> None:
     parser.add_argument("--token-file", type=Path)
     parser.add_argument("--out", type=Path, help="the file that JSON lines are added to")
     options = parser.parse_args()
+    if not (options.capacity or options.cpu or options.gpu or options.http or options.start):
+        parser.error("give --capacity, --cpu, --gpu, --http or --start")
+    if (options.http or options.start) and options.run is None:
+        parser.error("--http and --start need --run RUN")
     results = Results(options.out)
     if options.capacity:
         capacity(results)
     if options.cpu:
         cpu(results)
     if options.gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise SystemExit("error: --gpu needs a CUDA GPU; there is none here")
         gpu(results, options.seconds)
     if options.start:
         start(results, options.run, options.start)
@@ -482,4 +495,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -11,7 +11,6 @@ host's seconds until the last step is queued, peak memory, versions. With --prof
 functions of the host that take most time.
 """
 
-import argparse
 import cProfile
 import itertools
 import json
@@ -28,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cli.command import Parser, started
 from data.features.features import feature_of
 from data.features.options import Features, ItemFile
 from models.attention import SoftmaxAttention
@@ -47,7 +47,7 @@ ML_1M = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     if "--parts" in sys.argv:
         import parts
 
@@ -185,4 +185,4 @@ def measure(config, profiled: bool, **described) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -13,7 +13,6 @@ DIR/trials.jsonl gets a line for each trial with its settings, best validation m
 cuts it off. `--table` prints the trials in DIR, with the mean effect of each value.
 """
 
-import argparse
 import base64
 import gc
 import json
@@ -35,6 +34,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cli.command import Parser, started
 from data.errors import ConfigError
 from data.options import Options
 from hstu_sparse_checkout import commit
@@ -481,7 +481,7 @@ def shared_settings(records: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("plan", type=Path, nargs="?")
     parser.add_argument("given", nargs="*", metavar="SEARCH:key=value")
     parser.add_argument("--out", type=Path, required=True)
@@ -495,13 +495,12 @@ def main(arguments: list[str] | None = None) -> None:
     if options.table:
         table(options.out)
         return
-    try:
-        plan, states = load_plan(options.plan, options.given)
-        print(f"{check(states)} settings are drawn or one change from the first ones", flush=True)
-    except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
+    if options.plan is None:
+        parser.error("give a plan, or --table")
+    plan, states = load_plan(options.plan, options.given)
+    print(f"{check(states)} settings are drawn or one change from the first ones", flush=True)
     run(plan, states, options, began)
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -1,4 +1,4 @@
-"""Parse the command lines of train.py, eval.py, compare.py, tune.py and serve.py.
+"""Parse the command lines of train.py, eval.py, compare.py, tune.py and serve.py, and start smaller programs.
 
 Nothing that takes long is imported here, so that `--help` and wrong arguments are answered before torch is imported.
 """
@@ -6,13 +6,16 @@ Nothing that takes long is imported here, so that `--help` and wrong arguments a
 import argparse
 import difflib
 import errno
+import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 from cli.interrupt import leave
 from data.errors import UserError
@@ -53,7 +56,12 @@ THREADS = ("POLARS_MAX_THREADS", "OMP_NUM_THREADS")
 MOST_THREADS = 1024
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line and whose description is printed as it is."""
+
+    def __init__(self, **options):
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
+
     def _print_message(self, message: str, file=None):
         if message and file is sys.stdout:
             _print(message)
@@ -75,7 +83,7 @@ class _Version(argparse.Action):
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description)
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and the commit")
     return parser
@@ -381,10 +389,30 @@ def answer_early(
     try:
         text = None if check is None else check(options)
     except UserError as error:
-        _Parser().exit(2, f"error: {error}\n")
+        Parser().exit(2, f"error: {error}\n")
     if text is not None:
         _print(text + "\n")
         sys.exit()
+
+
+def started(main: Callable[[], int | None]) -> NoReturn:
+    """Run the `main` of a benchmark or an example and exit: with 2 and one line after an error that a user can mend."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        line = str(error)
+    except ModuleNotFoundError as error:
+        line = f"the package {error.name} is not installed in this Python"
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        line = f"not a file of JSON: {error}"
+    except OSError as error:
+        line = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except subprocess.CalledProcessError as error:  # its own error is printed
+        line = f"{Path(error.cmd[1]).name} ended with status {error.returncode}"
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.stderr.write(f"error: {line}\n")
+    sys.exit(2)
 
 
 def _print(text: str) -> None:
@@ -398,7 +426,7 @@ def _print(text: str) -> None:
         if sys.stdout is not None:  # Python flushes it once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
-            _Parser().exit(2, f"error: standard output cannot be written: {error.strerror}\n")
+            Parser().exit(2, f"error: standard output cannot be written: {error.strerror}\n")
 
 
 def _open_standard_files() -> None:
@@ -417,12 +445,12 @@ def _check_environment() -> None:
     for name in THREADS:
         value = os.environ.get(name, "").strip() or "1"
         if not all(part.strip().isdecimal() and 1 <= int(part) <= MOST_THREADS for part in value.split(",")):
-            _Parser().exit(2, f"error: {name} in the environment: expected 1 to {MOST_THREADS:,}, got {value!r}\n")
+            Parser().exit(2, f"error: {name} in the environment: expected 1 to {MOST_THREADS:,}, got {value!r}\n")
     try:
         import torch  # noqa: F401
     except ImportError:
-        _Parser().exit(
+        Parser().exit(
             1, "error: torch is not installed in this Python; run `make setup`, then `source .venv/bin/activate`\n"
         )
     except ValueError as error:  # an environment variable such as TORCH_LOGS
-        _Parser().exit(2, f"error: torch cannot be imported: {' '.join(str(error).split())[:200]}\n")
+        Parser().exit(2, f"error: torch cannot be imported: {' '.join(str(error).split())[:200]}\n")

@@ -29,17 +29,23 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-import pooch
-import requests
+try:
+    import pooch
+    import requests
 
-from data.reading.formats import FORMATS
-from data.reading.lines import first_line, split_row
-from data.reading.sources import RawFile, local_path
+    from data.reading.formats import FORMATS
+    from data.reading.lines import first_line, split_row
+    from data.reading.sources import RawFile, local_path
 
-from .atomic import replace_folder, sweep
-from .types import DataError, shown
+    from .atomic import replace_folder, sweep
+    from .types import DataError, shown
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    missing = f"the package {error.name} is not installed in this Python"
+    sys.exit(f"error: {missing}; run `make setup`, then `source .venv/bin/activate`")
 
 BLOCK = 1 << 16  # of an interrupted download whole blocks are kept
 # The data sets are 4 to 10 times as large as their archives; what is above this is no data set.
@@ -417,9 +423,14 @@ def download(name: str, to: str | Path, *, url: str | None = None, progress: boo
     return folder
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help lists what can be given)\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m data.download", description="Fetch a public data set.")
+    parser = _Parser(prog="python -m data.download", description="Fetch a public data set.")
     parser.add_argument("name", choices=list(SOURCES), metavar="NAME", help=", ".join(SOURCES))
     parser.add_argument("--to", default="raw", metavar="DIR", help="folder for raw data (default: %(default)s)")
     parser.add_argument("--url", help="get the same file from another address, a mirror say")
