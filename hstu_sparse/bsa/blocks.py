@@ -71,7 +71,7 @@ def bsa_choose_fwd_kernel(
     group = i * BG + tl.arange(0, BG)
     first = group * R
     live = first < length
-    own_block = first // BS
+    group_block = first // BS
     base = start // BS + b
     queries = load_rows(q + start * strides.q_t + h * strides.q_h, first, strides.q_t, live, D, BD)
 
@@ -95,16 +95,16 @@ def bsa_choose_fwd_kernel(
             bits = score.to(tl.int32, bitcast=True)
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             key = (bits.to(tl.int64) << 32) | (j ^ NO_BLOCK)[None, :].to(tl.int64)
-            key = tl.where(j[None, :] < own_block[:, None], key, NO_KEY)
+            key = tl.where(j[None, :] < group_block[:, None], key, NO_KEY)
             # Both lists descend: with one of them reversed, the larger of each pair are the P best, in bitonic order.
             best = tl.maximum(best, tl.flip(tl.topk(key, P), 1))
             best = tl.bitonic_merge(best, descending=True)
 
     p = tl.arange(0, P)[None, :]
-    count = tl.minimum(own_block, S - 1)[:, None]
+    count = tl.minimum(group_block, S - 1)[:, None]
     j = tl.where(p < count, (best & NO_BLOCK).to(tl.int32) ^ NO_BLOCK, NO_BLOCK)
     j = tl.sort(j, descending=False)
-    j = tl.where(p < count, j, tl.where(p == count, own_block[:, None], -1))
+    j = tl.where(p < count, j, tl.where(p == count, group_block[:, None], -1))
     row = (start // R + b + group).to(tl.int64)
     place = (row[:, None] * H + h) * S + p
     inside = live[:, None] & (p < S)
@@ -128,9 +128,9 @@ def past_choices(
     b, start, length, i = locate(offsets, tile, B, BG * R)
     group = i * BG + tl.arange(0, BG)
     p = tl.arange(0, P)[None, :]
-    own_block = group[:, None] * R // BS
+    group_block = group[:, None] * R // BS
     place = ((start // R + b + group)[:, None] * H + h) * S + p
-    past = (group[:, None] * R < length) & (p < S - 1) & (p < own_block)
+    past = (group[:, None] * R < length) & (p < S - 1) & (p < group_block)
     j = tl.load(indices + place, mask=past, other=0)
     block_list = numbered(h, start // BS + b + j, NB, H, together)
     return place, block_list, past, (start + group[:, None] * R).to(tl.int32)

@@ -135,14 +135,14 @@ def choose_blocks(
     """
     scores = F.silu(scale * (q[:, :, ::group] @ kbar.mT) + added)
     blocks = torch.arange(kbar.shape[2], device=q.device)
-    own_block = torch.arange(scores.shape[2], device=q.device)[:, None] * group // block_size
+    group_block = torch.arange(scores.shape[2], device=q.device)[:, None] * group // block_size
     # Every block before the own block is complete, and no later block can be.
-    scores = scores.masked_fill(blocks >= own_block, -torch.inf)
+    scores = scores.masked_fill(blocks >= group_block, -torch.inf)
     # A stable sort preserves the order of blocks with equal scores.
     best, order = scores.sort(dim=-1, descending=True, stable=True)
     is_complete = torch.isfinite(best[..., : block_counts - 1])
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., : block_counts - 1], is_complete)
-    return chosen | (blocks == own_block)
+    return chosen | (blocks == group_block)
 
 
 def _ascending(chosen: Tensor, block_counts: int) -> Tensor:

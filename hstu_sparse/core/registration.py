@@ -38,15 +38,17 @@ Constant = TypeVar("Constant")
 def cached_constant(function: Callable[..., Constant]) -> Callable[..., Constant]:
     """Decorate a function that makes tensors of its arguments: the last 64 results are stored.
 
-    Nothing is stored that would be no constant: under torch.compile and dispatch modes the function is called, and a
-    tensor that is made while a CUDA graph is captured has its values only once the graph has run. The function names
-    the device of every tensor that it makes: torch's default device may be another one in the first call.
+    Nothing is stored that would be no constant: under torch.compile, torch.func and dispatch modes the function is
+    called, and a tensor that is made while a CUDA graph is captured has its values only once the graph has run. The
+    function names the device of every tensor that it makes: torch's default device may be another one in the first
+    call.
     """
     stored: dict[tuple, Constant] = {}
 
     @functools.wraps(function)
     def get(*arguments):
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        transforms = torch._C._functorch.peek_interpreter_stack()
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforms is not None:
             return function(*arguments)
         value = stored.get(arguments)
         if value is None:

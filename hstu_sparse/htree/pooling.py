@@ -149,11 +149,11 @@ def htree_push_bwd_kernel(
     f = tl.arange(0, BH)[None, :]
     inside = live[:, None] & (f < HALF)
     WIDTH: tl.constexpr = 2 * HALF if ROTARY else HALF
-    own_grads = grads + (h * total + base + slot)[:, None] * WIDTH + f
-    low = load_sum(own_grads, inside, units, False, PLACE, FIXED)
+    node_grads = grads + (h * total + base + slot)[:, None] * WIDTH + f
+    low = load_sum(node_grads, inside, units, False, PLACE, FIXED)
     high = tl.zeros_like(low)
     if ROTARY:
-        high = load_sum(own_grads + HALF, inside, units, False, PLACE, FIXED)
+        high = load_sum(node_grads + HALF, inside, units, False, PLACE, FIXED)
         angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % TURN, BH)
         low, high = turn(low, high, angle_cos, -angle_sin)
     if PARENTS:
@@ -169,7 +169,7 @@ def htree_push_bwd_kernel(
         target = out + (slot[:, None].to(tl.int64) * tl.num_programs(1) + h) * WIDTH + f
         low, high = low.to(out.dtype.element_ty), high.to(out.dtype.element_ty)
     else:
-        target = own_grads
+        target = node_grads
         if FIXED:
             low = low.to(tl.int32, bitcast=True).to(tl.int64)
             high = high.to(tl.int32, bitcast=True).to(tl.int64)

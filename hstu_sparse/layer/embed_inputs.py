@@ -110,7 +110,7 @@ _WALKED, _SHARING = 8, 16
 
 
 @triton.jit
-def _own(seq_offsets, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
+def _tile(seq_offsets, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
     """Return (tokens [ROWS, 1], their positions, channels [1, PAD_E], mask) of a program's tile."""
     _b, start, length, tile = locate(seq_offsets, tl.program_id(0), B, ROWS)
     place = tile * ROWS + tl.arange(0, ROWS)[:, None]
@@ -124,7 +124,7 @@ def embed_inputs_fwd_kernel(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of tokens: the sum of the given tensors, with dropout."""
-    token, place, column, inside = _own(seq_offsets, B, E, PAD_E, ROWS)
+    token, place, column, inside = _tile(seq_offsets, B, E, PAD_E, ROWS)
     at = token * E + column
     x = tl.load(rows + at, inside, 0.0).to(tl.float32) * scale
     x += tl.load(position + place * E + column, inside & (place < N), 0.0).to(tl.float32)
@@ -140,7 +140,7 @@ def embed_inputs_bwd_rows_kernel(
     grad, seq_offsets, seed, drows, dmore, scale, dropout, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
 ):
     """Compute the gradients of rows and, if given, more for a tile of tokens."""
-    token, _place, column, inside = _own(seq_offsets, B, E, PAD_E, ROWS)
+    token, _place, column, inside = _tile(seq_offsets, B, E, PAD_E, ROWS)
     at = token * E + column
     x = tl.load(grad + at, inside, 0.0).to(tl.float32)
     if seed is not None:

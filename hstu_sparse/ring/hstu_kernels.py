@@ -69,7 +69,7 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _own_tile(
+def _program_tile(
     offsets, positions, times, tables, num_seqs, NONE: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     b, begin, length, tile = locate(offsets, tl.program_id(0) // H, num_seqs, BLOCK)
@@ -133,7 +133,7 @@ def ring_hstu_fwd_kernel(
 ):  # fmt: skip
     """Add the keys' contribution to `out` (fp32) of BLOCK_M queries of one head; q, k, v and out are `Rows`."""
     tables = Tables(position_table, time_table, cells)
-    tile = _own_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
+    tile = _program_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
     if not tile.some:
         return
     head, token, inside, t = tile.head, tile.token, tile.inside, tile.position
@@ -165,7 +165,7 @@ def ring_hstu_bwd_dq_kernel(
 ):  # fmt: skip
     """Add the keys' contribution to `dq` (fp32) of BLOCK_M queries of one head, and to the tables' gradients (fp32)."""
     tables = Tables(position_table, time_table, cells)
-    tile = _own_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
+    tile = _program_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
     if not tile.some:
         return
     head, token, inside = tile.head, tile.token, tile.inside
@@ -203,7 +203,7 @@ def ring_hstu_bwd_dkv_kernel(
     queries.
     """
     tables = Tables(position_table, time_table, cells)
-    tile = _own_tile(k_offsets, k_positions, k_times, tables, num_seqs, NO_KEY, H, BLOCK_N)
+    tile = _program_tile(k_offsets, k_positions, k_times, tables, num_seqs, NO_KEY, H, BLOCK_N)
     if not tile.some:
         return
     head, token, inside, s = tile.head, tile.token, tile.inside, tile.position

@@ -97,8 +97,8 @@ def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Option
     from hstu_sparse.flash.launch import Launch
 
     sums = torch.empty(dq.shape, dtype=lse.dtype, device=dq.device)
-    own_launch = launch = Launch(q, *block, plan.layout(ring.rank), options)
-    rows = own_launch.rows(out, grad, lse)
+    local_launch = launch = Launch(q, *block, plan.layout(ring.rank), options)
+    rows = local_launch.rows(out, grad, lse)
 
     def add_dq(source, key_value):
         last = source == (ring.rank + 1) % ring.world
@@ -108,7 +108,7 @@ def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Option
         nonlocal launch  # used next for the block's dq
         target = earlier
         if source == ring.rank:
-            launch, target = own_launch, dkv
+            launch, target = local_launch, dkv
         else:
             launch = Launch(q, *key_value, plan.layout(source), options)
             if earlier is None:

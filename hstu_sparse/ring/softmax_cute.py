@@ -98,7 +98,7 @@ def backward(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, 
     the inputs' dtype from the first rank and in fp32 (as with a window, which needs several calls) from the others.
     """
     steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
-    remaining, sums, own_gradients, pending = sum(map(len, steps)), None, None, None
+    remaining, sums, local_gradients, pending = sum(map(len, steps)), None, None, None
     if not remaining:
         dq.zero_()
     for parts, (source, (k, v)) in zip(steps, ring.blocks(block, plan.tokens), strict=True):
@@ -122,13 +122,13 @@ def backward(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, 
             dtype = lse.dtype if _has_window(options) else q.dtype
             gradients = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
         if source == ring.rank:
-            own_gradients = gradients
+            local_gradients = gradients
             continue
         if pending is not None:
             gradients = [x.float().add_(y) for x, y in zip(pending.wait(), gradients, strict=True)]
         size = plan.tokens[(source - 1) % ring.world]
         pending = Transfer(ring, gradients, [(size, *x.shape[1:]) for x in gradients]).post()
-    for target, x, y in zip(dkv, pending.wait(), own_gradients, strict=True):
+    for target, x, y in zip(dkv, pending.wait(), local_gradients, strict=True):
         torch.add(x, y, out=target)
 
 

@@ -138,12 +138,14 @@ def test_constants_are_on_the_device_that_is_asked_for():
         fixed_plan: (3, 61, 1, 2, True, cpu),
     }
     for make, arguments in calls.items():
+        torch.func.grad(lambda x, make=make, arguments=arguments: [x.sum(), make(*arguments)][0])(torch.ones(2))
         with torch.device("meta"), torch.inference_mode():
             first = flat(make(*arguments))
         again = flat(make(*arguments))
         assert all(x is y for x, y in zip(first, again, strict=True)), make
         tensors = [x for x in first if isinstance(x, torch.Tensor)]
         assert tensors and all(x.device == cpu and not x.is_inference() for x in tensors), make
+        assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors), make
         if make is not fixed_plan:
             with FakeTensorMode():
                 assert flat(make(*arguments))[0] is not first[0], make
