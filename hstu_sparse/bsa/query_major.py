@@ -11,11 +11,11 @@ cmp, slc and swa are the branches' names in the paper (arXiv 2502.11089): compre
 SiLU has no normaliser, so a branch is its gate times a plain sum, and the branches add up in one accumulator. Scores
 are computed halved, from halved tables: SiLU(2x) = x tanh(x) + x. docs/bsa_kernel.md goes through the forward kernel.
 
-Two forms are for the compiler. Each loop that adds to an accumulator is inside an `if`, and no `if` is around the
-accumulation itself: if ptxas sees a path on which other instructions may have set the accumulator, it waits for each
-instruction of the tensor cores (C7515). And a chosen block's index is one number a step: in a vector
-`index * BS + place % BS` Triton 3.6 assumes, once the loop is pipelined, that every element is divisible by BS, and
-then uses the mask of a thread's first query for all its queries.
+Two forms are for the compiler (Triton 3.6, ptxas 12.8). Each loop that adds to an accumulator is inside an `if`, and no
+`if` is around the accumulation itself: if ptxas sees a path on which other instructions may have set the accumulator,
+it waits for each instruction of the tensor cores (its warning C7515). And a chosen block's index is one number a step:
+in a vector `index * BS + place % BS` Triton 3.6 assumes, once the loop is pipelined, that every element is divisible by
+BS, and then uses the mask of a thread's first query for all its queries.
 """
 
 from typing import NamedTuple

@@ -183,7 +183,7 @@ def catalogue_loss_fwd_kernel(
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for part in tl.static_range(2):
-        # ptxas does not serialise the products in a loop that has at least one iteration.
+        # ptxas 12.8 (Triton 3.6) serialises the products of a loop that may have no iteration (warning C7515).
         if bounds[part] < bounds[part + 1]:
             top, total = _sum_exp(
                 top, total, resident, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids,

@@ -79,8 +79,8 @@ def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.conste
     high = tl.load(pointers + HALF, mask=mask, other=0.0)
     if BH <= 32 and low.dtype != tl.float32 and row.shape[0] < 64:
         # A product with the identity puts them into the layout of products' operands, in which they are rotated. With
-        # 64 rows the products would be wgmma from one buffer of shared memory, for which ptxas forgets a register
-        # (`ahead.unset_registers`).
+        # 64 rows the products would be wgmma from one buffer of shared memory, for which ptxas 12.8 (Triton 3.6) leaves
+        # a register unset: `python -m tests.operators.compiling htree 90` reports unset_registers.
         identity = (f == tl.arange(0, BH)[:, None]).to(low.dtype)
         low, high = tl.dot(low, identity, input_precision="ieee"), tl.dot(high, identity, input_precision="ieee")
     return low.to(tl.float32) * scale, high.to(tl.float32) * scale

@@ -24,8 +24,9 @@ def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backwa
     if widest > 128:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)
     warps = 8 if biased and widest > 64 else 4
-    # Forward's keys and values alternate in one buffer. With narrow values, ptxas 12.8 then forgets to set a register
-    # of wgmma (`ahead.report`: unset_registers), which does not happen with tiles of 32 rows.
+    # Forward's keys and values alternate in one buffer. With narrow values, ptxas 12.8 (Triton 3.6) then leaves a
+    # register of wgmma unset, which does not happen with tiles of 32 rows: `python -m tests.operators.compiling
+    # ring_hstu 90` reports unset_registers.
     return LaunchConfig(BLOCK_M=32 if backward or pad_v < 64 else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
 
 
