@@ -48,7 +48,7 @@ _NEVER = 2**62
 class TokenTimes(NamedTuple):
     """The timestamps of tokens as keys or as queries.
 
-    high, low  [W] fp32, W at least T: two parts, whose sum is exact below 2^48 seconds
+    high, low  [W] fp32, W at least T: two parts, adjacent in memory, whose sum is exact below 2^48 seconds
     offset     [W] int32: relative to the first timestamp of the sequence's keys; wraps if it does not fit
     """
 

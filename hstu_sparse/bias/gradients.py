@@ -337,14 +337,16 @@ def add_narrow_times(gradients, ds, entry, resident, keys, steps, ASM: tl.conste
 
 
 @triton.jit
-def add_time(gradients, ds, buckets, entry, start, tile, MASKED: tl.constexpr, ASM: tl.constexpr, EXACT: tl.constexpr):
+def add_time(
+    gradients, ds, buckets, entry, start, bias, tile, MASKED: tl.constexpr, ASM: tl.constexpr, EXACT: tl.constexpr
+):
     """Add a tile of ds, keys from `start` on, to the time bias's gradient. buckets: of its pairs, if MASKED; otherwise
     `entry` has the plan's entry of the narrow tile.
     """
     if MASKED:
         add_pair_times(gradients, ds, buckets, ASM, EXACT)
     else:
-        add_narrow_times(gradients, ds, entry, tile.offset, tile.times.offset + start, tile.bias.steps, ASM, EXACT)
+        add_narrow_times(gradients, ds, entry, tile.offset, tile.offsets + start, bias.steps, ASM, EXACT)
 
 
 @triton.jit

@@ -57,6 +57,7 @@ class KernelBias(NamedTuple):
     key_times, query_times   [T] int64 seconds; by a plan `TokenTimes`
     positions, buckets       the tables' numbers of entries, 0 for an absent one
     steps                    by a plan `bucket_steps`
+    width                    by a plan the number of entries of `TokenTimes.high`, behind which `low` begins
     """
 
     position: object = None
@@ -67,6 +68,7 @@ class KernelBias(NamedTuple):
     positions: object = 0
     buckets: object = 0
     steps: object = None
+    width: object = 0
 
     @classmethod
     def of(cls, bias: RelativeBias) -> "KernelBias":
@@ -114,44 +116,43 @@ class HalvedTables:
     ) -> KernelBias:
         """Return the kernels' arguments for the halves and the times of a plan."""
         position = None if self.position is None else halves[self.margin :]
-        if self.buckets is None:
+        if self.buckets is None or key_times is None:
             return KernelBias(position, positions=self.positions)
         cells, steps = (f(self.buckets, halves.device) for f in (device_cells, bucket_steps))
         sizes = self.positions, self.entries
-        return KernelBias(position, halves[self.width :], cells, key_times, query_times, *sizes, steps)
+        width = key_times.high.shape[0]
+        return KernelBias(position, halves[self.width :], cells, key_times, query_times, *sizes, steps, width)
 
 
 class TileBias(NamedTuple):
-    """The bias of a program's resident side; without a time bias only the first member is read.
+    """What a program adds to its `KernelBias`; not read without a time bias.
 
-    bias                  `KernelBias`
     high, low, offset     [OWN, 1], times of the resident side, see `TokenTimes`
-    times                 pointers to the streamed side's `TokenTimes`, from the sequence's first token on
+    times, offsets        pointers to the streamed side's high parts and offsets, from the sequence's first token on
     entries, near         pointers to the plan's entries of the resident side, see `TileMap`
     nearest               the nearest block of the streamed side
     """
 
-    bias: tl.tensor
     high: tl.tensor
     low: tl.tensor
     offset: tl.tensor
     times: tl.tensor
+    offsets: tl.tensor
     entries: tl.tensor
     near: tl.tensor
     nearest: tl.tensor
 
 
 @triton.jit
-def resident_bias(bias, own_times, times, begin, place, inside, entries, near, nearest):
+def resident_bias(bias, own, other, begin, place, inside, entries, near, nearest):
     """Return the `TileBias` of the tokens at `place` of the sequence that begins at token `begin`.
 
-    own_times, times: those of the resident and of the streamed side; the others: see `TileBias`.
+    own, other: the `TokenTimes` of the resident and of the streamed side; the others: see `TileBias`.
     """
-    high = tl.load(own_times.high + begin + place, inside, 0.0)[:, None]
-    low = tl.load(own_times.low + begin + place, inside, 0.0)[:, None]
-    offset = tl.load(own_times.offset + begin + place, inside, 0)[:, None]
-    times = TokenTimes(times.high + begin, times.low + begin, times.offset + begin)
-    return TileBias(bias, high, low, offset, times, entries, near, nearest)
+    high = tl.load(own.high + begin + place, inside, 0.0)[:, None]
+    low = tl.load(own.high + bias.width + begin + place, inside, 0.0)[:, None]
+    offset = tl.load(own.offset + begin + place, inside, 0)[:, None]
+    return TileBias(high, low, offset, other.high + begin, other.offset + begin, entries, near, nearest)
 
 
 @triton.jit
@@ -198,14 +199,14 @@ def table_bias(bias, distance, seen, query_times, key_times):
 
 
 @triton.jit
-def read_ahead(start, last, tile, OTHER: tl.constexpr, ASM: tl.constexpr):
+def read_ahead(start, last, bias, tile, OTHER: tl.constexpr, ASM: tl.constexpr):
     """Return (entry, bias of its lowest bucket, next entry) of the narrow tile whose block begins at `start`.
 
-    tile: `TileBias`. From `last` on there is no narrow tile, and the result is arbitrary.
+    From `last` on there is no narrow tile, and the result is arbitrary.
     """
     entries = tile.entries + start // OTHER
     entry = tl.where(start < last, scalar(entries, ASM).to(tl.int32), 0)
-    return entry, scalar(tile.bias.time + (entry >> ENTRY_SHIFT), ASM), scalar(entries + 1, ASM).to(tl.int32)
+    return entry, scalar(bias.time + (entry >> ENTRY_SHIFT), ASM), scalar(entries + 1, ASM).to(tl.int32)
 
 
 @triton.jit
@@ -246,8 +247,8 @@ def narrow_bias(first, edges, time, steps, resident, streamed, origin, BY_QUERY:
 
 @triton.jit
 def half_bias(
-    start, first_row, place, sequence, ahead, tile, kind: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
-    BY_QUERY: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    start, first_row, place, sequence, ahead, bias, tile, kind: tl.constexpr, MASKED: tl.constexpr,
+    IS_NEAR: tl.constexpr, BY_QUERY: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Return half the biases, [OWN, OTHER], of the resident side with the streamed side's block from `start` on.
 
@@ -258,7 +259,6 @@ def half_bias(
     Returns the biases (IS_NEAR with time: HIDDEN_BIAS if a query does not see a key), the pairs' buckets if MASKED
     with time, and `read_ahead` of the next tile.
     """
-    bias = tile.bias
     token = start + tl.arange(0, OTHER)
     buckets = 0
     biases = tl.zeros([OWN, OTHER], tl.float32)
@@ -286,8 +286,8 @@ def half_bias(
         biases += look_up(bias.time, buckets, kind.ASM)
     elif kind.HAS_TIME and MASKED:
         inside = token < sequence.length
-        other_high = tl.load(tile.times.high + token, inside, 0.0)[None, :]
-        other_low = tl.load(tile.times.low + token, inside, 0.0)[None, :]
+        other_high = tl.load(tile.times + token, inside, 0.0)[None, :]
+        other_low = tl.load(tile.times + bias.width + token, inside, 0.0)[None, :]
         buckets = bucket_of(tl.abs((tile.high - other_high) + (tile.low - other_low)), bias.cells, kind.ASM)
         biases += look_up(bias.time, buckets, kind.ASM)
     elif kind.HAS_TIME:
@@ -304,8 +304,8 @@ def half_bias(
         if edges == 0:
             biases += first
         else:
-            origin = tl.load(tile.times.offset + start).to(tl.int64)
-            offsets = look_up(tile.times.offset, token.to(tl.int64)[None, :], kind.ASM)
+            origin = tl.load(tile.offsets + start).to(tl.int64)
+            offsets = look_up(tile.offsets, token.to(tl.int64)[None, :], kind.ASM)
             streamed = other_place(offsets, origin.to(tl.int32), BY_QUERY)
             biases += narrow_bias(first, edges, time, steps, tile.offset, streamed, origin, BY_QUERY)
     return biases, buckets, ahead

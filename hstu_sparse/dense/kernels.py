@@ -32,7 +32,7 @@ from hstu_sparse.tiles.rows import block_source, in_registers, load_block, row_p
 
 @triton.jit
 def _attend(
-    acc, q, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, tile, kind: tl.constexpr,
+    acc, q, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, bias, tile, kind: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
 ):  # fmt: skip
     """Return acc [BLOCK_M, V] plus the keys first .. last (multiples of BLOCK_N; MASKED: `last` may pass the end)."""
@@ -40,12 +40,12 @@ def _attend(
     place = bias_position(t, sequence.history, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
-        ahead = read_ahead(first, last, tile, BLOCK_N, kind.ASM)
+        ahead = read_ahead(first, last, bias, tile, BLOCK_N, kind.ASM)
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, sequence.length, kind.D, kind.PAD_D, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=kind.PRECISION)
         biases, _, ahead = half_bias(
-            start, first_row, place, sequence, ahead, tile, kind, MASKED, IS_NEAR, True, BLOCK_M, BLOCK_N
+            start, first_row, place, sequence, ahead, bias, tile, kind, MASKED, IS_NEAR, True, BLOCK_M, BLOCK_N
         )
         half = scores * half_scale
         if kind.HAS_POSITION or kind.HAS_TIME:
@@ -84,7 +84,7 @@ def dense_attention_fwd_kernel(
             if bounds[part] < bounds[part + 1]:
                 acc = _attend(
                     acc, query, bounds[part], bounds[part + 1], t, first_row, sequence, keys, values, k.stride_t,
-                    v.stride_t, half_scale, tile, kind, BLOCK_M, BLOCK_N, part != 1, part == 3,
+                    v.stride_t, half_scale, bias, tile, kind, BLOCK_M, BLOCK_N, part != 1, part == 3,
                 )  # fmt: skip
     target = row_pointer(out, begin + first_row, head)
     store_block(target, m, out.stride_t, t < sequence.length, acc * inverse_n, kind.V_OUT, kind.PAD_V)
@@ -92,23 +92,23 @@ def dense_attention_fwd_kernel(
 
 @triton.jit
 def _attend_dq(
-    acc, ring_low, q, do, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, tile, gradients,
-    kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
-    EXACT: tl.constexpr,
+    acc, ring_low, q, do, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, bias, tile,
+    gradients, kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    IS_NEAR: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Return dq [BLOCK_M, D] plus the keys first .. last, sums for the bias tables, and the ring's least distance."""
     n = tl.arange(0, BLOCK_N)
     place = bias_position(t, sequence.history, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
-        ahead = read_ahead(first, last, tile, BLOCK_N, kind.ASM)
+        ahead = read_ahead(first, last, bias, tile, BLOCK_N, kind.ASM)
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, sequence.length, kind.D, kind.PAD_D, MASKED)
         value = load_block(v, start, n, v_stride, sequence.length, kind.V, kind.PAD_V, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=kind.PRECISION)
         entry = ahead[0]
         biases, buckets, ahead = half_bias(
-            start, first_row, place, sequence, ahead, tile, kind, MASKED, IS_NEAR, True, BLOCK_M, BLOCK_N
+            start, first_row, place, sequence, ahead, bias, tile, kind, MASKED, IS_NEAR, True, BLOCK_M, BLOCK_N
         )
         # After the bias's branches, so that this product overlaps tanh.
         dp = tl.dot(do, tl.trans(value), input_precision=kind.PRECISION)
@@ -124,7 +124,7 @@ def _attend_dq(
         if kind.HAS_POSITION:
             ring_low = add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind, EXACT)
         if kind.HAS_TIME:
-            add_time(gradients, ds, buckets, entry, start, tile, MASKED, kind.ASM, EXACT)
+            add_time(gradients, ds, buckets, entry, start, bias, tile, MASKED, kind.ASM, EXACT)
     return acc, ring_low
 
 
@@ -178,7 +178,7 @@ def dense_attention_bwd_dq_kernel(
             if bounds[part] < bounds[part + 1]:
                 acc, ring_low = _attend_dq(
                     acc, ring_low, query, dout, bounds[part], bounds[part + 1], t, first_row, sequence,
-                    keys, values, k.stride_t, v.stride_t, half_scale, tile, gradients, kind, BLOCK_M, BLOCK_N,
+                    keys, values, k.stride_t, v.stride_t, half_scale, bias, tile, gradients, kind, BLOCK_M, BLOCK_N,
                     part != 1, part == 3, EXACT,
                 )  # fmt: skip
     if kind.HAS_POSITION and EXACT and kind.ASM:
@@ -195,7 +195,7 @@ def dense_attention_bwd_dq_kernel(
 
 @triton.jit
 def _attend_dkv(
-    dk, dv, k, v, first, last, s, first_row, sequence, q, do, q_stride, do_stride, half_scale, tile,
+    dk, dv, k, v, first, last, s, first_row, sequence, q, do, q_stride, do_stride, half_scale, bias, tile,
     kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
@@ -207,13 +207,13 @@ def _attend_dkv(
     place = bias_position(s, sequence.history, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
-        ahead = read_ahead(first, last, tile, BLOCK_M, kind.ASM)
+        ahead = read_ahead(first, last, bias, tile, BLOCK_M, kind.ASM)
     for start in range(first, last, BLOCK_M):
         query = load_block(q, start, m, q_stride, sequence.length, kind.D, kind.PAD_D, MASKED, TMA)
         dout = load_block(do, start, m, do_stride, sequence.length, kind.V, kind.PAD_V, MASKED, TMA)
         scores = tl.dot(k, tl.trans(query), input_precision=kind.PRECISION)
         biases, _, ahead = half_bias(
-            start, first_row, place, sequence, ahead, tile, kind, MASKED, IS_NEAR, False, BLOCK_N, BLOCK_M
+            start, first_row, place, sequence, ahead, bias, tile, kind, MASKED, IS_NEAR, False, BLOCK_N, BLOCK_M
         )
         half = scores * half_scale
         if kind.HAS_POSITION or kind.HAS_TIME:
@@ -249,7 +249,7 @@ def dense_attention_bwd_dkv_kernel(
     key = load_block(row_pointer(k, begin, head), first_row, n, k.stride_t, length, kind.D, kind.PAD_D, True)
     value = load_block(row_pointer(v, begin, head), first_row, n, v.stride_t, length, kind.V, kind.PAD_V, True)
     begin_row, full, free, end = query_ranges(first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N)
-    tile = TileBias(bias, 0.0, 0.0, 0, 0, 0, 0, 0)
+    tile = TileBias(0.0, 0.0, 0, 0, 0, 0, 0, 0)
     if kind.HAS_TIME:
         slot = begin // BLOCK_N + b + first_row // BLOCK_N
         near = tiles.near + slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
@@ -274,7 +274,7 @@ def dense_attention_bwd_dkv_kernel(
             if not TMA or ranges[part][0] < ranges[part][1]:
                 acc_k, acc_v = _attend_dkv(
                     acc_k, acc_v, key, value, *ranges[part], s, first_row, sequence, queries, douts, q.stride_t,
-                    do.stride_t, half_scale, tile, kind, BLOCK_M, BLOCK_N, part != 2, part == 0, TMA,
+                    do.stride_t, half_scale, bias, tile, kind, BLOCK_M, BLOCK_N, part != 2, part == 0, TMA,
                 )  # fmt: skip
     target = row_pointer(dk, begin + first_row, head)
     store_block(target, n, dk.stride_t, s < length, acc_k * (scale * half_inverse_n), kind.D_OUT, kind.PAD_D)

@@ -106,17 +106,18 @@ class AttentionPlan(NamedTuple):
 
     def flat(self) -> list[torch.Tensor | None]:
         """Return the tensors, for an operator's `Tensor?[]`."""
-        times = [x for part in (self.keys, self.queries) for x in (part or [None] * len(TokenTimes._fields))]
-        return times + [x for part in self[3:] for x in (part or [None] * len(TileMap._fields))]
+        return [x for part, kind in zip(self[1:], _PARTS) for x in (part or [None] * len(kind._fields))]
 
     @classmethod
     def from_flat(cls, purpose: Purpose, tensors: list[torch.Tensor | None]) -> "AttentionPlan":
         """Invert `flat`."""
-        x: Any = iter(tensors)
-        keys, queries = ([next(x) for _ in TokenTimes._fields] for _ in range(2))
-        forward, dq, dkv = ([next(x) for _ in TileMap._fields] for _ in range(3))
-        times = (None if part[0] is None else TokenTimes(*part) for part in (keys, queries))
-        return cls(purpose, *times, TileMap(*forward), *(None if x[0] is None else TileMap(*x) for x in (dq, dkv)))
+        x = iter(tensors)
+        parts: Any = ([next(x) for _ in kind._fields] for kind in _PARTS)
+        bundles: Any = [None if part[0] is None else kind(*part) for kind, part in zip(_PARTS, parts)]
+        return cls(purpose, *bundles)
+
+
+_PARTS: Any = (TokenTimes, TokenTimes, TileMap, TileMap, TileMap)  # of a plan, behind its purpose
 
 
 def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool, hopper: bool = False) -> Features:

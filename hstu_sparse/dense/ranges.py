@@ -182,4 +182,4 @@ def query_tile_bias(
         )  # fmt: skip
         return (first, full, diagonal, near_start, end), tile
     else:
-        return (first, full, diagonal, diagonal, end), TileBias(bias, 0.0, 0.0, 0, 0, 0, 0, 0)
+        return (first, full, diagonal, diagonal, end), TileBias(0.0, 0.0, 0, 0, 0, 0, 0, 0)

@@ -74,9 +74,9 @@ def lightning_indexer_rows_kernel(offsets, tokens, begins, targets, B, ROWS: tl.
 
 
 @triton.jit
-def _weighed(query, weight, keys, PRECISION: tl.constexpr):
+def _weighed(query, weight, keys, heads: tl.constexpr):
     """Compute one head's part of a tile of scores. x + |x| = 2 ReLU(x), exactly, at twice the rate of a maximum."""
-    dots = tl.dot(query, keys, input_precision=PRECISION)
+    dots = tl.dot(query, keys, input_precision=heads.PRECISION)
     return (dots + tl.abs(dots)) * weight[:, None]
 
 
@@ -129,12 +129,12 @@ def _scores(loaded, index, tile, s, key_inside, seen, bias, heads: tl.constexpr)
     """Compute I(t, s) of a tile [ROWS, BLOCK]. loaded: the first heads, see `_load_heads`."""
     key_token = tile.begin + s
     keys = tl.trans(load_rows(index.ik.pointer, key_token, index.ik.stride_t, key_inside, heads.E, heads.BE))
-    scores = _weighed(loaded[0][0], loaded[0][1], keys, heads.PRECISION)
+    scores = _weighed(loaded[0][0], loaded[0][1], keys, heads)
     for head in tl.static_range(1, len(loaded)):
-        scores += _weighed(loaded[head][0], loaded[head][1], keys, heads.PRECISION)
+        scores += _weighed(loaded[head][0], loaded[head][1], keys, heads)
     for head in range(len(loaded), heads.J):
         query, weight = _load_head(index, tile, head, heads)
-        scores += _weighed(query, weight, keys, heads.PRECISION)
+        scores += _weighed(query, weight, keys, heads)
     if (bias.position is not None) or (bias.time is not None):
         query_times = 0.0, 0.0
         key_times = 0.0, 0.0
