@@ -93,25 +93,28 @@ def hstu_attention(
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
     scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
     bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
-    options: dict[str, typing.Any] = dict(
-        num_targets=num_targets, bias=bias, window_size=window_size, scale=scale, normalizer=normalizer
-    )
     if backend == "reference":
         if plan is not None:
             raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
-        return hstu_attention_reference(q, k, v, seq_offsets, **options)
+        return hstu_attention_reference(
+            q, k, v, seq_offsets, scale=scale, normalizer=normalizer, num_targets=num_targets, window_size=window_size,
+            bias=bias,
+        )  # fmt: skip
     check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
     if hopper:
         _check_hopper(q, v, bias)
     from hstu_sparse.dense import plan as planning
-    from hstu_sparse.dense.launch import hstu_attention_triton
+    from hstu_sparse.dense.launch import Arguments, dense_operator
 
     purpose = planning.purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
     if plan is None:
         plan = planning.make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=False)
     else:
         check_plan(plan, planning.AttentionPlan, purpose)
-    return hstu_attention_triton(q, k, v, seq_offsets, plan, max_seq_len=max_seq_len, hopper=hopper, **options)
+    call = Arguments(
+        q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale, normalizer, hopper
+    )
+    return dense_operator(*call)[0]
 
 
 @without_autocast

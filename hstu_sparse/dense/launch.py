@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
     window_size: int
     scale: float
     normalizer: float
-    hopper: bool | None
+    hopper: bool | None  # whether the kernels for Hopper are taken; None where `prefers_hopper` says so
 
     @property
     def bias(self) -> RelativeBias:
@@ -246,15 +246,3 @@ dense_operator = Operator(
     differentiable=("q", "k", "v", "position_bias", "time_bias"),
     outputs=2,
 )
-
-
-def hstu_attention_triton(
-    q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, scale, normalizer, hopper
-):
-    """Compute `hstu_sparse.hstu_attention` for checked arguments, on CUDA or in Triton's interpreter.
-
-    hopper: whether the kernels for Hopper are taken; None where `prefers_hopper` says so.
-    """
-    return dense_operator(
-        q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale, normalizer, hopper
-    )[0]

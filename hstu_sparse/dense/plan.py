@@ -133,7 +133,7 @@ def _features(d: int, v: int, *rest) -> Features:
 def purpose_of(
     q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int, hopper: bool | None = None
 ) -> Purpose:
-    """Return the purpose of the plan for a call with these arguments. hopper: see `hstu_attention_triton`."""
+    """Return the purpose of the plan for a call with these arguments. hopper: see `launch.Arguments`."""
     num_seqs, buckets = seq_offsets.shape[0] - 1, num_time_buckets(bias.time)
     position, time = bias.position is not None, bias.time is not None
     if hopper is None:

@@ -28,15 +28,6 @@ WIDE_HOST = {
     "cache/rotatekv/own._fake_gradients",
     "cache/rotatekv/own._gradients",
     "cache/rotatekv/own._own",
-    "dense/launch.__init__",
-    "dense/launch.hstu_attention_triton",
-    "dense/plan._fake_map",
-    "indexer/launch_attention._backward",
-    "indexer/launch_attention._forward",
-    "indexer/launch_indexer._backward",
-    "indexer/launch_indexer._scores_backward",
-    "indexer/launch_loss._forward",
-    "indexer/launch_loss._launch",
 }
 
 
