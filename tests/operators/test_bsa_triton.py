@@ -121,12 +121,12 @@ def test_bias_opcheck():
     import hstu_sparse.bsa.launch
     import hstu_sparse.bsa.plan  # noqa: F401  both register operators
 
-    inputs, offsets, N, _ = problem((3, 1), 3, 16, 2, 0, 2, 1, 16, 16)
-    times = make_timestamps((3, 1))
-    torch.library.opcheck(torch.ops.hstu_sparse.bsa_entries, (offsets, times, times, 3, 16, 8))
+    inputs, offsets, N, _ = problem((18, 5), 18, 16, 2, 0, 2, 1, 16, 16)
+    times = make_timestamps((18, 5))
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_entries, (offsets, times, times, 18, 16, 8))
     sides = [*torch.ops.hstu_sparse.split_times(offsets, times, times)] * 2
-    plan = [*sides, *torch.ops.hstu_sparse.bsa_entries(offsets, times, times, 3, 16, 8)]
-    leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(3), torch.randn(9))]
+    plan = [*sides, *torch.ops.hstu_sparse.bsa_entries(offsets, times, times, 18, 16, 8)]
+    leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(18), torch.randn(9))]
     call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], plan, 16, 2, 0, 2, 0.25, float(N), False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
@@ -178,7 +178,7 @@ def test_opcheck():
     import hstu_sparse.bsa.launch
     import hstu_sparse.bsa.plan  # noqa: F401  both register operators
 
-    inputs, offsets, N, shape = problem((3, 1), 3, 16, 2, 4, 2, 1, 10, 7)
+    inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 10, 7)
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
     call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
     call = (*call[:8], None, None, [None] * 3, 16, 2, 4, 2, 0.25, float(N), False)
