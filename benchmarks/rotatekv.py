@@ -12,7 +12,7 @@ import functools
 import torch
 from run import Case, with_replay
 
-PARTS = ("fused", "fused rope", "two stages", "two stages rope", "queries", "keys")
+PARTS = ("fused", "fused rope", "two stages", "two stages rope")
 SDPA = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION"}
 BASE = 10000.0
 
@@ -55,19 +55,12 @@ def packed(k, v, offsets, bits, sparsity, ordered):
 def attend(name, q, q_offsets, cache, length):
     """Run softmax attention on the cache once, in the way that `name` says."""
     from hstu_sparse import rotatekv_attention, rotatekv_decompress
-    from hstu_sparse.bias.relative import RelativeBias
-    from hstu_sparse.cache.rotatekv import launch_attention, unpacked_attention
+    from hstu_sparse.cache.rotatekv import unpacked_attention
 
     options = dict(activation="softmax", rope_base=BASE if "rope" in name else None)
     if name.startswith("fused"):
         return rotatekv_attention(q, q_offsets, cache, length, **options)
-    if name.startswith("two stages"):
-        restored = rotatekv_decompress(cache)
-        return unpacked_attention(q, q_offsets, *restored, cache.seq_offsets, length, **options)
-    return launch_attention.attention(
-        q, q_offsets, cache, length, softmax=True, scale=q.shape[2] ** -0.5, normalizer=1.0, bias=RelativeBias(),
-        rope_base=None, return_lse=False, way=name,
-    )[0]  # fmt: skip
+    return unpacked_attention(q, q_offsets, *rotatekv_decompress(cache), cache.seq_offsets, length, **options)
 
 
 @functools.cache

@@ -12,8 +12,8 @@ from hstu_sparse.cache.rotatekv import (
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
+    rotatekv_self_attention,
 )
-from hstu_sparse.cache.rotatekv.self_attention import rotatekv_self_attention
 from hstu_sparse.catalogue import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
 from hstu_sparse.htree import htree_attention

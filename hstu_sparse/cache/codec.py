@@ -1,12 +1,16 @@
-"""Define device functions for packed codes: unpacking, packing, quantisation, and the Hadamard transform across blocks.
+"""Define what the kernels on pages share: their arguments, and packing, quantisation and the Hadamard transform.
 
-Letters: R tokens of a tile, BW channels of a block, C channels of a head group, HG head groups.
+Letters: T tokens, H heads, D query/key and V value head size, R tokens of a tile, BW channels of a block, C channels of
+a head group.
 
 A transform of C = blocks * BW channels is Sylvester's matrix of BW on each block, a product for the tensor cores, and
 sums and differences of whole blocks: sign(i, o) = (-1) ** popcount(i & o) for block i of the input and o of the output.
 Codes enter that product as they are, small whole numbers: it is exact, and scale and zero come after it.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -14,6 +18,60 @@ from hstu_sparse.tiles.rows import opaque
 
 # Adding and subtracting it rounds fp32 numbers below 2^22 to the nearest whole number, halves to the even one.
 ROUND = tl.constexpr(12582912.0)
+
+
+class Form(NamedTuple):
+    """The content of a page, as constants of the kernels.
+
+    H, G, D, V                heads, heads of a group, channels of a head of queries and keys, and of values
+    CODED                     D, padded with zeros for the Hadamard transform
+    PAGE, SINKS               slots of a page, and whether the first tokens of a sequence are stored elsewhere
+    BITS                      bits of a code, 0 for uncompressed keys and values
+    SPARSE, KEPT              whether keys are pruned, and the number of channels that remain
+    K_BLOCK, K_BLOCKS         channels of a block of a head group's keys, and the blocks
+    K_WORDS, K_GROUPS         32-bit words of a block's codes (SPARSE: of a token's), and quantisation groups
+    V_BLOCK to V_GROUPS       the same of values
+    """
+
+    H: int
+    G: int
+    D: int
+    V: int
+    CODED: int
+    PAGE: int
+    SINKS: bool
+    BITS: int
+    SPARSE: bool
+    KEPT: int
+    K_BLOCK: int
+    K_BLOCKS: int
+    K_WORDS: int
+    K_GROUPS: int
+    V_BLOCK: int
+    V_BLOCKS: int
+    V_WORDS: int
+    V_GROUPS: int
+
+
+class Pages(NamedTuple):
+    """The tensors of a pool's layer as kernels take them: see `PageFormat.shapes`; None for absent ones.
+
+    k, v                codes, or uncompressed keys and values
+    k_ranges, v_ranges  scales and zeros of codes, an int32 for both
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_ranges: torch.Tensor | None = None
+    v_ranges: torch.Tensor | None = None
+    k_bitmap: torch.Tensor | None = None
+    sink_k: torch.Tensor | None = None
+    sink_v: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: dict[str, torch.Tensor]) -> "Pages":
+        named = {name.removesuffix("_codes"): x for name, x in tensors.items()}
+        return cls(**{name: x.view(torch.int32) if name.endswith("ranges") else x for name, x in named.items()})
 
 
 @triton.jit
@@ -34,8 +92,10 @@ def sign(i, j):
 
 
 @triton.jit
-def fields(words, PLANE: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+def fields(words, PLANE: tl.constexpr, WIDTH: tl.constexpr):
     """Unpack codes [R, WIDTH] int32 from words [R, COUNT] of one plane."""
+    R: tl.constexpr = words.shape[0]
+    COUNT: tl.constexpr = words.shape[1]
     CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
     place = PLANE * tl.arange(0, WIDTH // (2 * COUNT))[None, None, :, None]
     x = tl.reshape(words, [R, COUNT // CHUNK, 1, CHUNK]) >> place
@@ -43,13 +103,13 @@ def fields(words, PLANE: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, WID
 
 
 @triton.jit
-def quick_fields(
-    words, PLANE: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr
-):
+def quick_fields(words, PLANE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr):
     """Unpack 2 ** PLANE + codes [R, WIDTH] in a 16-bit float type, two at a time and without a conversion.
 
     The codes become the top of the mantissa of 2 ** PLANE, where a step is worth 1.
     """
+    R: tl.constexpr = words.shape[0]
+    COUNT: tl.constexpr = words.shape[1]
     CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
     MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
     BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
@@ -65,8 +125,8 @@ def quick_fields(
 
 @triton.jit
 def load_codes(
-    base, row, mask, BITS: tl.constexpr, DTYPE: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr,
-    WIDTH: tl.constexpr, WORDS: tl.constexpr,
+    base, row, mask, BITS: tl.constexpr, DTYPE: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """Load OFFSET + codes [R, WIDTH] of DTYPE from rows [R] of WORDS words each; OFFSET: see `launch.code_offset`."""
     if BITS == 3:
@@ -78,16 +138,16 @@ def load_codes(
     COUNT: tl.constexpr = WIDTH * LOW // 32 if WIDTH * LOW >= 32 else 1
     words = tl.load(pointers + tl.arange(0, COUNT)[None, :], mask[:, None], 0)
     if OFFSET:
-        codes = quick_fields(words, LOW, DTYPE, R, COUNT, WIDTH)
+        codes = quick_fields(words, LOW, DTYPE, WIDTH)
     else:
-        codes = fields(words, LOW, R, COUNT, WIDTH).to(DTYPE)
+        codes = fields(words, LOW, WIDTH).to(DTYPE)
     if BITS == 3:
         HIGH: tl.constexpr = WIDTH // 32 if WIDTH >= 32 else 1
         words = tl.load(pointers + COUNT + tl.arange(0, HIGH)[None, :], mask[:, None], 0)
         if OFFSET:
-            codes = (codes + 4 * quick_fields(words, 1, DTYPE, R, HIGH, WIDTH)).to(DTYPE)
+            codes = (codes + 4 * quick_fields(words, 1, DTYPE, WIDTH)).to(DTYPE)
         else:
-            codes = (codes + 4 * fields(words, 1, R, HIGH, WIDTH).to(DTYPE)).to(DTYPE)
+            codes = (codes + 4 * fields(words, 1, WIDTH).to(DTYPE)).to(DTYPE)
     return codes
 
 
@@ -113,8 +173,10 @@ def load_kept(
 
 
 @triton.jit
-def store_plane(pointers, mask, codes, PLANE: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):
+def store_plane(pointers, mask, codes, PLANE: tl.constexpr):
     """Pack the low PLANE bits of codes [R, WIDTH] into words from pointers [R, 1] on."""
+    R: tl.constexpr = codes.shape[0]
+    WIDTH: tl.constexpr = codes.shape[1]
     COUNT: tl.constexpr = WIDTH * PLANE // 32 if WIDTH * PLANE >= 32 else 1
     CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
     FIELDS: tl.constexpr = WIDTH // (2 * COUNT)
@@ -126,14 +188,14 @@ def store_plane(pointers, mask, codes, PLANE: tl.constexpr, R: tl.constexpr, WID
 
 
 @triton.jit
-def store_codes(base, row, mask, codes, BITS: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr):
+def store_codes(base, row, mask, codes, BITS: tl.constexpr, WORDS: tl.constexpr):
     """Pack codes [R, WIDTH] int32 into rows [R] of WORDS words."""
     pointers = base + row[:, None] * WORDS
     if BITS == 3:
-        store_plane(pointers, mask, codes, 2, R, WIDTH)
-        store_plane(pointers + WIDTH // 16, mask, codes >> 2, 1, R, WIDTH)
+        store_plane(pointers, mask, codes, 2)
+        store_plane(pointers + codes.shape[1] // 16, mask, codes >> 2, 1)
     else:
-        store_plane(pointers, mask, codes, BITS, R, WIDTH)
+        store_plane(pointers, mask, codes, BITS)
 
 
 @triton.jit
@@ -192,12 +254,13 @@ def encode(x, scale, zero, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr):
+def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr):
     """Return masks (int32 0 or 1) of x, a tuple of blocks [R, BW]: a token's KEPT greatest magnitudes, ties to the
     first.
 
     Magnitudes are ordered as their bits are, so that the least one to keep is determined bit by bit.
     """
+    R: tl.constexpr = x[0].shape[0]
     least = tl.zeros([R], tl.int32)
     for step in range(31):
         candidate = least | (1 << (30 - step))
@@ -236,26 +299,26 @@ def butterfly(x, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def load_block(
-    base, token, mask, first_head, stride_t, stride_h, order, b: tl.constexpr, SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr, BW: tl.constexpr, HAS_ORDER: tl.constexpr, REAL: tl.constexpr,
+    x, token, mask, first_head, order, b: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr, BW: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
-    """Load block b of a head group's channels, [R, BW]: CHANNELS of heads of SIZE from first_head on, permuted by
-    `order`.
+    """Load block b of a head group's channels of `Rows`, [R, BW]: CHANNELS of heads of SIZE from first_head on.
 
-    The block is zero outside of the mask, after the last channel, and after the REAL channels of a head.
+    order: pointer to their permutation, or None. The block is zero outside of the mask, after the last channel, and
+    after the REAL channels of a head.
     """
     place = tl.arange(0, BW)
-    row = base + token[:, None] * stride_t + first_head.to(tl.int64) * stride_h
+    row = x.pointer + token[:, None] * x.stride_t + first_head.to(tl.int64) * x.stride_h
     channel = b * BW + place
-    if HAS_ORDER:
+    if order is not None:
         channel = tl.load(order + channel)
     inside = mask[:, None]
     if (b + 1) * BW > CHANNELS:
         inside = inside & (b * BW + place < CHANNELS)[None, :]
     if REAL < SIZE:
         inside = inside & (channel % SIZE < REAL)[None, :]
-    if SIZE % BW == 0 and not HAS_ORDER:
-        pointers = row + (b * BW // SIZE * stride_h + b * BW % SIZE) + place[None, :]
+    if SIZE % BW == 0 and order is None:
+        pointers = row + (b * BW // SIZE * x.stride_h + b * BW % SIZE) + place[None, :]
     else:
-        pointers = row + ((channel // SIZE) * stride_h + channel % SIZE)[None, :]
+        pointers = row + ((channel // SIZE) * x.stride_h + channel % SIZE)[None, :]
     return tl.load(pointers, inside, 0.0)

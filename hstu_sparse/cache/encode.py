@@ -1,10 +1,10 @@
-"""Compress keys and values: one kernel rotates, prunes, quantises and packs both in one pass.
+"""Define the kernels that write pages: keys and values as codes, in one pass, or uncompressed, and timestamps.
 
-Letters: T new tokens, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of a head group,
-C its key channels, HG = H / G, R tokens of a tile, BW channels of a block.
+Letters: T new tokens, B sequences, P columns of a page table, S sink tokens, H heads, D query/key and V value head
+size, C key channels of a head group, R tokens of a tile, BW channels of a block.
 
-A program owns R new tokens of one head group, with all their channels, in blocks that a tuple holds. Written so, every
-stage of the transform across blocks is a sum of registers of one thread.
+A program of `write_codes_kernel` has R new tokens of one head group, with all their channels, in blocks that a tuple
+holds: every stage of the transform across blocks is then a sum of registers of one thread.
 """
 
 import triton
@@ -21,22 +21,19 @@ from hstu_sparse.cache.codec import (
     store_range,
     value_range,
 )
-from hstu_sparse.tiles.rows import locate
+from hstu_sparse.tiles.rows import load_head, locate, store_rows
 
 
 @triton.jit
-def rotated_blocks(
-    k, token, mask, first_head, stride_t, stride_h, order, scale, D: tl.constexpr, C: tl.constexpr, BW: tl.constexpr,
-    BLOCKS: tl.constexpr, HAS_ORDER: tl.constexpr, REAL: tl.constexpr,
-):  # fmt: skip
-    """Return a tuple of the transformed blocks [R, BW] fp32 of keys of heads of D channels, REAL of them without
-    padding.
-    """
+def rotated_blocks(k, token, mask, first_head, order, scale, form):
+    """Return a tuple of the transformed blocks [R, BW] fp32 of a head group's keys; k: `Rows`."""
+    BW: tl.constexpr = form.K_BLOCK
+    BLOCKS: tl.constexpr = form.K_BLOCKS
     place = tl.arange(0, BW)
-    matrix = sign(place[:, None], place[None, :]).to(k.dtype.element_ty)
+    matrix = sign(place[:, None], place[None, :]).to(k.pointer.dtype.element_ty)
     blocks = ()
     for b in tl.static_range(BLOCKS):
-        x = load_block(k, token, mask, first_head, stride_t, stride_h, order, b, D, C, BW, HAS_ORDER, REAL)
+        x = load_block(k, token, mask, first_head, order, b, form.CODED, form.CODED * form.G, BW, form.D)
         blocks += (tl.dot(x, matrix, input_precision="ieee"),)
     blocks = butterfly(blocks, BLOCKS, 1)
     scaled = ()
@@ -46,17 +43,11 @@ def rotated_blocks(
 
 
 @triton.jit
-def key_ranges(
-    x,
-    masks,
-    INSET: tl.constexpr,
-    PER: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    SPARSE: tl.constexpr,
-    R: tl.constexpr,
-):
-    """Return tuples of scale and zero [R] fp16 of each group of PER blocks, over the channels in `masks`."""
+def key_ranges(x, masks, INSET: tl.constexpr, form):
+    """Return tuples of scale and zero [R] fp16 of each group of blocks, over the channels in `masks` if SPARSE."""
+    R: tl.constexpr = x[0].shape[0]
+    GROUPS: tl.constexpr = form.K_GROUPS
+    PER: tl.constexpr = form.K_BLOCKS // GROUPS
     scales = ()
     zeros = ()
     for g in tl.static_range(GROUPS):
@@ -65,75 +56,81 @@ def key_ranges(
         for b in tl.static_range(PER):
             low = x[g * PER + b]
             high = low
-            if SPARSE:
+            if form.SPARSE:
                 low = tl.where(masks[g * PER + b] != 0, low, float("inf"))
                 high = tl.where(masks[g * PER + b] != 0, high, float("-inf"))
             least = tl.minimum(least, tl.min(low, 1))
             most = tl.maximum(most, tl.max(high, 1))
-        scale, zero = value_range(least, most, INSET, LEVELS)
+        scale, zero = value_range(least, most, INSET, (1 << form.BITS) - 1)
         scales += (scale,)
         zeros += (zero,)
     return scales, zeros
 
 
 @triton.jit
-def value_blocks(
-    v, token, mask, first_head, stride_t, stride_h, INSET: tl.constexpr, V: tl.constexpr, CV: tl.constexpr,
-    BW: tl.constexpr, FIRST: tl.constexpr, PER: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Return (tuple of blocks [R, BW] fp32 of a group of PER blocks from FIRST on, its scale, its zero)."""
+def value_blocks(v, token, mask, first_head, g: tl.constexpr, INSET: tl.constexpr, form):
+    """Return (tuple of blocks [R, BW] fp32 of group g of a head group's values, its scale, its zero); v: `Rows`."""
+    R: tl.constexpr = token.shape[0]
+    BW: tl.constexpr = form.V_BLOCK
+    CV: tl.constexpr = form.V * form.G
+    PER: tl.constexpr = form.V_BLOCKS // form.V_GROUPS
     place = tl.arange(0, BW)
     least = tl.full([R], float("inf"), tl.float32)
     most = tl.full([R], float("-inf"), tl.float32)
     blocks = ()
-    for i in tl.static_range(PER):
-        x = load_block(v, token, mask, first_head, stride_t, stride_h, v, FIRST + i, V, CV, BW, False, V)
-        x = x.to(tl.float32)
+    for i in tl.static_range(g * PER, g * PER + PER):
+        x = load_block(v, token, mask, first_head, None, i, form.V, CV, BW, form.V).to(tl.float32)
         blocks += (x,)
-        if (FIRST + i + 1) * BW <= CV:
+        if (i + 1) * BW <= CV:
             least = tl.minimum(least, tl.min(x, 1))
             most = tl.maximum(most, tl.max(x, 1))
-        elif (FIRST + i) * BW < CV:
-            real = ((FIRST + i) * BW + place < CV)[None, :]
+        elif i * BW < CV:
+            real = (i * BW + place < CV)[None, :]
             least = tl.minimum(least, tl.min(tl.where(real, x, float("inf")), 1))
             most = tl.maximum(most, tl.max(tl.where(real, x, float("-inf")), 1))
-    scale, zero = value_range(least, most, INSET, LEVELS)
+    scale, zero = value_range(least, most, INSET, (1 << form.BITS) - 1)
     return blocks, scale, zero
 
 
 @triton.jit
-def store_bitmap(bitmap, row, slot, mask, is_kept, b: tl.constexpr, C: tl.constexpr, BW: tl.constexpr):
+def store_bitmap(bitmap, row, slot, mask, is_kept, b: tl.constexpr, form):
     """Set the bits of kept channels; the tile's tokens are in at most two pages; `row`: page and head group."""
-    column = b * BW + tl.arange(0, BW)
+    column = b * form.K_BLOCK + tl.arange(0, form.K_BLOCK)
     bits = tl.where((is_kept != 0) & mask[:, None], tl.full([1, 1], 1, tl.int64) << slot[:, None].to(tl.int64), 0)
     first = tl.min(tl.where(mask, row, 0x7FFFFFFFFFFFFFFF), 0)
     last = tl.max(tl.where(mask, row, -1), 0)
     if last >= 0:
         word = tl.sum(tl.where((row == first)[:, None], bits, 0), 0)
-        tl.atomic_or(bitmap + first * C + column, word)
+        tl.atomic_or(bitmap + first * (form.CODED * form.G) + column, word)
         if last != first:
             word = tl.sum(tl.where((row != first)[:, None], bits, 0), 0)
-            tl.atomic_or(bitmap + last * C + column, word)
+            tl.atomic_or(bitmap + last * (form.CODED * form.G) + column, word)
+
+
+@triton.jit
+def store_sink(x, head, token, target, at, sink, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a head's rows of `Rows` to rows `at` of target [.., SIZE]."""
+    source = token[:, None] * x.stride_t + head.to(tl.int64) * x.stride_h
+    for start in tl.static_range(0, SIZE, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = sink[:, None] & (column < SIZE)
+        tl.store(target + at[:, None] * SIZE + column, tl.load(x.pointer + source + column, inside, 0.0), inside)
 
 
 @triton.jit(do_not_specialize=["B", "P", "S"])
 def write_codes_kernel(
-    k, v, offsets, lengths, pages, order, sink_k, sink_v, k_codes, k_ranges, k_bitmap, v_codes, v_ranges, B, P, S,
-    scale,
-    HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, REAL: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
-    BITS: tl.constexpr,
-    K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
-    V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, SINKS: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
-    INSET: tl.constexpr,
+    k, v, offsets, lengths, pages, order, target, B, P, S, scale,
+    FORM: tl.constexpr, INSET: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Write R new tokens of one head group, after `lengths` [B] others, into the pages of the table [B, P].
 
-    k, v: `Rows`. D: channels of a head, padded; REAL: without padding.
+    k, v: `Rows`; target: `Pages`.
     """
-    C: tl.constexpr = D * G
-    CV: tl.constexpr = V * G
-    LEVELS: tl.constexpr = (1 << BITS) - 1
+    LEVELS: tl.constexpr = (1 << FORM.BITS) - 1
+    G: tl.constexpr = FORM.G
+    K_BLOCKS: tl.constexpr = FORM.K_BLOCKS
+    K_GROUPS: tl.constexpr = FORM.K_GROUPS
+    V_GROUPS: tl.constexpr = FORM.V_GROUPS
     b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
     if tile * R >= count:
         return
@@ -144,65 +141,90 @@ def write_codes_kernel(
     position = tl.load(lengths + b).to(tl.int32) + index
     packed = real & (position >= S)
     pages += b.to(tl.int64) * P
-    page = tl.load(pages + (1 if SINKS else 0) + position // PAGE, packed, 0).to(tl.int64)
+    page = tl.load(pages + (1 if FORM.SINKS else 0) + position // FORM.PAGE, packed, 0).to(tl.int64)
     packed = packed & (page >= 0)
-    slot = position % PAGE
-    row = page * HG + group
-    if HAS_ORDER:
-        order += group * C
+    slot = position % FORM.PAGE
+    row = page * (FORM.H // G) + group
+    if order is not None:
+        order += group * (FORM.CODED * G)
 
-    if SINKS:
+    if FORM.SINKS:
         first = tl.load(pages).to(tl.int64) * S
         sink = real & (position < S) & (first >= 0)
-        for head in tl.static_range(G):
-            at = (first + position) * (HG * G) + group * G + head
-            source = token[:, None] * k.stride_t + (group * G + head).to(tl.int64) * k.stride_h
-            for start in tl.static_range(0, D, K_BLOCK):
-                column = start + tl.arange(0, K_BLOCK)[None, :]
-                inside = sink[:, None] & (column < REAL)
-                tl.store(
-                    sink_k + at[:, None] * REAL + column, tl.load(k.pointer + source + column, inside, 0.0), inside
-                )
-            source = token[:, None] * v.stride_t + (group * G + head).to(tl.int64) * v.stride_h
-            for start in tl.static_range(0, V, V_BLOCK):
-                column = start + tl.arange(0, V_BLOCK)[None, :]
-                inside = sink[:, None] & (column < V)
-                tl.store(sink_v + at[:, None] * V + column, tl.load(v.pointer + source + column, inside, 0.0), inside)
+        for member in tl.static_range(G):
+            head = group * G + member
+            at = (first + position) * FORM.H + head
+            store_sink(k, head, token, target.sink_k, at, sink, FORM.D, FORM.K_BLOCK)
+            store_sink(v, head, token, target.sink_v, at, sink, FORM.V, FORM.V_BLOCK)
 
-    x = rotated_blocks(
-        k.pointer, token, packed, group * G, k.stride_t, k.stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER,
-        REAL,
-    )  # fmt: skip
+    x = rotated_blocks(k, token, packed, group * G, order, scale, FORM)
     masks = x
-    if SPARSE:
-        masks = greatest(x, KEPT, K_BLOCKS, R)
+    if FORM.SPARSE:
+        masks = greatest(x, FORM.KEPT, K_BLOCKS)
     K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
-    scales, zeros = key_ranges(x, masks, INSET, K_PER, K_GROUPS, LEVELS, SPARSE, R)
+    scales, zeros = key_ranges(x, masks, INSET, FORM)
     before = tl.zeros([R], tl.int32)
     for i in tl.static_range(K_BLOCKS):
         codes = encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
-        if SPARSE:
-            store_bitmap(k_bitmap, row, slot, packed, masks[i], i, C, K_BLOCK)
-            store_kept(k_codes, row * PAGE + slot, packed, codes, masks[i], before, BITS, KEPT, KEPT_WORDS)
+        if FORM.SPARSE:
+            at = row * FORM.PAGE + slot
+            store_bitmap(target.k_bitmap, row, slot, packed, masks[i], i, FORM)
+            store_kept(target.k, at, packed, codes, masks[i], before, FORM.BITS, FORM.KEPT, FORM.K_WORDS)
             before += tl.sum(masks[i], 1)
         else:
-            store_codes(k_codes, (row * K_BLOCKS + i) * PAGE + slot, packed, codes, BITS, R, K_BLOCK, K_WORDS)
+            at = (row * K_BLOCKS + i) * FORM.PAGE + slot
+            store_codes(target.k, at, packed, codes, FORM.BITS, FORM.K_WORDS)
     for g in tl.static_range(K_GROUPS):
-        at = (row * K_GROUPS + g) * PAGE + slot
-        store_range(k_ranges + at, packed, scales[g], zeros[g])
+        at = (row * K_GROUPS + g) * FORM.PAGE + slot
+        store_range(target.k_ranges + at, packed, scales[g], zeros[g])
 
-    V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
+    V_PER: tl.constexpr = FORM.V_BLOCKS // V_GROUPS
+    CV: tl.constexpr = FORM.V * G
     for g in tl.static_range(V_GROUPS):
-        y, v_scale, v_zero = value_blocks(
-            v.pointer, token, packed, group * G, v.stride_t, v.stride_h, INSET, V, CV, V_BLOCK, g * V_PER, V_PER,
-            LEVELS,
-            R,
-        )  # fmt: skip
-        at = (row * V_GROUPS + g) * PAGE + slot
-        store_range(v_ranges + at, packed, v_scale, v_zero)
+        y, scale, zero = value_blocks(v, token, packed, group * G, g, INSET, FORM)
+        store_range(target.v_ranges + (row * V_GROUPS + g) * FORM.PAGE + slot, packed, scale, zero)
         for i in tl.static_range(V_PER):
-            v_code = encode(y[i], v_scale, v_zero, LEVELS)
-            if (g * V_PER + i + 1) * V_BLOCK > CV:
-                v_code = tl.where(((g * V_PER + i) * V_BLOCK + tl.arange(0, V_BLOCK) < CV)[None, :], v_code, 0)
-            at = (row * V_BLOCKS + g * V_PER + i) * PAGE + slot
-            store_codes(v_codes, at, packed, v_code, BITS, R, V_BLOCK, V_WORDS)
+            codes = encode(y[i], scale, zero, LEVELS)
+            if (g * V_PER + i + 1) * FORM.V_BLOCK > CV:
+                channel = (g * V_PER + i) * FORM.V_BLOCK + tl.arange(0, FORM.V_BLOCK)
+                codes = tl.where((channel < CV)[None, :], codes, 0)
+            at = (row * FORM.V_BLOCKS + g * V_PER + i) * FORM.PAGE + slot
+            store_codes(target.v, at, packed, codes, FORM.BITS, FORM.V_WORDS)
+
+
+@triton.jit(do_not_specialize=["B", "P"])
+def write_pages_kernel(
+    k, v, offsets, lengths, pages, target, B, P,
+    FORM: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Write R new tokens of one head uncompressed; k and v are `Rows`, target is `Pages`."""
+    b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
+    if tile * R >= count:
+        return
+    head = tl.program_id(1).to(tl.int64)
+    index = tile * R + tl.arange(0, R)
+    real = index < count
+    position = tl.load(lengths + b).to(tl.int32) + index
+    page = tl.load(pages + b.to(tl.int64) * P + position // FORM.PAGE, real, 0).to(tl.int64)
+    real = real & (page >= 0)
+    row = (page * FORM.H + head) * FORM.PAGE + position % FORM.PAGE
+    x = load_head(k, head, begin + index, real, FORM.D, PAD_D)
+    store_rows(target.k, row, FORM.D, real, x, FORM.D, PAD_D)
+    x = load_head(v, head, begin + index, real, FORM.V, PAD_V)
+    store_rows(target.v, row, FORM.V, real, x, FORM.V, PAD_V)
+
+
+@triton.jit(do_not_specialize=["B", "P"])
+def write_timestamps_kernel(
+    new_times, offsets, lengths, pages, timestamps, B, P, SINKS: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Write the seconds of R new tokens."""
+    b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
+    if tile * R >= count:
+        return
+    index = tile * R + tl.arange(0, R)
+    real = index < count
+    position = tl.load(lengths + b).to(tl.int32) + index
+    page = tl.load(pages + b.to(tl.int64) * P + (1 if SINKS else 0) + position // PAGE, real, 0).to(tl.int64)
+    real = real & (page >= 0)
+    tl.store(timestamps + page * PAGE + position % PAGE, tl.load(new_times + begin + index, real, 0), real)

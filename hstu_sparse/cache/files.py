@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.cache.format import PageFormat
-from hstu_sparse.cache.layout import Layout
 from hstu_sparse.core.validation import FLOATING_DTYPES, check_bool, check_int
 
 FORMAT = "hstu_sparse.pages.1"
@@ -185,23 +184,23 @@ def _check(facts: dict, tensors: dict[str, Tensor]) -> None:
     if facts["timed"]:
         expected["timestamps"] = ((pages, format.page_size), torch.int64)
     order = tensors.get("channel_order")
-    if order is not None and format.layout is not None:
-        shape = format.layout.head_groups, format.layout.keys.channels
+    if order is not None and format.bits is not None:
+        shape = format.head_groups, format.keys.channels
         expected["channel_order"] = shape, torch.int64
     check_tensors(tensors, expected)
     if order is not None and not torch.equal(order.sort(-1).values, torch.arange(shape[1]).expand_as(order)):
         raise ValueError("channel_order does not hold each channel once")
-    for layer in range(facts["layers"]) if format.sparsity else ():
-        _check_bitmap(format.layout, tensors[f"{layer}.k_bitmap"], lengths)
+    for layer in range(facts["layers"]) if format.sparse else ():
+        _check_bitmap(format, tensors[f"{layer}.k_bitmap"], lengths)
 
 
-def _check_bitmap(layout: Layout, bitmap: Tensor, lengths: Tensor) -> None:
+def _check_bitmap(format: PageFormat, bitmap: Tensor, lengths: Tensor) -> None:
     """Check that each token keeps the number of channels that the sparsity gives, which the kernels rely on."""
-    counts = (lengths + layout.page - 1) // layout.page
+    counts = (lengths + format.page_size - 1) // format.page_size
     place = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(count) for count in counts.tolist())])
-    position = place[:, None] * layout.page + torch.arange(layout.page)
-    packed = (position >= layout.options.sink_tokens) & (position < lengths.repeat_interleave(counts)[:, None])
+    position = place[:, None] * format.page_size + torch.arange(format.page_size)
+    packed = (position >= format.sink_tokens) & (position < lengths.repeat_interleave(counts)[:, None])
     bytes_ = bitmap.contiguous().view(torch.uint8).unflatten(-1, (-1, 8))  # [P, HG, C, 8], low bits first
     num_marked = torch.stack([(bytes_ >> bit & 1).sum(2) for bit in range(8)], -1).flatten(-2)  # [P, HG, slots]
-    if not torch.equal(num_marked, (packed * layout.num_kept)[:, None].expand_as(num_marked)):
-        raise ValueError(f"k_bitmap does not keep {layout.num_kept} channels of every token, as its options say")
+    if not torch.equal(num_marked, (packed * format.num_kept)[:, None].expand_as(num_marked)):
+        raise ValueError(f"k_bitmap does not keep {format.num_kept} channels of every token, as its options say")

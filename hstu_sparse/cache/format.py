@@ -1,6 +1,17 @@
-"""Define `PageFormat`: the content of a pool's pages, and their size in bytes.
+"""Define `PageFormat`: the content of a pool's pages, its size in bytes, and the order of codes in their words.
 
-Letters: T tokens, H heads, D query/key and V value head size, S sink tokens.
+Letters: T tokens, H heads, D query/key and V value head size, G heads of a head group (head_group), HG = H / G, C
+channels of a head group (D * G for keys, V * G for values), P pages, S sink tokens.
+
+A page has 16 slots for tokens, or 64 if keys are pruned: a 64-bit word of the bitmap says which of 64 tokens keep a
+channel. Each sequence owns whole pages, so that it grows without moving others.
+
+With codes a head group's channels are cut into blocks of at most 64, so that a tile of 64 tokens by one block is what a
+tensor core's instruction takes. Codes of a block: `plane` bits each (3 bits are a plane of 2 and one of 1), in 32-bit
+words. Chunk by chunk of up to 4 words, the channel at place ((chunk * fields + field) * words + word) * 2 + half is at
+bit half * 16 + field * plane of its word. So a thread that unpacks a word gets pairs of neighbouring channels, in the
+two halves of a register, which are the very pairs that it feeds to a tensor core, and no code has to move between
+threads. With a bitmap the kept channels' codes are packed one after another, every token having as many of them.
 """
 
 import dataclasses
@@ -9,12 +20,50 @@ import math
 
 import torch
 
-from hstu_sparse.cache.layout import Layout, RotateKVOptions
 from hstu_sparse.core.launch import cdiv, next_power_of_2
-from hstu_sparse.core.validation import FLOATING_DTYPES, check_int
+from hstu_sparse.core.validation import FLOATING_DTYPES, check_int, check_number
 
-PAGE = 16  # tokens of a page of plain keys and values, and of unpruned codes
+BITS = (2, 3, 4, 8)
+HEAD_GROUPS = (1, 2, 4)
+PAGE = 16  # tokens of a page, unless keys are pruned
+TILE = 64  # tokens that kernels process at once, and tokens of a bitmap's word
+MOST_CHANNELS = 1024
+MOST_SINKS = 1 << 20  # each sequence has this many slots for them
 CODE_DTYPES = {"codes": torch.int32, "ranges": torch.float16, "bitmap": torch.int64}
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The sizes of keys or of values: C channels of a head group, in quantisation groups and blocks of a power of two.
+
+    The last group of values may have fewer channels than its width; the rest is stored as code 0.
+    """
+
+    channels: int
+    group: int  # channels that share scale and zero
+    groups: int
+    block: int
+    blocks: int
+    words: int  # 32-bit words of a block's codes
+
+    @classmethod
+    def of(cls, channels: int, quant_group: int, bits: int) -> "Side":
+        group = min(quant_group, max(16, next_power_of_2(channels)))
+        groups, block = cdiv(channels, group), min(TILE, group)
+        words = sum(plane_words(block, plane) for plane in planes(bits))
+        return cls(channels, group, groups, block, groups * group // block, words)
+
+
+def planes(bits: int) -> tuple[int, ...]:
+    """Return the sizes of the planes that a code is split into, in bits, the low ones first."""
+    return (2, 1) if bits == 3 else (bits,)
+
+
+def plane_words(width: int, plane: int) -> int:
+    """Return the number of 32-bit words that one plane of a block of `width` channels takes."""
+    return max(1, width * plane // 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,27 +100,16 @@ class PageFormat:
             check_int(name, getattr(self, name), 1)
         if self.dtype not in FLOATING_DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, FLOATING_DTYPES))}, got {self.dtype}")
-        if self.bits is None:
-            if self.sink_tokens:
-                raise ValueError(
-                    f"sink_tokens need bits: without, every token is kept as it is, got {self.sink_tokens}"
-                )
-        else:
-            self.layout  # noqa: B018  refuses what cannot be packed
+        if self.bits is not None:
+            check_codes(self.bits, self.head_group, self.quant_group, self.sparsity, self.sink_tokens, self.clip)
+            check_heads(self.heads, self.coded_size, self.head_group)
+        elif self.sink_tokens:
+            raise ValueError(f"sink_tokens need bits: without, every token is kept as it is, got {self.sink_tokens}")
 
     @property
-    def options(self) -> RotateKVOptions | None:
-        """The options of the codes; None for uncompressed keys and values."""
-        if self.bits is None:
-            return None
-        return RotateKVOptions(
-            self.bits, self.head_group, self.quant_group, float(self.sparsity), self.sink_tokens, self.clip
-        )
-
-    @functools.cached_property
-    def layout(self) -> Layout | None:
-        """The sizes of the codes, of keys that are padded to `coded_size`; None without codes."""
-        return None if self.bits is None else Layout(self.options, self.heads, self.coded_size, self.value_size)
+    def sparse(self) -> bool:
+        """Whether keys are pruned."""
+        return self.bits is not None and self.sparsity > 0
 
     @property
     def coded_size(self) -> int:
@@ -79,18 +117,56 @@ class PageFormat:
         return max(next_power_of_2(self.head_size), 16 // self.head_group)
 
     @property
+    def head_groups(self) -> int:
+        return self.heads // self.head_group
+
+    @functools.cached_property
+    def keys(self) -> Side:
+        """The sizes of the codes of keys, padded to `coded_size`."""
+        assert self.bits is not None
+        return Side.of(self.coded_size * self.head_group, self.quant_group, self.bits)
+
+    @functools.cached_property
+    def values(self) -> Side:
+        """The sizes of the codes of values."""
+        assert self.bits is not None
+        return Side.of(self.value_size * self.head_group, self.quant_group, self.bits)
+
+    @property
+    def num_kept(self) -> int:
+        """The number of a key's channels that pruning leaves; sparsity 0.9 leaves 10%, whatever floats round to."""
+        return math.ceil(round((1 - self.sparsity) * self.keys.channels, 9))
+
+    @property
+    def inset(self) -> float:
+        """The share of a group's range, at either end, that the codes leave out."""
+        return (1 - self.clip) / 2
+
+    @property
     def page_size(self) -> int:
         """The number of tokens of a page."""
-        return PAGE if self.layout is None else self.layout.page
+        return TILE if self.sparse else PAGE
 
-    def shapes(self, pages: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(self, pages: int) -> Shapes:
         """Return shape and dtype of one layer's tensors of `pages` pages, by name."""
-        if self.layout is None:
+        if self.bits is None:
             page = (pages, self.heads, PAGE)
             return {"k": ((*page, self.head_size), self.dtype), "v": ((*page, self.value_size), self.dtype)}
-        return {name: (shape, CODE_DTYPES[name[2:]]) for name, shape in self.layout.shapes(pages).items()}
+        keys, values, page_size, rows = self.keys, self.values, self.page_size, (pages, self.head_groups)
+        codes: tuple[int, ...] = (keys.blocks, page_size, keys.words)
+        if self.sparse:
+            codes = (page_size, sum(cdiv(self.num_kept * plane, 32) for plane in planes(self.bits)))
+        shapes: dict[str, tuple[int, ...]] = {
+            "k_codes": (*rows, *codes),
+            "k_ranges": (*rows, keys.groups, page_size, 2),
+            "v_codes": (*rows, values.blocks, page_size, values.words),
+            "v_ranges": (*rows, values.groups, page_size, 2),
+        }
+        if self.sparse:
+            shapes["k_bitmap"] = (*rows, keys.channels)
+        return {name: (shape, CODE_DTYPES[name[2:]]) for name, shape in shapes.items()}
 
-    def sink_shapes(self, sequences: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def sink_shapes(self, sequences: int) -> Shapes:
         """Return shape and dtype of one layer's tensors of the sinks of `sequences` sequences; empty without sinks."""
         if not self.sink_tokens:
             return {}
@@ -122,5 +198,39 @@ class PageFormat:
         return layers * (pages * self.page_bytes + self.sequence_bytes) + pages * self.timestamp_bytes
 
 
-def _bytes(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+def _bytes(shapes: Shapes) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+
+
+def check_codes(
+    bits: int = 2, head_group: int = 2, quant_group: int = 64, sparsity: float = 0.0, sink_tokens: int = 0,
+    clip: float = 1.0,
+) -> None:  # fmt: skip
+    """Check the options of codes, see `rotatekv_compress`; TypeError or ValueError."""
+    for name, number in (("bits", bits), ("head_group", head_group), ("quant_group", quant_group)):
+        check_int(name, number, 1)
+    for name, number, some in (("bits", bits, BITS), ("head_group", head_group, HEAD_GROUPS)):
+        if number not in some:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, some))}, got {number}")
+    if quant_group < 16 or quant_group & (quant_group - 1):
+        raise ValueError(f"quant_group must be a power of two from 16, got {quant_group}")
+    if not 0 <= check_number("sparsity", sparsity) <= 0.9:
+        raise ValueError(f"sparsity must be from 0 to 0.9, got {sparsity}")
+    check_int("sink_tokens", sink_tokens, 0, MOST_SINKS)
+    if not 0 < check_number("clip", clip) <= 1:
+        raise ValueError(f"clip must be above 0 and at most 1, got {clip}")
+
+
+def check_heads(heads: int, head_size: int, head_group: int) -> None:
+    """Raise ValueError unless head_group divides H, and D * head_group is a power of two from 16 to MOST_CHANNELS."""
+    if heads < 1 or heads % head_group:
+        raise ValueError(f"head_group={head_group} must divide the number of heads, got H={heads}")
+    channels = head_size * head_group
+    if channels & (channels - 1) or not 16 <= channels <= MOST_CHANNELS:
+        above = min(max(16, next_power_of_2(channels)), MOST_CHANNELS)
+        below = min(max(16, above // 2), MOST_CHANNELS)
+        near = " or ".join(f"D={size // head_group}" for size in dict.fromkeys((below, above)))
+        raise ValueError(
+            f"the Hadamard transform needs D * head_group to be a power of two from 16 to {MOST_CHANNELS}, got "
+            f"D={head_size}, head_group={head_group}: the nearest head sizes that work are {near}"
+        )

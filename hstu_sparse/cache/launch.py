@@ -1,6 +1,7 @@
-"""Launch the kernels that write pages, and compute the constants of all kernels on codes. Imported only when needed.
+"""Launch the kernels that write pages, restore keys and values from codes, and do both at once. Imported when needed.
 
-Letters: T new tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size.
+Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, R tokens of a
+tile.
 """
 
 import functools
@@ -8,11 +9,12 @@ import functools
 import torch
 from torch import Tensor
 
-from hstu_sparse.cache.encode import write_codes_kernel
-from hstu_sparse.cache.format import PageFormat
-from hstu_sparse.cache.layout import TILE, Layout
-from hstu_sparse.cache.write import write_pages_kernel, write_timestamps_kernel
+from hstu_sparse.cache.codec import Form, Pages
+from hstu_sparse.cache.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
+from hstu_sparse.cache.encode import write_codes_kernel, write_pages_kernel, write_timestamps_kernel
+from hstu_sparse.cache.format import TILE, PageFormat
 from hstu_sparse.core.launch import LaunchConfig, configuration, on_device, padded_head, run
+from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
 from hstu_sparse.tiles.rows import Rows
@@ -21,52 +23,57 @@ from hstu_sparse.tiles.rows import Rows
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}
 
 
-def code_offset(bits: int, dtype: torch.dtype, sparse: bool = False) -> int:
+def code_offset(format: PageFormat, dtype: torch.dtype) -> int:
     """Return the number that unpacking adds to a code, which it reads as the mantissa of a number (see `codec`)."""
-    if sparse or bits > LOW_BITS.get(dtype, 0):
+    if format.bits is None or format.sparse or format.bits > LOW_BITS.get(dtype, 0):
         return 0
-    return 4 + 4 * 2 if bits == 3 else 2**bits
-
-
-def words(x: Tensor | None) -> Tensor | None:
-    """Return scales and zeros as the kernels take them: an int32 for both."""
-    return None if x is None else x.view(torch.int32)
-
-
-def tile_tokens(layout: Layout, dtype: torch.dtype) -> int:
-    """Return the number of tokens of a tile: fewer for more or wider channels, since a program holds all."""
-    most = TILE // 2 if dtype == torch.float32 else TILE
-    return max(16, min(most, TILE * 256 // layout.keys.channels))
-
-
-@configuration
-def codes_config(layout: Layout, dtype: torch.dtype) -> LaunchConfig:
-    """Return the configuration for writing codes: R tokens of a program, few without pruning."""
-    tokens, warps = (TILE, 4) if layout.sparse else (16, 2)
-    return LaunchConfig(warps, R=min(tokens, tile_tokens(layout, dtype)))
-
-
-def sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
-    """Return the constants that all kernels on a cache share; ordered: it has a channel order."""
-    return dict(_sizes(layout, ordered, dtype))
+    return 4 + 4 * 2 if format.bits == 3 else 2**format.bits
 
 
 @functools.lru_cache(maxsize=64)
-def _sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
-    keys, values = layout.keys, layout.values
-    return dict(
-        HG=layout.head_groups, G=layout.options.head_group, D=layout.head_size, V=layout.value_size, PAGE=layout.page,
-        BITS=layout.options.bits, K_BLOCK=keys.block, K_BLOCKS=keys.blocks, K_WORDS=keys.words, K_GROUPS=keys.groups,
-        KEPT=layout.num_kept, KEPT_WORDS=layout.shapes(0)["k_codes"][-1] if layout.sparse else 0, V_BLOCK=values.block,
-        V_BLOCKS=values.blocks, V_WORDS=values.words, V_GROUPS=values.groups, SPARSE=layout.sparse,
-        HAS_ORDER=ordered, R=tile_tokens(layout, dtype),
-    )  # fmt: skip
+def form_of(format: PageFormat) -> Form:
+    """Return a format as constants of the kernels."""
+    sizes = dict(H=format.heads, D=format.head_size, V=format.value_size, CODED=format.coded_size)
+    sizes |= dict(PAGE=format.page_size, SINKS=format.sink_tokens > 0, SPARSE=format.sparse)
+    if format.bits is None:
+        blocks = dict(K_BLOCK=padded_head(format.head_size), V_BLOCK=padded_head(format.value_size))
+        none = dict(G=1, BITS=0, KEPT=0, K_BLOCKS=1, K_WORDS=0, K_GROUPS=1, V_BLOCKS=1, V_WORDS=0, V_GROUPS=1)
+        return Form(**sizes, **blocks, **none)
+    for name, side in (("K", format.keys), ("V", format.values)):
+        sizes |= {f"{name}_BLOCK": side.block, f"{name}_BLOCKS": side.blocks, f"{name}_GROUPS": side.groups}
+    (*_, words), _ = format.shapes(0)["k_codes"]
+    sizes |= dict(BITS=format.bits, KEPT=format.num_kept, K_WORDS=words, V_WORDS=format.values.words)
+    return Form(**sizes, G=format.head_group)
+
+
+def tile_tokens(format: PageFormat, dtype: torch.dtype) -> int:
+    """Return the number of tokens of a tile: fewer for more or wider channels, since a program holds all."""
+    most = TILE // 2 if dtype == torch.float32 else TILE
+    return max(16, min(most, TILE * 256 // format.keys.channels))
+
+
+@configuration
+def codes_config(format: PageFormat, dtype: torch.dtype) -> LaunchConfig:
+    """Return the configuration for writing codes: R tokens of a program, few without pruning."""
+    tokens, warps = (TILE, 4) if format.sparse else (16, 2)
+    return LaunchConfig(warps, R=min(tokens, tile_tokens(format, dtype)))
+
+
+def inverse(order: Tensor | None) -> Tensor | None:
+    """Return the index of each channel among the permuted ones, int32."""
+    return None if order is None else order.argsort(-1).int()
 
 
 def write_pages(
-    tensors: dict[str, Tensor], format: PageFormat, k: Tensor, v: Tensor, offsets: Tensor, pages: Tensor,
-    lengths: Tensor, channel_order: Tensor | None = None,
-) -> None:  # fmt: skip
+    tensors: dict[str, Tensor],
+    format: PageFormat,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    channel_order: Tensor | None = None,
+) -> None:
     """Write keys [T, H, D] and values [T, H, V] of one layer, see `PagePool.write`.
 
     channel_order: of codes, see `rotatekv_compress`.
@@ -75,29 +82,22 @@ def write_pages(
     check_kernel("PagePool.write", tensors.get("k", tensors.get("sink_k", k)), {})
     if len(k) == 0:
         return
-    k, v = as_rows(k, v, align=False)
-    batch, layout = offsets.shape[0] - 1, format.layout
-    inputs = Rows.of(k), Rows.of(v), offsets.contiguous(), lengths.contiguous(), pages.contiguous()
+    batch, form, target = offsets.shape[0] - 1, form_of(format), Pages.of(tensors)
+    inputs = *map(Rows.of, as_rows(k, v, align=False)), offsets.contiguous(), lengths.contiguous(), pages.contiguous()
     with on_device(k.device):
-        if layout is None:
+        if format.bits is None:
             rows = 16
             run(
-                write_pages_kernel, (len(k) // rows + batch, format.heads), *inputs, tensors["k"], tensors["v"], batch,
-                pages.shape[1], H=format.heads, D=format.head_size, V=format.value_size,
-                PAD_D=padded_head(format.head_size), PAD_V=padded_head(format.value_size), PAGE=format.page_size,
-                R=rows, num_warps=4,
+                write_pages_kernel, (len(k) // rows + batch, format.heads), *inputs, target, batch, pages.shape[1],
+                FORM=form, PAD_D=form.K_BLOCK, PAD_V=form.V_BLOCK, R=rows, num_warps=4,
             )  # fmt: skip
             return
-        config = codes_config(layout, k.dtype)
+        config = codes_config(format, k.dtype)
+        # A fused multiply-add would round scaling and shifting differently from the reference.
         run(
-            write_codes_kernel, (len(k) // config.R + batch, layout.head_groups), *inputs, channel_order,
-            tensors.get("sink_k"), tensors.get("sink_v"), tensors["k_codes"], words(tensors["k_ranges"]),
-            tensors.get("k_bitmap"), tensors["v_codes"], words(tensors["v_ranges"]), batch, pages.shape[1],
-            format.sink_tokens, layout.keys.channels**-0.5,
-            **sizes(layout, channel_order is not None, k.dtype) | dict(config), REAL=format.head_size,
-            INSET=layout.options.inset, SINKS=format.sink_tokens > 0,
-            # A fused multiply-add would round scaling and shifting differently from the reference.
-            enable_fp_fusion=False,
+            write_codes_kernel, (len(k) // config.R + batch, format.head_groups), *inputs, channel_order, target, batch,
+            pages.shape[1], format.sink_tokens, format.keys.channels**-0.5, FORM=form, INSET=format.inset,
+            **config, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -114,3 +114,58 @@ def write_timestamps(
             lengths.contiguous(), pages.contiguous(), timestamps, batch, pages.shape[1],
             SINKS=format.sink_tokens > 0, PAGE=format.page_size, R=rows, num_warps=4,
         )  # fmt: skip
+
+
+def decompress(cache) -> tuple[Tensor, Tensor]:
+    """Return (k [T, H, D], v [T, H, V]) of a `RotateKVCache`, of its dtype."""
+    format, tokens = cache.format, sum(cache.lengths)
+    k, v = (
+        torch.empty(tokens, format.heads, size, dtype=format.dtype, device=cache.device)
+        for size in (format.head_size, format.value_size)
+    )
+    check_kernel("rotatekv_decompress", k, {"V": format.value_size})
+    if tokens == 0:
+        return k, v
+    rows, out = tile_tokens(format, format.dtype), min(4, format.keys.blocks)
+    with on_device(k.device):
+        run(
+            rotatekv_decompress_kernel,
+            (tokens // rows + cache.num_sequences, format.head_groups, format.keys.blocks // out),
+            cache.seq_offsets, cache.pages, inverse(cache.channel_order), Pages.of(cache.tensors), k, v,
+            cache.num_sequences, cache.pages.shape[1], format.sink_tokens, format.keys.channels**-0.5,
+            FORM=form_of(format), OFFSET=code_offset(format, format.dtype), OUT=out, R=rows, num_warps=4,
+        )  # fmt: skip
+    return k, v
+
+
+def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group, sparsity, sink_tokens, clip):
+    sizes = *k.shape[1:], v.shape[2]
+    format = PageFormat(*sizes, k.dtype, bits, head_group, quant_group, sparsity, sink_tokens, clip)
+    check_kernel("rotatekv_round_trip", k, {"D": format.head_size, "V": format.value_size})
+    outputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    rows, batch = tile_tokens(format, k.dtype), seq_offsets.shape[0] - 1
+    if k.shape[0]:
+        run(
+            rotatekv_round_trip_kernel, (k.shape[0] // rows + batch, format.head_groups),
+            *map(Rows.of, as_rows(k, v, align=False)), seq_offsets, channel_order, inverse(channel_order), *outputs,
+            batch, sink_tokens, format.keys.channels**-0.5, FORM=form_of(format), INSET=format.inset, R=rows,
+            enable_fp_fusion=False, num_warps=4,
+        )  # fmt: skip
+    return outputs
+
+
+def _straight_through(dk, dv, k, v, *_):
+    return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in ((k, dk), (v, dv))]
+
+
+round_trip_operator = Operator(
+    "rotatekv_round_trip",
+    "Tensor k, Tensor v, Tensor seq_offsets, Tensor? channel_order, int bits, int head_group, int quant_group, "
+    "float sparsity, int sink_tokens, float clip",
+    forward=_round_trip,
+    backward=_straight_through,
+    fake=lambda k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)),
+    differentiable=("k", "v"),
+    outputs=2,
+    graded=2,
+)

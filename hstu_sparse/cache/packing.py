@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hstu_sparse.cache.layout import Layout, Side, plane_words, planes
+from hstu_sparse.cache.format import PageFormat, Side, plane_words, planes
 from hstu_sparse.core.jagged import readable
 from hstu_sparse.core.launch import cdiv
 from hstu_sparse.core.precision import widened, working_dtype
@@ -139,25 +139,26 @@ def dequantise(encoded: Codes, side: Side, dtype: torch.dtype) -> Tensor:
 
 
 def encode(
-    k: Tensor, v: Tensor, layout: Layout, channel_order: Tensor | None, *, refuse_small: bool = True
+    k: Tensor, v: Tensor, format: PageFormat, channel_order: Tensor | None, *, refuse_small: bool = True
 ) -> tuple[Codes, Codes]:
     """Quantise keys and values [T, H, ...]; refuse_small: also refuse numbers that vanish in fp16 scales
     (`check_fits`).
     """
-    options = layout.options
-    rotated = rotate(k, options.head_group, channel_order)
-    keys = quantise(
-        rotated, layout.keys, options.bits, prune(rotated, layout.num_kept), options.inset, "k", refuse_small
-    )  # fmt: skip
-    values = grouped(v, options.head_group).to(working_dtype(v.dtype))
-    return keys, quantise(values, layout.values, options.bits, None, options.inset, "v", refuse_small)
+    assert format.bits is not None
+    rotated = rotate(k, format.head_group, channel_order)
+    mask = prune(rotated, format.num_kept)
+    keys = quantise(rotated, format.keys, format.bits, mask, format.inset, "k", refuse_small)
+    values = grouped(v, format.head_group).to(working_dtype(v.dtype))
+    return keys, quantise(values, format.values, format.bits, None, format.inset, "v", refuse_small)
 
 
-def decode(keys: Codes, values: Codes, layout: Layout, channel_order: Tensor | None, dtype: torch.dtype):
+def decode(
+    keys: Codes, values: Codes, format: PageFormat, channel_order: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return (k [T, H, D], v [T, H, V]) of `dtype`."""
-    k = rotate_back(dequantise(keys, layout.keys, working_dtype(dtype)), layout.heads, channel_order)
-    v = dequantise(values, layout.values, working_dtype(dtype))
-    return k.to(dtype), v.reshape(v.shape[0], layout.heads, layout.value_size).to(dtype)
+    k = rotate_back(dequantise(keys, format.keys, working_dtype(dtype)), format.heads, channel_order)
+    v = dequantise(values, format.values, working_dtype(dtype))
+    return k.to(dtype), v.reshape(v.shape[0], format.heads, format.value_size).to(dtype)
 
 
 def _words(x: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ def _words(x: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, width: int, bits: int) -> Tensor:
-    """Pack codes [..., blocks * width] into words [..., blocks, words] int32, in the order that `layout` defines."""
+    """Pack codes [..., blocks * width] into words [..., blocks, words] int32, in the order that format.py defines."""
     codes = codes.unflatten(-1, (-1, width))
     parts, done = [], 0
     for plane in planes(bits):

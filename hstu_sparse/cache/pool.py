@@ -149,7 +149,7 @@ class PagePool:
         if first:
             row = array("i", [self._sinks.take()])
         new_pages = array("i", [self._pages.take() for _ in range(needed)])
-        if new_pages and self.format.sparsity:  # which are written by setting bits
+        if new_pages and self.format.sparse:  # which are written by setting bits
             page = torch.tensor(new_pages, device=self.device)
             for tensors in self.tensors:
                 for name in self.format.shapes(0):

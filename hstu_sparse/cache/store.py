@@ -39,7 +39,7 @@ def write(
     owned = page >= 0
     if not bool(owned.all()):
         k, v, sequence, position, page, slot = (x[owned] for x in (k, v, sequence, position, page, slot))
-    if format.layout is None:
+    if format.bits is None:
         for name, x in (("k", k), ("v", v)):
             tensors[name][page, :, slot] = _rounded(name, x, format.dtype)
         return
@@ -50,7 +50,7 @@ def write(
             for name, x in (("k", k), ("v", v)):
                 tensors[f"sink_{name}"][row, at] = _rounded(name, x[sinks], format.dtype)
             k, v, page, slot = (x[~sinks] for x in (k, v, page, slot))
-    keys, values = packing.encode(padded_keys(k, format), v, format.layout, channel_order, refuse_small=False)
+    keys, values = packing.encode(padded_keys(k, format), v, format, channel_order, refuse_small=False)
     write_codes(tensors, format, keys, values, page, slot)
 
 
@@ -64,32 +64,32 @@ def _rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def write_codes(tensors, format: PageFormat, keys: packing.Codes, values: packing.Codes, page, slot) -> None:
     """Pack T tokens into pages, token i into slot[i] of page[i]."""
-    layout = format.layout
-    bits = layout.options.bits
-    if layout.sparse:
+    bits = format.bits
+    assert bits is not None
+    if format.sparse:
         mask = keys.mask if keys.mask is not None else torch.ones_like(keys.codes, dtype=torch.bool)
-        tensors["k_codes"][page, :, slot] = packing.pack_kept(keys.codes, mask, layout.num_kept, bits)
+        tensors["k_codes"][page, :, slot] = packing.pack_kept(keys.codes, mask, format.num_kept, bits)
         # Each bit is set once, in a page that held zeros, so that adding sets it.
         mark = torch.where(mask, torch.ones_like(slot)[:, None, None] << slot[:, None, None], 0)
         tensors["k_bitmap"].index_add_(0, page, mark)
     else:
-        tensors["k_codes"][page, :, :, slot] = packing.pack(keys.codes, layout.keys.block, bits)
-    tensors["v_codes"][page, :, :, slot] = packing.pack(values.codes, layout.values.block, bits)
+        tensors["k_codes"][page, :, :, slot] = packing.pack(keys.codes, format.keys.block, bits)
+    tensors["v_codes"][page, :, :, slot] = packing.pack(values.codes, format.values.block, bits)
     tensors["k_ranges"][page, :, :, slot] = torch.stack((keys.scale, keys.zero), -1)
     tensors["v_ranges"][page, :, :, slot] = torch.stack((values.scale, values.zero), -1)
 
 
 def read_codes(tensors, format: PageFormat, page: Tensor, slot: Tensor) -> tuple[packing.Codes, packing.Codes]:
     """Return the codes of token i in slot[i] of page[i]."""
-    layout = format.layout
-    bits, mask = layout.options.bits, None
-    if layout.sparse:
+    bits, mask = format.bits, None
+    assert bits is not None
+    if format.sparse:
         mask = (tensors["k_bitmap"][page] >> slot[:, None, None] & 1).bool()
-        codes = packing.unpack_kept(tensors["k_codes"][page, :, slot], mask, layout.num_kept, bits)
+        codes = packing.unpack_kept(tensors["k_codes"][page, :, slot], mask, format.num_kept, bits)
     else:
-        codes = packing.unpack(tensors["k_codes"][page, :, :, slot], layout.keys.block, bits)
+        codes = packing.unpack(tensors["k_codes"][page, :, :, slot], format.keys.block, bits)
     keys = packing.Codes(codes, *tensors["k_ranges"][page, :, :, slot].unbind(-1), mask)
-    codes = packing.unpack(tensors["v_codes"][page, :, :, slot], layout.values.block, bits)
+    codes = packing.unpack(tensors["v_codes"][page, :, :, slot], format.values.block, bits)
     return keys, packing.Codes(codes, *tensors["v_ranges"][page, :, :, slot].unbind(-1), None)
 
 
@@ -99,9 +99,9 @@ def read(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (keys [T, H, D], values [T, H, V]) of `dtype` at positions [T] of sequences [T]."""
     page, slot = place(format, pages, sequence, position)
-    if format.layout is None:
+    if format.bits is None:
         return tensors["k"][page, :, slot].to(dtype), tensors["v"][page, :, slot].to(dtype)
-    k, v = packing.decode(*read_codes(tensors, format, page, slot), format.layout, channel_order, dtype)
+    k, v = packing.decode(*read_codes(tensors, format, page, slot), format, channel_order, dtype)
     k = k[..., : format.head_size]
     sinks = position < format.sink_tokens
     if not bool(sinks.any()):

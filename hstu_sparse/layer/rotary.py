@@ -190,10 +190,21 @@ def rotary_kernel(
             tl.store(target + D - 1, last, row < length)
 
 
-def _rotate(x, seq_offsets, times, origins, positions, max_seq_len, position, sign) -> torch.Tensor:
+def rotated(
+    x: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    turns: torch.Tensor,
+    by_position: int,
+    *,
+    times: torch.Tensor | None = None,
+    origins: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    sign: int = 1,
+) -> torch.Tensor:
+    """Return x [T, H, D] with pair i rotated by turns[i] for each token of its position, which holds for the first
+    `by_position` pairs, or for each second of its time.
+    """
     tokens, heads, size = x.shape
-    by_position = split(size, position, times is not None)
-    turns = turns_per_unit(size // 2, by_position, max_seq_len, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
         num_seqs, pairs = seq_offsets.shape[0] - 1, next_power_of_2(max(1, size // 2))
@@ -204,6 +215,12 @@ def _rotate(x, seq_offsets, times, origins, positions, max_seq_len, position, si
             ROWS=rows, PAIRS=pairs, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _rotate(x, seq_offsets, times, origins, positions, max_seq_len, position, sign) -> torch.Tensor:
+    by_position = split(x.shape[2], position, times is not None)
+    turns = turns_per_unit(x.shape[2] // 2, by_position, max_seq_len, x.device)
+    return rotated(x, seq_offsets, turns, by_position, times=times, origins=origins, positions=positions, sign=sign)
 
 
 def _forward(*arguments):

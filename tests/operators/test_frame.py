@@ -124,7 +124,7 @@ def test_constants_are_on_the_device_that_is_asked_for():
     """They are stored, also those of a first call under another default device; sizes that no other test has."""
     from hstu_sparse.bias.buckets import bucket_steps, device_cells
     from hstu_sparse.bias.relative import _edges_on
-    from hstu_sparse.cache.rotatekv.angles import rope_table
+    from hstu_sparse.cache.rotatekv.launch import angles, turns
     from hstu_sparse.layer.rotary import turns_per_unit
     from hstu_sparse.ring.plan import fixed_plan
 
@@ -133,7 +133,8 @@ def test_constants_are_on_the_device_that_is_asked_for():
         device_cells: (61, cpu),
         bucket_steps: (61, cpu),
         _edges_on: (61, cpu),
-        rope_table: (9.0, 3, 1, 2, 5, cpu),
+        angles: (9.0, 3, 2, 5, cpu),
+        turns: (9.0, 3, cpu),
         turns_per_unit: (7, 3, 61, cpu),
         fixed_plan: (3, 61, 1, 2, True, cpu),
     }

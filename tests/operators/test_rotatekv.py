@@ -6,7 +6,6 @@ from safetensors.torch import load_file, save_file
 
 import hstu_sparse
 from hstu_sparse import (
-    PageFormat,
     PagePool,
     RelativeBias,
     RotateKVCache,
@@ -20,7 +19,7 @@ from hstu_sparse import (
     rotatekv_self_attention,
 )
 from hstu_sparse.cache import packing, store
-from hstu_sparse.cache.layout import Layout, RotateKVOptions, Side
+from hstu_sparse.cache.format import PageFormat, Side
 from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.compat import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse
 from tests.support.budgets import EDGE_CASES, make_jagged, make_offsets, make_timestamps
@@ -86,7 +85,7 @@ def test_codes_by_hand():
 def test_clipped_codes_by_hand():
     """Three quarters of a range from -1 to 7 reach from 0 to 6 in steps of 2; what lies outside becomes 0 or 6."""
     x = torch.tensor([-1.0, 7.0, 0.0, 6.0, 0.9, 1.1, 3.2, 5.2] * 2)[None, None]
-    side, options = Side.of(16, 64, 2), RotateKVOptions(clip=0.75)
+    side, options = Side.of(16, 64, 2), PageFormat(2, 16, 16, bits=2, clip=0.75)
     coded = packing.quantise(x, side, 2, None, options.inset)
     assert (coded.zero.item(), coded.scale.item()) == (0.0, 2.0)
     assert coded.codes[0, 0, :8].tolist() == [0, 3, 0, 3, 0, 1, 2, 3]
@@ -113,8 +112,8 @@ def test_codes_are_of_the_stored_scale():
 def test_pruning_keeps_the_greatest_and_the_first_of_equals():
     x = torch.tensor([[[1.0, -3.0, 2.0, -2.0, 2.0, 0.0, 3.0, -1.0]]])
     assert packing.prune(x, 4)[0, 0].nonzero().flatten().tolist() == [1, 2, 3, 6]
-    assert Layout(RotateKVOptions(sparsity=0.7), 2, 64, 64).num_kept == 39  # ceil(0.3 * 128)
-    assert Layout(RotateKVOptions(sparsity=0.9), 2, 64, 64).num_kept == 13  # ceil(0.1 * 128)
+    assert PageFormat(2, 64, 64, bits=2, sparsity=0.7).num_kept == 39  # ceil(0.3 * 128)
+    assert PageFormat(2, 64, 64, bits=2, sparsity=0.9).num_kept == 13  # ceil(0.1 * 128)
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
@@ -218,7 +217,7 @@ def test_append_leaves_what_is_packed_and_equals_compressing_all(options):
     portions = [make(lengths, seed=10 * i) for i, lengths in enumerate(steps)]
     cache = rotatekv_compress(*portions[0], **options)
     for k, v, offsets in portions[1:]:
-        sequence, position = (x[cache.tokens()[1] >= cache.options.sink_tokens] for x in cache.tokens())
+        sequence, position = (x[cache.tokens()[1] >= cache.format.sink_tokens] for x in cache.tokens())
         before, lengths = codes_at(cache, sequence, position), cache.lengths
         rows, sinks = [list(row) for row in cache.rows], cache.tensors.get("sink_k", torch.zeros(0)).clone()
         assert cache.append(k, v, offsets) is cache
@@ -226,9 +225,9 @@ def test_append_leaves_what_is_packed_and_equals_compressing_all(options):
             assert all(x is y is None or torch.equal(x, y) for x, y in zip(actual, expected))
         for row, now, length in zip(rows, cache.rows, lengths):
             assert list(now[: len(row)]) == row
-            if row and cache.options.sink_tokens:
-                stored_sinks = cache.tensors["sink_k"][row[0], : min(length, cache.options.sink_tokens)]
-                assert torch.equal(stored_sinks, sinks[row[0], : min(length, cache.options.sink_tokens)])
+            if row and cache.format.sink_tokens:
+                stored_sinks = cache.tensors["sink_k"][row[0], : min(length, cache.format.sink_tokens)]
+                assert torch.equal(stored_sinks, sinks[row[0], : min(length, cache.format.sink_tokens)])
     together = [
         torch.cat([part[x][part[2][b] : part[2][b + 1]] for b in range(4) for part in portions]) for x in (0, 1)
     ]
@@ -315,7 +314,7 @@ def test_file(tmp_path, options):
     cache.save(tmp_path / "cache")
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
     loaded = RotateKVCache.load(tmp_path / "cache")
-    assert loaded.layout == cache.layout and loaded.dtype == cache.dtype and loaded.nbytes == cache.nbytes
+    assert loaded.format == cache.format and loaded.dtype == cache.dtype and loaded.nbytes == cache.nbytes
     for mine, theirs in zip(rotatekv_decompress(cache), rotatekv_decompress(loaded)):
         assert torch.equal(mine, theirs)
     assert torch.equal(cache.channel_order, loaded.channel_order) and loaded.lengths == cache.lengths

@@ -196,11 +196,10 @@ def test_the_same_bits_in_every_run():
 
 
 def test_batches_do_not_recompile_kernels():
-    from hstu_sparse.cache import encode
-    from hstu_sparse.cache.rotatekv import attention, decode
+    from hstu_sparse.cache import decode, encode
+    from hstu_sparse.cache.paged.kernel import paged_attention_fwd_kernel
 
-    kernels = [encode.write_codes_kernel, decode.rotatekv_decompress_kernel,
-               attention.rotatekv_attention_fwd_kernel]  # fmt: skip
+    kernels = [encode.write_codes_kernel, decode.rotatekv_decompress_kernel, paged_attention_fwd_kernel]
 
     def step(lengths):
         k, v = (make_jagged(lengths, (2, 64), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(2))

@@ -5,7 +5,6 @@ import torch
 
 from hstu_sparse import (
     RelativeBias,
-    calibrate,
     hadamard_transform,
     rotatekv_attention,
     rotatekv_compress,
@@ -159,21 +158,3 @@ def test_hadamard(n):
     compare_with_reference(run("triton"), run("reference"), {"x": x}, factor=4.0)
     matrix = packing.hadamard_reference(torch.eye(n))
     torch.testing.assert_close(hadamard_transform(x, backend="triton"), x @ matrix, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "size, ordered, rope, back",
-    [(64, True, None, True), (128, True, None, False), (128, True, 1e4, True), (128, False, None, True)],
-)
-def test_a_long_order_turns_keys_back_only_for_rope(size, ordered, rope, back, monkeypatch):
-    """Many queries: which kernel they get."""
-    from hstu_sparse.cache.rotatekv import launch_attention
-
-    def general(call, keys_back):
-        raise LookupError(keys_back)
-
-    k, q = make_jagged((3,), (2, size)), make_jagged((40,), (2, size), seed=1)
-    cache = rotatekv_compress(k, k, make_offsets((3,)), channel_order=calibrate(k) if ordered else None)
-    monkeypatch.setattr(launch_attention, "general", general)
-    with pytest.raises(LookupError, match=str(back)):
-        rotatekv_attention(q, make_offsets((40,)), cache, 3, rope_base=rope, backend="triton")

@@ -33,7 +33,7 @@ ALLOWED = {
 PROGRAMS_ONLY = {"cli.command", "cli.program"}
 # Folders of hstu_sparse that its operators share, and pairs (operator, the operator that it is built on).
 SHARED = {"bias", "core", "tiles"}
-BUILT_ON = {("ring", "flash"), ("cache", "dense")}
+BUILT_ON = {("ring", "flash"), ("cache", "dense"), ("cache", "layer")}
 
 
 def name_of(file: Path) -> str:

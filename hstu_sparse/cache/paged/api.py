@@ -4,23 +4,15 @@ Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D que
 max_seq_len.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
+from hstu_sparse.cache.paged.call import Queries, check_scoring
 from hstu_sparse.cache.pool import PagePool
 from hstu_sparse.core.jagged import check_jagged, readable
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import (
-    check_bool,
-    check_int,
-    check_normalizer,
-    check_scale,
-    check_tensor,
-    choose_backend,
-)
+from hstu_sparse.core.validation import check_bool, check_int, check_tensor, choose_backend
 
 
 @without_autocast
@@ -115,10 +107,6 @@ def paged_attention(
     check_jagged(q_offsets, max(1, sizes["Tq"]), q=q, k=k, v=v)
     check_int("layer", layer, 0, pool.layers - 1)
     check_bool("candidates", candidates)
-    if activation not in ("silu", "softmax"):
-        raise ValueError(f"activation must be silu or softmax, got {activation!r}")
-    if normalizer is not None and activation != "silu":
-        raise ValueError(f"normalizer is for activation='silu', softmax has none, got {normalizer!r}")
     pool.check_table(pages, lengths, None if candidates else q_offsets)
     if lengths.shape[0] != q_offsets.shape[0] - 1:
         raise ValueError(f"lengths must be [B={q_offsets.shape[0] - 1}], got {list(lengths.shape)}")
@@ -128,14 +116,12 @@ def paged_attention(
         if longest > max_seq_len:
             raise ValueError(f"a sequence has {longest} tokens, new ones included, more than max_seq_len={max_seq_len}")
     bias = check_bias(bias, max_seq_len, lengths.shape[0] if candidates else sizes["Tq"], q.device)
-    call: dict[str, Any] = dict(
-        layer=layer, candidates=candidates, activation=activation, scale=check_scale(scale, sizes["D"]),
-        normalizer=check_normalizer(normalizer, max_seq_len), bias=bias,
-    )  # fmt: skip
+    scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"])
+    new = Queries(q, k, v, q_offsets, lengths, candidates)
     if choose_backend(backend, q, "paged_attention") == "reference":
         from hstu_sparse.cache.paged.reference import paged_reference
 
-        return paged_reference(q, k, v, q_offsets, pool, pages, lengths, **call)
-    from hstu_sparse.cache.paged.launch import attention
+        return paged_reference(new, pool, layer, pages, scoring)
+    from hstu_sparse.cache.paged.launch import attend_to_pool
 
-    return attention(q, k, v, q_offsets, pool, pages, lengths, **call)
+    return attend_to_pool(new, pool, layer, pages, scoring)

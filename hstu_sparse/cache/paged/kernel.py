@@ -1,66 +1,147 @@
-"""Attend with tiles of new tokens to the pages of their sequence.
+"""Define attention of tiles of new tokens to the pages of their sequence, and the merge of its parts.
 
 Letters: Tq new tokens, B sequences, P columns of the page table, S sink tokens, H heads, D query/key and V value head
 size, G heads of a head group, C its key channels, R positions of a tile.
 
-A program owns BQ new tokens of one sequence for HEADS heads of one head group, in rows head * BQ + token, and a part of
-the sequence's pages, which it walks over in tiles of R positions. Pages of keys and values as they are know no groups
-(G = 1). Codes lie by head group: where new tokens are few a program takes all heads of a group, so that each code is
-unpacked once.
+A program has BQ new tokens of one sequence for HEADS heads of one head group, in rows head * BQ + token, and a part of
+the sequence's pages, over which it iterates in tiles of R positions. Uncompressed pages have no head groups (G = 1).
+Codes lie by head group: if new tokens are few a program takes all heads of a group, so that each code is unpacked once.
 
 Keys stay rotated: with Sylvester's matrix of C = G * D channels as the product of one of G and one of D,
 
     q[h] . k[h] = C^(-1/2) * sum over heads g of the group of sign(h, g) * (Hadamard(q[h]) . k'[g])
 
-so that a new token's query is transformed once, and meets the codes of the whole group as they are. Its part with a
-quantisation group is scaled after the product where rows are few (SCALED), and the codes before it where they are many.
+so that a new token's query is transformed once, and is multiplied by the codes of the whole group as they are. The
+product with a quantisation group is scaled if rows are few (SCALED), and otherwise the codes before the product. Only
+RoPE needs the keys themselves, since it does not commute with the transform: they are restored tile by tile. It rotates
+position 64 a + r by the angle of 64 a and by that of r: two small tables instead of one row per position.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.bias.scores import pair_bias
-from hstu_sparse.cache.codec import halves_of, load_codes, sign
-from hstu_sparse.tiles.rows import in_registers, load_rows, locate, silu
+from hstu_sparse.cache.bias import biases
+from hstu_sparse.cache.codec import Pages, halves_of, load_codes, sign
+from hstu_sparse.cache.decode import load_keys, load_values, restored_blocks
+from hstu_sparse.tiles.rows import in_registers, load_rows, locate, opaque, silu
+
+# Signs of the matrices of a channel order, of all channels, that may be in shared memory throughout the loop, where the
+# compiler puts loop invariants: 64 KB. For 1,024 channels it is 512 KB.
+MOST_SIGNS = tl.constexpr(32768)
+
+
+class History(NamedTuple):
+    """The cached keys and values as the kernel takes them.
+
+    source      their tensors
+    table       [B, P] the pages of each sequence, or None: its tokens are pages of one, from offsets[b] on
+    offsets     [B+1] without a table
+    timestamps  of each slot of a page, with a time bias
+    order       [H / G, C] the index of each channel among the permuted ones, or None
+    near, far   [.., 2, D / 2] cos and sin of the angles of positions 0, 1, .. and 0, 64, 128, .. (RoPE), or None
+    """
+
+    source: Pages
+    table: torch.Tensor | None
+    offsets: torch.Tensor | None = None
+    timestamps: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    near: torch.Tensor | None = None
+    far: torch.Tensor | None = None
 
 
 @triton.jit
-def load_group(base, token, head, mask, b: tl.constexpr, stride_t, stride_h, first_head, SIZE: tl.constexpr,
-               CHANNELS: tl.constexpr, BW: tl.constexpr, first=0):  # fmt: skip
-    """Load block `first` + b of a head group's values, [rows, BW]; each row has its own head's channels, else zeros."""
-    channel = (first + b) * BW + tl.arange(0, BW)
+def find(history, first, position, inside, form, CANDIDATES: tl.constexpr):
+    """Return (page, slot) of positions; page 0, of any content, in place of -1, where new tokens were dropped.
+
+    first: pointer to the sequence's row of the table; without a table its first token.
+    """
+    if history.table is None:
+        return first + position, position * 0
+    else:
+        page = tl.load(first + (1 if form.SINKS else 0) + position // form.PAGE, inside, 0)
+        if not CANDIDATES:
+            page = tl.maximum(page, 0)
+        return page.to(tl.int64), position % form.PAGE
+
+
+@triton.jit
+def load_group(x, token, head, mask, channel, first_head, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Load channels of a head group of `Rows`, [rows, channels]; each row has its own head's, else zeros."""
     member = channel // SIZE
     belongs = mask[:, None] & (first_head + member[None, :] == head[:, None]) & (channel < CHANNELS)[None, :]
-    pointers = base + token[:, None] * stride_t + head[:, None].to(tl.int64) * stride_h + (channel % SIZE)[None, :]
-    return tl.load(pointers, belongs, 0.0)
+    row = x.pointer + token[:, None] * x.stride_t + head[:, None].to(tl.int64) * x.stride_h
+    return tl.load(row + (channel % SIZE)[None, :], belongs, 0.0)
 
 
 @triton.jit
-def page_of(entries, inside, CANDIDATES: tl.constexpr):
-    """Load entries of the page table; page 0, of any content, in place of -1, where new tokens were dropped."""
-    page = tl.load(entries, inside, 0)
-    if not CANDIDATES:
-        page = tl.maximum(page, 0)
-    return page.to(tl.int64)
-
-
-@triton.jit
-def rotated_queries(
-    q_rows, member, rotation, DTYPE: tl.constexpr, PAD_D: tl.constexpr, CODED: tl.constexpr, BW: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):  # fmt: skip
+def rotated_queries(q_rows, member, first_member, order, rotation, form, HEADS: tl.constexpr):
     """Return a tuple of blocks [rows, BW] of the queries, transformed as the codes of a head group are."""
+    DTYPE: tl.constexpr = q_rows.dtype
+    BW: tl.constexpr = form.K_BLOCK
+    BLOCKS: tl.constexpr = form.K_BLOCKS
     # In shared memory they would begin where the tiles of keys do. ptxas 12.8 then made a descriptor of keys in blocks
     # of 32 channels from an address in bytes, and the kernel read outside of its memory.
     q_rows = in_registers(q_rows, BW == 32 and q_rows.shape[0] >= 64)
-    place = tl.arange(0, PAD_D)
+    place = tl.arange(0, q_rows.shape[1])
     blocks = ()
     for b in tl.static_range(BLOCKS):
         channel = b * BW + tl.arange(0, BW)
-        matrix = sign(place[:, None], (channel % CODED)[None, :]).to(DTYPE)
-        x = tl.dot(q_rows, matrix, input_precision="ieee") * rotation
-        blocks += ((x * sign(member[:, None], (channel // CODED)[None, :])).to(DTYPE),)
+        if order is None:
+            matrix = sign(place[:, None], (channel % form.CODED)[None, :]).to(DTYPE)
+            x = tl.dot(q_rows, matrix, input_precision="ieee") * rotation
+            x *= sign(member[:, None], (channel // form.CODED)[None, :])
+        else:
+            x = tl.zeros([q_rows.shape[0], BW], tl.float32)
+            for h in tl.static_range(HEADS):
+                permuted = tl.load(order + (first_member + h) * form.D + place, place < form.D, 0)
+                matrix = sign(permuted[:, None], channel[None, :]).to(DTYPE)
+                product = tl.dot(q_rows, matrix, input_precision="ieee") * rotation
+                x = tl.where((member == first_member + h)[:, None], product, x)
+        blocks += (x.to(DTYPE),)
     return blocks
+
+
+@triton.jit
+def turned_keys(x, start, near, far, D: tl.constexpr, OW: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr = 64):
+    """Return a tuple of OUT key blocks [R, PAD] fp32, of whole heads, rotated to the positions from `start` on.
+
+    OW: the channels of a block without padding.
+    """
+    HALF: tl.constexpr = D // 2
+    STEP: tl.constexpr = HALF // OW
+    step = tl.arange(0, x[0].shape[0])[:, None]
+    place = tl.arange(0, x[0].shape[1])
+    turned = ()
+    for o in tl.static_range(OUT):
+        angle = tl.where(place < OW, o * OW % HALF + place, 0)[None, :]
+        n = near + (start % TILE + step) * (2 * HALF) + angle
+        f = far + (start // TILE) * (2 * HALF) + angle
+        a, b, c, d = tl.load(n), tl.load(n + HALF), tl.load(f), tl.load(f + HALF)
+        cos, sin = a * c - b * d, a * d + b * c
+        if o // STEP % 2 == 0:
+            turned += (x[o] * cos - x[o + STEP] * sin,)
+        else:
+            turned += (x[o] * cos + x[o - STEP] * sin,)
+    return turned
+
+
+@triton.jit
+def biased(scores, inside, at, position, slot, query_time, timestamps, bias, candidates):
+    """Return scores [rows, R] of tokens at `position` and, in the pages, `slot`, plus their bias."""
+    if candidates is not None:
+        scores += tl.load(candidates + position, inside, 0.0)[None, :]
+    elif bias.position is not None or bias.time is not None:
+        distance = at[:, None] - position[None, :]
+        times = 0
+        if bias.time is not None:
+            times = tl.load(timestamps + slot, inside, 0)[None, :]
+        seen = inside[None, :] & (distance > 0)
+        scores += biases(distance, seen, query_time, times, bias)[0]
+    return scores
 
 
 @triton.jit
@@ -80,30 +161,33 @@ def weigh(scores, seen, greatest, total, SOFTMAX: tl.constexpr, FAST: tl.constex
     return weights, greatest, total, factor
 
 
-@triton.jit(do_not_specialize=["B", "P", "S", "Tq", "positions", "SPLITS"])
+@triton.jit(do_not_specialize=["B", "P", "S", "Tq", "SPLITS"])
 def paged_attention_fwd_kernel(
-    q, q_stride_t, q_stride_h, k, k_stride_t, k_stride_h, v, v_stride_t, v_stride_h, q_offsets, pages, lengths,
-    key_pages, key_ranges, value_pages, value_ranges, sink_k, sink_v, timestamps,
-    position_table, time_table, cells, new_times, query_times, candidate_bias,
-    out, lse, B, P, S, Tq, positions, SPLITS, score_scale, rotation, inverse_n,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAGE: tl.constexpr,
-    BITS: tl.constexpr, OFFSET: tl.constexpr, CODED: tl.constexpr, K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr,
-    K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
-    V_GROUPS: tl.constexpr, OUT_V: tl.constexpr, SINKS: tl.constexpr, CANDIDATES: tl.constexpr, SOFTMAX: tl.constexpr,
-    SCALED: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr,
-    R: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr,
+    q, k, v, q_offsets, lengths, history, bias, out, lse, B, P, S, Tq, SPLITS, score_scale, rotation, inverse_n,
+    FORM: tl.constexpr, OFFSET: tl.constexpr, PAD_D: tl.constexpr, OUT_V: tl.constexpr, CANDIDATES: tl.constexpr,
+    SOFTMAX: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr, R: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of one tile of new tokens; out and lse: [SPLITS, Tq, H, ...], or the final results if SPLITS is
     1.
 
-    BITS: 0 for pages of uncompressed keys and values. OUT_V: blocks of values that a program sums. The part with number
-    0 also attends to the sinks and to the tokens themselves. Candidates use `candidate_bias` (bias.py) instead of the
-    tables.
+    q, k, v: `Rows`; without k and v new tokens do not see themselves. history: `History`, bias: `PairBias`. OUT_V:
+    blocks of values that a program sums. The part with number 0 also attends to the sinks and to the tokens themselves.
     """
-    DTYPE: tl.constexpr = q.dtype.element_ty
+    DTYPE: tl.constexpr = q.pointer.dtype.element_ty
+    H: tl.constexpr = FORM.H
+    G: tl.constexpr = FORM.G
+    D: tl.constexpr = FORM.D
+    V: tl.constexpr = FORM.V
+    K_BLOCK: tl.constexpr = FORM.K_BLOCK
+    K_BLOCKS: tl.constexpr = FORM.K_BLOCKS
+    V_BLOCK: tl.constexpr = FORM.V_BLOCK
+    PAGE: tl.constexpr = FORM.PAGE
+    ROPE: tl.constexpr = history.near is not None
     ROWS: tl.constexpr = HEADS * BQ
     CV: tl.constexpr = V * G
-    LEVELS: tl.constexpr = (1 << BITS) - 1
+    LEVELS: tl.constexpr = (1 << FORM.BITS) - 1
+    source = history.source
     b, first_query, count, q_tile = locate(q_offsets, tl.program_id(0), B, BQ)
     if q_tile * BQ >= count:
         return
@@ -121,78 +205,87 @@ def paged_attention_fwd_kernel(
     # The end of the last row's positions; no row sees later ones.
     last = length if CANDIDATES else length + tl.minimum(count, q_tile * BQ + BQ) - 1
     query_time = 0
-    if time_table is not None:
-        query_time = tl.load(query_times + query, real, 0)[:, None]
-    if candidate_bias is not None:
-        candidate_bias += b.to(tl.int64) * (P * PAGE + 1)
-    pages += b.to(tl.int64) * P
-    if not CANDIDATES:
-        last = tl.where(tl.load(pages) < 0, 0, last)  # padding of the batch: nothing was written
+    if bias.time is not None:
+        query_time = tl.load(bias.query_times + query, real, 0)[:, None]
+    candidates = bias.candidates
+    if candidates is not None:
+        candidates += b.to(tl.int64) * (P * PAGE + 1)
+    if history.table is not None:
+        first = history.table + b.to(tl.int64) * P
+        if not CANDIDATES:
+            last = tl.where(tl.load(first) < 0, 0, last)  # padding of the batch: nothing was written
+    else:
+        first = tl.load(history.offsets + b).to(tl.int64)
+    order = history.order
+    if order is not None:
+        order += group * (D * G)
     # Blocks of values that this program sums: all, or those with its head's channels.
-    first_v = first_member * V // V_BLOCK if OUT_V != V_BLOCKS else 0
+    first_v = first_member * V // V_BLOCK if OUT_V != FORM.V_BLOCKS else 0
 
     column = tl.arange(0, PAD_D)[None, :]
     inside_head = real[:, None] & (column < D)
-    own_row = query[:, None] * q_stride_t + head[:, None].to(tl.int64) * q_stride_h
-    q_rows = tl.load(q + own_row + column, inside_head, 0.0)
+    q_row = query[:, None] * q.stride_t + head[:, None].to(tl.int64) * q.stride_h
+    q_rows = tl.load(q.pointer + q_row + column, inside_head, 0.0)
 
     # The tokens themselves.
     greatest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    own_weight = tl.zeros([ROWS], tl.float32)
-    if split == 0:
-        own_row = query[:, None] * k_stride_t + head[:, None].to(tl.int64) * k_stride_h
-        own_k = tl.load(k + own_row + column, inside_head, 0.0)
-        own_score = tl.sum(q_rows.to(tl.float32) * own_k.to(tl.float32), 1) * score_scale
-        if candidate_bias is not None:
-            own_score += tl.load(candidate_bias + length)
-        elif not CANDIDATES:
-            new_time = 0
-            if time_table is not None:
-                new_time = tl.load(new_times + query, real, 0)[:, None]
-            none = tl.zeros([ROWS, 1], tl.int32)
-            bias, _ = pair_bias(none, real[:, None], query_time, new_time, position_table, time_table, cells, positions)
-            own_score += tl.sum(bias, 1)
-        if SOFTMAX:
-            greatest = own_score
-            total = tl.full([ROWS], 1.0, tl.float32)
-            own_weight = total
-        else:
-            own_weight = silu(own_score, FAST)
+    self_weight = tl.zeros([ROWS], tl.float32)
+    if k is not None:  # noqa: SIM102  known to the compiler
+        if split == 0:
+            k_row = query[:, None] * k.stride_t + head[:, None].to(tl.int64) * k.stride_h
+            self_k = tl.load(k.pointer + k_row + column, inside_head, 0.0)
+            self_score = tl.sum(q_rows.to(tl.float32) * self_k.to(tl.float32), 1) * score_scale
+            if candidates is not None:
+                self_score += tl.load(candidates + length)
+            elif not CANDIDATES:
+                new_time = 0
+                if bias.time is not None:
+                    new_time = tl.load(bias.times + query, real, 0)[:, None]
+                none = tl.zeros([ROWS, 1], tl.int32)
+                self_score += tl.sum(biases(none, real[:, None], query_time, new_time, bias)[0], 1)
+            if SOFTMAX:
+                greatest = self_score
+                total = tl.full([ROWS], 1.0, tl.float32)
+                self_weight = total
+            else:
+                self_weight = silu(self_score, FAST)
     sums = ()
     constants = ()
     for i in tl.static_range(OUT_V):
-        x = load_group(
-            v, query, head, real & (split == 0), i, v_stride_t, v_stride_h, group * G, V, CV, V_BLOCK, first_v
-        )
-        sums += (x.to(tl.float32) * own_weight[:, None],)
+        if k is not None:
+            row_channel = (first_v + i) * V_BLOCK + tl.arange(0, V_BLOCK)
+            x = load_group(v, query, head, real & (split == 0), row_channel, group * G, V, CV)
+            sums += (x.to(tl.float32) * self_weight[:, None],)
+        else:
+            sums += (tl.zeros([ROWS, V_BLOCK], tl.float32),)
         constants += (tl.zeros([ROWS, R], tl.float32),)
 
-    if SINKS:
+    if FORM.SINKS:
         # Only the first part attends to them.
         sinks = tl.where(split == 0, tl.minimum(S, last), 0)
-        sink = tl.load(pages).to(tl.int64) * S
+        sink = tl.load(first).to(tl.int64) * S
         for tile in tl.range((sinks + R - 1) // R, num_stages=1):
             position = tile * R + tl.arange(0, R)
             inside = position < sinks
             scores = tl.zeros([ROWS, R], tl.float32)
             for h in tl.static_range(HEADS):
-                base = sink_k + (group * G + first_member + h) * D
+                base = source.sink_k + (group * G + first_member + h) * D
                 key = load_rows(base, sink + position, H * D, inside, D, PAD_D).to(DTYPE)
                 product = tl.dot(q_rows, tl.trans(key), input_precision=PRECISION)
                 scores = tl.where((row // BQ == h)[:, None], product, scores)
-            page = page_of(pages + 1 + position // PAGE, inside, CANDIDATES)
+            page, slot = find(history, first, position, inside, FORM, CANDIDATES)
             seen = inside[None, :] & (position[None, :] < at[:, None])
             scores = biased(
-                scores * score_scale, inside, at, position, page * PAGE + position % PAGE, query_time, timestamps,
-                position_table, time_table, cells, positions, candidate_bias,
+                scores * score_scale, inside, at, position, page * PAGE + slot, query_time, history.timestamps,
+                bias, candidates,
             )  # fmt: skip
             weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
             low_weights = weights.to(DTYPE)
             new = ()
             for i in tl.static_range(OUT_V):
                 channel = (first_v + i) * V_BLOCK + tl.arange(0, V_BLOCK)
-                pointers = sink_v + (sink + position)[:, None] * (H * V) + (group * CV + channel)[None, :]
+                pointers = source.sink_v + (sink + position)[:, None] * (H * V) + (group * CV + channel)[None, :]
                 value = tl.load(pointers, inside[:, None] & (channel < CV)[None, :], 0.0).to(DTYPE)
                 before = sums[i] * factor[:, None] if SOFTMAX else sums[i]
                 new += (tl.dot(low_weights, value, before, input_precision=PRECISION),)
@@ -200,45 +293,72 @@ def paged_attention_fwd_kernel(
 
     queries = (q_rows,)
     query_sums = ()
-    if BITS:
-        queries = rotated_queries(q_rows, member, rotation, DTYPE, PAD_D, CODED, K_BLOCK, K_BLOCKS)
+    if ROPE:
+        # Keys are restored in blocks of OW channels, which lie in one half of a head.
+        OW: tl.constexpr = K_BLOCK if K_BLOCK < D // 2 else D // 2
+        PAD: tl.constexpr = OW if OW > 16 else 16
+        OUT: tl.constexpr = HEADS * D // OW
+        SPAN: tl.constexpr = (K_BLOCK if K_BLOCK < HEADS * D else HEADS * D) // OW
+        queries = ()
+        place = tl.arange(0, PAD)
+        for o in tl.static_range(OUT):
+            key_channel = tl.where(place < OW, first_member * D + o * OW + place, G * D)
+            queries += (load_group(q, query, head, real, key_channel, group * G, D, G * D),)
+    elif FORM.BITS:
+        queries = rotated_queries(q_rows, member, first_member, order, rotation, FORM, HEADS)
         for i in tl.static_range(K_BLOCKS):
             query_sums += (tl.sum(queries[i].to(tl.float32), 1),)
-    K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
-    V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
-    first_tile = S // R if SINKS else 0
+    K_PER: tl.constexpr = K_BLOCKS // FORM.K_GROUPS
+    first_tile = S // R if FORM.SINKS else 0
     tiles = tl.maximum((last + R - 1) // R - first_tile, 0)
     per = (tiles + SPLITS - 1) // SPLITS
     first_tile += split * per
     for tile in range(first_tile, first_tile + tl.minimum(per, tiles - split * per)):
         position = tile * R + tl.arange(0, R)
         inside = position < last
-        if SINKS:
+        if FORM.SINKS:
             inside = inside & (position >= S)
-        page = page_of(pages + (1 if SINKS else 0) + position // PAGE, inside, CANDIDATES)
-        slot = position % PAGE
+        page, slot = find(history, first, position, inside, FORM, CANDIDATES)
         page_group = page * (H // G) + group
         scores = tl.zeros([ROWS, R], tl.float32)
-        for i in tl.static_range(K_BLOCKS):
-            if BITS:
-                at_range = (page_group * K_GROUPS + i // K_PER) * PAGE + slot
-                scale, zero = halves_of(tl.load(key_ranges + at_range, inside, 0))
-                at_codes = (page_group * K_BLOCKS + i) * PAGE + slot
-                codes = load_codes(key_pages, at_codes, inside, BITS, DTYPE, OFFSET, R, K_BLOCK, K_WORDS)
-                zero -= OFFSET * scale
-                if SCALED:
-                    part = tl.dot(queries[i], tl.trans(codes), input_precision=PRECISION)
-                    scores += part * scale[None, :] + query_sums[i][:, None] * zero[None, :]
-                else:
-                    key = (zero[:, None] + scale[:, None] * codes.to(tl.float32)).to(DTYPE)
-                    scores = tl.dot(queries[i], tl.trans(key), scores, input_precision=PRECISION)
+        if ROPE or FORM.SPARSE:
+            codes, marks, scales, zeros = load_keys(source, page_group, slot, inside, FORM, DTYPE, OFFSET)
+            if ROPE:
+                first_channel = first_member * D
+                if order is not None and K_BLOCKS * OUT * K_BLOCK * PAD > MOST_SIGNS:
+                    first_channel += opaque(tile) - tile  # 0, unknown to the compiler
+                keys = restored_blocks(
+                    codes, marks, scales, zeros, rotation, first_channel, order, FORM, OFFSET, OW, PAD, OUT, SPAN
+                )
+                keys = turned_keys(keys, tile * R, history.near, history.far, D, OW, OUT)
+                for o in tl.static_range(OUT):
+                    scores = tl.dot(queries[o], tl.trans(keys[o].to(DTYPE)), scores, input_precision=PRECISION)
             else:
-                key = load_rows(key_pages, page_group * PAGE + slot, D, inside, D, K_BLOCK).to(DTYPE)
-                scores = tl.dot(queries[i], tl.trans(key), scores, input_precision=PRECISION)
+                for i in tl.static_range(K_BLOCKS):
+                    key = zeros[i // K_PER][:, None] + scales[i // K_PER][:, None] * codes[i].to(tl.float32)
+                    key = tl.where(marks[i] != 0, key, 0.0).to(DTYPE)
+                    scores = tl.dot(queries[i], tl.trans(key), scores, input_precision=PRECISION)
+        else:
+            for i in tl.static_range(K_BLOCKS):
+                if FORM.BITS:
+                    at_range = (page_group * FORM.K_GROUPS + i // K_PER) * PAGE + slot
+                    scale, zero = halves_of(tl.load(source.k_ranges + at_range, inside, 0))
+                    at_codes = (page_group * K_BLOCKS + i) * PAGE + slot
+                    codes = load_codes(source.k, at_codes, inside, FORM.BITS, DTYPE, OFFSET, K_BLOCK, FORM.K_WORDS)
+                    zero -= OFFSET * scale
+                    if SCALED:
+                        part = tl.dot(queries[i], tl.trans(codes), input_precision=PRECISION)
+                        scores += part * scale[None, :] + query_sums[i][:, None] * zero[None, :]
+                    else:
+                        key = (zero[:, None] + scale[:, None] * codes.to(tl.float32)).to(DTYPE)
+                        scores = tl.dot(queries[i], tl.trans(key), scores, input_precision=PRECISION)
+                else:
+                    key = load_rows(source.k, page_group * PAGE + slot, D, inside, D, K_BLOCK).to(DTYPE)
+                    scores = tl.dot(queries[i], tl.trans(key), scores, input_precision=PRECISION)
         seen = inside[None, :] & (position[None, :] < at[:, None])
         scores = biased(
-            scores * score_scale, inside, at, position, page * PAGE + slot, query_time, timestamps, position_table,
-            time_table, cells, positions, candidate_bias,
+            scores * score_scale, inside, at, position, page * PAGE + slot, query_time, history.timestamps, bias,
+            candidates,
         )  # fmt: skip
         weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
         new = ()
@@ -246,12 +366,9 @@ def paged_attention_fwd_kernel(
         for i in tl.static_range(OUT_V):
             before = sums[i] * factor[:, None] if SOFTMAX else sums[i]
             constant = constants[i]
-            if BITS:
-                block = tl.minimum(first_v + i, V_BLOCKS - 1)
-                at_range = (page_group * V_GROUPS + block // V_PER) * PAGE + slot
-                scale, zero = halves_of(tl.load(value_ranges + at_range, inside, 0))
-                at_codes = (page_group * V_BLOCKS + block) * PAGE + slot
-                codes = load_codes(value_pages, at_codes, inside, BITS, DTYPE, OFFSET, R, V_BLOCK, V_WORDS)
+            if FORM.BITS:
+                block = tl.minimum(first_v + i, FORM.V_BLOCKS - 1)
+                codes, scale, zero = load_values(source, page_group, slot, inside, block, FORM, DTYPE, OFFSET)
                 if SCALED:
                     # Codes centred at 0, so that the rounding of the weights has the same effect as with values.
                     value = (codes - (OFFSET + LEVELS / 2)).to(DTYPE)
@@ -263,7 +380,7 @@ def paged_attention_fwd_kernel(
                     value = ((zero - OFFSET * scale)[:, None] + scale[:, None] * codes.to(tl.float32)).to(DTYPE)
                     used = weights.to(DTYPE)
             else:
-                value = load_rows(value_pages, page_group * PAGE + slot, V, inside, V, V_BLOCK).to(DTYPE)
+                value = load_rows(source.v, page_group * PAGE + slot, V, inside, V, V_BLOCK).to(DTYPE)
                 used = weights.to(DTYPE)
             new += (tl.dot(used, value, before, input_precision=PRECISION),)
             new_constants += (constant,)
@@ -272,7 +389,7 @@ def paged_attention_fwd_kernel(
 
     to = split * Tq.to(tl.int64) + query
     divisor = tl.where(total == 0.0, 1.0, total)
-    if LSE:
+    if lse is not None:
         tl.store(lse + to * H + head, tl.where(total == 0.0, float("-inf"), greatest + tl.log(divisor)), real)
     for i in tl.static_range(OUT_V):
         channel = (first_v + i) * V_BLOCK + tl.arange(0, V_BLOCK)
@@ -280,24 +397,39 @@ def paged_attention_fwd_kernel(
         if SCALED:
             x += tl.sum(constants[i], 1)[:, None]
         x = x / divisor[:, None] if SOFTMAX else x * inverse_n
-        own_channel = (channel // V)[None, :] == member[:, None]
+        belongs = real[:, None] & ((channel // V)[None, :] == member[:, None])
         pointers = out + (to * H + head)[:, None] * V + (channel % V)[None, :]
-        tl.store(pointers, x.to(out.dtype.element_ty), real[:, None] & own_channel)
+        tl.store(pointers, x.to(out.dtype.element_ty), belongs)
 
 
-@triton.jit
-def biased(
-    scores, inside, at, position, at_time, query_time, timestamps, position_table, time_table, cells, positions,
-    candidate_bias,
-):  # fmt: skip
-    """Return scores [rows, R] plus the bias of position and time."""
-    if candidate_bias is not None:
-        scores += tl.load(candidate_bias + position, inside, 0.0)[None, :]
-    elif position_table is not None or time_table is not None:
-        distance = at[:, None] - position[None, :]
-        times = 0
-        if time_table is not None:
-            times = tl.load(timestamps + at_time, inside, 0)[None, :]
-        seen = inside[None, :] & (distance > 0)
-        scores += pair_bias(distance, seen, query_time, times, position_table, time_table, cells, positions)[0]
-    return scores
+@triton.jit(do_not_specialize=["rows", "SPLITS"])
+def merge_parts_kernel(parts, part_lse, out, lse, rows, SPLITS, V: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Merge parts [SPLITS, rows, V] fp32 into out [rows, V]: their sum, or for softmax (with part_lse) their mean,
+    weighted by exp(part_lse).
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    real = row < rows
+    column = tl.arange(0, PAD)[None, :]
+    inside = real[:, None] & (column < V)
+    total = tl.zeros([ROWS, PAD], tl.float32)
+    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    for split in range(SPLITS):
+        at = split * rows.to(tl.int64) + row
+        x = tl.load(parts + at[:, None] * V + column, inside, 0.0)
+        if part_lse is not None:
+            split_lse = tl.load(part_lse + at, real, float("-inf"))
+            new = tl.maximum(greatest, split_lse)
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            factor, share = tl.exp(greatest - safe), tl.exp(split_lse - safe)
+            total = total * factor[:, None] + x * share[:, None]
+            weight = weight * factor + share
+            greatest = new
+        else:
+            total += x
+    if part_lse is not None:
+        divisor = tl.where(weight == 0.0, 1.0, weight)
+        total = total / divisor[:, None]
+        if lse is not None:
+            tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), greatest + tl.log(divisor)), real)
+    tl.store(out + row[:, None] * V + column, total.to(out.dtype.element_ty), inside)

@@ -1,21 +1,17 @@
-"""Launch paged attention: choose the kernel's constants, and divide pages among programs.
+"""Launch attention to pages: choose the kernel's constants, and divide pages among programs.
 
-Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size, G heads of
-a head group.
+Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size.
 """
-
-import functools
 
 import torch
 from torch import Tensor
 
-from hstu_sparse.bias.buckets import device_cells, num_time_buckets
-from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.cache.bias import PairBias, candidate_bias_kernel
+from hstu_sparse.cache.codec import Form, Pages
 from hstu_sparse.cache.format import PageFormat
-from hstu_sparse.cache.launch import code_offset, words
-from hstu_sparse.cache.merge import merge_parts_kernel
-from hstu_sparse.cache.paged.bias import candidate_bias_kernel
-from hstu_sparse.cache.paged.kernel import paged_attention_fwd_kernel
+from hstu_sparse.cache.launch import code_offset, form_of, tile_tokens
+from hstu_sparse.cache.paged.call import Queries, Scoring
+from hstu_sparse.cache.paged.kernel import History, merge_parts_kernel, paged_attention_fwd_kernel
 from hstu_sparse.cache.pool import PagePool
 from hstu_sparse.core.launch import (
     LaunchConfig,
@@ -30,13 +26,14 @@ from hstu_sparse.core.launch import (
 )
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
+from hstu_sparse.tiles.rows import Rows
 
 BIAS_BLOCK = 256  # positions of a program of `candidate_bias_kernel`
 FEW, SOME = 8, 48  # new tokens of a sequence on average, from which on programs take 64 of them, and 128
 
 
 @configuration
-def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: bool) -> LaunchConfig:
+def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, simple: bool) -> LaunchConfig:
     """Return (BQ new tokens and R positions of a program, the number of programs that a processor of an H200 runs at
     once).
 
@@ -44,7 +41,8 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: 
         width: the greater head size, padded.
         coded: pages hold codes.
         queries: new tokens of a sequence on average.
-        candidates: their bias comes from `candidate_bias`, so that there are registers for more positions.
+        simple: all new tokens see the same positions, and no bias is looked up, so that there are registers for more
+            positions.
     """
     if queries < FEW:
         big = width > 128 or dtype == torch.float32
@@ -54,32 +52,13 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: 
         return LaunchConfig(BQ=32, R=32, num_warps=4, num_stages=1, programs=4)
     if width > 128:
         return LaunchConfig(BQ=64, R=32, num_warps=8, num_stages=2, programs=4)
-    if candidates and not coded:
+    if simple and not coded:
         return LaunchConfig(BQ=64, R=128 if width <= 64 else 64, num_warps=4, num_stages=3, programs=2)
     if coded and width > 64:
         return LaunchConfig(BQ=64, R=64, num_warps=8, num_stages=2, programs=2)
     if queries < SOME or coded:
         return LaunchConfig(BQ=64, R=64, num_warps=4, num_stages=2, programs=4)
     return LaunchConfig(BQ=128, R=64, num_warps=8, num_stages=2, programs=4)
-
-
-@functools.lru_cache(maxsize=64)
-def sizes(format: PageFormat, dtype: torch.dtype, few: bool) -> dict:
-    """Return the kernel's constants that follow from the pages; few: a program takes all heads of a group."""
-    heads, D, V, layout = format.heads, format.head_size, format.value_size, format.layout
-    common = dict(H=heads, D=D, V=V, PAD_D=padded_head(D), PAGE=format.page_size, SINKS=format.sink_tokens > 0)
-    if layout is None:
-        none = dict(G=1, BITS=0, OFFSET=0, CODED=D, K_WORDS=0, K_GROUPS=1, V_WORDS=0, V_GROUPS=1, SCALED=False, HEADS=1)
-        return common | none | dict(K_BLOCK=padded_head(D), K_BLOCKS=1, V_BLOCK=padded_head(V), V_BLOCKS=1, OUT_V=1)
-    keys, values, group = layout.keys, layout.values, format.head_group
-    whole = V % values.block == 0
-    blocks = V // values.block if whole else min(values.blocks, (V - 1) // values.block + 2)
-    return common | dict(
-        G=group, BITS=format.bits, OFFSET=code_offset(format.bits, dtype), CODED=format.coded_size, K_BLOCK=keys.block,
-        K_BLOCKS=keys.blocks, K_WORDS=keys.words, K_GROUPS=keys.groups, V_BLOCK=values.block, V_BLOCKS=values.blocks,
-        V_WORDS=values.words, V_GROUPS=values.groups, OUT_V=values.blocks if few else blocks, SCALED=few,
-        HEADS=group if few else 1,
-    )  # fmt: skip
 
 
 @configuration
@@ -92,72 +71,86 @@ def splits_of(programs: int, tiles: int, at_once: int, device: torch.device) -> 
     return max(1, min(at_once * multiprocessors(device) // max(1, programs), tiles // 4))
 
 
-def candidate_bias(pool: PagePool, pages: Tensor, lengths: Tensor, bias: RelativeBias, cells: Tensor | None) -> Tensor:
-    """Return the bias of each sequence's candidates, fp32, [B, tokens that `pages` has room for, and one]."""
-    format, batch = pool.format, len(lengths)
-    room = pages.shape[1] * format.page_size + 1
-    bias_values = pages.new_empty(batch, room, dtype=torch.float32)
+def candidate_bias(new: Queries, history: History, form: Form, bias: PairBias) -> PairBias:
+    """Return the bias of each sequence's candidates, [B, tokens that the table has room for, and one]."""
+    if bias.position is None and bias.time is None:
+        return PairBias()
+    assert history.table is not None
+    batch, columns = history.table.shape
+    room = columns * form.PAGE + 1
+    out = torch.empty(batch, room, dtype=torch.float32, device=new.q.device)
     run(
-        candidate_bias_kernel, (batch, cdiv(room, BIAS_BLOCK)), bias_values, pages, lengths,
-        None if bias.time is None else pool.timestamps, bias.position, bias.time, cells, bias.timestamps,
-        bias.query_timestamps, pages.shape[1], 0 if bias.position is None else len(bias.position),
-        PAGE=format.page_size, SINKS=format.sink_tokens > 0, BLOCK=BIAS_BLOCK, num_warps=4,
+        candidate_bias_kernel, (batch, cdiv(room, BIAS_BLOCK)), out, history.table, new.lengths, history.timestamps,
+        bias, columns, PAGE=form.PAGE, SINKS=form.SINKS, BLOCK=BIAS_BLOCK, num_warps=4,
     )  # fmt: skip
-    return bias_values
+    return PairBias(candidates=out)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, pool: PagePool, pages: Tensor, lengths: Tensor, *,
-    layer: int, candidates: bool, activation: str, scale: float, normalizer: float, bias: RelativeBias,
-) -> Tensor:  # fmt: skip
-    """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked and complete arguments."""
-    format, tensors = pool.format, pool.tensors[layer]
-    tokens, heads, V = v.shape
-    check_kernel("paged_attention", q, {"D": format.head_size, "V": V})
-    if format.dtype == torch.float64:
-        check_kernel("paged_attention", tensors.get("k", tensors.get("sink_k", q)), {})
+def attend(
+    new: Queries, history: History, format: PageFormat, longest: int, scoring: Scoring
+) -> tuple[Tensor, Tensor | None]:
+    """Return (out [Tq, H, V], log-sum-exp [Tq, H] or None) of new tokens and cached ones.
+
+    format: of the pages; without a table of a token. longest: the most cached tokens that a sequence may have.
+    """
+    q, (tokens, heads, _), V = new.q, new.q.shape, format.value_size
     out = q.new_empty(tokens, heads, V)
+    lse = q.new_empty(tokens, heads, dtype=torch.float32) if scoring.return_lse else None
     if tokens == 0:
-        return out
-    q, k, v = as_rows(q, k, v, align=False)
-    batch, softmax = q_offsets.shape[0] - 1, activation == "softmax"
-    width = max(padded_head(format.head_size), padded_head(V))
-    config = tile(q.dtype, width, format.layout is not None, cdiv(tokens, max(1, batch)), candidates)
+        return out, lse
+    batch, form = new.q_offsets.shape[0] - 1, form_of(format)
+    rope, coded = history.near is not None, format.bits is not None
+    if history.table is None:
+        form = form._replace(PAGE=1)
+    looked_up = scoring.bias.position is not None or scoring.bias.time is not None
+    width, candidates = max(padded_head(format.head_size), padded_head(V)), new.candidates and new.k is not None
+    simple = candidates or (new.candidates and not looked_up)
+    config = tile(q.dtype, width, coded, cdiv(tokens, max(1, batch)), simple)
     few = config.BQ == 16
-    constants = sizes(format, q.dtype, few)
-    group, together = constants["G"], constants["HEADS"]
+    together = form.G if few else 1
     config = config.replace(BQ=max(16 // together, config.BQ // together))
+    if coded and (rope or form.SPARSE):  # all channels of a group are in registers, so that two programs fit
+        positions = min(config.R, tile_tokens(format, q.dtype))
+        config = config.replace(R=positions, num_stages=1, maxnreg=None, programs=min(2, config.programs))
     slots, programs = tokens // config.BQ + batch, heads // together
     filled = min(slots, batch * cdiv(tokens, batch * config.BQ))
-    splits = splits_of(filled * programs, cdiv(pages.shape[1] * format.page_size, config.R), config.programs, q.device)
-    part, lse = out, None
+    splits = splits_of(filled * programs, cdiv(longest, config.R), config.programs, q.device)
+    part, part_lse = out, lse
     if splits > 1:
         part = q.new_empty(splits, tokens, heads, V, dtype=torch.float32)
-        lse = q.new_empty(splits, tokens, heads, dtype=torch.float32) if softmax else None
-    coded = format.layout is not None
-    pages, lengths = pages.contiguous(), lengths.contiguous()
-    bias = RelativeBias(*(x if x is None else x.contiguous() for x in bias))
-    cells = device_cells(num_time_buckets(bias.time), q.device) if bias.time is not None else None
-    rotation = (format.coded_size * group) ** -0.5 if coded else 1.0
+        part_lse = q.new_empty(splits, tokens, heads, dtype=torch.float32) if scoring.softmax else None
+    values_out = form.V_BLOCKS
+    if coded and not few:
+        whole = V % form.V_BLOCK == 0
+        values_out = V // form.V_BLOCK if whole else min(form.V_BLOCKS, (V - 1) // form.V_BLOCK + 2)
+    rows = [None if x is None else Rows.of(x) for x in as_rows(new.q, new.k, new.v, align=False)]
+    bias = PairBias.of(scoring.bias)
     with on_device(q.device):
-        by_position = None
-        if candidates and (bias.position is not None or bias.time is not None):
-            by_position = candidate_bias(pool, pages, lengths, bias, cells)
         if candidates:
-            bias, cells = RelativeBias(), None
+            bias = candidate_bias(new, history, form, bias)
         run(
-            paged_attention_fwd_kernel, (slots, programs, splits), q, *q.stride()[:2], k, *k.stride()[:2], v,
-            *v.stride()[:2], q_offsets.contiguous(), pages, lengths, tensors["k_codes" if coded else "k"],
-            words(tensors.get("k_ranges")), tensors["v_codes" if coded else "v"], words(tensors.get("v_ranges")),
-            tensors.get("sink_k"), tensors.get("sink_v"), None if bias.time is None else pool.timestamps,
-            bias.position, bias.time, cells, bias.timestamps, bias.query_timestamps, by_position, part, lse, batch,
-            pages.shape[1], format.sink_tokens, tokens, 0 if bias.position is None else bias.position.shape[0], splits,
-            scale, rotation, 1.0 / normalizer, **constants, **config, CANDIDATES=candidates, SOFTMAX=softmax,
-            FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), LSE=lse is not None,
+            paged_attention_fwd_kernel, (slots, programs, splits), *rows, new.q_offsets, new.lengths, history, bias,
+            part, part_lse, batch, 0 if history.table is None else history.table.shape[1], format.sink_tokens, tokens,
+            splits, scoring.scale, (form.CODED * form.G) ** -0.5 if coded else 1.0, 1.0 / scoring.normalizer,
+            **config, FORM=form, OFFSET=code_offset(format, q.dtype), PAD_D=padded_head(format.head_size),
+            OUT_V=values_out, CANDIDATES=new.candidates, SOFTMAX=scoring.softmax, SCALED=coded and few, HEADS=together,
+            FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype),
         )  # fmt: skip
         if splits > 1:
             run(
-                merge_parts_kernel, cdiv(tokens * heads, 16), part, lse, out, None, tokens * heads, splits, V=V,
-                PAD=next_power_of_2(V), ROWS=16, SOFTMAX=softmax, LSE=False, num_warps=4,
+                merge_parts_kernel, cdiv(tokens * heads, 16), part, part_lse, out, lse, tokens * heads, splits, V=V,
+                PAD=next_power_of_2(V), ROWS=16, num_warps=4,
             )  # fmt: skip
-    return out
+    return out, lse
+
+
+def attend_to_pool(new: Queries, pool: PagePool, layer: int, pages: Tensor, scoring: Scoring) -> Tensor:
+    """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked and complete arguments."""
+    tensors, format = pool.tensors[layer], pool.format
+    check_kernel("paged_attention", new.q, {"D": format.head_size, "V": format.value_size})
+    if format.dtype == torch.float64:
+        check_kernel("paged_attention", tensors.get("k", tensors.get("sink_k", new.q)), {})
+    new = new._replace(q_offsets=new.q_offsets.contiguous(), lengths=new.lengths.contiguous())
+    timestamps = None if scoring.bias.time is None else pool.timestamps
+    history = History(Pages.of(tensors), pages.contiguous(), timestamps=timestamps)
+    return attend(new, history, format, pages.shape[1] * format.page_size, scoring)[0]

@@ -8,38 +8,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hstu_sparse.bias.relative import RelativeBias, pair_bias
+from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.cache import store
+from hstu_sparse.cache.paged.call import Queries, Scoring
 from hstu_sparse.cache.pool import PagePool
 from hstu_sparse.core.jagged import jagged_to_padded, masked_product, padded_to_jagged
 from hstu_sparse.core.precision import widened
 
 
-def paged_reference(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, pool: PagePool, pages: Tensor, lengths: Tensor, *,
-    layer: int, candidates: bool, activation: str, scale: float, normalizer: float, bias: RelativeBias,
-) -> Tensor:  # fmt: skip
+def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, scoring: Scoring) -> Tensor:
     """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked and complete arguments."""
-    total, dtype, device = q.shape[0], q.dtype, q.device
+    q, k, v, q_offsets, lengths, candidates = new
+    bias, total, dtype, device = scoring.bias, q.shape[0], q.dtype, q.device
+    assert k is not None and v is not None
     if total == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2])
-    new, lengths = q_offsets.diff().long(), lengths.long()
-    most = int(new.max())
+    counts, lengths = q_offsets.diff().long(), lengths.long()
+    most = int(counts.max())
     q, k, v = widened(q, k, v)
-    alike = (
-        total == len(new) * most
-    )  # each sequence has the same number of new tokens: they already are a padded tensor
+    # Each sequence has the same number of new tokens: they already are a padded tensor.
+    equal = total == len(counts) * most
 
     def padded(x: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, most)) if alike else jagged_to_padded(x, q_offsets, most)
+        return x.unflatten(0, (-1, most)) if equal else jagged_to_padded(x, q_offsets, most)
 
-    queries, own_k, own_v = (padded(x).transpose(1, 2) for x in (q * scale, k, v))
+    queries, new_k, new_v = (padded(x).transpose(1, 2) for x in (q * scoring.scale, k, v))
     # The position of new token i of each sequence, [B, m]; it sees earlier positions.
     at = lengths[:, None] + (0 if candidates else torch.arange(most, device=device))
     # Padding after a sequence's last new token gets its position, since the tables have no entry beyond N.
-    at = torch.minimum(at, (lengths + new.clamp(min=1) - 1)[:, None]).expand(-1, most)
-    seen_from_last = lengths if candidates else (lengths + new - 1).masked_fill(pages[:, 0] < 0, 0)
-    seen_from_last = torch.where(new > 0, seen_from_last, 0)
+    at = torch.minimum(at, (lengths + counts.clamp(min=1) - 1)[:, None]).expand(-1, most)
+    seen_from_last = lengths if candidates else (lengths + counts - 1).masked_fill(pages[:, 0] < 0, 0)
+    seen_from_last = torch.where(counts > 0, seen_from_last, 0)
     longest = int(seen_from_last.max())
     position = torch.arange(longest, device=device)
     inside = position < seen_from_last[:, None]  # [B, n]
@@ -49,31 +48,32 @@ def paged_reference(
         x.new_zeros(*inside.shape, *x.shape[1:]).index_put((sequence, place), x).transpose(1, 2) for x in cached_rows
     )  # [B, H, n, D] and V
     scores = queries @ keys.transpose(2, 3)
-    own_score = (queries * own_k).sum(-1, keepdim=True)  # [B, H, m, 1]
+    self_score = (queries * new_k).sum(-1, keepdim=True)  # [B, H, m, 1]
     if bias.position is not None or bias.time is not None:
-        times, own_times = (), ()
+        times, self_times = (), ()
         if bias.time is not None:
             cached = torch.zeros_like(inside, dtype=torch.int64)
             cached[sequence, place] = pool.timestamps[store.place(pool.format, pages, sequence, place)]
             query_times, new_times = bias.query_timestamps[:, None], bias.timestamps[:, None]
             if not candidates:
                 query_times, new_times = (padded(x[:, 0]) for x in (query_times, new_times))
-            times, own_times = (query_times[:, :, None], cached[:, None]), (query_times, new_times)
+            times, self_times = (query_times[:, :, None], cached[:, None]), (query_times, new_times)
         distance = at[:, : 1 if candidates else most, None] - position
         scores = scores + pair_bias(bias, distance, *times)[:, None]
-        own_bias = pair_bias(bias, torch.zeros_like(at[:, :1]), *own_times)
-        own_score = own_score + own_bias[:, None, :, None]
+        self_bias = pair_bias(bias, torch.zeros_like(at[:, :1]), *self_times)
+        self_score = self_score + self_bias[:, None, :, None]
     hidden = ~(inside[:, None] & (position < at[:, :, None]))[:, None]  # [B, 1, m, n]
-    if activation == "silu":
-        weights, own_weight = F.silu(scores).masked_fill(hidden, 0) / normalizer, F.silu(own_score) / normalizer
+    if not scoring.softmax:
+        weights = F.silu(scores).masked_fill(hidden, 0) / scoring.normalizer
+        self_weight = F.silu(self_score) / scoring.normalizer
     else:
-        greatest = own_score
+        greatest = self_score
         if longest:
-            greatest = torch.maximum(own_score, scores.masked_fill(hidden, float("-inf")).amax(-1, keepdim=True))
+            greatest = torch.maximum(self_score, scores.masked_fill(hidden, float("-inf")).amax(-1, keepdim=True))
         weights = torch.exp(scores - greatest).masked_fill(hidden, 0)
-        own_weight = torch.exp(own_score - greatest)
-        total_weight = weights.sum(-1, keepdim=True) + own_weight
-        weights, own_weight = weights / total_weight, own_weight / total_weight
-    out = masked_product(weights, values, hidden) + own_weight * own_v
+        self_weight = torch.exp(self_score - greatest)
+        total_weight = weights.sum(-1, keepdim=True) + self_weight
+        weights, self_weight = weights / total_weight, self_weight / total_weight
+    out = masked_product(weights, values, hidden) + self_weight * new_v
     out = out.transpose(1, 2)
-    return (out.flatten(0, 1) if alike else padded_to_jagged(out, q_offsets, total)).to(dtype)
+    return (out.flatten(0, 1) if equal else padded_to_jagged(out, q_offsets, total)).to(dtype)

@@ -8,6 +8,7 @@ from hstu_sparse.cache.rotatekv.api import (
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
+    rotatekv_self_attention,
     unpacked_attention,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "rotatekv_compress",
     "rotatekv_decompress",
     "rotatekv_round_trip",
+    "rotatekv_self_attention",
     "unpacked_attention",
 ]

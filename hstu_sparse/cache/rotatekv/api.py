@@ -6,7 +6,6 @@ a head group (head_group).
 Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
 """
 
-import dataclasses
 import typing
 
 import torch
@@ -14,23 +13,26 @@ from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.cache import packing
-from hstu_sparse.cache.format import PageFormat
-from hstu_sparse.cache.layout import Layout, RotateKVOptions
+from hstu_sparse.cache.format import PageFormat, Side, check_codes, check_heads
+from hstu_sparse.cache.paged.call import Scoring, check_scoring
 from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.cache.rotatekv.cache import RotateKVCache, check_kv
 from hstu_sparse.core.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import (
     FLOATING_DTYPES,
-    check_bool,
     check_int,
     check_normalizer,
-    check_number,
+    check_qkv,
     check_scale,
     check_some,
     check_tensor,
     choose_backend,
 )
+from hstu_sparse.dense import hstu_attention
+
+if typing.TYPE_CHECKING:
+    from hstu_sparse.dense.plan import AttentionPlan
 
 MOST_HADAMARD = 4096
 
@@ -94,24 +96,31 @@ def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tenso
     Raises:
         TypeError, ValueError: with the expected and the actual value.
     """
-    options = RotateKVOptions(head_group=head_group, quant_group=quant_group)
+    check_codes(head_group=head_group, quant_group=quant_group)
     sizes: dict[str, int] = {}
     check_tensor("k", k, "T H D", sizes)
     check_storage("k", k, values=True)
     if sizes["T"] == 0:
         raise ValueError("k must have sample tokens, got T=0")
-    layout = Layout(options, sizes["H"], sizes["D"], 1)
+    check_heads(sizes["H"], sizes["D"], head_group)
+    keys = Side.of(sizes["D"] * head_group, quant_group, 2)
     strength = packing.grouped(k.detach(), head_group).double().square().mean(0)
     ranked = strength.sort(dim=-1, descending=True, stable=True).indices
-    keys = layout.keys
     return ranked.unflatten(-1, (keys.group, keys.groups)).transpose(1, 2).flatten(1).contiguous()
 
 
-def _check_order(channel_order: Tensor | None, layout: Layout, device: torch.device, wait: bool) -> Tensor | None:
+def _check_format(k: Tensor, v: Tensor, seq_offsets: Tensor, codes: dict[str, typing.Any]) -> PageFormat:
+    sizes = check_kv(k, v, seq_offsets)
+    check_codes(**codes)
+    check_heads(sizes["H"], sizes["D"], codes["head_group"])
+    return PageFormat(sizes["H"], sizes["D"], sizes["V"], k.dtype, **codes)
+
+
+def _check_order(channel_order: Tensor | None, format: PageFormat, device: torch.device, wait: bool) -> Tensor | None:
     """Check and return the order, [HG, C] int64 contiguous. wait: read its values on a GPU too."""
     if channel_order is None:
         return None
-    sizes = {"HG": layout.head_groups, "C": layout.keys.channels}
+    sizes = {"HG": format.head_groups, "C": format.keys.channels}
     check_tensor("channel_order", channel_order, "HG C", sizes, dtype=torch.int64, device=device)
     all_channels = torch.arange(sizes["C"], device=device).expand_as(channel_order)
     if (wait or readable(channel_order)) and not torch.equal(channel_order.sort(-1).values, all_channels):
@@ -176,12 +185,10 @@ def rotatekv_compress(
     Groups of small numbers among larger ones are restored with an error of up to (2^bits - 1) * 2^-25, whatever they
     are.
     """
-    sizes = check_kv(k, v, seq_offsets)
-    options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
-    layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
-    order = _check_order(channel_order, layout, k.device, wait=True)
+    codes = dict(bits=bits, head_group=head_group, quant_group=quant_group, sparsity=float(sparsity))
+    format = _check_format(k, v, seq_offsets, codes | dict(sink_tokens=sink_tokens, clip=clip))
+    order = _check_order(channel_order, format, k.device, wait=True)
     order = None if order is None else order.clone()  # a copy, since the caller may change the original
-    format = PageFormat(sizes["H"], sizes["D"], sizes["V"], k.dtype, **dataclasses.asdict(options))
     cache = RotateKVCache.empty(format, seq_offsets.shape[0] - 1, k.device, order)
     return cache.append(k, v, seq_offsets, backend=backend)
 
@@ -213,22 +220,102 @@ def rotatekv_round_trip(
         >>> (keys - k).abs().max() < 0.05
         tensor(True)
     """
-    sizes = check_kv(k, v, seq_offsets)
-    options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
-    layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
-    channel_order = _check_order(channel_order, layout, k.device, wait=False)
+    codes = dict(bits=bits, head_group=head_group, quant_group=quant_group, sparsity=float(sparsity))
+    codes |= dict(sink_tokens=sink_tokens, clip=clip)
+    return round_trip(k, v, seq_offsets, codes, channel_order, backend)
+
+
+def round_trip(
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    codes: dict[str, typing.Any],
+    channel_order: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Compute `rotatekv_round_trip`; gradients of the results pass straight through the codes to k and v.
+
+    codes: its options bits, head_group, quant_group, sparsity, sink_tokens and clip.
+    """
+    format = _check_format(k, v, seq_offsets, codes)
+    channel_order = _check_order(channel_order, format, k.device, wait=False)
     chosen = choose_backend(backend, k, "rotatekv_round_trip")
     if chosen == "reference" or readable(k):
-        position = torch.arange(sizes["T"], device=k.device)
-        position = position - seq_offsets[sequence_ids(seq_offsets, sizes["T"])]
-        restored = reference.round_trip_reference(k, v, position < sink_tokens, layout, channel_order)
+        position = torch.arange(len(k), device=k.device) - seq_offsets[sequence_ids(seq_offsets, len(k))]
+        sinks = position < format.sink_tokens
+        with torch.no_grad():
+            restored = reference.round_trip_reference(k, v, sinks, format, channel_order)
         if chosen == "reference":
+            if torch.is_grad_enabled():  # the differences are 0
+                restored = tuple(y + (x - x.detach()) for x, y in zip((k, v), restored, strict=True))
             return restored
-    from hstu_sparse.cache.rotatekv.launchers import round_trip_operator
+    from hstu_sparse.cache.launch import round_trip_operator
 
-    return round_trip_operator(
-        k, v, seq_offsets, channel_order, bits, head_group, quant_group, float(sparsity), sink_tokens, float(clip)
-    )
+    f = format
+    options = f.bits, f.head_group, f.quant_group, f.sparsity, f.sink_tokens, float(f.clip)
+    return round_trip_operator(k, v, seq_offsets, channel_order, *options)
+
+
+@without_autocast
+def rotatekv_self_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    *,
+    bits: int = 2,
+    head_group: int = 2,
+    quant_group: int = 64,
+    sparsity: float = 0.0,
+    sink_tokens: int = 0,
+    clip: float = 1.0,
+    channel_order: Tensor | None = None,
+    scale: float | None = None,
+    normalizer: float | None = None,
+    bias: RelativeBias | None = None,
+    plan: "AttentionPlan | None" = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute dense HSTU attention for training a model that is served from a cache: as `hstu_attention`, but a token
+    sees other tokens as the cache restores them, and itself exactly.
+
+    Gradients pass straight through the codes: the gradient of a coded key or value is that of the key or value.
+
+    Args:
+        q, k: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
+        v: [T, H, V], dtype of q.
+        bits, head_group, quant_group, sparsity, sink_tokens, clip, channel_order: as `rotatekv_compress`.
+        The others: as `hstu_attention`.
+
+    Returns:
+        [T, H, V], dtype of q. Gradients flow to q, k, v and both tables.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 40, 2, 64)
+        >>> seq_offsets = torch.tensor([0, 40])
+        >>> out = hstu_sparse.rotatekv_self_attention(q, k, v, seq_offsets, max_seq_len=40, bits=8)
+        >>> torch.allclose(out, hstu_sparse.hstu_attention(q, k, v, seq_offsets, max_seq_len=40), atol=0.02)
+        True
+
+    Raises:
+        TypeError, ValueError: with the expected and the actual value.
+    """
+    backend = choose_backend(backend, q, "rotatekv_self_attention")
+    sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
+    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
+    bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
+    codes: dict[str, typing.Any] = dict(bits=bits, head_group=head_group, quant_group=quant_group)
+    codes |= dict(sparsity=float(sparsity), sink_tokens=sink_tokens, clip=clip)
+    coded_k, coded_v = round_trip(k, v, seq_offsets, codes, channel_order, backend)
+    if backend == "triton":
+        from hstu_sparse.cache.rotatekv.self_term import self_term_operator
+
+        self_term = self_term_operator(q, k, v, coded_k, coded_v, *bias, scale, normalizer)
+    else:
+        self_term = reference.self_term(q, k, v, coded_k, coded_v, bias, scale, normalizer)
+    options: dict[str, typing.Any] = dict(scale=scale, normalizer=normalizer, bias=bias, plan=plan, backend=backend)
+    return hstu_attention(q, coded_k, coded_v, seq_offsets, max_seq_len, **options) + self_term
 
 
 @without_autocast
@@ -247,9 +334,9 @@ def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple
     _check_cache(cache)
     if choose_backend(backend, cache.seq_offsets, "rotatekv_decompress") == "reference":
         return reference.decompress_reference(cache)
-    from hstu_sparse.cache.rotatekv.launchers import decompress
+    from hstu_sparse.cache.launch import decompress
 
-    return decompress(cache, sum(cache.lengths))
+    return decompress(cache)
 
 
 @without_autocast
@@ -309,17 +396,19 @@ def rotatekv_attention(
     tokens = bias.timestamps.shape[0] if isinstance(bias, RelativeBias) and bias.timestamps is not None else 0
     if tokens and known:
         tokens = sum(cache.lengths)
-    sizes = {"H": cache.layout.heads, "D": cache.layout.head_size}
-    call = _check_attention(
-        q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation=activation, scale=scale,
-        normalizer=normalizer, bias=bias, rope_base=rope_base, return_lse=return_lse,
-    )  # fmt: skip
+    sizes = {"H": cache.format.heads, "D": cache.format.head_size}
+    bias = _check_queries(q, q_offsets, sizes, cache.seq_offsets, max_seq_len, bias, tokens)
+    scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"], rope_base, return_lse)
     if q.dtype != cache.dtype:
         raise TypeError(f"q must be {cache.dtype} as the cache, got {q.dtype}")
     if known:
         check_offset_values(cache.seq_offsets, max_seq_len, None)
-    chosen = choose_backend(backend, q, "rotatekv_attention")
-    return _attend(q, q_offsets, cache, max_seq_len, call, chosen)
+    if choose_backend(backend, q, "rotatekv_attention") == "reference":
+        restored = *reference.decompress_reference(cache), cache.seq_offsets
+        return _by_reference(q, q_offsets, restored, scoring)
+    from hstu_sparse.cache.rotatekv.launch import attend_to_cache
+
+    return _results(*attend_to_cache(q, q_offsets, cache, max_seq_len, scoring))
 
 
 @without_autocast
@@ -350,15 +439,16 @@ def unpacked_attention(
     check_tensor("v", v, "T H V", sizes, dtype=k.dtype, device=k.device)
     check_jagged(seq_offsets, max_seq_len, k=k, v=v)
     check_some(sizes, "H", "D", "V")
-    tokens = sizes.pop("T")
-    call = _check_attention(
-        q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation=activation, scale=scale,
-        normalizer=normalizer, bias=bias, rope_base=rope_base, return_lse=return_lse,
-    )  # fmt: skip
+    sizes.pop("V")
+    bias = _check_queries(q, q_offsets, sizes, seq_offsets, max_seq_len, bias, sizes.pop("T"))
+    scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"], rope_base, return_lse)
     if q.dtype != k.dtype:
         raise TypeError(f"q must be {k.dtype} as k, got {q.dtype}")
-    chosen = choose_backend(backend, q, "unpacked_attention")
-    return _attend(q, q_offsets, (k, v, seq_offsets), max_seq_len, call, chosen)
+    if choose_backend(backend, q, "unpacked_attention") == "reference":
+        return _by_reference(q, q_offsets, (k, v, seq_offsets), scoring)
+    from hstu_sparse.cache.rotatekv.launch import attend_to_rows
+
+    return _results(*attend_to_rows(q, q_offsets, (k, v, seq_offsets), max_seq_len, scoring))
 
 
 def _check_cache(cache) -> None:
@@ -366,48 +456,32 @@ def _check_cache(cache) -> None:
         raise TypeError(f"cache must be a RotateKVCache, got {type(cache).__name__}")
 
 
-def _check_attention(
-    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, *, activation, scale, normalizer, bias, rope_base,
-    return_lse,
-) -> dict:  # fmt: skip
-    """Check and complete the options of an attention call."""
-    sizes = {letter: size for letter, size in sizes.items() if letter != "V"}
+def _check_queries(
+    q: Tensor,
+    q_offsets: Tensor,
+    sizes: dict[str, int],
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    bias: RelativeBias | None,
+    tokens: int,
+) -> RelativeBias:
+    """Check queries of sequences with `tokens` cached tokens in all, and their bias, which is returned complete."""
     check_tensor("q", q, "Tq H D", sizes, device=seq_offsets.device)
     check_jagged(q_offsets, max(1, sizes["Tq"]), q=q)
     check_int("max_seq_len", max_seq_len, 1)
     if q_offsets.shape != seq_offsets.shape:
         raise ValueError(f"q_offsets must be [B+1={seq_offsets.shape[0]}] as the cache's, got {list(q_offsets.shape)}")
-    if activation not in ("silu", "softmax"):
-        raise ValueError(f"activation must be silu or softmax, got {activation!r}")
-    check_bool("return_lse", return_lse)
-    if return_lse and activation != "softmax":
-        raise ValueError("return_lse needs activation='softmax': SiLU's parts add up without it")
-    if normalizer is not None and activation != "silu":
-        raise ValueError(f"normalizer is for activation='silu', softmax has none, got {normalizer!r}")
-    if rope_base is not None:
-        rope_base = check_number("rope_base", rope_base, above=0)
-        if sizes["D"] % 2:
-            raise ValueError(f"rope_base needs an even head size, got D={sizes['D']}")
-    bias = check_bias(bias, max_seq_len + 1, tokens, q.device, query_tokens=sizes["Tq"])
-    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
-    return dict(
-        activation=activation, scale=scale, normalizer=normalizer, bias=bias, rope_base=rope_base, return_lse=return_lse
-    )
+    return check_bias(bias, max_seq_len + 1, tokens, q.device, query_tokens=sizes["Tq"])
 
 
-def _attend(q, q_offsets, source, max_seq_len, call, chosen):
-    return_lse = call["return_lse"]
-    if chosen == "reference":
-        if isinstance(source, RotateKVCache):
-            source = (*reference.decompress_reference(source), source.seq_offsets)
-        del call["return_lse"]
-        with torch.no_grad():
-            out, lse = reference.attention_reference(q, q_offsets, *source, **call)
-    else:
-        from hstu_sparse.cache.rotatekv import launch_attention
+@torch.no_grad()
+def _by_reference(q: Tensor, q_offsets: Tensor, rows: tuple[Tensor, Tensor, Tensor], scoring: Scoring):
+    out, lse = reference.attention_reference(
+        q, q_offsets, *rows, activation="softmax" if scoring.softmax else "silu", scale=scoring.scale,
+        normalizer=scoring.normalizer, bias=scoring.bias, rope_base=scoring.rope_base,
+    )  # fmt: skip
+    return _results(out, lse if scoring.return_lse else None)
 
-        if not isinstance(source, RotateKVCache):
-            source = launch_attention.Plain(*source)
-        softmax = call.pop("activation") == "softmax"
-        out, lse = launch_attention.attention(q, q_offsets, source, max_seq_len, softmax=softmax, **call)
-    return (out, typing.cast(Tensor, lse).float()) if return_lse else out
+
+def _results(out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    return out if lse is None else (out, lse.float())

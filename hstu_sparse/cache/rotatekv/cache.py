@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.cache import files, packing, store
-from hstu_sparse.cache.format import PageFormat
-from hstu_sparse.cache.layout import Layout, RotateKVOptions
+from hstu_sparse.cache.format import PageFormat, check_codes, check_heads
 from hstu_sparse.cache.pool import PagePool, new_tokens
 from hstu_sparse.core.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
 from hstu_sparse.core.validation import check_tensor, choose_backend
@@ -58,27 +57,23 @@ class RotateKVCache:
         return cls(pool, [array("i") for _ in range(sequences)], [0] * sequences, channel_order)
 
     @staticmethod
-    def check(heads: int, head_size: int, **options) -> None:
+    def check(heads: int, head_size: int, *, head_group: int = 2, **options) -> None:
         """Check that keys of H heads of D can be cached with these options; TypeError or ValueError if not.
 
-        options: `bits`, `head_group`, `quant_group`, `sparsity`, `sink_tokens`, `clip` of `rotatekv_compress`.
+        head_group, options: `bits`, `quant_group`, `sparsity`, `sink_tokens`, `clip` as in `rotatekv_compress`.
         """
-        Layout(RotateKVOptions(**options), heads, head_size, 1)
+        check_codes(head_group=head_group, **options)
+        check_heads(heads, head_size, head_group)
 
     @property
-    def layout(self) -> Layout:
-        """The sizes of the codes."""
-        return self.pool.format.layout
-
-    @property
-    def options(self) -> RotateKVOptions:
-        """The options of the compression."""
-        return self.layout.options
+    def format(self) -> PageFormat:
+        """The format of the pages, with the options of the compression."""
+        return self.pool.format
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the original keys and values, which `rotatekv_decompress` returns."""
-        return self.pool.format.dtype
+        return self.format.dtype
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +94,7 @@ class RotateKVCache:
 
         Pages that `append` allocated and that are still empty are not counted.
         """
-        format, used = self.pool.format, self.pool.num_pages - self.pool.free_pages
+        format, used = self.format, self.pool.num_pages - self.pool.free_pages
         tables = [self.pages, self.seq_offsets] + ([] if self.channel_order is None else [self.channel_order])
         return used * format.page_bytes + self.num_sequences * format.sequence_bytes + sum(x.nbytes for x in tables)
 
@@ -120,7 +115,7 @@ class RotateKVCache:
         Returns:
             The cache itself. Waits for the device once, to find the number of pages.
         """
-        sizes, format = check_kv(k, v, seq_offsets), self.pool.format
+        sizes, format = check_kv(k, v, seq_offsets), self.format
         expected = {"H": format.heads, "D": format.head_size, "V": format.value_size}
         for letter, size in expected.items():
             if sizes[letter] != size:
@@ -139,7 +134,7 @@ class RotateKVCache:
         if chosen == "reference" or readable(k):
             packed = position >= format.sink_tokens
             # Values that do not fit are refused here, before anything changes.
-            packing.encode(k[packed], v[packed], self.layout, self.channel_order)
+            packing.encode(k[packed], v[packed], format, self.channel_order)
         self._grow(seq_offsets.diff().tolist())
         if chosen == "reference":
             store.write(self.tensors, format, k, v, self.pages, sequence, position, self.channel_order)
@@ -152,7 +147,7 @@ class RotateKVCache:
     def _grow(self, more: list[int]) -> None:
         """Count `more` tokens of each sequence, and allocate pages for them."""
         lengths = [length + new for length, new in zip(self.lengths, more)]
-        total = sum(map(self.pool.format.num_pages, lengths))
+        total = sum(map(self.format.num_pages, lengths))
         if total > self.pool.num_pages:
             # It grows by an eighth more than needed, so that not every append copies the pages.
             self.pool.enlarge(total + (total // 8 if self.pool.num_pages else 0))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.cache import store
-from hstu_sparse.cache.layout import Layout
+from hstu_sparse.cache.format import PageFormat
 from hstu_sparse.cache.packing import decode, encode
 from hstu_sparse.cache.rotatekv.cache import RotateKVCache
 from hstu_sparse.core.jagged import jagged_to_padded, padded_index, padded_to_jagged
@@ -22,36 +22,31 @@ from hstu_sparse.core.precision import widened
 def decompress_reference(cache: RotateKVCache, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Return (k [T, H, D], v [T, H, V]) of a cache, in its own dtype or the given one."""
     dtype = dtype or cache.dtype
-    return store.read(cache.tensors, cache.pool.format, cache.pages, *cache.tokens(), dtype, cache.channel_order)
+    return store.read(cache.tensors, cache.format, cache.pages, *cache.tokens(), dtype, cache.channel_order)
 
 
-def round_trip_reference(k: Tensor, v: Tensor, sinks: Tensor, layout: Layout, channel_order: Tensor | None):
+def round_trip_reference(k: Tensor, v: Tensor, sinks: Tensor, format: PageFormat, channel_order: Tensor | None):
     """Return decompress(compress(k, v)) without a cache; tokens that `sinks` [T] bool marks are unchanged."""
     packed = (x.masked_fill(sinks[:, None, None], 0) for x in (k, v))  # sinks may exceed the codes' range
-    restored = decode(*encode(*packed, layout, channel_order), layout, channel_order, k.dtype)
+    restored = decode(*encode(*packed, format, channel_order), format, channel_order, k.dtype)
     return tuple(torch.where(sinks[:, None, None], x, y) for x, y in zip((k, v), restored))
 
 
-def own_token(
+def self_term(
     q: Tensor, k: Tensor, v: Tensor, coded_k: Tensor, coded_v: Tensor, bias: RelativeBias, scale: float,
     normalizer: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (q, coded_k, coded_v, the contribution of a token's own key and value to SiLU attention beyond its
-    codes').
-
-    Gradients of coded_k and coded_v go to k and v.
-    """
-    coded_k, coded_v = (y + (x - x.detach()) for x, y in ((k, coded_k), (v, coded_v)))  # the differences are 0
+) -> Tensor:  # fmt: skip
+    """Return what a token's own key and value add to its output of SiLU attention beyond what their codes add."""
     zero_distance = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-    own_bias = pair_bias(bias, zero_distance, bias.query_timestamps, bias.timestamps)
-    if isinstance(own_bias, Tensor):
-        own_bias = own_bias[:, None]
+    self_bias = pair_bias(bias, zero_distance, bias.query_timestamps, bias.timestamps)
+    if isinstance(self_bias, Tensor):
+        self_bias = self_bias[:, None]
     wide = widened(q, k, v, coded_k, coded_v)
 
     def contribution(keys: Tensor, values: Tensor) -> Tensor:
-        return F.silu(scale * (wide[0] * keys).sum(-1) + own_bias)[..., None] * values / normalizer
+        return F.silu(scale * (wide[0] * keys).sum(-1) + self_bias)[..., None] * values / normalizer
 
-    return q, coded_k, coded_v, (contribution(*wide[1:3]) - contribution(*wide[3:])).to(v.dtype)
+    return (contribution(*wide[1:3]) - contribution(*wide[3:])).to(v.dtype)
 
 
 def rope(x: Tensor, positions: Tensor, base: float) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from hstu_sparse import PageFormat, PagePool, RelativeBias, paged_attention
 from hstu_sparse.bias.relative import check_bias
+from hstu_sparse.cache.paged.call import Queries, Scoring
 from hstu_sparse.cache.paged.reference import paged_reference
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS
@@ -125,8 +126,8 @@ def check(
         def given_as(x):
             return change(x.to(wide)) if x is not None and x.is_floating_point() else x
 
-        changed = dict(bias=RelativeBias(*map(given_as, full)), normalizer=normalizer, **call)
-        return paged_reference(*map(given_as, (q, k, v)), q_offsets, source, pages, n, **changed)
+        scoring = Scoring(softmax, call["scale"], normalizer, RelativeBias(*map(given_as, full)))
+        return paged_reference(Queries(*map(given_as, (q, k, v)), q_offsets, n, candidates), source, 1, pages, scoring)
 
     def sizes():  # what the output was if no product cancelled
         if sum(query_lengths) > FEW_TOKENS or dtype != torch.float32:
@@ -137,11 +138,9 @@ def check(
         table = pages[:, int(format.sink_tokens > 0) :]
         keys = [x.abs() for x in pool.read(1, pages, stored, torch.float64)]
         absolute.write(1, *keys, make_offsets(stored.tolist()), table, zero)
-        changed = dict(bias=RelativeBias(*(x.abs() if x is not None and x.is_floating_point() else x for x in full)))
-        return paged_reference(
-            *(x.double().abs() for x in (q, k, v)), q_offsets, absolute, table, n,
-            **call | changed | dict(normalizer=normalizer),
-        )  # fmt: skip
+        bias = RelativeBias(*(x.abs() if x is not None and x.is_floating_point() else x for x in full))
+        new = Queries(*(x.double().abs() for x in (q, k, v)), q_offsets, n, candidates)
+        return paged_reference(new, absolute, 1, table, Scoring(softmax, call["scale"], normalizer, bias))
 
     exact = by_reference(torch.float64)
     assert_within_budget("out", out, by_reference(dtype), exact, factor=4.0, terms=sizes)
@@ -151,7 +150,7 @@ def written_alike(mine, theirs, pages, lengths):
     """Check that the kernels wrote the same as the reference; codes on the edge between two may differ."""
     actual, expected = (pool.read(1, pages, lengths, torch.float64) for pool in (mine, theirs))
     for name, x, y in zip("kv", actual, expected):
-        if mine.format.layout is None:
+        if mine.format.bits is None:
             assert torch.equal(x, y), name
         elif x.numel():
             levels = 2**mine.format.bits - 1
@@ -161,7 +160,7 @@ def written_alike(mine, theirs, pages, lengths):
 
 def launches():
     from hstu_sparse.cache.launch import write_pages, write_timestamps
-    from hstu_sparse.cache.paged.launch import attention
+    from hstu_sparse.cache.paged.launch import attend_to_pool
 
     def case(heads=4, size=64, value_size=64, queries=1, users=2, dtype=torch.bfloat16, stored=None, splits=None,
              biased=True, local_bytes=128, architectures=(80, 90, 100, 120), call=None, write=False,
@@ -181,14 +180,15 @@ def launches():
 
             zeros = torch.zeros(sum(counts), dtype=torch.int64)
             bias = RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros) if biased else RelativeBias()
-            settings = dict(layer=0, candidates=False, activation="silu", scale=0.1, normalizer=200.0, bias=bias)
+            settings = dict(candidates=False, softmax=False) | (call or {})
+            new = Queries(q, k, v, where[0], where[2], settings["candidates"])
             with launched_with(splits):
-                attention(q, k, v, where[0], pool, *where[1:], **settings | (call or {}))
+                attend_to_pool(new, pool, 0, where[1], Scoring(settings["softmax"], 0.1, 200.0, bias))
 
         label = f"H={heads} D={size} V={value_size} Tq={queries} {dtype} {stored} {options} {call} write={write}"
         return Launches(label, launch, local_bytes, architectures)
 
-    candidates, softmax = dict(candidates=True), dict(activation="softmax")
+    candidates, softmax = dict(candidates=True), dict(softmax=True)
     codes = dict(bits=2, sink_tokens=4)
     return [
         case(write=True),

@@ -14,9 +14,11 @@ from hstu_sparse import (
 )
 from hstu_sparse.bias.relative import check_bias
 from hstu_sparse.cache import packing, store
+from hstu_sparse.cache.paged.call import Scoring
 from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.compat import mustafar_attention_with_rope
 from tests.random.cases import Launches
+from tests.random.cases.paged import launched_with
 from tests.random.terms import FEW_TOKENS, TABLES
 from tests.support.budgets import (
     assert_within_budget,
@@ -29,7 +31,7 @@ from tests.support.budgets import (
 # Bytes of local memory a thread may use for registers that do not fit. Keys that are turned back stand in the registers
 # with all of a group's channels: one head at a time nothing spills, and the work is a third more.
 SPILLS = {
-    "rotatekv_attention_fwd_kernel": 704,
+    "paged_attention_fwd_kernel": 704,
     "rotatekv_round_trip_kernel": 704,
     "write_codes_kernel": 128,
 }
@@ -142,25 +144,11 @@ def check(
 
     lossy, exact = by_reference(dtype), by_reference(torch.float64)
     public = settings | dict(return_lse=softmax, backend="triton")
-    ways = {
-        "fused": rotatekv_attention(q, q_offsets, cache, max_seq_len, **public),
-        "two stages": mustafar_attention_with_rope(q, q_offsets, *restored, offsets, max_seq_len, **public),
-    }
-    from hstu_sparse.cache.rotatekv import launch_attention
-
-    for way in launch_attention.ways(rope, plain=False):
-        ways[way] = launch_attention.attention(
-            q,
-            q_offsets,
-            cache,
-            max_seq_len,
-            softmax=softmax,
-            normalizer=normalizer,
-            return_lse=softmax,
-            way=way,
-            splits=splits,
-            **reference_options,
-        )
+    with launched_with(splits):
+        ways = {
+            "fused": rotatekv_attention(q, q_offsets, cache, max_seq_len, **public),
+            "two stages": mustafar_attention_with_rope(q, q_offsets, *restored, offsets, max_seq_len, **public),
+        }
     for way, got in ways.items():
         out, lse = got if isinstance(got, tuple) else (got, None)
         assert_within_budget(way, out, lossy[0], exact[0], factor=4.0, terms=lambda: sizes()[0])
@@ -207,8 +195,9 @@ def check_self_attention(
 
     def by_reference(q, k, v, position, time):
         bias = biased(position, time)
-        *inputs, self_term = reference.own_token(q, k, v, *(x.to(q) for x in coded), bias, *factors.values())
-        heads = zip(*(x.split(1, dim=1) for x in inputs), strict=True)
+        straight = [y.to(q) + (x - x.detach()) for x, y in zip((k, v), coded, strict=True)]
+        self_term = reference.self_term(q, k, v, *straight, bias, *factors.values())
+        heads = zip(*(x.split(1, dim=1) for x in (q, *straight)), strict=True)
         # Scores of one head at a time, computed again in backward: the greatest case is of 9,000 tokens.
         out = [checkpoint(dense, *head, position, time, use_reentrant=False) for head in heads]
         return torch.cat(out, dim=1) + self_term
@@ -222,30 +211,30 @@ def first_channels(cache, k):
     """Sizes of keys [T, H, D] before zeros are subtracted, which all meet in the first channel of each 64 or fewer."""
     channel = torch.arange(k.shape[1] * k.shape[2], device=k.device).view(k.shape[1:])
     # A group's zero is about twice as large as a channel, and the transform adds as many as there are channels.
-    zeros = 2 * (k.square().mean() * cache.layout.keys.channels).sqrt()
-    return torch.where(channel % min(64, cache.layout.keys.block) == 0, zeros, k.abs())
+    zeros = 2 * (k.square().mean() * cache.format.keys.channels).sqrt()
+    return torch.where(channel % min(64, cache.format.keys.block) == 0, zeros, k.abs())
 
 
 def codes_are_right(cache, k, v):
     """Every code is the nearest to what it stands for, with its stored scale and zero; the greatest are kept."""
-    layout = cache.layout
+    format = cache.format
     sequence, position = cache.tokens()
-    packed = position >= layout.options.sink_tokens
-    format, sinks = cache.pool.format, (cache.pages[sequence[~packed], 0].long(), position[~packed])
+    packed = position >= format.sink_tokens
+    sinks = cache.pages[sequence[~packed], 0].long(), position[~packed]
     for name, x in (("sink_k", k), ("sink_v", v)) if format.sink_tokens else ():
         assert torch.equal(cache.tensors[name][sinks], x[~packed])
     if not packed.any():
         return
-    levels = 2**layout.options.bits - 1
+    levels = 2**format.bits - 1
     where = store.place(format, cache.pages, sequence[packed], position[packed])
     codes = store.read_codes(cache.tensors, format, *where)
-    rotated = packing.rotate(k[packed].double(), layout.options.head_group, cache.channel_order)
-    plain = packing.grouped(v[packed].double(), layout.options.head_group)
-    for name, coded, x, side in (("k", codes[0], rotated, layout.keys), ("v", codes[1], plain, layout.values)):
+    rotated = packing.rotate(k[packed].double(), format.head_group, cache.channel_order)
+    plain = packing.grouped(v[packed].double(), format.head_group)
+    for name, coded, x, side in (("k", codes[0], rotated, format.keys), ("v", codes[1], plain, format.values)):
         real = torch.ones_like(x, dtype=torch.bool)
         if coded.mask is not None:
             real = coded.mask
-            assert (real.sum(-1) == layout.num_kept).all()
+            assert (real.sum(-1) == format.num_kept).all()
             least = x.abs().masked_fill(~real, float("inf")).amin(-1)
             most_dropped = x.abs().masked_fill(real, 0).amax(-1)
             assert (most_dropped <= least * (1 + 1e-5) + 1e-6).all(), f"{name}: not the greatest are kept"
@@ -256,7 +245,7 @@ def codes_are_right(cache, k, v):
         assert (code[~real] == 0).all()
         least = grouped.masked_fill(~real, float("inf")).amin(-1)
         most = grouped.masked_fill(~real, float("-inf")).amax(-1)
-        margin = (most - least) * layout.options.inset
+        margin = (most - least) * format.inset
         least, most = least + margin, most - margin
         # What fp32 may have lost on the way, and what fp16 does of a number at its smallest.
         some, lost = real.any(-1), 1e-6 * grouped.abs().amax(-1) + 2**-24
@@ -273,17 +262,17 @@ def codes_are_right(cache, k, v):
 
 def launches():
     from hstu_sparse import PageFormat, PagePool, RotateKVCache
-    from hstu_sparse.cache.launch import write_pages
-    from hstu_sparse.cache.rotatekv import launch_attention, launchers
+    from hstu_sparse.cache.launch import decompress, round_trip_operator, write_pages
     from hstu_sparse.cache.rotatekv.hadamard import hadamard_operator
-    from hstu_sparse.cache.rotatekv.own import gradients_operator, own_operator
+    from hstu_sparse.cache.rotatekv.launch import attend_to_cache, attend_to_rows
+    from hstu_sparse.cache.rotatekv.self_term import self_term_operator
 
     def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, splits=None,
              attend=None, local_bytes=SPILLS, architectures=(80, 90, 100, 120), **options):  # fmt: skip
         def call():
             format = PageFormat(heads, size, value_size, dtype, **{"bits": 2} | options)
-            layout, offsets = format.layout, make_offsets((100,))
-            order = torch.arange(layout.keys.channels).expand(layout.head_groups, -1).contiguous() if ordered else None
+            offsets = make_offsets((100,))
+            order = torch.arange(format.keys.channels).expand(format.head_groups, -1).contiguous() if ordered else None
             pool = PagePool(format, 10, num_sequences=1, timed=False)
             cache = RotateKVCache(pool, [pool.reserve([], 100)], [100], order)
             k, v = (torch.zeros(100, heads, x, dtype=dtype) for x in (size, value_size))
@@ -291,19 +280,20 @@ def launches():
             if what == "compress":
                 write_pages(cache.tensors, format, k, v, offsets, cache.pages, torch.zeros(1, dtype=torch.int64), order)
             elif what == "decompress":
-                launchers.decompress(cache, 100)
+                decompress(cache)
             elif what == "round trip":
-                o = cache.options
-                launchers.round_trip_operator.forward(
+                o = cache.format
+                round_trip_operator.forward(
                     k, v, offsets, order, o.bits, o.head_group, o.quant_group, o.sparsity, o.sink_tokens, o.clip
                 )
             else:
-                source = launch_attention.Plain(k, v, offsets) if what == "plain" else cache
-                rest = dict(
-                    softmax=False, scale=0.1, normalizer=200.0, bias=RelativeBias(), rope_base=None, return_lse=False
-                )
-                rest |= attend or {}
-                launch_attention.attention(q, make_offsets((queries,)), source, 200, splits=splits, **rest)
+                settings = dict(softmax=False, scale=0.1, normalizer=200.0, bias=RelativeBias())
+                rest = 200, Scoring(**settings | (attend or {}))
+                with launched_with(splits):
+                    if what == "plain":
+                        attend_to_rows(q, make_offsets((queries,)), (k, v, offsets), *rest)
+                    else:
+                        attend_to_cache(q, make_offsets((queries,)), cache, *rest)
 
         label = f"{what} {dtype} H={heads} D={size} V={value_size} Tq={queries} {options} {list(attend or [])}"
         return Launches(label, call, local_bytes, architectures)
@@ -314,14 +304,14 @@ def launches():
     )
     small = dict(heads=2, size=32, value_size=32)
 
-    def own_token(dtype, size, value_size, bias, local_bytes=0):
+    def self_term(dtype, size, value_size, bias, local_bytes=0):
         def call():
             q, k, v = (torch.zeros(100, 4, x, dtype=dtype) for x in (size, size, value_size))
             arguments = q, k, v, k, v, *bias, 0.1, 200.0
-            own_operator(*arguments)
-            gradients_operator(q, k, v, v, *arguments)
+            self_term_operator.forward(*arguments)
+            self_term_operator.backward(v, *arguments)
 
-        return Launches(f"own token {dtype} D={size} V={value_size} {bias[0] is not None}", call, local_bytes)
+        return Launches(f"self term {dtype} D={size} V={value_size} {bias[0] is not None}", call, local_bytes)
 
     def transform(n, dtype, local_bytes=0):
         call = lambda: hadamard_operator.forward(torch.zeros(8, n, dtype=dtype))
@@ -340,8 +330,8 @@ def launches():
         case("round trip"),
         case("round trip", dtype=torch.float32, **small),
         case("round trip", heads=4, size=64, value_size=64),
-        own_token(torch.bfloat16, 64, 64, RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros)),
-        own_token(torch.float32, 25, 40, RelativeBias(), local_bytes=16),
+        self_term(torch.bfloat16, 64, 64, RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros)),
+        self_term(torch.float32, 25, 40, RelativeBias(), local_bytes=16),
         case("attention"),
         case("attention", splits=3, attend=dict(softmax=True)),
         case("attention", attend=biased, **small),
@@ -375,7 +365,7 @@ def launches():
             splits=1,
             local_bytes=5632,
             architectures=(90,),
-            attend=dict(softmax=True, return_lse=True, way="keys", bias=RelativeBias(torch.zeros(201))),
+            attend=dict(softmax=True, return_lse=True, rope_base=10000.0, bias=RelativeBias(torch.zeros(201))),
         ),
         case("plain"),
         case("plain", attend=dict(rope_base=10000.0), queries=128),
