@@ -7,7 +7,7 @@ files.py     a pool's sequences in one file
 packing.py   quantising, packing and unpacking in plain PyTorch
 codec.py     the same in kernels
 encode.py    the kernels that write pages; decode.py: those that restore keys and values from codes; launch.py
-bias.py      the bias of pairs of new tokens and tokens in pages
+bias.py      the bias of candidates with each position of their sequence
 paged/       attention of new tokens to pages: the kernel of `paged_attention` and of rotatekv/
 """
 

@@ -5,6 +5,7 @@ tile.
 """
 
 import functools
+import typing
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ def code_offset(format: PageFormat, dtype: torch.dtype) -> int:
 @functools.lru_cache(maxsize=64)
 def form_of(format: PageFormat) -> Form:
     """Return a format as constants of the kernels."""
-    sizes = dict(H=format.heads, D=format.head_size, V=format.value_size, CODED=format.coded_size)
-    sizes |= dict(PAGE=format.page_size, SINKS=format.sink_tokens > 0, SPARSE=format.sparse)
+    sizes: dict[str, typing.Any] = dict(H=format.heads, D=format.head_size, V=format.value_size)
+    sizes |= dict(CODED=format.coded_size, PAGE=format.page_size, SINKS=format.sink_tokens > 0, SPARSE=format.sparse)
     if format.bits is None:
-        blocks = dict(K_BLOCK=padded_head(format.head_size), V_BLOCK=padded_head(format.value_size))
-        none = dict(G=1, BITS=0, KEPT=0, K_BLOCKS=1, K_WORDS=0, K_GROUPS=1, V_BLOCKS=1, V_WORDS=0, V_GROUPS=1)
-        return Form(**sizes, **blocks, **none)
+        sizes |= dict(K_BLOCK=padded_head(format.head_size), V_BLOCK=padded_head(format.value_size))
+        sizes |= dict(BITS=0, KEPT=0, K_BLOCKS=1, K_WORDS=0, K_GROUPS=1, V_BLOCKS=1, V_WORDS=0, V_GROUPS=1)
+        return Form(**sizes, G=1)
     for name, side in (("K", format.keys), ("V", format.values)):
         sizes |= {f"{name}_BLOCK": side.block, f"{name}_BLOCKS": side.blocks, f"{name}_GROUPS": side.groups}
     (*_, words), _ = format.shapes(0)["k_codes"]
@@ -139,8 +140,9 @@ def decompress(cache) -> tuple[Tensor, Tensor]:
 
 
 def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group, sparsity, sink_tokens, clip):
-    sizes = *k.shape[1:], v.shape[2]
-    format = PageFormat(*sizes, k.dtype, bits, head_group, quant_group, sparsity, sink_tokens, clip)
+    heads, head_size = k.shape[1:]
+    codes = bits, head_group, quant_group, sparsity, sink_tokens, clip
+    format = PageFormat(heads, head_size, v.shape[2], k.dtype, *codes)
     check_kernel("rotatekv_round_trip", k, {"D": format.head_size, "V": format.value_size})
     outputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     rows, batch = tile_tokens(format, k.dtype), seq_offsets.shape[0] - 1

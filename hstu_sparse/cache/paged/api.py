@@ -117,11 +117,11 @@ def paged_attention(
             raise ValueError(f"a sequence has {longest} tokens, new ones included, more than max_seq_len={max_seq_len}")
     bias = check_bias(bias, max_seq_len, lengths.shape[0] if candidates else sizes["Tq"], q.device)
     scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"])
-    new = Queries(q, k, v, q_offsets, lengths, candidates)
+    queries = Queries(q, k, v, q_offsets, lengths, candidates)
     if choose_backend(backend, q, "paged_attention") == "reference":
         from hstu_sparse.cache.paged.reference import paged_reference
 
-        return paged_reference(new, pool, layer, pages, scoring)
+        return paged_reference(queries, pool, layer, pages, scoring)
     from hstu_sparse.cache.paged.launch import attend_to_pool
 
-    return attend_to_pool(new, pool, layer, pages, scoring)
+    return attend_to_pool(queries, pool, layer, pages, scoring)

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.cache.bias import biases
+from hstu_sparse.bias.scores import table_bias
 from hstu_sparse.cache.codec import Pages, halves_of, load_codes, sign
 from hstu_sparse.cache.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles.rows import in_registers, load_rows, locate, opaque, silu
@@ -140,7 +140,7 @@ def biased(scores, inside, at, position, slot, query_time, timestamps, bias, can
         if bias.time is not None:
             times = tl.load(timestamps + slot, inside, 0)[None, :]
         seen = inside[None, :] & (distance > 0)
-        scores += biases(distance, seen, query_time, times, bias)[0]
+        scores += table_bias(bias, distance, seen, query_time, times)[0]
     return scores
 
 
@@ -163,7 +163,8 @@ def weigh(scores, seen, greatest, total, SOFTMAX: tl.constexpr, FAST: tl.constex
 
 @triton.jit(do_not_specialize=["B", "P", "S", "Tq", "SPLITS"])
 def paged_attention_fwd_kernel(
-    q, k, v, q_offsets, lengths, history, bias, out, lse, B, P, S, Tq, SPLITS, score_scale, rotation, inverse_n,
+    q, k, v, q_offsets, lengths, history, bias, candidates, out, lse, B, P, S, Tq, SPLITS, score_scale, rotation,
+    inverse_n,
     FORM: tl.constexpr, OFFSET: tl.constexpr, PAD_D: tl.constexpr, OUT_V: tl.constexpr, CANDIDATES: tl.constexpr,
     SOFTMAX: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr, R: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -171,8 +172,9 @@ def paged_attention_fwd_kernel(
     """Compute one part of one tile of new tokens; out and lse: [SPLITS, Tq, H, ...], or the final results if SPLITS is
     1.
 
-    q, k, v: `Rows`; without k and v new tokens do not see themselves. history: `History`, bias: `PairBias`. OUT_V:
-    blocks of values that a program sums. The part with number 0 also attends to the sinks and to the tokens themselves.
+    q, k, v: `Rows`; without k and v new tokens do not see themselves. history: `History`, bias: `KernelBias`.
+    candidates: the results of `candidate_bias_kernel`, in place of a bias. OUT_V: blocks of values that a program sums.
+    The part with number 0 also attends to the sinks and to the tokens themselves.
     """
     DTYPE: tl.constexpr = q.pointer.dtype.element_ty
     H: tl.constexpr = FORM.H
@@ -207,7 +209,6 @@ def paged_attention_fwd_kernel(
     query_time = 0
     if bias.time is not None:
         query_time = tl.load(bias.query_times + query, real, 0)[:, None]
-    candidates = bias.candidates
     if candidates is not None:
         candidates += b.to(tl.int64) * (P * PAGE + 1)
     if history.table is not None:
@@ -241,9 +242,9 @@ def paged_attention_fwd_kernel(
             elif not CANDIDATES:
                 new_time = 0
                 if bias.time is not None:
-                    new_time = tl.load(bias.times + query, real, 0)[:, None]
+                    new_time = tl.load(bias.key_times + query, real, 0)[:, None]
                 none = tl.zeros([ROWS, 1], tl.int32)
-                self_score += tl.sum(biases(none, real[:, None], query_time, new_time, bias)[0], 1)
+                self_score += tl.sum(table_bias(bias, none, real[:, None], query_time, new_time)[0], 1)
             if SOFTMAX:
                 greatest = self_score
                 total = tl.full([ROWS], 1.0, tl.float32)

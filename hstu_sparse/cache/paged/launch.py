@@ -6,7 +6,8 @@ Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D que
 import torch
 from torch import Tensor
 
-from hstu_sparse.cache.bias import PairBias, candidate_bias_kernel
+from hstu_sparse.bias.scores import KernelBias
+from hstu_sparse.cache.bias import candidate_bias_kernel
 from hstu_sparse.cache.codec import Form, Pages
 from hstu_sparse.cache.format import PageFormat
 from hstu_sparse.cache.launch import code_offset, form_of, tile_tokens
@@ -71,10 +72,8 @@ def splits_of(programs: int, tiles: int, at_once: int, device: torch.device) -> 
     return max(1, min(at_once * multiprocessors(device) // max(1, programs), tiles // 4))
 
 
-def candidate_bias(new: Queries, history: History, form: Form, bias: PairBias) -> PairBias:
+def candidate_bias(new: Queries, history: History, form: Form, bias: KernelBias) -> Tensor:
     """Return the bias of each sequence's candidates, [B, tokens that the table has room for, and one]."""
-    if bias.position is None and bias.time is None:
-        return PairBias()
     assert history.table is not None
     batch, columns = history.table.shape
     room = columns * form.PAGE + 1
@@ -83,7 +82,7 @@ def candidate_bias(new: Queries, history: History, form: Form, bias: PairBias) -
         candidate_bias_kernel, (batch, cdiv(room, BIAS_BLOCK)), out, history.table, new.lengths, history.timestamps,
         bias, columns, PAGE=form.PAGE, SINKS=form.SINKS, BLOCK=BIAS_BLOCK, num_warps=4,
     )  # fmt: skip
-    return PairBias(candidates=out)
+    return out
 
 
 def attend(
@@ -124,14 +123,15 @@ def attend(
         whole = V % form.V_BLOCK == 0
         values_out = V // form.V_BLOCK if whole else min(form.V_BLOCKS, (V - 1) // form.V_BLOCK + 2)
     rows = [None if x is None else Rows.of(x) for x in as_rows(new.q, new.k, new.v, align=False)]
-    bias = PairBias.of(scoring.bias)
+    bias, by_position = KernelBias.of(scoring.bias), None
+    columns = 0 if history.table is None else history.table.shape[1]
     with on_device(q.device):
-        if candidates:
-            bias = candidate_bias(new, history, form, bias)
+        if candidates and looked_up:
+            by_position, bias = candidate_bias(new, history, form, bias), KernelBias()
         run(
             paged_attention_fwd_kernel, (slots, programs, splits), *rows, new.q_offsets, new.lengths, history, bias,
-            part, part_lse, batch, 0 if history.table is None else history.table.shape[1], format.sink_tokens, tokens,
-            splits, scoring.scale, (form.CODED * form.G) ** -0.5 if coded else 1.0, 1.0 / scoring.normalizer,
+            by_position, part, part_lse, batch, columns, format.sink_tokens, tokens, splits, scoring.scale,
+            (form.CODED * form.G) ** -0.5 if coded else 1.0, 1.0 / scoring.normalizer,
             **config, FORM=form, OFFSET=code_offset(format, q.dtype), PAD_D=padded_head(format.head_size),
             OUT_V=values_out, CANDIDATES=new.candidates, SOFTMAX=scoring.softmax, SCALED=coded and few, HEADS=together,
             FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype),

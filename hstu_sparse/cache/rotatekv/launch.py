@@ -67,7 +67,7 @@ def attend_to_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Do the same for uncompressed keys [T, H, D] and values [T, H, V] of sequences with the offsets [B+1]."""
     (k, v, seq_offsets), lengths = rows, rows[2].diff()
-    format = PageFormat(*k.shape[1:], v.shape[2], k.dtype)
+    format = PageFormat(k.shape[1], k.shape[2], v.shape[2], k.dtype)
     check_kernel("unpacked_attention", q, {"D": format.head_size, "V": format.value_size})
     if scoring.rope_base is not None:
         q = _turned(q, q_offsets, scoring.rope_base, lengths[sequence_ids(q_offsets, len(q))])

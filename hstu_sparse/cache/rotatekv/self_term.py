@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hstu_sparse.bias.buckets import MAX_BUCKETS
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.cache.bias import PairBias, biases
+from hstu_sparse.bias.scores import KernelBias, load_times, table_bias
 from hstu_sparse.core.launch import cdiv, multiprocessors, padded_head, run
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.rows import as_rows
@@ -35,12 +35,9 @@ assert _POSITION.value > MAX_BUCKETS
 @triton.jit
 def self_bias(token, mask, bias):
     """Return (biases of the pairs of a token with itself, their time buckets), [tokens]."""
-    query_times = 0
-    key_times = 0
-    if bias.time is not None:
-        query_times = tl.load(bias.query_times + token, mask, 0)
-        key_times = tl.load(bias.times + token, mask, 0)
-    return biases(tl.zeros_like(token), mask, query_times, key_times, bias)
+    query_times = load_times(bias.query_times, token, mask)
+    key_times = load_times(bias.key_times, token, mask)
+    return table_bias(bias, tl.zeros_like(token), mask, query_times, key_times)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -48,7 +45,7 @@ def rotatekv_self_term_fwd_kernel(
     q, k, v, coded_k, coded_v, self_term, bias, scale, inverse, T,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Compute R tokens of `self_term`; inverse: 1/N. q, k and v are `Rows`, bias is a `PairBias`."""
+    """Compute R tokens of `self_term`; inverse: 1/N. q, k and v are `Rows`, bias is a `KernelBias`."""
     token = tl.program_id(0) * R + tl.arange(0, R)
     mask = token < T
     pair_biases, _ = self_bias(token, mask, bias)
@@ -128,8 +125,8 @@ class Arguments(NamedTuple):
         return *map(Rows.of, as_rows(self.q, self.k, self.v, align=False)), self.coded_k, self.coded_v
 
     @property
-    def bias(self) -> PairBias:
-        return PairBias.of(RelativeBias(self.position, self.time, self.timestamps, self.query_timestamps))
+    def bias(self) -> KernelBias:
+        return KernelBias.of(RelativeBias(self.position, self.time, self.timestamps, self.query_timestamps))
 
     @property
     def constants(self) -> dict[str, int]:
