@@ -105,7 +105,7 @@ def _backward(do: Tensor, *arguments) -> list[Tensor]:
         return 2 * H * longest[0] * longest[1]
 
     dk = key_sums(a.k, T, lambda: sum_of_scores() * abs(a.scale) * q.abs().amax())
-    dv = key_sums(a.v, T, lambda: H * do.abs().amax())
+    dv = key_sums(a.v, T, lambda: H * do.abs().amax().float())
     tables = table_sums(a.bias, T, sum_of_scores)
     rows = map(Rows.of, (do, q, k, v))
     gradients = dq, dk, dv, tables.arguments
