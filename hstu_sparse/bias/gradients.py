@@ -165,7 +165,7 @@ def add_pairs(position_grad, time_grad, unit, value, distance, seen, bucket, pos
 
 @triton.jit
 def add_to_tables(
-    gradients, value, distance, seen, bucket, copy, POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr
+    gradients, value, distance, seen, bucket, copy=0, POSITION_COPIES: tl.constexpr = 1, TIME_COPIES: tl.constexpr = 1
 ):
     """Apply `add_pairs` to the copies of `TableGradients` that number `copy` takes in turn."""
     position, time = gradients.position, gradients.time

@@ -13,40 +13,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.bias.gradients import add_pairs
-from hstu_sparse.bias.scores import pair_bias
+from hstu_sparse.bias.gradients import add_to_tables
+from hstu_sparse.bias.scores import load_times, table_bias
 from hstu_sparse.tiles.rows import load_head, locate, silu, silu_and_grad
 
 PER_BATCH = ["num_seqs", "window_size"]
-CALLER_POINTERS = [
-    "q_offsets",
-    "k_offsets",
-    "q_positions",
-    "k_positions",
-    "q_times",
-    "k_times",
-    "position_table",
-    "time_table",
-]
+CALLER_POINTERS = ["q_offsets", "k_offsets", "q_positions", "k_positions"]
 # Positions of masked rows: such a query sees nothing, such a key is invisible.
 NO_QUERY, NO_KEY = tl.constexpr(-1), tl.constexpr(1 << 30)
-
-
-@triton.jit
-def _times(times, token, inside, tables):
-    """Load the timestamps of tokens, 0 if no table needs them."""
-    if tables.time is not None:
-        return tl.load(times + token, inside, 0)
-    else:
-        return tl.zeros_like(token)
-
-
-class Tables(NamedTuple):
-    """The tables of the bias: see `pair_bias`."""
-
-    position: object
-    time: object
-    cells: object
 
 
 class Tile(NamedTuple):
@@ -70,13 +44,13 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _program_tile(
-    offsets, positions, times, tables, num_seqs, NONE: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr
+    offsets, positions, times, num_seqs, NONE: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     b, begin, length, tile = locate(offsets, tl.program_id(0) // H, num_seqs, BLOCK)
     row = tile * BLOCK + tl.arange(0, BLOCK)
     token, inside = begin + row, row < length
     position = tl.load(positions + token, inside, NONE).to(tl.int32)
-    time = _times(times, token, inside, tables)
+    time = load_times(times, token, inside)
     return Tile(tl.program_id(0) % H, b, token, inside, position, time, tile * BLOCK < length)
 
 
@@ -100,7 +74,7 @@ def _overlap(t, s, window_size, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def _scores(
-    rows, columns, distance, q_time, k_time, tables, scale, window_size, N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    rows, columns, distance, q_time, k_time, bias, scale, window_size, HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return (scores of a tile, the mask of visible pairs, their time buckets); distance, q_time, k_time broadcast to
@@ -110,8 +84,8 @@ def _scores(
     seen = distance >= 0
     if HAS_WINDOW:
         seen = seen & (distance < window_size)
-    bias, bucket = pair_bias(distance, seen, q_time, k_time, tables.position, tables.time, tables.cells, N)
-    return scores + bias, seen, bucket
+    biases, bucket = table_bias(bias, distance, seen, q_time, k_time)
+    return scores + biases, seen, bucket
 
 
 @triton.jit
@@ -125,15 +99,13 @@ def _add(target, head, token, inside, value, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def ring_hstu_fwd_kernel(
-    q, k, v, out, q_offsets, k_offsets, q_positions, k_positions, q_times, k_times, position_table, time_table, cells,
-    num_seqs, scale, inverse_n, window_size,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, V_OUT: tl.constexpr, N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+    q, k, v, out, q_offsets, k_offsets, q_positions, k_positions, bias, num_seqs, scale, inverse_n, window_size,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, V_OUT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
+    PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Add the keys' contribution to `out` (fp32) of BLOCK_M queries of one head; q, k, v and out are `Rows`."""
-    tables = Tables(position_table, time_table, cells)
-    tile = _program_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
+    tile = _program_tile(q_offsets, q_positions, bias.query_times, num_seqs, NO_QUERY, H, BLOCK_M)
     if not tile.some:
         return
     head, token, inside, t = tile.head, tile.token, tile.inside, tile.position
@@ -143,10 +115,10 @@ def ring_hstu_fwd_kernel(
     for start in range(tl.load(k_offsets + tile.b).to(tl.int64), k_end, BLOCK_N):
         other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
         if _overlap(t, s, window_size, HAS_WINDOW):
-            k_time = _times(k_times, other, k_inside, tables)[None, :]
+            k_time = load_times(bias.key_times, other, k_inside)[None, :]
             key = load_head(k, head, other, k_inside, D, PAD_D)
             scores, seen, _ = _scores(
-                query, key, t[:, None] - s[None, :], tile.time[:, None], k_time, tables, scale, window_size, N,
+                query, key, t[:, None] - s[None, :], tile.time[:, None], k_time, bias, scale, window_size,
                 HAS_WINDOW, PRECISION,
             )  # fmt: skip
             weights = tl.where(seen, silu(scores, FAST), 0.0)
@@ -157,15 +129,14 @@ def ring_hstu_fwd_kernel(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def ring_hstu_bwd_dq_kernel(
-    q, k, v, do, dq, position_grad, time_grad, q_offsets, k_offsets, q_positions, k_positions, q_times, k_times,
-    position_table, time_table, cells, num_seqs, scale, inverse_n, window_size,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+    q, k, v, do, dq, tables, q_offsets, k_offsets, q_positions, k_positions, bias, num_seqs, scale, inverse_n,
+    window_size,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
+    PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Add the keys' contribution to `dq` (fp32) of BLOCK_M queries of one head, and to the tables' gradients (fp32)."""
-    tables = Tables(position_table, time_table, cells)
-    tile = _program_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
+    tile = _program_tile(q_offsets, q_positions, bias.query_times, num_seqs, NO_QUERY, H, BLOCK_M)
     if not tile.some:
         return
     head, token, inside = tile.head, tile.token, tile.inside
@@ -176,34 +147,32 @@ def ring_hstu_bwd_dq_kernel(
     for start in range(tl.load(k_offsets + tile.b).to(tl.int64), k_end, BLOCK_N):
         other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
         if _overlap(tile.position, s, window_size, HAS_WINDOW):
-            k_time = _times(k_times, other, k_inside, tables)[None, :]
+            k_time = load_times(bias.key_times, other, k_inside)[None, :]
             key = load_head(k, head, other, k_inside, D, PAD_D)
             value = load_head(v, head, other, k_inside, V, PAD_V)
             distance = tile.position[:, None] - s[None, :]
             scores, seen, bucket = _scores(
-                query, key, distance, tile.time[:, None], k_time, tables, scale, window_size, N, HAS_WINDOW, PRECISION
+                query, key, distance, tile.time[:, None], k_time, bias, scale, window_size, HAS_WINDOW, PRECISION
             )
             _, slope = silu_and_grad(scores, FAST)
             ds = slope * tl.dot(dout, tl.trans(value), input_precision=PRECISION) * inverse_n
             ds = tl.where(seen, ds, 0.0)
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
-            add_pairs(position_grad, time_grad, None, ds, distance, seen, bucket, N)
+            add_to_tables(tables, ds, distance, seen, bucket)
     _add(dq, head, token, inside, acc * scale, D_OUT)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def ring_hstu_bwd_dkv_kernel(
-    q, k, v, do, dk, dv, q_offsets, k_offsets, q_positions, k_positions, q_times, k_times, position_table, time_table,
-    cells, num_seqs, scale, inverse_n, window_size,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, N: tl.constexpr,
+    q, k, v, do, dk, dv, q_offsets, k_offsets, q_positions, k_positions, bias, num_seqs, scale, inverse_n, window_size,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Add the queries' contribution to dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x
     queries.
     """
-    tables = Tables(position_table, time_table, cells)
-    tile = _program_tile(k_offsets, k_positions, k_times, tables, num_seqs, NO_KEY, H, BLOCK_N)
+    tile = _program_tile(k_offsets, k_positions, bias.key_times, num_seqs, NO_KEY, H, BLOCK_N)
     if not tile.some:
         return
     head, token, inside, s = tile.head, tile.token, tile.inside, tile.position
@@ -215,11 +184,11 @@ def ring_hstu_bwd_dkv_kernel(
     for start in range(tl.load(q_offsets + tile.b).to(tl.int64), q_end, BLOCK_M):
         other, q_inside, t = _tile_of(start, q_end, q_positions, NO_QUERY, BLOCK_M)
         if _overlap(t, s, window_size, HAS_WINDOW):
-            q_time = _times(q_times, other, q_inside, tables)[None, :]
+            q_time = load_times(bias.query_times, other, q_inside)[None, :]
             query = load_head(q, head, other, q_inside, D, PAD_D)
             dout = load_head(do, head, other, q_inside, V, PAD_V)
             scores, seen, _ = _scores(
-                key, query, t[None, :] - s[:, None], q_time, tile.time[:, None], tables, scale, window_size, N,
+                key, query, t[None, :] - s[:, None], q_time, tile.time[:, None], bias, scale, window_size,
                 HAS_WINDOW, PRECISION,
             )  # fmt: skip
             weights, slope = silu_and_grad(scores, FAST)

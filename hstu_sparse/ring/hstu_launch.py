@@ -5,7 +5,8 @@ Letters: T, S tokens of queries and of keys, H heads, D query/key and V value he
 
 import torch
 
-from hstu_sparse.bias.buckets import device_cells, num_time_buckets
+from hstu_sparse.bias.gradients import TableGradients
+from hstu_sparse.bias.scores import KernelBias
 from hstu_sparse.core.launch import LaunchConfig, configuration, padded_head, precision, run
 from hstu_sparse.core.rows import as_rows
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
@@ -33,11 +34,10 @@ def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backwa
 def _launch(kernel, tile: str, block: Block, tensors, tables, **sizes) -> None:
     """Launch a kernel with a program for each head and tile of config's `tile`, BLOCK_M queries or BLOCK_N keys.
 
-    tensors: q, k, v, aligned, and others, which become `Rows`. tables: the gradients of both tables, for dq.
+    tensors: q, k, v, aligned, and others, which become `Rows`. tables: `TableGradients`, for dq.
     """
     q, k, v = tensors[:3]
     bias, q_offsets = block.bias, block.q_offsets
-    cells = None if bias.time is None else device_cells(num_time_buckets(bias.time), q.device)
     biased = bias.position is not None or bias.time is not None
     heads = padded_head(q.shape[2]), padded_head(v.shape[2])
     config = tile_config(*heads, q.dtype, biased, kernel is not ring_hstu_fwd_kernel)
@@ -45,11 +45,9 @@ def _launch(kernel, tile: str, block: Block, tensors, tables, **sizes) -> None:
     run(
         kernel, (tokens // config[tile] + num_seqs) * q.shape[1], *map(Rows.of, tensors), *tables,
         *(x.contiguous() for x in block[:4]),
-        *(None if x is None else x.contiguous() for x in (bias.query_timestamps, bias.timestamps, *bias[:2])),
-        cells, num_seqs, block.scale, 1.0 / block.normalizer, block.window_size,
-        H=q.shape[1], D=q.shape[2], V=v.shape[2], N=1 if bias.position is None else bias.position.shape[0],
-        HAS_WINDOW=block.window_size > 0, FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype),
-        PAD_D=heads[0], PAD_V=heads[1], **sizes, **config,
+        KernelBias.of(bias), num_seqs, block.scale, 1.0 / block.normalizer, block.window_size,
+        H=q.shape[1], D=q.shape[2], V=v.shape[2], HAS_WINDOW=block.window_size > 0,
+        FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), PAD_D=heads[0], PAD_V=heads[1], **sizes, **config,
     )  # fmt: skip
 
 
@@ -62,7 +60,8 @@ def block_forward(q, k, v, block: Block, out) -> None:
 def block_dq(grad, q, k, v, block: Block, dq, position_grad, time_grad) -> None:
     """Add these keys' part to dq [T, H, D] and to the tables' gradients (or None), all fp32; grad: the output's."""
     if q.shape[0] and k.shape[0]:
-        tables = position_grad, time_grad
+        sizes = (0 if x is None else x.shape[0] for x in (position_grad, time_grad))
+        tables = [TableGradients(position_grad, time_grad, None, *sizes)]
         _launch(
             ring_hstu_bwd_dq_kernel, "BLOCK_M", block, [*as_rows(q, k, v, grad), dq], tables, D_OUT=q.shape[2]
         )  # fmt: skip

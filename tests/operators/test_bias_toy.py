@@ -15,9 +15,8 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from hstu_sparse.bias.buckets import device_cells, num_time_buckets  # noqa: E402
-from hstu_sparse.bias.gradients import TableSums, add_pairs  # noqa: E402
-from hstu_sparse.bias.scores import pair_bias  # noqa: E402
+from hstu_sparse.bias.gradients import TableSums, add_to_tables  # noqa: E402
+from hstu_sparse.bias.scores import KernelBias, load_times, table_bias  # noqa: E402
 from hstu_sparse.tiles.rows import load_rows, locate  # noqa: E402
 
 BLOCK, D = 16, 16
@@ -34,40 +33,33 @@ def toy_reference(q, k, v, offsets, N, position, time, times, query_times):
 
 
 @triton.jit
-def toy_tile(q, k, t, s, begin, live, inside, q_times, k_times, position, time, cells, positions, D: tl.constexpr):
+def toy_tile(q, k, t, s, begin, live, inside, bias, D: tl.constexpr):
     """Return (scores with their bias, 0 where not seen; what the backward pass wants: distance, seen, buckets)."""
     distance = t[:, None] - s[None, :]
     seen = (distance >= 0) & live[:, None] & inside[None, :]
-    query_times, key_times = 0, 0
-    if time is not None:
-        query_times = tl.load(q_times + begin + t, live, 0)[:, None]
-        key_times = tl.load(k_times + begin + s, inside, 0)[None, :]
-    bias, bucket = pair_bias(distance, seen, query_times, key_times, position, time, cells, positions)
+    query_times = load_times(bias.query_times, begin + t, live)[:, None]
+    key_times = load_times(bias.key_times, begin + s, inside)[None, :]
+    added, bucket = table_bias(bias, distance, seen, query_times, key_times)
     query, key = load_rows(q, begin + t, D, live, D, D), load_rows(k, begin + s, D, inside, D, D)
-    return tl.where(seen, tl.dot(query, tl.trans(key)) + bias, 0.0), query, key, distance, seen, bucket
+    return tl.where(seen, tl.dot(query, tl.trans(key)) + added, 0.0), query, key, distance, seen, bucket
 
 
 @triton.jit
-def toy_fwd_kernel(
-    q, k, v, out, offsets, q_times, k_times, position, time, cells, positions, B, BLOCK: tl.constexpr, D: tl.constexpr
-):
+def toy_fwd_kernel(q, k, v, out, offsets, bias, B, BLOCK: tl.constexpr, D: tl.constexpr):
     """One program: BLOCK queries."""
     _, begin, length, tile = locate(offsets, tl.program_id(0), B, BLOCK)
     t = tile * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK, D], tl.float32)
     for block in range(0, tile + 1):
         s = block * BLOCK + tl.arange(0, BLOCK)
-        scores = toy_tile(
-            q, k, t, s, begin, t < length, s < length, q_times, k_times, position, time, cells, positions, D
-        )[0]
+        scores = toy_tile(q, k, t, s, begin, t < length, s < length, bias, D)[0]
         acc = tl.dot(scores, load_rows(v, begin + s, D, s < length, D, D), acc)
     tl.store(out + (begin + t)[:, None] * D + tl.arange(0, D)[None, :], acc, (t < length)[:, None])
 
 
 @triton.jit
 def toy_bwd_kernel(
-    do, q, k, v, dq, dk, dv, position_grad, time_grad, unit, offsets, q_times, k_times, position, time, cells,
-    positions, B, BLOCK: tl.constexpr, D: tl.constexpr,
+    do, q, k, v, dq, dk, dv, tables, offsets, bias, B, BLOCK: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     """One program: dq of BLOCK queries, and what they add to all other gradients."""
     _, begin, length, tile = locate(offsets, tl.program_id(0), B, BLOCK)
@@ -77,24 +69,22 @@ def toy_bwd_kernel(
     columns = tl.arange(0, D)[None, :]
     for block in range(0, tile + 1):
         s = block * BLOCK + tl.arange(0, BLOCK)
-        scores, query, key, distance, seen, bucket = toy_tile(
-            q, k, t, s, begin, t < length, s < length, q_times, k_times, position, time, cells, positions, D
-        )
+        scores, query, key, distance, seen, bucket = toy_tile(q, k, t, s, begin, t < length, s < length, bias, D)
         value = load_rows(v, begin + s, D, s < length, D, D)
         dscores = tl.where(seen, tl.dot(dout, tl.trans(value)), 0.0)
         acc = tl.dot(dscores, key, acc)
         rows = (begin + s)[:, None] * D + columns
         tl.atomic_add(dk + rows, tl.dot(tl.trans(dscores), query), (s < length)[:, None])
         tl.atomic_add(dv + rows, tl.dot(tl.trans(scores), dout), (s < length)[:, None])
-        add_pairs(position_grad, time_grad, unit, dscores, distance, seen, bucket, positions)
+        add_to_tables(tables, dscores, distance, seen, bucket)
     tl.store(dq + (begin + t)[:, None] * D + columns, acc, (t < length)[:, None])
 
 
 class Toy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, offsets, N, position, time, times, query_times):
-        cells = None if time is None else device_cells(num_time_buckets(time), q.device)
-        ctx.rest = offsets, query_times, times, position, time, cells, N, len(offsets) - 1
+        bias = relative.RelativeBias(position, time, *((times, query_times) if time is not None else ()))
+        ctx.rest, ctx.tables, ctx.N = (offsets, KernelBias.of(bias), len(offsets) - 1), (position, time), N
         ctx.grid = (len(q) // BLOCK + len(offsets) - 1,)
         ctx.save_for_backward(q, k, v)
         out = torch.empty_like(v)
@@ -105,13 +95,13 @@ class Toy(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        tables, N = ctx.rest[3:5], ctx.rest[6]
+        tables, N = ctx.tables, ctx.N
 
         def bound():  # of T * N pairs each adds at most the product of two rows' norms
             return q.shape[0] * N * do.norm(dim=-1).amax().double() * v.norm(dim=-1).amax()
 
         sums = TableSums(tables, (1, 1), True, bound)
-        arguments = do.contiguous(), q, k, v, dq, dk, dv, sums.position, sums.time, sums.unit
+        arguments = do.contiguous(), q, k, v, dq, dk, dv, sums.arguments
         toy_bwd_kernel[ctx.grid](*arguments, *ctx.rest, BLOCK, D)
         grads = iter(sums.gradients())
         return dq, dk, dv, None, None, *(None if table is None else next(grads) for table in tables), None, None
