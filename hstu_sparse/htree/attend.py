@@ -21,6 +21,7 @@ import triton.language as tl
 
 from hstu_sparse.htree.choice import row_angle, step_down, top_layer, turn
 from hstu_sparse.tiles.rows import locate, store_rows
+from hstu_sparse.tiles.softmax import add_scores
 
 
 class Group(NamedTuple):
@@ -202,15 +203,9 @@ def htree_attend_fwd_kernel(
                 s = tl.dot(tile_high, tl.trans(k_high), s, input_precision=PRECISION)
                 c = c0 + tl.arange(0, BN)
                 s = tl.where(enters[None, :] & (c[None, :] < level.limit[:, None]), s, -float("inf"))
-                new_max = tl.maximum(running_max, tl.max(s, 1))
-                # Until a candidate has entered, the maximum is -inf, and a difference from it would be NaN.
-                reference = tl.where(new_max == -float("inf"), 0.0, new_max)
-                p = tl.exp2(s - reference[:, None])
-                rescale = tl.exp2(running_max - reference)
-                running_sum = running_sum * rescale + tl.sum(p, 1)
+                running_max, running_sum, p, rescale = add_scores(running_max, running_sum, s)
                 value = tl.load(values + node[:, None] * BV + e, mask=(c < level.end)[:, None], other=0.0)
                 acc = tl.dot(p.to(value.dtype), value, acc * rescale[:, None], input_precision=PRECISION)
-                running_max = new_max
         layer, size, base, C = step_down(layer, size, base, C, group.t, tokens, B, TOP_K, RATE)
 
     row = group.token * (H * G) + group.head

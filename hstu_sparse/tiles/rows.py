@@ -92,20 +92,6 @@ def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def sequence_of(offsets, token, B):
-    """Return the sequence of a token."""
-    low = 0
-    high = B - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(offsets + middle) <= token:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
 def locate(offsets, slot, B, SIZE):
     """Return (sequence, its first token, its length, tile within the sequence) of a slot; the tile may lie past the
     end.
