@@ -2,6 +2,7 @@
 
 python serve.py RUN [--port 8000] [--cache 2bit --sink-tokens 4] [--history]       on 127.0.0.1; /docs has the routes
 python serve.py RUN --host 0.0.0.0 --token-file FILE                       for others, who need the token in the file
+python serve.py DIR --watch               the newest finished run in DIR, and each newer one once it ends (POST /model)
 """
 
 from cli.command import answer_early, serve_options, serving_options
@@ -21,8 +22,9 @@ from data.types import shown
 from serving import Recommender, ServingError
 from serving.http.app import Limits, create_app
 from serving.http.event_log import EventLog, NotStored
+from serving.http.replay import replay
 from serving.http.server import Server, listening, possible_connections
-from serving.http.worker import replay
+from serving.http.swap import Demands, Models
 from training.folder import access, read_regular
 from training.monitor import explain_faults
 
@@ -38,41 +40,65 @@ def read_token(path: Path) -> str:
     return token
 
 
-def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
-    interrupts.stage = "loading the run"
-    token = None if options.token_file is None else read_token(options.token_file)
-    recommender = Recommender.load(
-        options.run,
-        history=options.history,
-        device=options.device,
-        cache=options.cache,
-        most_users=options.max_users,
-        most_events=options.max_history,
-        **serving_options(options),
-    )
+def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: Interrupts) -> EventLog:
+    """Open the log, bring the recommender up to date with it, and remove what is stale from it."""
     path = options.log or options.run / "events.log"
     interrupts.stage = f"replaying {path}"
     log = EventLog(path, fsync=options.fsync == "always")
     counts = replay(recommender, log)
-    if stale := log.stale:
+    stale = log.stale
+    if stale or log.replaced:
         try:
             log.compact()
-            terminal.say(f"{path}: {stale:,} events of deleted users were removed")
+            if stale:
+                terminal.say(f"{path}: {stale:,} events of deleted users were removed")
         except NotStored as fault:
             terminal.say(f"{path}: {fault}; {stale:,} events of deleted users stay in it until the next start")
     terminal.say(
         f"{recommender.num_users:,} users; {path}: {counts['taken']:,} events"
         + (f", {counts['left_out']:,} left out that the run does not know" if counts["left_out"] else "")
+        + (f", {counts['repeated']:,} that the run's data have, too" if counts["repeated"] else "")
+        + f"; the model {recommender.label}"
     )
+    return log
+
+
+def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
+    interrupts.stage = "loading the run"
+    token = None if options.token_file is None else read_token(options.token_file)
+
+    def load(run: Path) -> Recommender:
+        return Recommender.load(
+            run,
+            history=options.history,
+            device=options.device,
+            cache=options.cache,
+            most_users=options.max_users,
+            most_events=options.max_history,
+            **serving_options(options),
+        )
+
+    models = None
+    if not (options.run / "config.yaml").exists() and options.run.is_dir():
+        models = Models(options.run, load, Demands(options.floor, options.missing_items))
+    elif wrong := [name for name in ("watch", "floor", "missing_items") if getattr(options, name)]:
+        option = wrong[0].replace("_", "-")
+        raise ServingError(f"--{option}: expected a folder of runs, {shown(options.run, 200)} is one run")
+    recommender = load(options.run) if models is None else models.first()
+    log = open_log(options, recommender, interrupts)
     connections = possible_connections(options.max_connections)
     limits = Limits(
-        options.max_body,
-        options.max_events,
-        options.max_candidates,
-        options.max_list,
-        min(options.max_waiting, connections // 2),
+        body=options.max_body,
+        filter_body=options.max_filter_body,
+        events=options.max_events,
+        candidates=options.max_candidates,
+        users=options.max_request_users,
+        list=options.max_list,
+        waiting=min(options.max_waiting, connections // 2),
     )
-    app = create_app(recommender, log, token=token, limits=limits)
+    watch = options.watch_seconds if options.watch else None
+    app = create_app(recommender, log, token=token, limits=limits, models=models, watch=watch)
+    del recommender  # another one may take its place
     logging.getLogger("hstu_sparse.serve").setLevel(options.log_level.upper())
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # otherwise clients that leave early are lines
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")

@@ -7,6 +7,7 @@ import argparse
 import difflib
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -37,6 +38,18 @@ def _values(text: str) -> tuple[str, list[str]]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"expected FEATURE=VALUE,VALUE, got {text!r}")
     return name, values.split(",")
+
+
+def _floor(text: str) -> tuple[str, float]:
+    """Parse METRIC=VALUE, for argparse."""
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not name or not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected METRIC=VALUE, got {text!r}")
+    return name, number
 
 
 # Options of a served run: name, type, text of --help. Their defaults are in serving.ServingOptions.
@@ -248,7 +261,17 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     """Parse the arguments of serve.py; exit with one line of error if they make no sense."""
     parser = _parser(description)
     add = parser.add_argument
-    add("run", type=Path, help="the folder of a run")
+    add("run", type=Path, metavar="RUN", help="the folder of a run, or a folder of runs, of which the newest serves")
+    add(
+        "--watch",
+        action="store_true",
+        help="let each newer run in the folder of runs serve once it is finished",
+    )
+    add("--watch-seconds", type=float, default=5.0, metavar="S", help="how often --watch looks; by default every 5 s")
+    add("--floor", type=_floor, action="append", metavar="METRIC=VALUE",
+        help="refuse a run whose result.json has a worse value than this")  # fmt: skip
+    add("--missing-items", type=float, default=0.0, metavar="SHARE",
+        help="the share of the served items that another run may lack; by default 0")  # fmt: skip
     add("--host", default="127.0.0.1", help="the address to listen on; by default this machine alone can reach it")
     add("--port", type=int, default=8000, help="by default 8000; 0 takes a free one")
     add("--token-file", type=Path, metavar="FILE", help="ask for the bearer token in FILE, except on /health")
@@ -265,8 +288,10 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     _add_serving(add)
     limits = (
         ("body", 2**20, "bytes of a body"),
+        ("filter-body", 2**26, "bytes of the body of a named list"),
         ("events", 10_000, "events of a request"),
         ("candidates", 10_000, "candidates of a request"),
+        ("request-users", 1_000, "users of a request for recommendations"),
         ("list", 1_000, "items of a list of recommendations"),
         (
             "waiting",
@@ -281,10 +306,15 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
         add(f"--max-{name}", type=int, default=default, metavar="N", help=f"{text}; by default {default:,}")
     add("--log-level", choices=("debug", "warning"), default="warning", help="debug: a line for each request")
     options = parser.parse_args(arguments)
+    options.floor = dict(options.floor or [])
+    if not options.watch_seconds > 0:
+        parser.error(f"--watch-seconds: expected a number above 0, got {options.watch_seconds:g}")
+    if not 0 <= options.missing_items <= 1:
+        parser.error(f"--missing-items: expected a share from 0 to 1, got {options.missing_items:g}")
     if not 0 <= options.port < 2**16:
         parser.error(f"--port: expected 0 to {2**16 - 1}, got {options.port}")
     for name, *_ in limits:
-        if (value := getattr(options, f"max_{name}")) < 1:
+        if (value := getattr(options, f"max_{name.replace('-', '_')}")) < 1:
             parser.error(f"--max-{name}: expected at least 1, got {value}")
     return options
 

@@ -15,7 +15,7 @@ from serving.ids import ItemIds, array_of_ids
 
 @dataclass(frozen=True)
 class Filter:
-    """Which items may be in a list.
+    """A choice of the items that may be in a list.
 
     allow    ids of items; only these may be in it
     deny     ids of items, none of which may be in it

@@ -55,6 +55,7 @@ class Recommender:
         *,
         has_timestamps: bool = True,
         name: str = "",
+        label: str = "",
         options: ServingOptions | None = None,
         clock: Callable[[], float] = time.time,
     ):
@@ -65,6 +66,7 @@ class Recommender:
             vocabulary: what the rows of its tables stand for.
             has_timestamps: whether the data had times; without, times order events and tell the model nothing.
             name: the run's id, which a saved store must come from.
+            label: what replies call the model; by default the configuration's name.
             options: see `ServingOptions`.
             clock: the time, in seconds, that requests without a time of their own have.
 
@@ -72,6 +74,8 @@ class Recommender:
         """
         options = options or ServingOptions()
         self.config, self.options, self.name, self.clock = config, options, name, clock
+        self.label = label or config.name
+        self.dataset: Dataset | None = None  # of `history`, until a log was replayed
         self.has_timestamps = has_timestamps
         self.ranking, self._task = served_form(config).candidates, build_task(config)
         self.items = ItemIds(vocabulary.item_ids)
@@ -110,10 +114,12 @@ class Recommender:
             known.vocabulary,
             has_timestamps=known.has_timestamps,
             name=read_manifest(run)["run"],
+            label=run.resolve().name,
             options=ServingOptions(**options),
         )
         if dataset is not None:
             served.add_dataset(dataset)
+            served.dataset = dataset
         return served
 
     @property
@@ -159,6 +165,15 @@ class Recommender:
         """Users who have events."""
         return len(self._histories)
 
+    def knows(self, user: str) -> bool:
+        """Return whether a user, an id as text, has events."""
+        return user in self._histories
+
+    def users_with_pages(self) -> list[str]:
+        """Return the ids, as texts, of the users who have pages, the last one served last."""
+        with self._lock:
+            return list(self._engine.caches.entries)
+
     def append_rows(
         self,
         users: Sequence[str],
@@ -203,18 +218,6 @@ class Recommender:
             # If pinned users fill the cache, the events are stored all the same, and a request raises CacheFull.
             with suppress(CacheFull):
                 self._engine.update(keys, [self._history(key) for key in keys])
-
-    def lookup(self, items: list, actions: list) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Return (rows of the item table, codes of actions or None, which events the run knows) of events as a log has
-        them: items integers or text, actions numbers, text or None.
-        """
-        if not all(isinstance(item, int) for item in items):
-            items = [str(item) for item in items]
-        rows, known = self.items.lookup(np.array(items))
-        if self.actions is None:
-            return rows, None, known & np.array([action is None for action in actions])
-        codes, known_actions = self.actions.lookup(actions)
-        return rows, codes, known & known_actions
 
     def add_many(
         self, users: list[str], places: np.ndarray, rows: np.ndarray, times: np.ndarray, codes: np.ndarray | None

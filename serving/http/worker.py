@@ -3,23 +3,38 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import compress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from evaluation.item_filters import ItemFilter
 from serving.engine import Ask
-from serving.errors import CacheFull, LimitReached, RequestError
-from serving.histories import no_garbage_collection
+from serving.errors import CacheFull, NoHistory, RequestError
+from serving.http.appending import planned
+from serving.http.event_ids import EventIds
 from serving.http.event_log import EventLog
+from serving.http.log_reader import LogReader
+from serving.http.replay import catch_up
+from serving.http.requests import (
+    DropList,
+    Events,
+    Forget,
+    Lists,
+    PutList,
+    Read,
+    Recommend,
+    Request,
+    Score,
+    UserList,
+)
 from serving.recommender import Recommender
 from serving.token_batch import rounded_up
 
 MOST_TOGETHER = 256  # requests of one round
+MOST_LISTS = 1024  # lists of one round; a request for more is answered alone
 logger = logging.getLogger("hstu_sparse.serve")
 
 
@@ -32,51 +47,14 @@ class Stopping(RequestError):
 
 
 @dataclass
-class Events:
-    """Events of one request: users as texts, items and actions in original ids, timestamps in seconds."""
+class Exchange(Request):
+    """A request to answer with another model from now on. The answer: None.
 
-    users: list[str]
-    items: list
-    timestamps: list[int]
-    actions: list | None
-    done: Future = field(default_factory=Future)
+    recommender: the other model, which has what `source` has read; it gets the rest first.
+    """
 
-
-@dataclass
-class Forget:
-    """A request to forget a user."""
-
-    user: str
-    done: Future = field(default_factory=Future)
-
-
-@dataclass
-class Recommend:
-    """A request for the k best items for a user."""
-
-    user: str
-    k: int
-    at: int | None
-    exclude_seen: bool | None
-    done: Future = field(default_factory=Future)
-
-
-@dataclass
-class Score:
-    """A request for the scores of candidates for a user."""
-
-    user: str
-    candidates: list
-    at: int | None
-    done: Future = field(default_factory=Future)
-
-
-@dataclass
-class Read:
-    """A request for the part of a user's history that the model sees."""
-
-    user: str
-    done: Future = field(default_factory=Future)
+    recommender: Recommender
+    source: LogReader
 
 
 class Worker(threading.Thread):
@@ -94,6 +72,7 @@ class Worker(threading.Thread):
     ):
         super().__init__(name="model", daemon=True)
         self.recommender, self.log, self.observe = recommender, log, observe
+        self.ids = EventIds() if log is None else log.ids
         self._queue: queue.Queue = queue.Queue(most_waiting)
         self._stopping = False
         self._lock = threading.Lock()
@@ -102,7 +81,14 @@ class Worker(threading.Thread):
     def waiting(self) -> int:
         return self._queue.qsize()
 
-    def put(self, request) -> Future:
+    def check_room(self) -> None:
+        """Raise Busy or Stopping if a request would be refused now."""
+        if self._stopping:
+            raise Stopping("the service is stopping")
+        if self._queue.full():
+            raise Busy("more requests wait than the service takes, try again later")
+
+    def put(self, request: Request) -> Future:
         """Return the future of a request's answer; Busy or Stopping if the request is refused."""
         with self._lock:
             if self._stopping:
@@ -123,11 +109,13 @@ class Worker(threading.Thread):
     def run(self) -> None:
         while True:
             requests = [self._queue.get()]
-            while len(requests) < MOST_TOGETHER and requests[-1] is not None:
+            lists = 0
+            while len(requests) < MOST_TOGETHER and requests[-1] is not None and lists < MOST_LISTS:
                 try:
                     requests.append(self._queue.get_nowait())
                 except queue.Empty:
                     break
+                lists += len(requests[-1].users) if isinstance(requests[-1], Recommend) else 0
             last = requests[-1] is None
             # From here on none can be cancelled, by a client that leaves, say.
             requests = [one for one in requests if one is not None and one.done.set_running_or_notify_cancel()]
@@ -152,21 +140,27 @@ class Worker(threading.Thread):
         for request in requests:
             if isinstance(request, Events):
                 pending.append(request)
-            elif isinstance(request, Forget):
+            elif isinstance(request, Forget | PutList | DropList | Exchange):
                 stale += self._append(pending)
                 pending = []
-                self._one(request, self._forget)
+                self._one(request, self._exchange if isinstance(request, Exchange) else self._change)
+            request.model = self.recommender.label
         stale += self._append(pending)
-        lists: list[tuple[Recommend, Ask]] = []
+        lists: list[tuple[Recommend, ItemFilter, list[Ask | RequestError | None]]] = []
         scores: list[tuple[Score, Ask, np.ndarray]] = []
         for request in requests:
+            if request.done.done():
+                continue
+            request.model = self.recommender.label
             try:
                 if isinstance(request, Recommend):
                     self.recommender.check_k(request.k)
-                    lists.append((request, self._check(request)))
+                    passing = self.recommender.filters.build(request.filter)
+                    lists.append((request, passing, [self._checked(request, user) for user in request.users]))
                 elif isinstance(request, Score):
                     rows = self.recommender.items.rows("candidates", request.candidates)
-                    scores.append((request, self._check(request), rows))
+                    (checked,) = self.recommender.check_requests([request.user], request.at)
+                    scores.append((request, checked, rows))
             except RequestError as error:
                 request.done.set_exception(error)
             if isinstance(request, Read):
@@ -175,9 +169,15 @@ class Worker(threading.Thread):
         self._together(self._score, scores)
         self.recommender.encode(stale)  # what the lists and scores did not encode, before the next requests come
 
-    def _check(self, request: Recommend | Score) -> Ask:
-        (checked,) = self.recommender.check_requests([request.user], request.at)
-        return checked
+    def _checked(self, request: Recommend, user: str) -> Ask | RequestError | None:
+        """Return a user's part of a request; its error; or None for a user who gets the popular items."""
+        try:
+            (checked,) = self.recommender.check_requests([user], request.at)
+            return checked
+        except NoHistory as error:
+            return None if request.cold == "popular" else error
+        except RequestError as error:
+            return error
 
     def _together(self, answer: Callable[[list], None], checked: list[tuple]) -> None:
         """Answer requests that were checked; if the pages of all do not fit, each by itself."""
@@ -208,72 +208,78 @@ class Worker(threading.Thread):
 
         Returns the users whose pages are out of date.
         """
-        good: list[Events] = []
-        checked: list[Any] = []
-        for request in requests:
-            try:
-                new_events = self.recommender.checked(request.users, request.items, request.timestamps, request.actions)
-            except RequestError as error:
-                request.done.set_exception(error)
-            else:
-                good.append(request)
-                checked.append(new_events)
-        good, checked = self._with_room(good, checked)
-        if not good:
-            return []
+        plans = planned(self.recommender, self.ids, requests)
+        stale: list[str] = []
         try:
             if self.log is not None:
-                self.log.append([_record(request) for request in good])
-            users = [user for keys, *_ in checked for user in keys]
-            columns: list[Any] = [None if x[0] is None else np.concatenate(x) for x in list(zip(*checked))[1:]]
-            stale = self.recommender.append_rows(users, *columns, encode=False)
+                self.log.append([record for plan in plans if (record := plan.record) is not None])
+            if checked := [plan.columns for plan in plans if plan.columns is not None]:
+                users = [user for keys, *_ in checked for user in keys]
+                columns: list[Any] = [None if x[0] is None else np.concatenate(x) for x in list(zip(*checked))[1:]]
+                stale = self.recommender.append_rows(users, *columns, encode=False)
         except RequestError as error:
-            for request in good:
-                request.done.set_exception(error)
+            for plan in plans:
+                plan.request.done.set_exception(error)
             return []
-        for request in good:
-            request.done.set_result(len(request.users))
+        for plan in plans:
+            if self.log is not None:
+                self.log.left_out.update(plan.users_of_unknown)
+            self.ids.add(plan.request.users, plan.request.ids or ())
+            plan.request.done.set_result(plan.states)
         return stale
 
-    def _with_room(self, requests: list[Events], checked: list[Any]) -> tuple[list[Events], list[Any]]:
-        """Return the requests, and their events, that there is room for; the others are refused."""
-        with suppress(LimitReached):
-            self.recommender.check_room([user for users, *_ in checked for user in users])
-            return requests, checked
-        good: list[Events] = []
-        fitting: list[Any] = []
-        accepted: list[str] = []
-        for request, new_events in zip(requests, checked):
-            try:
-                self.recommender.check_room(accepted + new_events[0])
-            except LimitReached as error:
-                request.done.set_exception(error)
-            else:
-                good.append(request)
-                fitting.append(new_events)
-                accepted += new_events[0]
-        return good, fitting
-
-    def _forget(self, request: Forget) -> bool:
-        """Forget a user, also one whose events only the run's data have, or another run that shares the log."""
-        if self.log is None:
-            return self.recommender.forget(request.user)
-        self.log.append([{"forget": request.user}])
-        left_out = request.user in self.log.left_out
-        self.log.left_out.discard(request.user)
+    def _change(self, request: Forget | PutList | DropList) -> Any:
+        """Write a change of something else than events into the log, then make it."""
+        if self.log is not None:
+            self.log.append([request.record])
+        filters = self.recommender.filters
+        if isinstance(request, PutList):
+            return filters.put(request.name, request.items)
+        if isinstance(request, DropList):
+            return filters.drop(request.name)
+        # A user may be known only to the run's data, or to another run that shares the log.
+        self.ids.forget(request.user)
+        left_out = self.log is not None and request.user in self.log.left_out
+        if self.log is not None:
+            self.log.left_out.discard(request.user)
         return self.recommender.forget(request.user) or left_out
 
-    def _recommend(self, checked: list[tuple[Recommend, Ask]]) -> None:
-        requests, checked_requests = zip(*checked)
+    def _exchange(self, request: Exchange) -> None:
+        """Bring another model up to date and answer with it from now on."""
+        if self.log is not None:
+            catch_up(request.recommender, request.source, self.log.size)
+            self.log.left_out = request.source.left_out
+        self.recommender = request.recommender
+
+    def _recommend(self, checked: list[tuple[Recommend, ItemFilter, list[Ask | RequestError | None]]]) -> None:
+        warm = [
+            (part, request, passing) for request, passing, parts in checked for part in parts if isinstance(part, Ask)
+        ]
         # A shorter list is the beginning of a longer one. Few lengths, since each may be captured as a graph.
-        longest = rounded_up(max(request.k for request in requests), 4)
-        items, scores = self.recommender.recommend_checked(
-            list(checked_requests), longest, [request.exclude_seen for request in requests]
-        )
-        for request, row, values in zip(requests, items, scores):
-            row, values = row[: request.k], values[: request.k]
-            some = np.isfinite(values)
-            request.done.set_result((row[some].tolist(), values[some].tolist()))
+        longest = rounded_up(max(request.k for request, *_ in checked), 4)
+        rows: Iterator[tuple[np.ndarray, np.ndarray]] = iter(())
+        if warm:
+            some = any(passing.mask is not None or passing.limits for *_, passing in warm)
+            items, scores = self.recommender.recommend_checked(
+                [part for part, *_ in warm],
+                longest,
+                [request.exclude_seen for _, request, _ in warm],
+                [passing for *_, passing in warm] if some else (),
+            )
+            rows = zip(items, scores)
+        for request, passing, parts in checked:
+            lists: list[UserList | RequestError] = []
+            popular: tuple[np.ndarray, np.ndarray] | None = None
+            for part in parts:
+                if isinstance(part, Ask):
+                    lists.append(_user_list(*next(rows), request.k))
+                elif part is not None:
+                    lists.append(part)
+                else:
+                    if popular is None:
+                        popular = self.recommender.popular(request.k, passing)
+                    lists.append(_user_list(*popular, request.k, cold=True))
+            request.done.set_result(Lists(lists, dict(passing.unknown)))
 
     def _score(self, checked: list[tuple[Score, Ask, np.ndarray]]) -> None:
         requests, checked_requests, rows = zip(*checked)
@@ -281,45 +287,6 @@ class Worker(threading.Thread):
             request.done.set_result(values.tolist())
 
 
-def _record(events: Events) -> dict:
-    return {
-        "users": events.users, "items": events.items, "timestamps": events.timestamps, "actions": events.actions
-    }  # fmt: skip
-
-
-@no_garbage_collection()
-def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
-    """Add the events of a log to a recommender, without encoding them; return the numbers taken and left out.
-
-    Users whom the log forgets lose what the recommender has of them, such as the events of the run's data. Events are
-    left out whose items or actions the run does not know: the log may be older than the run, or shared by two runs.
-    LimitReached if there are more users or events than the recommender may hold, LogError for a damaged log.
-    """
-    places: dict[str, int] = {}
-    parts: list[tuple] = []
-    counts = {"taken": 0, "left_out": 0}
-    for records in log.events():
-        users: list[str] = []
-        items: list = []
-        times: list[int] = []
-        actions: list = []
-        for record in records:
-            users += record["users"]
-            items += record["items"]
-            times += record["timestamps"]
-            actions += record["actions"] or [None] * len(record["users"])
-        if not users:
-            continue
-        rows, codes, known = recommender.lookup(items, actions)
-        log.left_out.update(compress(users, ~known))
-        taken = [places.setdefault(user, len(places)) for user in compress(users, known)]
-        times_taken = np.array(times, np.int64)[known]
-        parts.append((np.array(taken, np.int64), rows[known], times_taken, None if codes is None else codes[known]))
-        counts["taken"] += len(taken)
-        counts["left_out"] += len(users) - len(taken)
-    for user in log.forgotten:
-        recommender.forget(user)
-    if counts["taken"]:
-        columns: list[Any] = [None if x[0] is None else np.concatenate(x) for x in zip(*parts)]
-        recommender.add_many(list(places), *columns)
-    return counts
+def _user_list(items: np.ndarray, scores: np.ndarray, k: int, cold: bool = False) -> UserList:
+    some = np.isfinite(scores[:k])
+    return UserList(items[:k][some].tolist(), scores[:k][some].tolist(), cold)

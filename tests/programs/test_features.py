@@ -169,8 +169,8 @@ def lists_of_a_program_and_of_a_service(run, tmp_path, capsys):
             rows = written.filter(pl.col("user") == user)
             assert rows["item"].to_list() == row[np.isfinite(values)].tolist() and len(rows) > 0
             np.testing.assert_allclose(rows["score"].to_numpy(), values[np.isfinite(values)], atol=1e-5)
-        said = capsys.readouterr().out
-        assert ("--deny: 1 of 3 items are not known" in said and "--where: 1 values" in said) == (deny is not None)
+        output = capsys.readouterr().out
+        assert ("--deny: 1 of 3 items are not known" in output and "--where: 1 values" in output) == (deny is not None)
     for options, says in (
         (["--where", "colour=red"], "--where: colour is no feature of the items; there are group"),
         (["--at-most", "group=few"], "--at-most group: expected a whole number"),

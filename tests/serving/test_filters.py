@@ -60,7 +60,7 @@ class PlainFilter:
                 continue
             if (allow is not None and item not in set(allow)) or any(item not in self.named[name] for name in filters):
                 continue
-            if any(not values[name] & set(wanted) for name, wanted in (where or {}).items()):
+            if any(not values[name] & set(needed) for name, needed in (where or {}).items()):
                 continue
             mine = [(name, value) for name in at_most or {} for value in values[name]]
             if any(counts.get(key, 0) >= at_most[key[0]] for key in mine):

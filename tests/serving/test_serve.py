@@ -4,10 +4,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -219,6 +221,41 @@ def test_a_full_file_system(trained, tmp_path):
         check_on_a_full_disk(process, client, user)
 
 
+def test_a_folder_of_runs_whose_newest_serves(trained, tmp_path):
+    """Let --watch exchange the model once a run is finished; events are kept, and SIGTERM ends the service as ever."""
+    runs, item = tmp_path / "runs", known_items(trained)[0]
+
+    def finish_run(name, created):
+        shutil.copytree(trained, tmp_path / name)
+        manifest = json.loads((trained / "run.json").read_text())
+        (tmp_path / name / "run.json").write_text(json.dumps(manifest | {"created": created}))
+        (tmp_path / name).rename(runs / name)
+
+    runs.mkdir()
+    done = run("serve.py", runs, "--watch", "--port", "0")
+    assert done.returncode == 2 and "no finished run in it can serve" in done.stderr
+    finish_run("day-1", "2026-01-01")
+    done = run("serve.py", runs, "--floor", "HR@10=2", "--port", "0", *SMALL)
+    assert done.returncode == 2 and "HR@10 is 0." in done.stderr and "expected at least 2" in done.stderr
+    with serving(runs, "--watch", "--watch-seconds", "0.05") as (process, client):
+        assert client.get("/health").json()["model"] == "day-1"
+        post = lambda: client.post("/events", json={"events": [{"user": "ann", "item": item}]})
+        assert post().json()["model"] == "day-1" and post().json()["accepted"] == 1
+        finish_run("day-8", "2026-01-08")
+        ends = time.monotonic() + 500
+        while (answer := client.get("/users/ann/recommendations")).json()["model"] == "day-1":
+            assert answer.status_code == 200 and time.monotonic() < ends
+            time.sleep(0.05)
+        assert answer.json()["model"] == "day-8" and client.get("/users/ann").json()["count"] == 2
+        answer = client.post("/model", json={"run": "day-1"})
+        assert answer.json() == {"model": "day-1", "previous": "day-8"} and post().json()["accepted"] == 1
+        process.send_signal(signal.SIGTERM)
+        status, output = ended(process)
+        assert status == 0 and output.count(" serves in place of ") == 2 and "Traceback" not in output
+    with serving(runs) as (_, client):
+        assert client.get("/users/ann").json()["count"] == 3 and client.get("/health").json()["model"] == "day-8"
+
+
 def test_refused_at_the_start(trained, tmp_path):
     (tmp_path / "token").write_text("short\n")
     (tmp_path / "damaged.log").write_bytes(b"00000000 {}\n")
@@ -227,6 +264,8 @@ def test_refused_at_the_start(trained, tmp_path):
         (["--token-file", tmp_path / "none"], "cannot be read: No such file"),
         (["--log", tmp_path / "damaged.log"], "line 1 is damaged"),
         (["--log", tmp_path / "none" / "events.log"], "cannot be opened: No such file"),
+        (["--watch"], "--watch: expected a folder of runs"),
+        (["--floor", "NDCG@10"], "expected METRIC=VALUE"),
         (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
         (["--max-body", "0"], "--max-body: expected at least 1"),
         (["--cache", "9bit"], "cache: expected one of auto, fp32"),

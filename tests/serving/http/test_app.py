@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from serving.errors import NoHistory, TooEarly, UnknownItem
+from serving.errors import NoHistory, RequestError, TooEarly, UnknownFilter, UnknownItem
+from serving.filters import Filter
 from serving.http.app import Limits, create_app
 from serving.http.event_log import EventLog, LogError, NotStored
-from serving.http.worker import Events, Recommend, Score, Worker, replay
+from serving.http.replay import replay
+from serving.http.requests import Events, Recommend, Score
+from serving.http.worker import Worker
 from tests.serving.plain import NUM_ITEMS, item_ids, make_config, make_model, serve
 
 NOW = 1_000_000
@@ -32,7 +35,7 @@ def recommender(small):
 @pytest.fixture
 def client(recommender, tmp_path):
     log = EventLog(tmp_path / "events.log")
-    limits = Limits(body=2000, events=20, candidates=50, list=30)
+    limits = Limits(body=2000, filter_body=3000, events=20, candidates=50, users=4, list=30)
     with TestClient(create_app(recommender, log, limits=limits, clock=lambda: NOW)) as client:
         yield client
     log.close()
@@ -43,8 +46,9 @@ def events(*rows):
 
 
 def test_a_day_of_a_user(client, recommender):
-    assert client.get("/users/ann/recommendations").status_code == 404
-    assert client.post("/events", json=events(("ann", 100, 5), ("bob", "103", 6), (7, 100))).json() == {"accepted": 3}
+    assert client.get("/users/ann/recommendations", params={"cold": "error"}).status_code == 404
+    posted = client.post("/events", json=events(("ann", 100, 5), ("bob", "103", 6), (7, 100))).json()
+    assert posted == {"model": "small", "accepted": 3, "repeated": 0, "unknown": 0, "events": ["accepted"] * 3}
     response = client.get("/users/ann/recommendations", params={"k": 5, "at": 9}).json()["items"]
     items, scores = recommender.recommend(["ann"], 5, 9)
     assert [row["item"] for row in response] == items[0].tolist()
@@ -59,13 +63,18 @@ def test_a_day_of_a_user(client, recommender):
     assert client.delete("/users/ann").json() == {"forgotten": True}
     assert client.delete("/users/ann").json() == {"forgotten": False}
     assert client.get("/users/ann").status_code == 404
-    assert client.get("/health").json() == {"status": "ok", "users": 2}
+    assert client.get("/health").json() == {"model": "small", "status": "ok", "users": 2}
+    assert client.get("/ready").json() == {"model": "small", "status": "ready"}
+    assert client.get("/nothing").headers["x-model"] == client.get("/docs").headers["x-model"] == "small"
     text = client.get("/metrics").text
-    assert 'hstu_sparse_requests_total{route="/events",status="200"} 1.0' in text
+    assert 'hstu_sparse_requests_total{model="small",route="/events",status="200"} 1.0' in text
+    assert 'hstu_sparse_events_total{model="small",state="accepted"} 3.0' in text
+    assert 'hstu_sparse_lists_total{model="small",user="error"} 1.0' in text
     assert "hstu_sparse_store_users 2.0" in text and "hstu_sparse_request_seconds_bucket" in text
     schema = client.get("/openapi.json").json()
     assert {"/events", "/scores", "/users/{user}/recommendations", "/health", "/metrics"} <= schema["paths"].keys()
-    assert client.get("/docs").status_code == 200
+    page = client.get("/docs").text  # it names no other host
+    assert "openapi.json" in page and "://" not in page
 
 
 HOSTILE = [
@@ -81,9 +90,29 @@ HOSTILE = [
     ("POST", "/events", b'{"events": [{"user": true, "item": 100}]}', 422, "events.0.user"),
     ("POST", "/events", b'{"events": [{"user": "", "item": 100}]}', 422, "events.0.user"),
     ("POST", "/events", b'{"events": [{"user": "\\ud800", "item": 100}]}', 422, ""),
-    ("POST", "/events", b'{"events": [{"user": 1, "item": 101}]}', 404, "items: 1 of 1 items are not known"),
-    ("POST", "/events", b'{"events": [{"user": 1, "item": "x"}]}', 404, "not known"),
-    ("POST", "/events", b'{"events": [{"user": 1, "item": 1' + b"0" * 30 + b"}]}", 404, "not known"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "id": ""}]}', 422, "events.0.id"),
+    ("POST", "/events?user=1", b'{"events": [{"user": 1, "item": 100}]}', 422, "unknown parameter user of the query"),
+    ("POST", "/recommendations", b'{"users": []}', 422, "users"),
+    ("POST", "/recommendations", b'{"users": [1], "k": 31}', 422, "k: at most 30 in a request"),
+    ("POST", "/recommendations", b'{"users": [1, 2, 3, 4, 5]}', 422, "users: at most 4 in a request"),
+    ("POST", "/recommendations", b'{"users": [1], "where": {"genre": [1]}}', 422, "genre is no feature of the items"),
+    ("POST", "/recommendations", b'{"users": [1], "at_most": {"genre": -1}}', 422, "at_most.genre"),
+    ("POST", "/recommendations", b'{"users": [1], "filters": ["stock"]}', 404, "there is no list stock"),
+    ("POST", "/recommendations", b'{"users": [1], "cold": "warm"}', 422, "cold"),
+    (
+        "GET",
+        "/users/1/recommendations?n=5",
+        None,
+        422,
+        "unknown parameter n of the query: there are allow, at, at_most",
+    ),
+    ("GET", "/users/1/recommendations?where=genre", None, 422, "where: expected feature:value"),
+    ("GET", "/users/1/recommendations?at_most=genre:x", None, 422, "at_most: expected feature:number"),
+    ("GET", "/users/1?k=5", None, 422, "the route takes none"),
+    ("GET", "/users/nobody/recommendations?cold=error", None, 404, "user nobody has no event"),
+    ("PUT", "/filters/stock", b'{"items": [1.5]}', 422, "items.0"),
+    ("PUT", "/filters/stock", b'{"items": 5, "name": 1}', 422, ""),
+    ("PUT", "/filters/stock", b" " * 3001, 413, "3,000 bytes"),
     ("POST", "/events", b'{"events": [{"user": 1, "item": 1' + b"0" * 1500 + b"}]}", 422, "events.0.item"),
     ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "timestamp": -1}]}', 422, "timestamp"),
     ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "timestamp": 1.5}]}', 422, "timestamp"),
@@ -119,7 +148,7 @@ HOSTILE = [
     ("GET", "/users/%00%fe", None, 422, "user"),
     ("GET", "/users/%00%c3%bf", None, 404, "has no event"),
     ("GET", "/users/../../etc/passwd", None, 404, ""),
-    ("GET", "/users/..%2f..%2fetc%2fpasswd/recommendations", None, 404, ""),
+    ("GET", "/users/..%2f..%2fetc%2fpasswd", None, 404, ""),
     ("GET", "/nothing", None, 404, "Not Found"),
     ("DELETE", "/events", None, 405, ""),
 ]
@@ -142,7 +171,7 @@ def test_hostile_requests(client):
 
 
 def test_a_wrong_method_gets_the_right_ones(client):
-    for path, methods in (("/events", "POST"), ("/users/1", "DELETE, GET"), ("/users/1/recommendations", "GET")):
+    for path, methods in (("/events", "POST"), ("/users/1", "DELETE, GET"), ("/recommendations", "GET, POST")):
         answer = client.put(path)
         assert answer.status_code == 405 and answer.headers["allow"] == methods
         assert answer.json()["error"]["name"] == "MethodNotAllowed"
@@ -168,7 +197,8 @@ def test_the_document_says_what_the_service_takes(recommender):
     assert scheme == {"type": "http", "scheme": "bearer"}
     for path, methods in document["paths"].items():
         for operation in methods.values():
-            assert ("security" in operation) == ("401" in operation["responses"]) == (path != "/health"), path
+            open_route = path in ("/health", "/ready")
+            assert ("security" in operation) == ("401" in operation["responses"]) == (not open_route), path
 
 
 def test_an_event_too_many_changes_nothing(client):
@@ -205,7 +235,7 @@ def test_requests_together_get_what_each_gets_alone(client, recommender):
             return answer.status_code == (404 if user > 7 or i % 2 else 200)
         answer = client.get(f"/users/{user}/recommendations", params={"k": 4, "at": 50})
         if user > 7:
-            return answer.status_code == 404
+            return answer.json()["cold"]
         return [row["item"] for row in answer.json()["items"]] == alone[user]
 
     with ThreadPoolExecutor(8) as pool:
@@ -216,9 +246,10 @@ def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monke
     """Requests of one round with other lengths, times and faults: each gets what it gets alone, in two passes."""
     recommender.append(range(6), [100 + 3 * user for user in range(6)], [5] * 6)
     requests = [
-        *(Recommend(str(user), 2 + 5 * user, (None, 50)[user % 2], user % 3 > 0) for user in range(6)),
-        Recommend("nobody", 3, None, True),
-        Recommend("1", 3, 4, True),
+        *(Recommend([str(user)], 2 + 5 * user, (None, 50)[user % 2], user % 3 > 0) for user in range(4)),
+        Recommend(["4", "nobody", "5"], 7, 50, filter=Filter(deny=[100, 130])),
+        Recommend(["nobody", "3"], 3, 4, cold="error"),
+        Recommend(["1"], 3, filter=Filter(filters=["stock"])),
         *(Score(str(user), [103, 100 + 3 * user], (50, None)[user % 2]) for user in range(6)),
         Score("1", [101], None),
         Score("nobody", [100], None),
@@ -235,12 +266,16 @@ def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monke
         worker.answer([alone])
         if request.done.exception() is not None:
             assert str(request.done.exception()) == str(alone.done.exception())
-            assert type(request.done.exception()) in (NoHistory, TooEarly, UnknownItem)
+            assert type(request.done.exception()) in (NoHistory, UnknownFilter, UnknownItem)
         elif isinstance(request, Score):
             np.testing.assert_allclose(request.done.result(), alone.done.result(), atol=1e-6)
         else:
-            assert len(request.done.result()[0]) == request.k and request.done.result()[0] == alone.done.result()[0]
-    assert sum(request.done.exception() is not None for request in requests) == 4
+            for each, expected in zip(request.done.result().users, alone.done.result().users, strict=True):
+                if isinstance(expected, RequestError):
+                    assert type(each) is type(expected) and type(each) in (NoHistory, TooEarly)
+                else:
+                    assert len(each.items) == request.k and each.items == expected.items and each.cold == expected.cold
+    assert sum(request.done.exception() is not None for request in requests) == 3
 
 
 def test_events_are_acknowledged_before_they_are_encoded(recommender, monkeypatch):
@@ -254,7 +289,7 @@ def test_events_are_acknowledged_before_they_are_encoded(recommender, monkeypatc
 
     monkeypatch.setattr(recommender, "encode", checked_encode)
     Worker(recommender, None).answer([request])
-    assert acknowledged == [1] and recommender.statistics["users_with_pages"] == 1
+    assert acknowledged == [["accepted"]] and recommender.statistics["users_with_pages"] == 1
 
 
 def test_health_answers_while_a_large_body_is_parsed(recommender):
@@ -269,7 +304,7 @@ def test_health_answers_while_a_large_body_is_parsed(recommender):
         large = pool.submit(client.post, "/events", json=events(*[(1, 100)] * 1000))
         assert client.get("/health").status_code == 200
         answered.set()
-        assert large.result().json() == {"accepted": 1000}
+        assert large.result().json()["accepted"] == 1000
 
 
 def test_requests_beyond_the_limit_are_refused_and_health_is_not(recommender):
@@ -287,15 +322,17 @@ def test_a_service_that_is_full_or_stopping_says_so(recommender):
     """Accepted requests are answered before the thread ends."""
     recommender.append([1], [100], [5])
     worker = Worker(recommender, None, most_waiting=3)
-    worker.put(Recommend("1", 3, 9, True)).cancel()  # a client that left
-    accepted = [worker.put(Recommend("1", 3, 9, True)) for _ in range(2)]
-    with pytest.raises(Exception, match="more requests wait"):
-        worker.put(Recommend("1", 3, 9, True))
+    worker.put(Recommend(["1"], 3, 9, True)).cancel()  # a client that left
+    accepted = [worker.put(Recommend(["1"], 3, 9, True)) for _ in range(2)]
+    for refused in (worker.check_room, lambda: worker.put(Recommend(["1"], 3, 9, True))):
+        with pytest.raises(Exception, match="more requests wait"):
+            refused()
     worker.start()
     worker.stop()
-    assert all(len(future.result(0)[0]) == 3 for future in accepted)
-    with pytest.raises(Exception, match="the service is stopping"):
-        worker.put(Recommend("1", 3, 9, True))
+    assert all(len(future.result(0).users[0].items) == 3 for future in accepted)
+    for refused in (worker.check_room, lambda: worker.put(Recommend(["1"], 3, 9, True))):
+        with pytest.raises(Exception, match="the service is stopping"):
+            refused()
 
 
 def test_the_log_is_replayed(recommender, small, tmp_path):
@@ -313,7 +350,7 @@ def test_the_log_is_replayed(recommender, small, tmp_path):
         file.write(b'0123abcd {"users": ["0"], "it')
     for _ in range(2):
         other, log = serve(*small, lambda: NOW, cache_bytes=2**22), EventLog(path)
-        assert replay(other, log) == {"taken": 5, "left_out": 0}
+        assert replay(other, log) == {"taken": 5, "left_out": 0, "repeated": 0}
         assert log.stale == (2 if _ == 0 else 0)
         log.compact()
         log.close()
@@ -332,7 +369,7 @@ def test_the_log_is_replayed(recommender, small, tmp_path):
 def test_events_of_another_catalogue_are_counted(recommender, tmp_path):
     log = EventLog(tmp_path / "events.log")
     log.append([{"users": ["1", "1"], "items": [100, 101], "timestamps": [5, 6], "actions": None}])
-    assert replay(recommender, log) == {"taken": 1, "left_out": 1}
+    assert replay(recommender, log) == {"taken": 1, "left_out": 1, "repeated": 0}
     log.close()
 
 

@@ -15,7 +15,7 @@ from serving.errors import LimitReached
 from serving.http import event_log
 from serving.http.app import create_app
 from serving.http.event_log import EventLog, LogError, NotStored
-from serving.http.worker import replay
+from serving.http.replay import replay
 from tests.serving.http.test_user_ids import USERS
 from tests.serving.plain import NUM_ITEMS, item_ids, make_config, make_model, serve
 
@@ -90,7 +90,7 @@ def test_deletions_hold_at_every_start(small, tmp_path):
         with service(small, path, history=start != 1) as (client, recommender, counts):
             assert {user: count(client, user) for user in expected} == expected | ({"eve": 0} if start == 1 else {})
             assert recommender.history("a/b").items.tolist() == [130]
-            assert counts == {"taken": 3 + (start > 2), "left_out": 0}
+            assert counts == {"taken": 3 + (start > 2), "left_out": 0, "repeated": 0}
             assert (path.read_bytes().count(b"12"), path.read_bytes().count(b"118")) == (2 + (start > 2), 0)
             if start == 2:  # the log's last mark of a user counts, whichever starts rewrote it
                 assert client.delete("/users/eve").json() == {"forgotten": True}
@@ -109,12 +109,12 @@ def test_deletion_reaches_events_of_another_run(small, tmp_path):
     log.append([record(["both", "other", "stays"], [100, 101, 101], [5, 6, 7]), record(["both"], [101], [8])])
     log.close()
     with service(small, path) as (client, _, counts):
-        assert counts == {"taken": 1, "left_out": 3}
+        assert counts == {"taken": 1, "left_out": 3, "repeated": 0}
         assert client.get("/users/other").status_code == 404
         assert client.delete("/users/other").json() == client.delete("/users/both").json() == {"forgotten": True}
         assert client.delete("/users/other").json() == {"forgotten": False}
     with service(small, path) as (client, _, counts):
-        assert counts == {"taken": 0, "left_out": 1}
+        assert counts == {"taken": 0, "left_out": 1, "repeated": 0}
     assert path.read_bytes().count(b'"users"') == 1 and b'"stays"' in path.read_bytes()
 
 
@@ -160,7 +160,7 @@ def test_actions_of_a_log(tmp_path):
     log.append([record(["a"], [100], [5], ["good"]), record(["b"], [100], [6], [9]), record(["b"], [109], [7], [1])])
     log.close()
     with service(small, tmp_path / "events.log") as (_, recommender, counts):
-        assert counts == {"taken": 3, "left_out": 4}
+        assert counts == {"taken": 3, "left_out": 4, "repeated": 0}
         assert recommender.history("a").actions.tolist() == [5, 3] and recommender.history("b").count == 1
 
 
@@ -258,10 +258,10 @@ def test_a_torn_line(small, tmp_path, tail):
     EventLog(path).close()
     assert path.read_bytes() == whole
     with service(small, path) as (client, _, counts):
-        assert counts == {"taken": 0, "left_out": 0}
+        assert counts == {"taken": 0, "left_out": 0, "repeated": 0}
         assert client.post("/events", json=events(("ann", 100, 5))).status_code == 200
     with service(small, path) as (_, _, counts):
-        assert counts == {"taken": 1, "left_out": 0}
+        assert counts == {"taken": 1, "left_out": 0, "repeated": 0}
 
 
 @contextlib.contextmanager
@@ -288,7 +288,7 @@ def test_a_full_disk(small, tmp_path):
             assert client.delete("/users/bob").status_code == 507
         assert path.read_bytes() == whole
     log, recommender = EventLog(path), serve(*small, lambda: NOW, cache_bytes=2**22)
-    assert replay(recommender, log) == {"taken": 2, "left_out": 0} and log.stale == 1
+    assert replay(recommender, log) == {"taken": 2, "left_out": 0, "repeated": 0} and log.stale == 1
     with files_of_at_most(100), pytest.raises(NotStored, match=f"cannot be rewritten: {os.strerror(errno.EFBIG)}"):
         log.compact()
     assert path.read_bytes() == whole and len(list(tmp_path.iterdir())) == 2
@@ -298,7 +298,7 @@ def test_a_full_disk(small, tmp_path):
     log.append([record(["ann"], [100], [8])])
     log.close()
     with service(small, path) as (client, _, counts):
-        assert counts == {"taken": 4, "left_out": 0} and count(client, "ann") == 1
+        assert counts == {"taken": 4, "left_out": 0, "repeated": 0} and count(client, "ann") == 1
 
 
 def test_a_log_holds_every_id(small, tmp_path):
@@ -312,4 +312,4 @@ def test_a_log_holds_every_id(small, tmp_path):
         for user in USERS:
             assert client.delete("/users", params={"user": user}).json() == {"forgotten": True}
     with service(small, path) as (_, _, counts):
-        assert counts == {"taken": 0, "left_out": 0} and b'"users"' not in path.read_bytes()
+        assert counts == {"taken": 0, "left_out": 0, "repeated": 0} and b'"users"' not in path.read_bytes()

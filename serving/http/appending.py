@@ -1,0 +1,95 @@
+"""Decide what becomes of each event of a request before any of them is logged."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.errors import LimitReached, RequestError
+from serving.http.event_ids import EventIds
+from serving.http.requests import ACCEPTED, REPEATED, UNKNOWN_ITEM, Events
+from serving.recommender import Recommender
+
+Columns = tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]
+
+
+@dataclass
+class Plan:
+    """A valid request.
+
+    states   for each event ACCEPTED, REPEATED or UNKNOWN_ITEM
+    columns  the accepted events in the form of `Recommender.append_rows`; None if there are none
+    """
+
+    request: Events
+    states: list[str]
+    columns: Columns | None
+
+    @property
+    def users(self) -> list[str]:
+        """The users of the accepted events."""
+        return [] if self.columns is None else self.columns[0]
+
+    @property
+    def users_of_unknown(self) -> set[str]:
+        """The users of events whose items the run does not know."""
+        return {user for user, state in zip(self.request.users, self.states) if state == UNKNOWN_ITEM}
+
+    @property
+    def record(self) -> dict | None:
+        """The record of the log: all events that are not repeated, those of unknown items for a run that knows them."""
+        users, items, timestamps, actions, ids = self.request.columns([state != REPEATED for state in self.states])
+        if not users:
+            return None
+        record = {"users": users, "items": items, "timestamps": timestamps, "actions": actions}
+        return record if ids is None else record | {"ids": ids}
+
+
+def planned(recommender: Recommender, ids: EventIds, requests: Sequence[Events]) -> list[Plan]:
+    """Return plans of the requests that are valid and that there is room for; the others are refused.
+
+    The second of two events of one id is repeated, in one round, too.
+    """
+    plans: list[Plan] = []
+    names: set[tuple[str, str | None]] = set()
+    for request in requests:
+        try:
+            plan = _plan(recommender, ids, names, request)
+        except RequestError as error:
+            request.done.set_exception(error)
+        else:
+            plans.append(plan)
+            names.update(zip(request.users, request.ids or ()))
+    with suppress(LimitReached):
+        recommender.check_room([user for plan in plans for user in plan.users])
+        return plans
+    fitting: list[Plan] = []
+    names.clear()
+    for plan in plans:
+        request = plan.request
+        plan = _plan(recommender, ids, names, request)  # the first of its id may have no room
+        try:
+            recommender.check_room([user for each in (*fitting, plan) for user in each.users])
+        except LimitReached as error:
+            request.done.set_exception(error)
+        else:
+            fitting.append(plan)
+            names.update(zip(request.users, request.ids or ()))
+    return fitting
+
+
+def _plan(recommender: Recommender, ids: EventIds, names: set[tuple[str, str | None]], request: Events) -> Plan:
+    """Plan a request; RequestError for one that is not valid. names: (user, id) of events of the same round."""
+    _, known = recommender.items.lookup(np.array(request.items))
+    states = np.where(known, ACCEPTED, UNKNOWN_ITEM).tolist()
+    earlier: set[tuple[str, str]] = set()
+    for place, (user, event) in enumerate(zip(request.users, request.ids or ())):
+        if event is not None:
+            if (user, event) in names or (user, event) in earlier or ids.has(user, event):
+                states[place] = REPEATED
+            earlier.add((user, event))
+    if ACCEPTED not in states:
+        return Plan(request, states, None)
+    users, items, timestamps, actions, _ = request.columns([state == ACCEPTED for state in states])
+    return Plan(request, states, recommender.checked(users, items, timestamps, actions))

@@ -1,0 +1,130 @@
+"""Bring a recommender up to date with a log."""
+
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from data.types import Dataset
+from serving.histories import no_garbage_collection
+from serving.http.log_reader import LogReader
+from serving.recommender import Recommender
+
+
+@no_garbage_collection()
+def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
+    """Add the events of a log to a recommender, without encoding them; return the numbers taken and left out.
+
+    Named lists are stored. Users whom the log forgets lose what the recommender has of them, such as the events of the
+    run's data. Events are left out whose items or actions the run does not know: the log may be older than the run, or
+    shared by two runs. So are events that the run's data have, too: of the same user, item and second.
+    LimitReached if there are more users or events than the recommender may hold, LogError for a damaged log.
+    """
+    places: dict[str, int] = {}
+    parts: list[tuple] = []
+    counts = {"taken": 0, "left_out": 0, "repeated": 0}
+    for records in log.events():
+        users: list[str] = []
+        items: list = []
+        times: list[int] = []
+        actions: list = []
+        for record in records:
+            users += record["users"]
+            items += record["items"]
+            times += record["timestamps"]
+            actions += record["actions"] or [None] * len(record["users"])
+        if not users:
+            continue
+        rows, codes, known = known_rows(recommender, items, actions)
+        log.left_out.update(compress(users, ~known))
+        taken = [places.setdefault(user, len(places)) for user in compress(users, known)]
+        times_taken = np.array(times, np.int64)[known]
+        parts.append((np.array(taken, np.int64), rows[known], times_taken, None if codes is None else codes[known]))
+        counts["taken"] += len(taken)
+        counts["left_out"] += len(users) - len(taken)
+    for user in log.forgotten:
+        recommender.forget(user)
+    for name, listed in log.lists.items():
+        recommender.filters.put(name, listed)
+    if counts["taken"]:
+        columns: list[Any] = [None if x[0] is None else np.concatenate(x) for x in zip(*parts)]
+        names = list(places)
+        if recommender.dataset is not None:
+            numbers = user_numbers(recommender.dataset)
+            numbered = [-1 if user in log.forgotten else numbers.get(user, -1) for user in names]
+            new = ~in_data(recommender.dataset, numbered, *columns[:3])
+            counts["repeated"], counts["taken"] = int((~new).sum()), int(new.sum())
+            columns = [column if column is None else column[new] for column in columns]
+            some, columns[0] = np.unique(columns[0], return_inverse=True)
+            names = [names[place] for place in some.tolist()]
+        if names:
+            recommender.add_many(names, *columns)
+    recommender.dataset = None
+    return counts
+
+
+def known_rows(
+    recommender: Recommender, items: list, actions: list
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """Return (rows of the item table, codes of actions or None, which events the run knows) of events as a log has
+    them: items integers or text, actions numbers, text or None.
+    """
+    if not all(isinstance(item, int) for item in items):
+        items = [str(item) for item in items]
+    rows, known = recommender.items.lookup(np.array(items))
+    if recommender.actions is None:
+        return rows, None, known & np.array([action is None for action in actions])
+    codes, known_actions = recommender.actions.lookup(actions)
+    return rows, codes, known & known_actions
+
+
+def user_numbers(dataset: Dataset) -> dict[str, int]:
+    """Return the places of the users of a data set by their ids as texts."""
+    return {str(user): number for number, user in enumerate(np.asarray(dataset.user_ids).tolist())}
+
+
+def in_data(
+    dataset: Dataset, numbers: list[int], places: np.ndarray, rows: np.ndarray, times: np.ndarray
+) -> np.ndarray:
+    """Return which events [E] are in the data set, too, with their item and time.
+
+    numbers: places of users in the data set, -1 for one whose events in it do not count; places: [E] places in
+    `numbers`; rows: [E] of the item table; times: [E] seconds.
+    """
+    counts = [0 if number < 0 else int(np.diff(dataset.user_offsets[number : number + 2])[0]) for number in numbers]
+    events = np.concatenate(
+        [np.arange(dataset.user_offsets[n], dataset.user_offsets[n + 1]) for n in numbers if n >= 0]
+        or [np.zeros(0, np.int64)]
+    )
+    owners = np.concatenate([np.repeat(np.arange(len(numbers)), counts), places])
+    items, seconds = np.concatenate([dataset.items[events], rows]), np.concatenate([dataset.timestamps[events], times])
+    order = np.lexsort((seconds, items, owners))  # stable: those of the data set come first among equals
+    first = np.ones(len(order), bool)
+    for column in (owners, items, seconds):
+        first[1:] &= column[order][1:] == column[order][:-1]
+    first[1:] = ~first[1:]
+    begins = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
+    in_data = np.zeros(len(order), bool)
+    in_data[order] = order[begins] < len(events)
+    return in_data[len(events) :]
+
+
+def catch_up(recommender: Recommender, log: LogReader, size: int) -> None:
+    """Add what was written behind the records of `replay`, up to `size` bytes of the log, in its order."""
+    for record in log.further(size):
+        if "forget" in record:
+            log.left_out.discard(record["forget"])
+            recommender.forget(record["forget"])
+        elif "list" in record:
+            if record["items"] is None:
+                recommender.filters.drop(record["list"])
+            else:
+                recommender.filters.put(record["list"], record["items"])
+        else:
+            users, actions = record["users"], record["actions"] or [None] * len(record["users"])
+            rows, codes, known = known_rows(recommender, record["items"], actions)
+            log.left_out.update(compress(users, ~known))
+            if known.any():
+                times = np.array(record["timestamps"], np.int64)[known]
+                codes = None if codes is None else codes[known]
+                recommender.append_rows(list(compress(users, known)), rows[known], times, codes, encode=False)

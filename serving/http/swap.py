@@ -1,0 +1,232 @@
+"""Exchange the model of a running service: load another run beside it, check it, then let it answer.
+
+A run that fails a check never serves, and the model that serves goes on.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import UserError
+from data.types import shown
+from serving.errors import RequestError, ServingError
+from serving.http.event_log import EventLog
+from serving.http.log_reader import LogReader
+from serving.http.replay import catch_up, replay
+from serving.http.worker import Exchange, Worker
+from serving.recommender import Recommender
+from training.config import RunConfig
+from training.folder import FolderError, access, read_manifest, read_regular
+
+RESULT = "result.json"
+CHECKED_USERS, CHECKED_ITEMS = 64, 64  # whose scores must be finite
+WARM_USERS = 1024  # whose windows are encoded before the model serves
+FEW_BYTES = 2**16  # of the log, which may be left when the requests wait for the rest
+logger = logging.getLogger("hstu_sparse.serve")
+
+
+class ModelRefused(RequestError):
+    """A run that cannot take the place of the model that serves."""
+
+
+class Loading(ModelRefused):
+    """Another run is being loaded."""
+
+
+@dataclass(frozen=True)
+class Demands:
+    """Demands on a run that is to serve.
+
+    floor    metric -> the value that the run's result.json must have at least (at most where less is better)
+    missing  the share of the items of the model that serves which the run may lack
+    """
+
+    floor: Mapping[str, float] = field(default_factory=dict)
+    missing: float = 0.0
+
+
+class Models:
+    """The runs in a folder, one of which serves.
+
+    load: returns the recommender of a run's folder, with the service's options.
+    """
+
+    def __init__(self, folder: Path, load: Callable[[Path], Recommender], demands: Demands | None = None):
+        self.folder, self.load, self.demands = folder, load, demands or Demands()
+        self.refused: dict[str, str] = {}  # name of a run -> why it does not serve
+        self._loading = threading.Lock()
+
+    def path(self, name: str) -> Path:
+        """Return the folder of the run `name`; ModelRefused if there is no such run in the folder of runs."""
+        path = self.folder / name
+        if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not (path / "config.yaml").is_file():
+            raise ModelRefused(f"{shown(name)}: no run in {shown(self.folder, 200)}")
+        return path
+
+    def finished(self) -> list[str]:
+        """Return the names of the finished runs, the newest first."""
+        runs = []
+        with access(self.folder, "read"):
+            for path in self.folder.iterdir():
+                try:
+                    if (path / "config.yaml").is_file() and _result(path).get("finished"):
+                        runs.append((read_manifest(path)["created"], path.name))
+                except (FolderError, KeyError):
+                    continue  # a run that is being written, or damaged
+        return [name for _, name in sorted(runs, reverse=True)]
+
+    def first(self) -> Recommender:
+        """Load the newest finished run that fulfils the demands; ServingError if there is none."""
+        for name in self.finished():
+            try:
+                recommender = self.load(self.path(name))
+                self.check_floor(self.path(name), recommender.config)
+                return recommender
+            except UserError as error:
+                self._refuse(name, error)
+        reasons = "".join(f"; {reason}" for reason in self.refused.values())
+        raise ServingError(f"{shown(self.folder, 200)}: not a run folder, and no finished run in it can serve{reasons}")
+
+    def exchange(self, name: str, worker: Worker, log: EventLog | None) -> str:
+        """Let the run `name` serve, with everything that the log has; return the name of the model before.
+
+        Raises ModelRefused, after which the same model serves as before.
+        """
+        if not self._loading.acquire(blocking=False):
+            raise Loading("another run is being loaded, try again later")
+        try:
+            path, old = self.path(name), worker.recommender
+            new = self.load(path)
+            check_requests(old, new, self.demands.missing)
+            self.check_floor(path, new.config)
+            users = old.users_with_pages()[-WARM_USERS:]
+            if log is not None:
+                with log.reader() as reader:
+                    replay(new, reader)
+                    while log.size - reader.size > FEW_BYTES:
+                        catch_up(new, reader, log.size)
+                    self._serve(new, reader, users, worker)
+        except UserError as error:
+            raise self._refuse(name, error) from None
+        finally:
+            self._loading.release()
+        self.refused.pop(name, None)
+        logger.warning("the model %s serves in place of %s", new.label, old.label)
+        return old.label
+
+    def _serve(self, new: Recommender, source: LogReader, users: list[str], worker: Worker) -> None:
+        check_answers(new, users)
+        for begin in range(0, len(users), 16):  # so that their next requests need not wait for it
+            new.encode(users[begin : begin + 16])
+        worker.put(Exchange(new, source)).result()
+
+    def _refuse(self, name: str, error: UserError) -> ModelRefused:
+        self.refused[name] = str(error)
+        logger.error("the run %s does not serve: %s", shown(name), error)
+        return error if isinstance(error, ModelRefused) else ModelRefused(str(error))
+
+    def check_floor(self, path: Path, config: RunConfig) -> None:
+        """Raise ModelRefused if a metric of the run's result is below the floor."""
+        for metric, floor in self.demands.floor.items():
+            value = _metric(_result(path), metric, config)
+            less = config.task.less_is_better(metric)
+            if value is None:
+                raise ModelRefused(f"{shown(path.name)}: no {shown(metric)} in {RESULT}, which the floor is for")
+            if value > floor if less else value < floor:
+                bound = "at most" if less else "at least"
+                raise ModelRefused(f"{shown(path.name)}: {metric} is {value:g}, expected {bound} {floor:g}")
+
+
+class Watch(threading.Thread):
+    """A thread that lets each newest finished run serve, once."""
+
+    def __init__(self, models: Models, worker: Worker, log: EventLog | None, seconds: float):
+        super().__init__(name="watch", daemon=True)
+        self.models, self.worker, self.log, self.seconds = models, worker, log, seconds
+        self._tried: set[str | None] = {worker.recommender.label}
+        self._stop_requested = threading.Event()
+
+    def run(self) -> None:
+        name: str | None = None
+        while not self._stop_requested.wait(self.seconds):
+            try:
+                name = next(iter(self.models.finished()), None)
+                if name is None or name in self._tried:
+                    continue
+                self.models.exchange(name, self.worker, self.log)
+                self._tried.add(name)
+            except Loading:
+                continue
+            except ModelRefused:
+                self._tried.add(name)
+            except UserError as error:
+                logger.error("%s", error)
+            except Exception:
+                self._tried.add(name)
+                logger.exception("internal error while a run was loaded")
+
+    def stop(self) -> None:
+        """End the thread, after the run that is being loaded."""
+        self._stop_requested.set()
+        self.join()
+
+
+def check_requests(old: Recommender, new: Recommender, most_missing: float) -> None:
+    """Raise ModelRefused unless the new model takes the requests of the old one, for the items that it knows."""
+    for what, before, after in (
+        ("ranks given candidates", old.ranking, new.ranking),
+        ("reads actions", old.actions is not None, new.actions is not None),
+        ("reads times", old.has_timestamps, new.has_timestamps),
+    ):
+        if before != after:
+            raise ModelRefused(f"{new.label}: one of it and {old.label} {what} and the other does not")
+    _, known = new.items.lookup(old.items.ids)
+    missing = np.asarray(old.items.ids)[~known]
+    if len(missing) > most_missing * len(known):
+        some = ", ".join(shown(item) for item in missing[:5].tolist())
+        raise ModelRefused(
+            f"{new.label}: {len(missing):,} of the {len(known):,} items of {old.label} are not known to it: {some}"
+        )
+
+
+def check_answers(new: Recommender, users: list[str]) -> None:
+    """Raise ModelRefused unless the new model's scores of some stored users are finite."""
+    users = [user for user in users if new.knows(user)][-CHECKED_USERS:]
+    if not users:
+        return
+    items = new.items.ids[:: -(-len(new.items) // CHECKED_ITEMS)]
+    finite = np.isfinite(new.score(users, np.tile(items, (len(users), 1)))).all()
+    if finite and not new.ranking:
+        finite = np.isfinite(new.recommend(users, min(10, len(new.items)), exclude_seen=False)[1]).all()
+    if not finite:
+        raise ModelRefused(f"{new.label}: scores of stored users are not finite")
+
+
+def _result(path: Path) -> dict:
+    """Read result.json of a run; empty if it is absent, FolderError if it is damaged."""
+    file = path / RESULT
+    if not file.exists():
+        return {}
+    with access(file, "read"):
+        content = read_regular(file)
+    try:
+        result = json.loads(content)
+    except (ValueError, RecursionError):
+        result = None
+    if not isinstance(result, dict):
+        raise FolderError(f"{shown(file, 200)}: damaged, expected a JSON object")
+    return result
+
+
+def _metric(result: dict, metric: str, config: RunConfig) -> float | None:
+    """Return a metric of a run: of the test split, or the best one of the validation; None if it has none."""
+    model = result.get("model") or {}
+    value = model.get(result.get("filter_seen"), model).get(metric)
+    if value is None and metric == config.best_metric:
+        value = result.get("best")
+    return value if isinstance(value, int | float) else None
