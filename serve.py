@@ -22,6 +22,7 @@ from data.types import shown
 from serving import Recommender, ServingError
 from serving.http.app import Limits, create_app
 from serving.http.event_log import EventLog, NotStored
+from serving.http.redis_store import SharedUsers, connect
 from serving.http.replay import replay
 from serving.http.server import Server, listening, possible_connections
 from serving.http.swap import Demands, Models
@@ -85,7 +86,12 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         option = wrong[0].replace("_", "-")
         raise ServingError(f"--{option}: expected a folder of runs, {shown(options.run, 200)} is one run")
     recommender = load(options.run) if models is None else models.first()
-    log = open_log(options, recommender, interrupts)
+    log, store = None, None
+    if options.store is None:
+        log = open_log(options, recommender, interrupts)
+    else:
+        store = SharedUsers(connect(options.store, options.fsync == "always"), recommender)
+        terminal.say(f"The model {recommender.label}; users are in Redis")
     connections = possible_connections(options.max_connections)
     limits = Limits(
         body=options.max_body,
@@ -97,16 +103,18 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         waiting=min(options.max_waiting, connections // 2),
     )
     watch = options.watch_seconds if options.watch else None
-    app = create_app(recommender, log, token=token, limits=limits, models=models, watch=watch)
-    del recommender  # another one may take its place
+    app = create_app(recommender, log, token=token, limits=limits, store=store, models=models, watch=watch)
+    del recommender, store  # another one may take its place
     logging.getLogger("hstu_sparse.serve").setLevel(options.log_level.upper())
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # otherwise clients that leave early are lines
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     interrupts.stage = "serving"
     with listening(options.host, options.port) as listener, interrupts.noted():
         Server(app, connections, interrupts).run(sockets=[listener])
-        log.close()
-        terminal.say("Stopped; all accepted requests were answered, all accepted events are in the log")
+        if log is not None:
+            log.close()
+        place = "the store" if options.store else "the log"
+        terminal.say(f"Stopped; all accepted requests were answered, all accepted events are in {place}")
         interrupts.signal = 0  # it was obeyed
 
 

@@ -277,6 +277,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("--token-file", type=Path, metavar="FILE", help="ask for the bearer token in FILE, except on /health")
     add("--history", action="store_true", help="start with the events of the run's data")
     add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")
+    add("--store", metavar="URL", help="redis://HOST:PORT/DB, which services share, in place of the log")
     add("--fsync", choices=("always", "never"), default="always",
         help="always: an accepted event survives a power cut; never: only a kill")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="by default what the run's configuration says")
@@ -306,6 +307,8 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
         add(f"--max-{name}", type=int, default=default, metavar="N", help=f"{text}; by default {default:,}")
     add("--log-level", choices=("debug", "warning"), default="warning", help="debug: a line for each request")
     options = parser.parse_args(arguments)
+    if options.store is not None and options.log is not None:
+        parser.error("--store and --log: give one of them")
     options.floor = dict(options.floor or [])
     if not options.watch_seconds > 0:
         parser.error(f"--watch-seconds: expected a number above 0, got {options.watch_seconds:g}")

@@ -24,6 +24,7 @@ from serving.http.bodies import Limits
 from serving.http.event_log import EventLog
 from serving.http.limits import ANSWERED_BY, Guard, Metrics
 from serving.http.page import API_PAGE
+from serving.http.redis_store import SharedUsers
 from serving.http.requests import ACCEPTED, REPEATED, UNKNOWN_ITEM, DropList, Forget, Lists, Read, Recommend
 from serving.http.routing import EncodedRoute, answer_errors, check_query
 from serving.http.swap import ModelRefused, Models, Watch
@@ -39,18 +40,20 @@ def create_app(
     *,
     token: str | None = None,
     limits: Limits | None = None,
+    store: SharedUsers | None = None,
     models: Models | None = None,
     watch: float | None = None,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """Create the service of a recommender; it starts and stops the model thread with the application.
 
-    log: the log that accepted events are written to before they are acknowledged; None only in tests. token: the bearer
-    token for every route but those that say whether the service lives and the page of the routes. models: the runs that
-    may take the place of the one that serves; None for no others. watch: look for a newer run every so many seconds.
+    log: the log that accepted events are written to before they are acknowledged; None with a store, which services
+    share, and in tests. token: the bearer token for every route but those that say whether the service lives and the
+    page of the routes. models: the runs that may take the place of the one that serves; None for no others. watch: look
+    for a newer run every so many seconds.
     """
     limits = limits or Limits()
-    worker = Worker(recommender, log, limits.waiting)
+    worker = Worker(recommender, log, limits.waiting, store=store)
     metrics = Metrics(lambda: worker.recommender)
     worker.observe = metrics.together.observe
     # One thread: a body is parsed without releasing Python's lock, so that more would only keep the event loop waiting.
@@ -258,10 +261,14 @@ def create_app(
 
     @app.get("/ready")
     async def ready() -> bodies.Ready:
-        """Return whether to send requests to the service: it is not stopping, and not full. Needs no token."""
+        """Return whether to send requests to the service: it is not stopping, not full, and its store answers. Needs no
+        token.
+        """
         if not worker.is_alive():
             raise HTTPException(503, "the model thread is not running")
         worker.check_room()
+        if worker.store is not None:
+            await asyncio.to_thread(worker.store.check)
         return bodies.Ready(status="ready", model=worker.recommender.label)
 
     plain: dict[str, Any] = {"responses": {"200": {"content": {"text/plain": {}}}}}

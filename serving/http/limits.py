@@ -174,6 +174,7 @@ def status_of(error: RequestError) -> int:
         "ModelRefused": 409,
         "Loading": 409,
         "CacheFull": 503,
+        "StoreUnavailable": 503,
         "Busy": 503,
         "Stopping": 503,
         "NotStored": 507,

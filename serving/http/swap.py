@@ -17,6 +17,7 @@ from data.types import shown
 from serving.errors import RequestError, ServingError
 from serving.http.event_log import EventLog
 from serving.http.log_reader import LogReader
+from serving.http.redis_store import SharedUsers
 from serving.http.replay import catch_up, replay
 from serving.http.worker import Exchange, Worker
 from serving.recommender import Recommender
@@ -93,7 +94,7 @@ class Models:
         raise ServingError(f"{shown(self.folder, 200)}: not a run folder, and no finished run in it can serve{reasons}")
 
     def exchange(self, name: str, worker: Worker, log: EventLog | None) -> str:
-        """Let the run `name` serve, with everything that the log has; return the name of the model before.
+        """Let the run `name` serve, with everything that the log or the store has; return the name of the model before.
 
         Raises ModelRefused, after which the same model serves as before.
         """
@@ -105,7 +106,11 @@ class Models:
             check_requests(old, new, self.demands.missing)
             self.check_floor(path, new.config)
             users = old.users_with_pages()[-WARM_USERS:]
-            if log is not None:
+            if worker.store is not None:
+                shared = worker.store.beside(new)
+                shared.refresh(users)
+                self._serve(new, shared, users, worker)
+            elif log is not None:
                 with log.reader() as reader:
                     replay(new, reader)
                     while log.size - reader.size > FEW_BYTES:
@@ -119,7 +124,7 @@ class Models:
         logger.warning("the model %s serves in place of %s", new.label, old.label)
         return old.label
 
-    def _serve(self, new: Recommender, source: LogReader, users: list[str], worker: Worker) -> None:
+    def _serve(self, new: Recommender, source: LogReader | SharedUsers, users: list[str], worker: Worker) -> None:
         check_answers(new, users)
         for begin in range(0, len(users), 16):  # so that their next requests need not wait for it
             new.encode(users[begin : begin + 16])

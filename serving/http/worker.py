@@ -17,6 +17,7 @@ from serving.http.appending import planned
 from serving.http.event_ids import EventIds
 from serving.http.event_log import EventLog
 from serving.http.log_reader import LogReader
+from serving.http.redis_store import SharedUsers
 from serving.http.replay import catch_up
 from serving.http.requests import (
     DropList,
@@ -54,7 +55,7 @@ class Exchange(Request):
     """
 
     recommender: Recommender
-    source: LogReader
+    source: LogReader | SharedUsers
 
 
 class Worker(threading.Thread):
@@ -69,9 +70,10 @@ class Worker(threading.Thread):
         log: EventLog | None,
         most_waiting: int = 1024,
         observe: Callable[[int], object] = lambda count: None,
+        store: SharedUsers | None = None,
     ):
         super().__init__(name="model", daemon=True)
-        self.recommender, self.log, self.observe = recommender, log, observe
+        self.recommender, self.log, self.observe, self.store = recommender, log, observe, store
         self.ids = EventIds() if log is None else log.ids
         self._queue: queue.Queue = queue.Queue(most_waiting)
         self._stopping = False
@@ -146,6 +148,14 @@ class Worker(threading.Thread):
                 self._one(request, self._exchange if isinstance(request, Exchange) else self._change)
             request.model = self.recommender.label
         stale += self._append(pending)
+        if self.store is not None:
+            try:
+                stale += self.store.refresh(user for request in requests for user in _users(request))
+            except RequestError as error:
+                for request in requests:
+                    if not request.done.done():
+                        request.done.set_exception(error)
+                return
         lists: list[tuple[Recommend, ItemFilter, list[Ask | RequestError | None]]] = []
         scores: list[tuple[Score, Ask, np.ndarray]] = []
         for request in requests:
@@ -208,6 +218,9 @@ class Worker(threading.Thread):
 
         Returns the users whose pages are out of date.
         """
+        if self.store is not None:
+            self.store.append(requests)
+            return []
         plans = planned(self.recommender, self.ids, requests)
         stale: list[str] = []
         try:
@@ -230,6 +243,8 @@ class Worker(threading.Thread):
 
     def _change(self, request: Forget | PutList | DropList) -> Any:
         """Write a change of something else than events into the log, then make it."""
+        if self.store is not None:
+            return self.store.change(request)
         if self.log is not None:
             self.log.append([request.record])
         filters = self.recommender.filters
@@ -246,7 +261,9 @@ class Worker(threading.Thread):
 
     def _exchange(self, request: Exchange) -> None:
         """Bring another model up to date and answer with it from now on."""
-        if self.log is not None:
+        if isinstance(request.source, SharedUsers):
+            self.store = request.source
+        elif self.log is not None:
             catch_up(request.recommender, request.source, self.log.size)
             self.log.left_out = request.source.left_out
         self.recommender = request.recommender
@@ -285,6 +302,13 @@ class Worker(threading.Thread):
         requests, checked_requests, rows = zip(*checked)
         for request, values in zip(requests, self.recommender.score_checked(list(checked_requests), rows)):
             request.done.set_result(values.tolist())
+
+
+def _users(request: Request) -> list[str]:
+    """Return the users whose events a request reads or adds."""
+    if isinstance(request, Events | Recommend):
+        return request.users
+    return [request.user] if isinstance(request, Score | Read) else []
 
 
 def _user_list(items: np.ndarray, scores: np.ndarray, k: int, cold: bool = False) -> UserList:
