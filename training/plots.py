@@ -70,7 +70,7 @@ def curves(series: Sequence[Series], x: str, y: str) -> str:
     """Plot a line for each series; x counts, so that no tick lies between two integers."""
     with rc_context(STYLE):
         figure, axes = _axes(HEIGHT, x)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
         for color, points in series:
             axes.plot(*zip(*points), "o-" if len(points) < 20 else "-", color=COLORS[color], markersize=4)
         return _svg(figure, f"{y} by {x}")
