@@ -6,6 +6,7 @@ type or a wrong value is reported like that of any other key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -17,6 +18,24 @@ MOST = 10**9  # for any size or count: the tensors of a greater one would fit no
 MOST_EVENTS = 2 * 10**9  # of generated data; their arrays would take some 24 GB
 MOST_ITEMS = 10**7
 MOST_ACTION = 999_999  # codes are rows of an embedding table: a greater code means that the wrong column was read
+
+
+def auto_or(least: int) -> Callable:
+    """Return a check of an option that is `auto` or a whole number of at least `least`."""
+
+    def check(value):
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+            return value
+        raise ValueError(f"expected auto or an integer of at least {least}, got {value!r}")
+
+    return check
+
+
+def chosen(value: int | Literal["auto"]) -> int:
+    """Return the number that has taken the place of `auto`."""
+    if value == "auto":
+        raise ValueError("an option is still auto")
+    return value
 
 
 def checked_separator(value: object) -> str:

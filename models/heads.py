@@ -9,14 +9,15 @@ from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data.options import Options
+from data.options import Options, auto_or, chosen
 from models.attention.contract import AuxLoss
 from models.chunks import CHUNK, ChunkedSum, chunk_size
 from models.protocols import RankGroup, RunOptions
+from models.repeats import RepeatTerm
 
 NORM_EPS = 1e-6
 
@@ -27,13 +28,22 @@ class Head(Options):
     has_item_vectors  whether an item's score is the product of a vector of its own with the output
     """
 
-    has_item_vectors: ClassVar[bool] = True
-
     kind: str
+
+    @property
+    def has_item_vectors(self) -> bool:
+        return True
 
     def module(self, embedding_dim: int) -> "MixtureOfLogits | None":
         """Return the trained network that scores items; None if the score is the cosine."""
         return None
+
+    def repeat_term(self, embedding_dim: int) -> RepeatTerm | None:
+        """Return what is added to the cosines of the items in a user's window; None for nothing."""
+        return None
+
+
+Patterns = Annotated[int | Literal["auto"], BeforeValidator(auto_or(0))]
 
 
 class DotConfig(Head):
@@ -47,8 +57,23 @@ class DotConfig(Head):
     """The dropout of the items' embeddings that outputs are scored against."""
     separate_targets: bool = False
     """Whether outputs are scored against a table of their own, in place of the one that inputs have."""
+    repeats: Patterns = 0
+    """The patterns of a learned term that is added to the scores of the items in a user's window, by how long ago, how
+    often and after what they occurred (models/repeats.py); 0 for none. `auto` is 8 where earlier items stay in the
+    ranking (`eval.filter_seen: none`), otherwise 0. With `loss.kind: cross_entropy`."""
+
+    @property
+    def has_item_vectors(self) -> bool:
+        return not self.repeats
+
+    def repeat_term(self, embedding_dim: int) -> RepeatTerm | None:
+        return RepeatTerm(embedding_dim, chosen(self.repeats)) if self.repeats else None
 
     def check_run(self, run: RunOptions) -> None:
+        if self.repeats and run.loss.kind != "cross_entropy":
+            raise ValueError(f"model.head.repeats: takes loss.kind=cross_entropy, got {run.loss.kind}")
+        if self.repeats and self.learned_temperature:
+            raise ValueError("model.head.repeats: not with learned_temperature")
         features = run.data.features is not None and run.data.features.items
         if self.separate_targets and (features or run.parallel.sharded):
             raise ValueError("model.head.separate_targets: not with data.features.items or a sharded table")
@@ -61,9 +86,9 @@ class MoLConfig(Head):
     0.1; docs/evaluation.md measures 4 x 4 of 64 with gates of 64. Components smaller than the embedding cost quality.
     """
 
-    has_item_vectors: ClassVar[bool] = False
     learned_temperature: ClassVar[bool] = False
     separate_targets: ClassVar[bool] = False
+    repeats: ClassVar[int] = 0
 
     kind: Literal["mol"]
     """The head."""
@@ -83,6 +108,10 @@ class MoLConfig(Head):
     """The divisor of the components' cosines; `loss.temperature` is for the head `dot`."""
     balance_weight: float = Field(0.001, ge=0)
     """The weight of the auxiliary loss that keeps all pairs of components in use."""
+
+    @property
+    def has_item_vectors(self) -> bool:
+        return False
 
     def module(self, embedding_dim: int) -> "MixtureOfLogits":
         return MixtureOfLogits(self, embedding_dim)

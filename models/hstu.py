@@ -229,6 +229,7 @@ class SequenceModel(nn.Module):
         self.item_dropout = config.head.item_dropout
         self.log_temperature = nn.Parameter(torch.zeros(())) if config.head.learned_temperature else None
         self.task_head: Any = task_head
+        self.repeats = config.head.repeat_term(config.embedding_dim)
         self.targets = None  # the items' rows that outputs are scored against, if these differ from the inputs' rows
         if config.head.separate_targets:
             self.targets = nn.Parameter(truncated_normal_(torch.empty(num_items, config.embedding_dim), 0.02))

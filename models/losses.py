@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.nn import functional as F
 
 import hstu_sparse
@@ -26,10 +27,12 @@ from models.heads import mol_loss, normalized
 from models.hstu import SequenceModel
 from models.options import LossConfig
 from models.protocols import RankGroup
+from models.repeats import Earlier, RepeatTerm, add_terms
 
 NORM_EPS = 1e-6
 # Embedding sizes that the kernels take.
 MAX_KERNEL_SIZE = 512
+TERM_WIDTH = 8  # numbers for each item of a window that the term of repeats computes
 
 
 class Negatives(NamedTuple):
@@ -53,6 +56,13 @@ class Share(NamedTuple):
     items: Tensor | None = None
 
 
+class Repeats(NamedTuple):
+    """A term of the scores (models/repeats.py), and what it needs of the batch."""
+
+    term: RepeatTerm
+    earlier: Earlier
+
+
 def head_loss(
     model: SequenceModel,
     config: LossConfig,
@@ -62,14 +72,16 @@ def head_loss(
     part: Tensor | None = None,
     share: Share | None = None,
     excluded: Tensor | None = None,
+    repeats: Repeats | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
     """Return (training loss, auxiliary losses) of a model's outputs [T, E] with its own head; arguments as
     `training_loss`.
 
     out: of `SequenceModel.raw_output`. It is normalised here unless the loss is a kernel that does so.
-    share: of a rank, instead of targets and part; the results are then its shares. excluded: `own_items`.
+    share: of a rank, instead of targets and part; the results are then its shares. excluded: `own_items`. repeats: of
+    `repeats_of`.
     """
-    if model.head is not None or not takes_kernel(config, out):
+    if model.head is not None or repeats is not None or not takes_kernel(config, out):
         out = normalized(out)
     features = model.embedding.items
     if share is None:
@@ -89,7 +101,7 @@ def head_loss(
         learned = model.log_temperature
         temperature = None if learned is None else config.temperature * learned.exp()
         excluded = None if excluded is None else places_of(features, excluded)
-        return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature, excluded), {}
+        return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature, excluded, repeats), {}
     ids = None if drawn is None else drawn.ids.expand(len(targets), -1)
     return mol_loss(model.head, out, items, targets, ids, None if share is None else share.ranks)
 
@@ -214,13 +226,15 @@ def sampled_loss(
     dtype: torch.dtype | None = None,
     temperature: Tensor | None = None,
     excluded: Tensor | None = None,
+    repeats: Repeats | None = None,
 ) -> Tensor:
     """Return `training_loss` with drawn negatives: the sum over positions with a target, over `count`.
 
     count: 0-d; None is the number of these positions. excluded: [T, N] int64, items that do not compete at each
-    position unless they are its target, -1 for none; with `loss.exclude`.
+    position unless they are its target, -1 for none; with `loss.exclude`. repeats: what is added to the cosines, of
+    outputs of length one.
     """
-    if takes_kernel(config, out):
+    if repeats is None and takes_kernel(config, out):
         dtype, share = dtype or item_weight.dtype, 1 if count is None else (targets >= 0).sum() / count
         return share * hstu_sparse.catalogue_loss(
             out.to(dtype),
@@ -238,22 +252,42 @@ def sampled_loss(
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
     # Chunks are larger for gathered rows, since each has a gradient as large as the table.
+    if repeats is not None:
+        width += TERM_WIDTH * repeats.earlier.longest
     rows = max(1, chunk_size(out) * (1 if whole else 2) // width)
     ids, log_q = drawn or (None, None)
     shared = ids if ids is not None and ids.dim() == 1 else None
 
-    def chunk(out, targets, negatives, excluded, items):
+    tokens = torch.arange(len(out), device=out.device)
+    of_term = {} if repeats is None else dict(repeats.term.named_parameters())
+
+    def chunk(out, targets, negatives, excluded, tokens, items, *parameters):
+        if repeats is not None:
+            terms = functional_call(repeats.term, dict(zip(of_term, parameters)), (out, tokens, repeats.earlier))
+            return _catalogue_loss(config, out, items, targets, excluded, dtype, terms)
         if excluded is not None:
-            return _excluding_loss(config, out, items, targets, excluded, dtype)
+            return _catalogue_loss(config, out, items, targets, excluded, dtype)
         return _chunk_loss(config, whole, out, items, targets, negatives if shared is None else shared, log_q)
 
-    total = ChunkedSum.apply(chunk, rows, 4, out, targets, ids if shared is None else None, excluded, items)
+    rowwise = out, targets, ids if shared is None else None, excluded, tokens
+    total = ChunkedSum.apply(chunk, rows, len(rowwise), *rowwise, items, *of_term.values())
     return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)
 
 
 def takes_kernel(config: LossConfig, out: Tensor) -> bool:
     """Return whether the loss is `hstu_sparse.catalogue_loss`, which normalises both sides."""
     return out.is_cuda and config.kind != "bce" and config.exclude == "none" and out.shape[1] <= MAX_KERNEL_SIZE
+
+
+def repeats_of(model: SequenceModel, batch: Batch, longest: int) -> Repeats | None:
+    """Return what `head_loss` needs of a batch for the model's term of repeats; None if it has none.
+
+    longest: the greatest number of tokens of a sequence.
+    """
+    if model.repeats is None:
+        return None
+    items = places_of(model.embedding.items, batch.item_ids).clamp(min=0)
+    return Repeats(model.repeats, Earlier.of(batch, longest, items))
 
 
 def own_items(config: LossConfig, batch: Batch, longest: int) -> Tensor | None:
@@ -290,15 +324,29 @@ class _Product(torch.autograd.Function):
 
 
 @without_autocast
-def _excluding_loss(
-    config: LossConfig, out: Tensor, items: Tensor, targets: Tensor, excluded: Tensor, dtype: torch.dtype | None
+def _catalogue_loss(
+    config: LossConfig,
+    out: Tensor,
+    items: Tensor,
+    targets: Tensor,
+    excluded: Tensor | None,
+    dtype: torch.dtype | None,
+    terms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Sum of the losses of a chunk of positions over the catalogue without the items `excluded`; both normalised."""
+    """Sum of the losses of a chunk of positions over the catalogue without the items `excluded`; both normalised.
+
+    terms: (items [R, N], what is added to their cosines [R, N]).
+    """
     out, chosen = out / config.temperature, targets.clamp(min=0)[:, None]
     if out.is_cuda and dtype is not None:
         logits = cast(Tensor, _Product.apply(out.to(dtype), items.to(dtype)))
     else:
         logits = out @ items.T
+    if terms is not None:
+        logits = add_terms(logits, terms[0], terms[1] / config.temperature)
+    if excluded is None:
+        smoothing = config.label_smoothing
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
     # Entries that exclude nothing name the target, which stays.
     left_out = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, torch.where(excluded < 0, chosen, excluded), True)
     left_out.scatter_(1, chosen, False)

@@ -132,9 +132,10 @@ class LossConfig(Options):
     """The divisor of the scores."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """With `cross_entropy`, the share of a target's probability that is spread evenly over what competes."""
-    exclude: Literal["none", "history", "sequence"] = "none"
+    exclude: Literal["none", "history", "sequence", "auto"] = "none"
     """With `cross_entropy`, which items of a user do not compete with a position's target: those up to the position, as
-    in rankings without a user's history, or all of the training sequence."""
+    in rankings without a user's history, or all of the training sequence. `auto` is `none` where earlier items stay in
+    the ranking (`eval.filter_seen: none`), otherwise `history`."""
 
     @property
     def num_in_batch(self) -> int:

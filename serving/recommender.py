@@ -29,7 +29,7 @@ from serving.histories import Histories, History, UserHistory, no_garbage_collec
 from serving.ids import ItemIds, user_keys
 from serving.options import ServingOptions, served_form, window_of
 from serving.popularity import Popularity
-from serving.search import Search, item_scores, probabilities
+from serving.search import Search, item_scores, probabilities, windows_of
 from serving.times import event_times, request_times
 from training.config import RunConfig
 from training.folder import read_manifest
@@ -304,7 +304,8 @@ class Recommender:
             by_default = self.config.eval.filter_seen != "none"
             leave_out = [by_default if without is None else without for without in exclude_seen]
             seen = [request.history.seen if without else nothing for request, without in zip(requests, leave_out)]
-            return self._listed(*self._search.lists(out, k, seen if any(leave_out) else [], filters), k)
+            seen = seen if any(leave_out) else []
+            return self._listed(*self._search.lists(out, k, seen, filters, windows_of(self._engine, requests)), k)
 
     def popular(self, k: int, passing: ItemFilter = ALL_ITEMS) -> tuple[np.ndarray, np.ndarray]:
         """Return the k items that pass with the most events, of which recent ones count more: (items [k], counts [k]).
@@ -350,11 +351,12 @@ class Recommender:
         if self.ranking:
             requests = [request._replace(candidates=mine) for request, mine in zip(requests, distinct)]
         with self._lock:
-            out = self._engine.answer(requests)
+            out, of_users = self._engine.answer(requests), windows_of(self._engine, requests)
+            windows = None if of_users is None else of_users(np.arange(len(requests)))
         if self.ranking:
             scores = probabilities(self.model, self._task, out)
         else:
-            scores = item_scores(self.model, normalized(out), distinct)
+            scores = item_scores(self.model, normalized(out), distinct, windows)
         parts = np.split(scores, np.cumsum([len(mine) for mine in distinct])[:-1])
         return [values[place] for values, (_, place) in zip(parts, unique)] if distinct else []
 
@@ -395,8 +397,7 @@ class Recommender:
         Raises ServingError for a head that has no single vector for an item.
         """
         if self.ranking or not self.config.model.head.has_item_vectors:
-            what = "a ranking run" if self.ranking else f"model.head.kind={self.config.model.head.kind}"
-            raise ServingError(f"{what} has no single vector for an item")
+            raise ServingError("the run has no single vector for an item whose product is the score")
         return export_items(Path(folder), self.model, self.items.ids)
 
     # Users.

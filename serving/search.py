@@ -3,22 +3,25 @@
 Letters: B users, E embedding size, k length of a list, M candidates, A kinds of action.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from data.batch import Batch
 from evaluation.item_filters import ItemFilter, limited_lists, stacked_masks
 from evaluation.scores import best_items
 from hstu_sparse.core.launch import cdiv
 from models.heads import normalized
 from models.hstu import SequenceModel
+from models.repeats import add_terms
 from models.tasks.contract import Task
-from models.tasks.scoring import normalized_items, output_scorer
-from serving.engine import Engine
+from models.tasks.scoring import normalized_items, output_scorer, repeat_terms
+from serving.engine import Ask, Engine
 from serving.token_batch import MOST_USERS, rounded_up
+from serving.tokens import latest_events
 
 
 class Search:
@@ -29,28 +32,40 @@ class Search:
         self.scores_of = output_scorer(engine.model)
 
     def lists(
-        self, out: Tensor, k: int, seen: Sequence[np.ndarray], filters: Sequence[ItemFilter] = ()
+        self,
+        out: Tensor,
+        k: int,
+        seen: Sequence[np.ndarray],
+        filters: Sequence[ItemFilter] = (),
+        windows: Callable[[np.ndarray], Batch] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return (scores, rows) [B, up to k] of the best items by outputs [B, E], best first, -inf where none is left.
 
-        seen: the items to leave out for each user, or nothing; filters: one for each user, or nothing.
+        seen: the items to leave out for each user, or nothing; filters: one for each user, or nothing. windows: of
+        `windows_of`.
         """
         if not filters:
-            return self._best(out, k, seen, None)
+            return self._best(out, k, seen, None, None if windows is None else windows(np.arange(len(out))))
 
         def search(length: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             part = out if len(users) == len(out) else out[torch.from_numpy(users).to(out.device)]
             masks = stacked_masks([filters[user] for user in users], self.num_items)
-            return self._best(part, length, [seen[user] for user in users] if seen else [], masks)
+            left_out = [seen[user] for user in users] if seen else []
+            return self._best(part, length, left_out, masks, None if windows is None else windows(users))
 
         return limited_lists(search, k, filters, self.num_items)
 
     def _best(
-        self, out: Tensor, k: int, seen: Sequence[np.ndarray], masks: tuple[np.ndarray, np.ndarray] | None
+        self,
+        out: Tensor,
+        k: int,
+        seen: Sequence[np.ndarray],
+        masks: tuple[np.ndarray, np.ndarray] | None,
+        windows: Batch | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Do what `lists` does, with masks of `stacked_masks`."""
+        """Do what `lists` does, with masks of `stacked_masks`; without CUDA graphs if there are windows."""
         users, counts = len(out), [len(items) for items in seen]
-        padded = self.engine.padded and users <= MOST_USERS
+        padded = self.engine.padded and users <= MOST_USERS and windows is None
         rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)), 4)) if padded else (users, sum(counts))
         some = 0 if masks is None else rounded_up(len(masks[0])) if padded else len(masks[0])
         # Offsets, the mask of each user, then items, two to a number. Padding items belong to the last user and are not
@@ -79,7 +94,7 @@ class Search:
         def lists(out: Tensor, numbers: Tensor, *words: Tensor) -> Tensor:
             without = (numbers[2 * rows + 1 :].view(torch.int32)[:items], numbers[: rows + 1]) if seen else None
             passing = (words[0], numbers[rows + 1 : 2 * rows + 1]) if words else None
-            values, best = best_items(self.scores_of(normalized(out)), k, without, passing)
+            values, best = best_items(self.scores_of(normalized(out), windows), k, without, passing)
             return torch.cat([values.float().view(torch.int32), best.int()], 1)
 
         if rows > users:
@@ -87,6 +102,21 @@ class Search:
         packed = graphs(key, lists, out, *inputs) if graphs else lists(out, *(x.to(out.device) for x in inputs))
         values, best = np.split(packed[:users].cpu().numpy(), 2, axis=1)
         return values.copy().view(np.float32), best
+
+
+def windows_of(engine: Engine, requests: Sequence[Ask]) -> Callable[[np.ndarray], Batch] | None:
+    """Return a function that gives the latest events of some of the users as a batch, which the scores of a model with
+    a term of repeats need; None for another model.
+    """
+    if engine.model.repeats is None:
+        return None
+
+    def windows(users: np.ndarray) -> Batch:
+        chosen = [requests[user] for user in users]
+        histories, times = [one.history for one in chosen], [one.at for one in chosen]
+        return latest_events(histories, times, engine.window.capacity).to(engine.device)
+
+    return windows
 
 
 @torch.no_grad()
@@ -97,13 +127,24 @@ def probabilities(model: SequenceModel, task: Task, out: Tensor) -> np.ndarray:
 
 
 @torch.no_grad()
-def item_scores(model: SequenceModel, out: Tensor, candidates: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the scores of each user's candidates, rows of the item table, end to end, by the outputs [B, E]."""
+def item_scores(
+    model: SequenceModel, out: Tensor, candidates: Sequence[np.ndarray], windows: Batch | None = None
+) -> np.ndarray:
+    """Return the scores of each user's candidates, distinct ascending rows of the item table, end to end, by the
+    outputs [B, E]. windows: the latest events of all users, for a model with a term of repeats.
+    """
+    terms = None if windows is None else repeat_terms(model, out, windows)
     scores = []
-    for one, rows in zip(out[:, None], candidates):
-        items = model.item_rows(torch.from_numpy(rows).to(out.device))
-        if model.head is None:
-            scores.append((one @ normalized_items(items).T)[0])
-        else:
-            scores.append(model.head.scores_of_all(one, model.head.items(items))[0])
+    for user, (one, rows) in enumerate(zip(out[:, None], candidates)):
+        items = torch.from_numpy(rows).to(out.device)
+        vectors = model.item_rows(items)
+        if model.head is not None:
+            scores.append(model.head.scores_of_all(one, model.head.items(vectors))[0])
+            continue
+        cosines = one @ normalized_items(vectors).T
+        if terms is not None and len(rows):
+            of_window, added = terms[0][user], terms[1][user]
+            places = torch.searchsorted(items, of_window).clamp(max=len(rows) - 1)
+            add_terms(cosines, torch.where(items[places] == of_window, places, -1)[None], added[None])
+        scores.append(cosines[0])
     return torch.cat(scores).float().cpu().numpy() if scores else np.zeros(0, np.float32)

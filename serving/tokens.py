@@ -1,4 +1,4 @@
-"""Compute the tokens of a window as the model's inputs, with numpy only.
+"""Compute the tokens of a window as the model's inputs, with numpy.
 
 Retrieval has one token an event; ranking two, the item's and then the action's. The query time of a token is when what
 it predicts happens: the next event's time, or, of a ranking batch's item token, its own. For the last token that is the
@@ -10,7 +10,9 @@ Letters: n events of a user, T tokens.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from data.batch import Batch
 from serving.histories import History
 
 
@@ -63,3 +65,17 @@ def single_tokens(
         at = [h.timestamps.item(event + more) for h, event, more in zip(histories, events, later)]
     actions = [h.actions.item(event) for h, event in zip(histories, events) if h.actions is not None]
     return Columns(*(np.array(x, np.int64) for x in (items, actions or [0] * len(items), times, at, positions)))
+
+
+def latest_events(histories: list[History], at: list[int], most: int) -> Batch:
+    """Return up to `most` latest events of each of B users as a batch of retrieval.
+
+    at: [B] when the next event of each happens.
+    """
+    begins = [max(0, history.count - most) for history in histories]
+    lengths = np.array([history.count - begin for history, begin in zip(histories, begins)], np.int64)
+    windows = zip(histories, begins, lengths.tolist(), at)
+    columns = Columns.joined([window_tokens(h, begin, 0, length, 1, time) for h, begin, length, time in windows])
+    items, times, query_times = map(torch.from_numpy, (columns.items, columns.times, columns.query_times))
+    offsets, users = torch.from_numpy(np.append(0, np.cumsum(lengths))), torch.arange(len(histories))
+    return Batch(items, times, torch.full_like(items, -1), query_times, offsets, users)

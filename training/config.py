@@ -26,7 +26,7 @@ from data.augment import Augment
 from data.config import DataConfig, PathText
 from data.errors import ConfigError
 from data.explain import explain
-from data.options import Options
+from data.options import Options, auto_or
 from models.attention import ATTENTION_KINDS
 from models.kinds import Kinds
 from models.options import LossConfig, ModelConfig
@@ -126,16 +126,10 @@ class EvalConfig(Options):
             raise ValueError("eval.patience needs eval.every >= 1")
 
 
-def _count_or_auto(value):
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise ValueError(f"expected auto or an integer of at least 1, got {value!r}")
-
-
 class ParallelConfig(Options):
     """The distribution of a run over processes, which torchrun starts."""
 
-    data: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = 1
+    data: Annotated[int | Literal["auto"], BeforeValidator(auto_or(1))] = 1
     """The number of ranks that share each batch; `auto` is as many as torchrun starts for each part of a sequence."""
     embedding: Literal["replicated", "row_wise", "table_wise", "column_wise", "auto"] = "replicated"
     """How the item table is divided among the ranks that share a batch; `auto` asks torchrec's planner."""
@@ -162,6 +156,8 @@ class ParallelConfig(Options):
         whole_catalogue = run.loss.kind == "cross_entropy"
         if run.loss.exclude != "none":
             raise ValueError("loss.exclude: not with parallel")
+        if run.model.head.repeats:
+            raise ValueError("model.head.repeats: not with parallel")
         if whole_catalogue and self.embedding in ("table_wise", "column_wise"):
             raise ValueError(
                 f"parallel.embedding={self.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "

@@ -54,7 +54,7 @@ def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
     """Raise ConfigError unless the items' vectors may be written into the folder `path`."""
     option = "--export-items"
     if not config.model.head.has_item_vectors:
-        raise ConfigError(f"{option}: model.head.kind={config.model.head.kind} has no single vector for an item")
+        raise ConfigError(f"{option}: model.head has no single vector for an item whose product is the score")
     with access(path, "written"):
         _check_place(path, option, config)
         if not os.path.lexists(path):

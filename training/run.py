@@ -30,6 +30,7 @@ from training.folder import access, check_run, read_manifest
 from training.ranks.processes import Ranks
 from training.ranks.tables import ShardedTable
 from training.saved import CheckpointError, exists, load_folder
+from training.sizes import with_repeats
 from training.verdict import against_baselines
 from training.vocabulary import Known, load_vocabulary
 from training.weights import load_slices, load_weights, saved_weights
@@ -124,7 +125,8 @@ def open_data(
     splits = task.splits(dataset)
     if config.eval.filter_seen == "auto":
         config = with_filter(config, dataset, splits)
-        task = build_task(config, ranks)
+    config = with_repeats(config)
+    task = build_task(config, ranks)
     if vocabulary is None:
         feature_vocabulary = (
             None

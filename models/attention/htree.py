@@ -9,8 +9,9 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
+from data.options import chosen
 from models.attention.contract import AuxLoss, LayerSizes
-from models.attention.shared import AutoCount, AutoRate, FewKeys, chosen, few_kv_heads
+from models.attention.shared import AutoCount, AutoRate, FewKeys, few_kv_heads
 from models.protocols import RunOptions
 
 # max_seq_len from which `auto` means few key heads, and the greatest number of expanded nodes.

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
+from data.options import chosen
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.jagged import sequence_ids
 from hstu_sparse.core.launch import next_power_of_2
@@ -22,7 +23,6 @@ from models.attention.shared import (
     BiasedAttention,
     FewKeys,
     TimeBias,
-    chosen,
     few_kv_heads,
     many_kv_heads,
     new_table,

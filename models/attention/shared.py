@@ -3,7 +3,6 @@
 Letters: N normaliser, H heads, Hkv key/value heads.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -11,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from data.batch import Batch
+from data.options import auto_or, chosen
 from data.types import Dataset
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import padded_head
@@ -71,25 +71,9 @@ def _switch(value):
 TimeBias = Annotated[bool | Literal["auto"], BeforeValidator(_switch)]
 
 
-def _auto_or(least: int) -> Callable:
-    def check(value):
-        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
-            return value
-        raise ValueError(f"expected auto or an integer of at least {least}, got {value!r}")
-
-    return check
-
-
 # A number of at least 1 (or 2), or `auto`, which a kind's `for_model` replaces by a number.
-AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_or(1))]
-AutoRate = Annotated[int | Literal["auto"], BeforeValidator(_auto_or(2))]
-
-
-def chosen(value: int | Literal["auto"]) -> int:
-    """Return the number that `for_model` has put in place of `auto`."""
-    if value == "auto":
-        raise ValueError("an option is still auto: call for_model first")
-    return value
+AutoCount = Annotated[int | Literal["auto"], BeforeValidator(auto_or(1))]
+AutoRate = Annotated[int | Literal["auto"], BeforeValidator(auto_or(2))]
 
 
 class BiasedAttention(AttentionKind):

@@ -32,7 +32,7 @@ from evaluation.ranking_metrics import (
 from evaluation.scores import FILTERS, Scores, best_items, popularity_scorer, rank_targets, seen_by
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
-from models.losses import Share, head_loss, own_items
+from models.losses import Share, head_loss, own_items, repeats_of
 from models.protocols import RankGroup
 from models.tasks.contract import Served, Table, Task, TaskOptions, cells
 from models.tasks.scoring import model_scorer
@@ -104,9 +104,9 @@ class Retrieval(Task):
         dtype: torch.dtype | None,
         share: Share | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
-        part, c = None if batch.cut is None else batch.cut.index, self.config
-        excluded = own_items(c.loss, batch, c.model.max_seq_len)
-        return head_loss(model, c.loss, out, whole.target_ids, dtype, part, share, excluded)
+        part, c, longest = None if batch.cut is None else batch.cut.index, self.config, self.config.model.max_seq_len
+        excluded, repeats = own_items(c.loss, batch, longest), repeats_of(model, batch, longest)
+        return head_loss(model, c.loss, out, whole.target_ids, dtype, part, share, excluded, repeats)
 
     def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
         score = model_scorer(model, self.config.train.autocast == "bf16", self.ranks)

@@ -15,6 +15,7 @@ from evaluation import scores
 from evaluation.scores import Scores
 from models.hstu import SequenceModel
 from models.protocols import RankGroup
+from models.repeats import Earlier, add_terms
 
 
 def normalized_items(item_weight: Tensor) -> Tensor:
@@ -22,9 +23,23 @@ def normalized_items(item_weight: Tensor) -> Tensor:
     return F.normalize(item_weight.float(), dim=-1, eps=1e-6)
 
 
-def output_scorer(model: SequenceModel, ranks: RankGroup | None = None) -> Callable[[Tensor], Scores]:
+@torch.no_grad()
+def repeat_terms(model: SequenceModel, out: Tensor, batch: Batch) -> tuple[Tensor, Tensor] | None:
+    """Return (items [B, N], what is added to their scores [B, N]) of the outputs [B, E] of length one at the last
+    tokens of a batch whose sequences have up to N tokens; None if the model has no such term.
+    """
+    if model.repeats is None:
+        return None
+    # On a GPU the limit saves the host from waiting for the batch's longest length.
+    longest = len(model.embedding.position)
+    if not batch.seq_offsets.is_cuda:
+        longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
+    return model.repeats(out, batch.seq_offsets[1:] - 1, Earlier.of(batch, longest))
+
+
+def output_scorer(model: SequenceModel, ranks: RankGroup | None = None) -> Callable[..., Scores]:
     """Return a function that scores outputs [B, E] of length one with every item, fp32: the cosine, or the head's
-    score.
+    score. Its second argument is the batch at whose last tokens the outputs are, for a model with a term of repeats.
 
     ranks: set if each of them, given the same outputs, computes the scores of its share of the items.
     """
@@ -45,14 +60,17 @@ def output_scorer(model: SequenceModel, ranks: RankGroup | None = None) -> Calla
     # A small catalogue is prepared once, a large one tile by tile: prepared, it would be a second table.
     all_prepared = prepared(table) if table.numel() <= 4 * scores.TILE else None
 
-    def score(out: Tensor) -> Scores:
+    def score(out: Tensor, batch: Batch | None = None) -> Scores:
+        terms = None if batch is None else repeat_terms(model, out, batch)
+
         @torch.no_grad()
         def tile(begin: int, end: int) -> Tensor:
             begin, end = begin - first, end - first
             if model.head is not None:
                 items = model.head.items(table[begin:end]) if all_prepared is None else all_prepared.rows(begin, end)
                 return model.head.scores_of_all(out, items)
-            return out @ (prepared(table[begin:end]) if all_prepared is None else all_prepared[begin:end]).T
+            cosines = out @ (prepared(table[begin:end]) if all_prepared is None else all_prepared[begin:end]).T
+            return cosines if terms is None else add_terms(cosines, *terms, first + begin)
 
         return Scores(len(out), num_items, tile, ranks)
 
@@ -80,6 +98,6 @@ def model_scorer(
             all_outputs = out.new_zeros(batch.num_sequences, out.shape[1])
             all_outputs[begin:end] = out[: end - begin]
             out = ranks.sum(all_outputs)
-        return scores_of(out)
+        return scores_of(out, batch)
 
     return score

@@ -25,7 +25,7 @@ RANKING = {
 }
 
 
-def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", **model) -> RunConfig:
+def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", loss=None, **model) -> RunConfig:
     """A small run of the given attention; `model`: further options of the model."""
     sizes = dict(block="hstu", max_seq_len=max_seq_len, embedding_dim=32, num_layers=2, num_heads=2)
     tree = {
@@ -33,7 +33,7 @@ def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", **model) -
         "data": {"format": "ml-100k", "protocol": "leave_one_out"},
         "model": sizes | {"attention": attention} | model,
         "train": {"epochs": 1},
-    }
+    } | ({"loss": loss} if loss else {})
     return RunConfig.model_validate(tree | (RANKING if task == "ranking" else {}))
 
 

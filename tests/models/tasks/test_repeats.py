@@ -25,8 +25,10 @@ seed: 1
 device: cpu
 threads: 1
 data: {format: csv, path: PATH/NAME.csv, protocol: leave_one_out, cache_dir: PATH/cache}
-model: {block: hstu, max_seq_len: 4, embedding_dim: 16, num_layers: 1, num_heads: 2, attention: {kind: dense}}
-loss: {num_negatives: 4}
+model:
+  {block: hstu, max_seq_len: 4, embedding_dim: 16, num_layers: 1, num_heads: 2, attention: {kind: dense},
+   head: {kind: dot, repeats: auto}}
+loss: {kind: cross_entropy, exclude: auto}
 train: {epochs: 2, batch_size: 16, lr: 1e-2, checkpoint_seconds: 1000}
 """
 
@@ -91,8 +93,9 @@ def test_figures_are_those_of_the_lists(runs, name, serve):
 
 
 def test_auto_follows_the_data_and_is_recorded(runs):
-    for name, how in (("again", "none"), ("new", "history")):
-        assert load_config(runs / name / "config.yaml").eval.filter_seen == how
+    for name, how, patterns in (("again", "none", 8), ("new", "history", 0)):
+        config = load_config(runs / name / "config.yaml")
+        assert config.eval.filter_seen == config.loss.exclude == how and config.model.head.repeats == patterns
         assert json.loads((runs / name / "result.json").read_text())["filter_seen"] == how
     assert "50.00% of the targets repeat an earlier item of their user." in (runs / "again" / "report.md").read_text()
     # Given again, it is what it was for the run's own data, whatever the new data are.

@@ -1,0 +1,120 @@
+"""Add a learned term to the scores of the items that a user's window already has.
+
+How likely an item returns depends on how long ago and how often it occurred, which a cosine of two vectors hardly
+expresses. The term of an item at its latest event before token t is w(out[t]) . (gap + age + count + order), where each
+of the four is a row of a table, chosen by the number of events since then, the time since then, how often the item has
+occurred, and whether it followed one of the last two earlier events of the item of token t.
+
+Letters: T tokens, R rows of a chunk of them, N greatest number of tokens of a sequence, E embedding size, K patterns.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from data.batch import Batch
+from hstu_sparse.core.jagged import sequence_ids
+
+# Buckets are half octaves, of numbers of events and of seconds.
+EVENT_OCTAVES, TIME_OCTAVES, COUNT_OCTAVES = 16, 32, 12
+
+
+class Earlier(NamedTuple):
+    """Facts about the tokens of a batch on which the term depends, [T] each.
+
+    items        what the term is added to: item ids, or their numbers in the loss
+    times, query_times  as in the batch
+    begins       the first token of the token's sequence
+    counts       the number of tokens of the same item in the sequence up to this one
+    following    the next token of the same item in the sequence; T if there is none
+    successors   [T, 2]: the items that came next after the latest two earlier tokens of the same item, -1 for none
+    longest      N
+    """
+
+    items: Tensor
+    times: Tensor
+    query_times: Tensor
+    begins: Tensor
+    counts: Tensor
+    following: Tensor
+    successors: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, batch: Batch, longest: int, items: Tensor | None = None) -> "Earlier":
+        """Return what the term needs of a batch whose sequences have at most `longest` tokens, without waiting for the
+        device. items: replace `batch.item_ids`; equal where these are.
+        """
+        items, total = batch.item_ids if items is None else items, batch.num_tokens
+        tokens = torch.arange(total, device=items.device)
+        sequence = sequence_ids(batch.seq_offsets, total)
+        order = items.argsort(stable=True)
+        order = order[sequence[order].argsort(stable=True)]
+        same = torch.zeros_like(order, dtype=torch.bool)  # whether the one before in this order is an earlier token
+        same[1:] = (items[order].diff() == 0) & (sequence[order].diff() == 0)
+        before = torch.where(same, order.roll(1), -1)
+        start = torch.where(same, 0, tokens).cummax(0).values if total else tokens
+        following = torch.where(same.roll(-1), order.roll(-1), total)
+        previous, counts, next_tokens = (
+            torch.empty_like(order).scatter_(0, order, x) for x in (before, tokens - start + 1, following)
+        )
+        second = torch.where(previous < 0, -1, previous[previous.clamp(min=0)])
+        successors = [torch.where(p < 0, -1, items[(p + 1).clamp(max=max(total - 1, 0))]) for p in (previous, second)]
+        begins = batch.seq_offsets[sequence].long()
+        times = batch.timestamps, batch.query_timestamps
+        return cls(items, *times, begins, counts, next_tokens, torch.stack(successors, 1), longest)
+
+
+class RepeatTerm(nn.Module):
+    """Compute the term of the items in a token's window; it starts at zero. patterns: K."""
+
+    events: Tensor
+    seconds: Tensor
+    occurrences: Tensor
+
+    def __init__(self, embedding_dim: int, patterns: int):
+        super().__init__()
+        self.weights = nn.Linear(embedding_dim, patterns)
+        nn.init.ones_(self.weights.bias)
+        octaves = {"events": EVENT_OCTAVES, "seconds": TIME_OCTAVES, "occurrences": COUNT_OCTAVES}
+        for name, count in octaves.items():
+            edges = sorted({math.ceil(2 ** (half / 2)) for half in range(2 * count + 1)})
+            self.register_buffer(name, torch.tensor(edges), persistent=False)
+
+        def table(rows: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(rows, patterns))
+
+        self.gap, self.age, self.count = (table(len(getattr(self, name)) + 1) for name in octaves)
+        self.order = table(4)
+
+    def forward(self, out: Tensor, tokens: Tensor, earlier: Earlier) -> tuple[Tensor, Tensor]:
+        """Return (items [R, N], the terms of their scores [R, N] fp32) of the outputs [R, E] of length one at `tokens`.
+
+        An item of the window has a term at its latest token; all other entries are item 0 with a term of 0.
+        """
+        t, last = tokens[:, None], max(len(earlier.items) - 1, 0)
+        places = earlier.begins[t] + torch.arange(earlier.longest, device=tokens.device)
+        inside, places = places <= t, places.clamp(max=last)
+        latest = inside & (earlier.following[places] > t)
+        items = torch.where(latest, earlier.items[places], 0)
+        first, second = (items == earlier.successors[t, rank] for rank in (0, 1))
+        buckets = {
+            self.gap: torch.bucketize(t - places, self.events, right=True),
+            self.age: torch.bucketize(earlier.query_times[t] - earlier.times[places], self.seconds, right=True),
+            self.count: torch.bucketize(earlier.counts[places], self.occurrences, right=True),
+            self.order: first + 2 * second.long(),
+        }
+        weights = self.weights(out.float() * math.sqrt(out.shape[1]))
+        gap, age, count, order = ((weights @ table.T).gather(1, bucket) for table, bucket in buckets.items())
+        return items, torch.where(latest, gap + age + count + order, 0)
+
+
+def add_terms(scores: Tensor, items: Tensor, terms: Tensor, begin: int = 0) -> Tensor:
+    """Add terms [R, N] of `items` [R, N] to scores [R, W] of the items from `begin` on, in place; others are left
+    out.
+    """
+    columns = items - begin
+    inside = (columns >= 0) & (columns < scores.shape[1])
+    return scores.scatter_add_(1, torch.where(inside, columns, 0), torch.where(inside, terms, 0).to(scores.dtype))
