@@ -67,9 +67,9 @@ RULES = {
         "the weights were trained on events that another split would judge them by",
     ),
     "training": Rule(
-        "seed task model loss data.synthetic data.recall data.features data.time_zone train.batch_size train.augment "
-        "train.lr train.betas train.weight_decay train.warmup_steps train.decay train.ema_decay train.clip_norm "
-        "train.group_by_length parallel.fused",
+        "seed auto task model loss data.synthetic data.recall data.features data.time_zone train.batch_size "
+        "train.augment train.lr train.betas train.weight_decay train.warmup_steps train.decay train.ema_decay "
+        "train.clip_norm train.group_by_length parallel.fused",
         NEW_RUN,
         "the weights were trained with it",
     ),

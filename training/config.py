@@ -5,6 +5,7 @@ the nearest valid one.
 """
 
 import contextlib
+import copy
 import math
 import types
 import typing
@@ -185,6 +186,31 @@ class ParallelConfig(Options):
             )
 
 
+# The options that may be `auto`, and the values that they have until the data are known (training/sizes.py).
+UNSIZED: dict[str, Any] = {
+    "model.max_seq_len": 200,
+    "model.embedding_dim": 256,
+    "model.num_layers": 3,
+    "model.num_heads": 4,
+    "model.feed_forward_dim": 512,
+    "model.dropout": 0.5,
+    "loss.temperature": 0.07,
+    "train.batch_size": 128,
+    "train.augment.drop": 0.1,
+    "train.augment.window": 0.0,
+    "eval.every": 2,
+}
+
+
+def at_path(tree: dict, path: str) -> tuple[dict, str]:
+    """Return (the mapping with the last key of a dotted path, or an empty one; this key)."""
+    *parents, last = path.split(".")
+    node: Any = tree
+    for part in parents:
+        node = node.get(part) if isinstance(node, dict) else None
+    return node if isinstance(node, dict) else {}, last
+
+
 class RunConfig(Options):
     """A run."""
 
@@ -212,6 +238,27 @@ class RunConfig(Options):
     """How the model is evaluated."""
     parallel: ParallelConfig = ParallelConfig()
     """How the run is spread over processes."""
+    auto: list[str] = Field(default_factory=list)
+    """The options that are `auto` until the data decide them: `auto` may be the value of model.max_seq_len,
+    embedding_dim, num_layers, num_heads, feed_forward_dim and dropout, loss.temperature, train.batch_size,
+    train.augment.drop and window, and eval.every. The run's `config.yaml` has the values (docs/recipes.md has the
+    rule)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unsized(cls, tree):
+        if not isinstance(tree, dict) or not isinstance(listed := tree.get("auto", []), list):
+            return tree
+        for path in listed:
+            if path not in list(UNSIZED):
+                raise ValueError(f"auto: {path!r} is none of {', '.join(UNSIZED)}")
+        tree, auto = copy.deepcopy(tree), []
+        for path, value in UNSIZED.items():
+            parent, last = at_path(tree, path)
+            if parent.get(last) == "auto" or (path in listed and parent.get(last) == value):
+                parent[last] = value
+                auto.append(path)
+        return tree | {"auto": auto}
 
     @property
     def embeds_actions(self) -> bool:
@@ -285,11 +332,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: expected a mapping with data, model and train")
     for assignment in overrides:
         _override(tree, assignment)
+    return checked(tree, str(path))
+
+
+def checked(tree: dict, where: str) -> RunConfig:
+    """Return the run that a tree describes; ConfigError names all errors, each after `where`."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         lines = [_explain(item, tree) for item in error.errors()]
-        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+        raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
 def as_yaml(config: RunConfig) -> str:

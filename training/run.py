@@ -30,7 +30,7 @@ from training.folder import access, check_run, read_manifest
 from training.ranks.processes import Ranks
 from training.ranks.tables import ShardedTable
 from training.saved import CheckpointError, exists, load_folder
-from training.sizes import with_repeats
+from training.sizes import chosen_lines, sized, with_repeats
 from training.verdict import against_baselines
 from training.vocabulary import Known, load_vocabulary
 from training.weights import load_slices, load_weights, saved_weights
@@ -119,7 +119,7 @@ def open_data(
     dataset = find_data(config, trained_on, moved) if vocabulary is None else load_data(config, vocabulary=vocabulary)
     if ranks is not None and ranks.first:
         ranks.of_first(None)
-    config = for_data(config, dataset)
+    before, config = config, for_data(sized(config, dataset), dataset)
     task = build_task(config, ranks)
     task.check_data(dataset)
     splits = task.splits(dataset)
@@ -127,6 +127,8 @@ def open_data(
         config = with_filter(config, dataset, splits)
     config = with_repeats(config)
     task = build_task(config, ranks)
+    for line in chosen_lines(before, config):
+        terminal.say(line)
     if vocabulary is None:
         feature_vocabulary = (
             None

@@ -1,0 +1,74 @@
+"""The rule that chooses options `auto` from the data."""
+
+import numpy as np
+import pytest
+import yaml
+
+from data.errors import ConfigError
+from tests.programs.test_train import run
+from training.config import UNSIZED, as_yaml, load_config
+from training.sizes import longest_of, sized
+
+
+class Histories:
+    """A data set that is known by the lengths of its users' histories; of each item a user has `times` events."""
+
+    num_items = 20_000
+
+    def __init__(self, *lengths, times=1):
+        self.user_offsets = np.append(0, np.cumsum(np.concatenate(lengths)))
+        self.num_users, self.num_events = len(self.user_offsets) - 1, int(self.user_offsets[-1])
+        self.items = np.arange(self.num_events) // times % self.num_items
+
+
+def config(*overrides):
+    return load_config("configs/default.yaml", overrides)
+
+
+def sizes(dataset, *overrides):
+    c = sized(config(*overrides), dataset)
+    assert c.auto == []
+    return c.model.embedding_dim, c.model.num_layers, c.model.num_heads, c.train.batch_size, c.model.max_seq_len
+
+
+def test_sizes_follow_the_histories():
+    short, middle, long = (Histories(np.full(20_000, events)) for events in (9, 40, 150))
+    assert sizes(short) == (512, 2, 8, 256, 10)
+    assert sizes(middle) == (256, 3, 4, 128, 40)
+    assert sizes(long) == (128, 4, 2, 32, 150)
+    assert sizes(Histories(np.full(100, 90))) == (64, 2, 1, 32, 90)  # few events
+    assert sizes(Histories(np.full(2000, 150), times=3)) == (256, 3, 4, 32, 150)  # users return to items
+    assert longest_of(Histories(np.full(990, 12), np.full(10, 10_000)), 200) == 20
+    assert longest_of(Histories(np.full(100, 10_000)), 200) == 200
+
+
+def test_evaluations_and_windows_follow_the_users():
+    few, many = (sized(config(), Histories(np.full(users, 1000))) for users in (60, 6400))
+    assert few.eval.every == 54 and many.eval.every == 2  # steps of 32 users, at least 100 steps
+    assert few.train.augment.window == 0.5 and sized(config(), Histories(np.full(6000, 150))).train.augment.window == 0
+
+
+def test_given_values_stay_and_others_fit_them():
+    c = sized(config("model.embedding_dim=96", "train.batch_size=7"), Histories(np.full(20_000, 9)))
+    assert (c.model.embedding_dim, c.model.num_heads, c.model.feed_forward_dim, c.train.batch_size) == (96, 1, 192, 7)
+    assert c.model.num_layers == 2
+
+
+def test_auto_is_a_list_of_known_options():
+    before = config()
+    assert sorted(before.auto) == sorted(UNSIZED) and before.model.embedding_dim == UNSIZED["model.embedding_dim"]
+    again = type(before).model_validate(yaml.safe_load(as_yaml(before)))
+    assert again == before  # a written configuration is as open as before
+    with pytest.raises(ConfigError, match="lr"):
+        config("train.lr=auto")
+
+
+def test_a_dry_run_prints_what_the_data_decide(tmp_path):
+    (tmp_path / "events.csv").write_text(
+        "user,item,timestamp\n" + "\n".join(f"{e % 30},{e % 7},{e}" for e in range(300)) + "\n"
+    )
+    place = [f"data.path={tmp_path}/events.csv", f"data.cache_dir={tmp_path}", "device=cpu", "threads=1"]
+    done = run("train.py", "configs/default.yaml", "--dry-run", *place)
+    assert done.returncode == 0, done.stderr
+    for words in ("model.embedding_dim=64", "model.head.repeats=8", "loss.exclude=none", "train.batch_size=32"):
+        assert words in done.stdout
