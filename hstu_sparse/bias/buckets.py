@@ -48,12 +48,11 @@ _NEVER = 2**62
 class TokenTimes(NamedTuple):
     """The timestamps of tokens as keys or as queries.
 
-    high, low  [W] fp32, W at least T: two parts, adjacent in memory, whose sum is exact below 2^48 seconds
-    offset     [W] int32: relative to the first timestamp of the sequence's keys; wraps if it does not fit
+    split   [2, W] fp32, W at least T: two parts, high and low, whose sum is exact below 2^48 seconds
+    offset  [W] int32: relative to the first timestamp of the sequence's keys; wraps if it does not fit
     """
 
-    high: torch.Tensor
-    low: torch.Tensor
+    split: torch.Tensor
     offset: torch.Tensor
 
 
@@ -251,9 +250,7 @@ def split_times(
         seq_offsets: [B+1].
         timestamps, query_timestamps: [T] int64, seconds.
     """
-    split, offset = _split_times_operator(seq_offsets, timestamps, timestamps)
-    keys = TokenTimes(*split, offset)
+    keys = TokenTimes(*_split_times_operator(seq_offsets, timestamps, timestamps))
     if query_timestamps is timestamps:
         return keys, keys
-    split, offset = _split_times_operator(seq_offsets, query_timestamps, timestamps)
-    return keys, TokenTimes(*split, offset)
+    return keys, TokenTimes(*_split_times_operator(seq_offsets, query_timestamps, timestamps))

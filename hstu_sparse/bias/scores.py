@@ -57,7 +57,7 @@ class KernelBias(NamedTuple):
     key_times, query_times   [T] int64 seconds; by a plan `TokenTimes`
     positions, buckets       the tables' numbers of entries, 0 for an absent one
     steps                    by a plan `bucket_steps`
-    width                    by a plan the number of entries of `TokenTimes.high`, behind which `low` begins
+    width                    by a plan the number of tokens of `TokenTimes.split`, whose low parts begin there
     """
 
     position: object = None
@@ -120,12 +120,12 @@ class HalvedTables:
             return KernelBias(position, positions=self.positions)
         cells, steps = (f(self.buckets, halves.device) for f in (device_cells, bucket_steps))
         sizes = self.positions, self.entries
-        width = key_times.high.shape[0]
+        width = key_times.split.shape[1]
         return KernelBias(position, halves[self.width :], cells, key_times, query_times, *sizes, steps, width)
 
 
 class TileBias(NamedTuple):
-    """What a program adds to its `KernelBias`; not read without a time bias.
+    """The tile of a `KernelBias` that a program adds; not read without a time bias.
 
     high, low, offset     [OWN, 1], times of the resident side, see `TokenTimes`
     times, offsets        pointers to the streamed side's high parts and offsets, from the sequence's first token on
@@ -144,15 +144,15 @@ class TileBias(NamedTuple):
 
 
 @triton.jit
-def resident_bias(bias, own, other, begin, place, inside, entries, near, nearest):
+def resident_bias(bias, resident, streamed, begin, place, inside, entries, near, nearest):
     """Return the `TileBias` of the tokens at `place` of the sequence that begins at token `begin`.
 
-    own, other: the `TokenTimes` of the resident and of the streamed side; the others: see `TileBias`.
+    resident, streamed: the `TokenTimes` of the resident and of the streamed side; the others: see `TileBias`.
     """
-    high = tl.load(own.high + begin + place, inside, 0.0)[:, None]
-    low = tl.load(own.high + bias.width + begin + place, inside, 0.0)[:, None]
-    offset = tl.load(own.offset + begin + place, inside, 0)[:, None]
-    return TileBias(high, low, offset, other.high + begin, other.offset + begin, entries, near, nearest)
+    high = tl.load(resident.split + begin + place, inside, 0.0)[:, None]
+    low = tl.load(resident.split + bias.width + begin + place, inside, 0.0)[:, None]
+    offset = tl.load(resident.offset + begin + place, inside, 0)[:, None]
+    return TileBias(high, low, offset, streamed.split + begin, streamed.offset + begin, entries, near, nearest)
 
 
 @triton.jit

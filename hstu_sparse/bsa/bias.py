@@ -86,10 +86,10 @@ def position_tile(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def pair_buckets(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
     """Return the time buckets of a tile's pairs."""
-    query_high = look_up(bias.query_times.high + queries.token, queries.lane, ASM)
-    query_low = look_up(bias.query_times.low + queries.token, queries.lane, ASM)
-    key_high = look_up(bias.key_times.high + keys.token, keys.lane, ASM)
-    key_low = look_up(bias.key_times.low + keys.token, keys.lane, ASM)
+    query_high = look_up(bias.query_times.split + queries.token, queries.lane, ASM)
+    query_low = look_up(bias.query_times.split + bias.width + queries.token, queries.lane, ASM)
+    key_high = look_up(bias.key_times.split + keys.token, keys.lane, ASM)
+    key_low = look_up(bias.key_times.split + bias.width + keys.token, keys.lane, ASM)
     high = tl.expand_dims(query_high, 1 - AXIS) - tl.expand_dims(key_high, AXIS)
     low = tl.expand_dims(query_low, 1 - AXIS) - tl.expand_dims(key_low, AXIS)
     return bucket_of(tl.abs(high + low), bias.cells, ASM)

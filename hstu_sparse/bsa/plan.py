@@ -67,7 +67,7 @@ class BlockPlan(NamedTuple):
     @staticmethod
     def from_flat(tensors: list[torch.Tensor]) -> tuple[TokenTimes | None, TokenTimes | None, torch.Tensor | None]:
         """Return the times of keys and queries and the entries of what `flat` returned."""
-        return (TokenTimes(*tensors[:3]), TokenTimes(*tensors[3:6]), tensors[6]) if tensors else (None, None, None)
+        return (TokenTimes(*tensors[:2]), TokenTimes(*tensors[2:4]), tensors[4]) if tensors else (None, None, None)
 
 
 def tile_size(block_size: int) -> int:

@@ -181,7 +181,7 @@ def test_opcheck():
     inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 10, 7)
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
     call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
-    call = (*call[:8], None, None, [None] * 3, 16, 2, 4, 2, 0.25, float(N), False)
+    call = (*call[:8], None, None, [], 16, 2, 4, 2, 0.25, float(N), False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
 
