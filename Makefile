@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml
 	  echo "$(PYTHON) cannot make a virtual environment (on Debian: apt-get install python3-venv)"; rm -rf $(VENV); exit 1; }
 	@if test -n "$(NEEDS_INDEX)" && ! $(BIN)/python -m pip config list | grep -qE 'index-url|find-links'; then \
 	  echo "pip would install 4 GB of CUDA packages. Select pip, Linux and CPU on PyTorch's page Start Locally, and give the"; \
-	  echo "address that it shows behind --index-url: make setup TORCH_INDEX=ADDRESS (TORCH_INDEX= takes the CUDA packages)"; \
+	  echo "address that its command ends with: make setup TORCH_INDEX=ADDRESS (TORCH_INDEX= takes the CUDA packages)"; \
 	  exit 1; fi
 	@echo "Installing the tested $(DEVICE) set of torch $(SET) into $(VENV) (once; some minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --extra-index-url ,$(TORCH_INDEX)) \

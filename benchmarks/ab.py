@@ -200,8 +200,8 @@ def serve_attention(checkout: str, kinds: str, lengths: str) -> None:
     cases = attention_cases(kinds.split(","), [int(n) for n in lengths.split(",")])
 
     def parts(name):
-        function, leaves, *given = cases[name]()
-        out, grad = function(), given[0] if given else inputs()[1]
+        function, leaves, *own_inputs = cases[name]()
+        out, grad = function(), own_inputs[0] if own_inputs else inputs()[1]
         yield "forward", function
         yield "backward", lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 

@@ -195,15 +195,15 @@ class Problem:
         group, most = max(16, next_power_of_2(self.G)), self.rate * self.top_k
         config, siblings = choice_config(self.BH, group, self.item), self.rate % TILE == 0
         programs = min(slots * self.H, multiprocessors(self.device) * config.programs)
-        held, candidates = max(16, next_power_of_2(self.top_k)), most_candidates(most)
-        size = held + candidates + cdiv(candidates // 32, 32) * 32
+        list_size, candidates = max(16, next_power_of_2(self.top_k)), most_candidates(most)
+        size = list_size + candidates + cdiv(candidates // 32, 32) * 32
         workspace = torch.empty(programs * size, dtype=torch.int32, device=self.device)
         # The importances add up to at most G and its rounding.
         limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
         run(
             htree_choose_fwd_kernel, programs, Rows.of(q), self.nodes(keys, None), workspace, table,
-            self.scale / math.log(2.0), self.B, self.T, self.top, self.rows, begin, slots, BG=group, LIST=held,
-            SOME=min(held, 64), CANDIDATES=candidates, HELD=min(candidates, 1024), WORKSPACE=size,
+            self.scale / math.log(2.0), self.B, self.T, self.top, self.rows, begin, slots, BG=group, LIST=list_size,
+            SOME=min(list_size, 64), CANDIDATES=candidates, HELD=min(candidates, 1024), WORKSPACE=size,
             LOW_BITS=next_power_of_2(most) - 1, LIMIT=limit, SIBLINGS=siblings, STEPPED=siblings and self.stepped,
             **self.constants, **config,
         )  # fmt: skip

@@ -232,7 +232,7 @@ def sparse_attention_fwd_kernel(
 
 
 class Saved(NamedTuple):
-    """What the backward pass has of a program's rows: tiles of q and do, log-sum-exp, do . out."""
+    """The rows of a program in the backward pass: tiles of q and do, log-sum-exp, do . out."""
 
     queries: tl.tensor
     grads: tl.tensor

@@ -15,7 +15,7 @@ from hstu_sparse.core.precision import widened
 
 
 class Block(NamedTuple):
-    """What is known of the queries of a rank and the keys of a block: a query sees the keys of its sequence whose
+    """The queries of a rank and the keys of a block: a query sees the keys of its sequence whose
     position is not after its own.
 
     q_offsets, k_offsets      [B+1]

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import trials
 from benchmarks.trials import Search, State, Trial
+from data.errors import ConfigError
 
 PLAN = """
 searches:
@@ -116,7 +117,7 @@ def test_trials_and_judged_runs_of_a_plan_are_written_as_they_end(plan, tmp_path
     ],
 )
 def test_what_cannot_be_is_told_before_a_trial_begins(plan, tmp_path, setting, message):
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(ConfigError, match=message):
         trials.main([str(plan), setting, "--out", str(tmp_path / "out")])
 
 

@@ -315,7 +315,8 @@ def test_opcheck(shape):
     pytest.importorskip("hstu_sparse.catalogue.launches")
     generator = torch.Generator().manual_seed(0)
     out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (4, 30))
-    targets, negatives = (torch.randint(-1, 30, n, generator=generator) for n in ((4,), shape))
+    targets = torch.randint(30, (4,), generator=generator)  # all valid: what is stored of others is undefined
+    negatives = torch.randint(-1, 30, shape, generator=generator)
     temperature = torch.tensor(0.3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.hstu_sparse.catalogue_loss_fwd.default,

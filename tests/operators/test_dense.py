@@ -232,8 +232,8 @@ def test_int32_offsets_and_alpha():
     ("options", "message"),
     [
         ({"d": 64, "v": 64}, r"takes fp16 or bf16 heads, .* got torch.float32, D = 64, V = 64"),
-        ({"d": 50, "v": 50, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 50, V = 50"),
-        ({"d": 64, "v": 128, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 64, V = 128"),
+        ({"d": 50, "v": 50, "dtype": torch.float16}, r"got torch.float16, D = 50, V = 50"),
+        ({"d": 64, "v": 128, "dtype": torch.float16}, r"got torch.float16, D = 64, V = 128"),
         ({"d": 64, "v": 64, "features": ("position",)}, "^backend='hopper' takes no bias: use backend='triton'$"),
         ({"d": 64, "v": 64, "dtype": torch.float16}, r"needs sm_90 and Triton 3.6 or 3.7, got cpu"),
     ],

@@ -1,4 +1,4 @@
-"""What every operator promises of torch's modes: forward-mode AD, torch.func, fake tensors, the default device.
+"""Every operator in torch's modes: forward-mode AD, torch.func, fake tensors, the default device.
 
 The calls are those of `tests/hostile/operators.py`, one for each public function.
 """

@@ -121,7 +121,7 @@ def test_the_future_does_not_reach_the_past(length, rate, tokens, group, value):
 
 @pytest.mark.parametrize("selection_group", [1, 2])
 def test_choices_that_are_not_saved(selection_group, monkeypatch):
-    """Of two or three groups at a time, chosen again in the backward pass."""
+    """Tables of two or three groups, whose choices are made again in the backward pass."""
     for rows in (2, 3):
         monkeypatch.setattr(launch, "TABLE_BYTES", rows * 2 * (2 + 2) * 4)
         agree(*problem((9, 3), 9, 2, 1, 16, 16, 2, 2), selection_group=selection_group)

@@ -345,7 +345,7 @@ def test_the_sample_spares_the_refill(monkeypatch):
 
     class Look:
         def __getitem__(self, grid):
-            return lambda *arguments, **options: counts.append((arguments[6].clone(), arguments[4]))  # and tokens
+            return lambda *arguments, **options: counts.append((arguments[4].clone(), arguments[2]))  # and tokens
 
     monkeypatch.setattr(topk, "lightning_indexer_refill_kernel", Look())
     x = inputs((160,), dtype=torch.float32)

@@ -188,7 +188,7 @@ def test_checkpoints_that_are_gone_are_missed(copy, capsys):
 def test_changed_configuration_is_refused_or_taken_over(copy, capsys):
     """A change in config.yaml is like one on the command line."""
     config = copy / "config.yaml"
-    text = config.read_text().replace("epochs: 2", "epochs: 3")
+    text = config.read_text().replace("epochs: 2", "epochs: 3", 1)
     config.write_text(text.replace("lr: 0.001", "lr: 0.002"))
     assert train.main(["--resume", str(copy)]) == 2
     assert "a resumed run cannot change train.lr: 0.001 -> 0.002 (" in capsys.readouterr().err
@@ -228,7 +228,7 @@ def test_weights_know_their_configuration(copy, capsys):
 
 def test_a_configuration_that_was_taken_over_is_the_best_weights_too(copy):
     config = copy / "config.yaml"
-    config.write_text(config.read_text().replace("epochs: 2", "epochs: 3"))
+    config.write_text(config.read_text().replace("epochs: 2", "epochs: 3", 1))
     assert train.main(["--resume", str(copy)]) == 0
     assert evaluation.main([str(copy)]) == 0
     assert json.loads((copy / "best" / "state.json").read_text())["config"]["train"]["epochs"] == 3

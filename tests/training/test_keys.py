@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from data.errors import ConfigError
-from tests.programs.test_train import run
 from training.config import load_config
 from training.keys import as_markdown, as_text, sections
 
@@ -66,9 +65,10 @@ def test_keys_of_a_prefix():
 
 
 def test_the_program_prints_them():
-    done = run("train.py", "--keys", "train.lr")
+    command = [sys.executable, "train.py", "--keys"]
+    done = subprocess.run([*command, "train.lr"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "The learning rate." in done.stdout, done.stderr
-    done = run("train.py", "--keys", "no.such")
+    done = subprocess.run([*command, "no.such"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == "error: --keys no.such: no key begins with this\n"
 
 

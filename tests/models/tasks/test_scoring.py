@@ -15,7 +15,7 @@ def test_a_tile_of_the_model_is_a_part_of_its_scores(monkeypatch):
     out = F.normalize(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), dim=1)
 
     class Model(torch.nn.Module):
-        item_weight, item_table, head = table, table, None
+        item_weight, item_table, head, repeats = table, table, None, None
 
         def forward(self, batch):
             return out, {}

@@ -34,6 +34,7 @@ SPILLS = {
     "paged_attention_fwd_kernel": 704,
     "rotatekv_round_trip_kernel": 704,
     "write_codes_kernel": 128,
+    "rotary_kernel": 32,
 }
 
 
