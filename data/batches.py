@@ -102,7 +102,9 @@ class Batches:
             self.device = torch.device("cuda", torch.cuda.current_device())
         on_device = _device_columns(dataset, self.device) if self.device.type == "cuda" else None
         self._assemble_on = torch.device("cpu") if on_device is None else self.device
-        self._columns = _columns(dataset) if on_device is None else on_device
+        columns = _columns(dataset) if on_device is None else on_device
+        counted = None if split.counted is None else torch.from_numpy(split.counted).to(self._assemble_on)
+        self._columns = columns | {"counted": counted}
         self._user_begin = dataset.user_offsets[split.users]
 
     def __len__(self) -> int:
@@ -174,7 +176,7 @@ class Batches:
         rng = np.random.default_rng([self.seed, epoch, 1])
         *picked, offsets = augmented(augment, rng, first, begin, end)
         events, times = (torch.from_numpy(x).to(self._assemble_on) for x in picked)
-        chosen = {"items": events, "actions": events, "event_rows": events, "timestamps": times}
+        chosen = {"items": events, "actions": events, "event_rows": events, "counted": events, "timestamps": times}
         source = copy.copy(self)
         source._columns = self._columns | {
             name: column.index_select(0, index)
@@ -230,10 +232,13 @@ class Batches:
 
         seq_offsets = local(offsets)
         now = ranges(begin[first:last], seq_offsets, total)
+        targets, counted = take("items", now + 1), columns["counted"]
+        if counted is not None:
+            targets = torch.where(counted.index_select(0, now + 1), targets, -1)
         batch = Batch(
             item_ids=take("items", now),
             timestamps=take("timestamps", now),
-            target_ids=take("items", now + 1),
+            target_ids=targets,
             query_timestamps=take("timestamps", now + 1),
             seq_offsets=seq_offsets,
             users=users[first:last],

@@ -70,6 +70,8 @@ class RankingBatches(Batches):
         following = torch.minimum(after, event_offsets[1:].index_select(0, sequence) - 1)
         labels = self._labels.index_select(0, codes)
         counts = events >= scored[first:last].index_select(0, sequence)
+        if (counted := columns["counted"]) is not None:
+            counts &= counted.index_select(0, events)
         labels = torch.where(counts[:, None], labels, -1)
 
         def both(x: Any) -> Any:  # a tensor, or None for what is not there

@@ -30,6 +30,7 @@ class Split:
 
     targets [N] int64, target_offsets [M+1] int64: the events that are ranked for each sample, if not the one at
     end[i]-1. They have the time of that one.
+    counted [E] bool: the events of the data set that count as targets or by their labels; None for all.
     """
 
     users: np.ndarray
@@ -38,6 +39,7 @@ class Split:
     scored: np.ndarray | None = None
     targets: np.ndarray | None = None
     target_offsets: np.ndarray | None = None
+    counted: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.users)
@@ -47,10 +49,10 @@ class Split:
         scored = None if self.scored is None else self.scored[samples]
         columns = self.users[samples], self.begin[samples], self.end[samples], scored
         if self.targets is None or self.target_offsets is None:
-            return Split(*columns)
+            return Split(*columns, counted=self.counted)
         begin, end = self.target_offsets[samples], self.target_offsets[samples + 1]
         targets = np.concatenate([self.targets[b:e] for b, e in zip(begin, end)])
-        return Split(*columns, targets, np.concatenate([[0], np.cumsum(end - begin)]))
+        return Split(*columns, targets, np.concatenate([[0], np.cumsum(end - begin)]), self.counted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +174,7 @@ def make_splits(
             ]
         notes.append(FUTURE_NOTE)
     if same_time == "hidden":
-        valid, test = (None if part is None else _hide_same_time(dataset, part, max_seq_len) for part in (valid, test))
+        valid, test = (None if part is None else hide_same_time(dataset, part, max_seq_len) for part in (valid, test))
         valid = valid if valid is not None and len(valid) else None
         notes.append(
             "Events with the target's own time are hidden from its history; a user's targets of one time are ranked "
@@ -202,7 +204,7 @@ def first_of_time(dataset: Dataset) -> np.ndarray:
     return np.maximum.accumulate(np.where(new, np.arange(dataset.num_events), 0))
 
 
-def _hide_same_time(dataset: Dataset, split: Split, max_seq_len: int) -> Split:
+def hide_same_time(dataset: Dataset, split: Split, max_seq_len: int) -> Split:
     """Return samples that end at the first event of their target's time, with the distinct targets of that time."""
     if not dataset.has_timestamps:
         raise DataError(f"{dataset.name}: eval.same_time=hidden needs timestamps, and this source has none")

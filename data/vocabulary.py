@@ -115,11 +115,9 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
 def _actions_in_terms_of(actions: np.ndarray, dataset: Dataset, vocabulary: Vocabulary) -> np.ndarray:
     """Return the codes [E] that the vocabulary gives to the same texts; DataError for a text that it lacks."""
     names, known_names = dataset.action_names, vocabulary.action_names
-    if names is None and known_names is None:
-        return actions
+    _check_names(dataset, vocabulary)
     if names is None or known_names is None:
-        kinds = [f"{'text' if kind else 'numbers'}" for kind in (names, known_names)]
-        raise DataError(f"{dataset.name}: its actions are {kinds[0]}, those of the trained model {kinds[1]}")
+        return actions
     codes = index_of(np.array(names), np.array(known_names))[actions]
     if (codes < 0).any():
         text = names[actions[np.argmax(codes < 0)]]
@@ -128,3 +126,58 @@ def _actions_in_terms_of(actions: np.ndarray, dataset: Dataset, vocabulary: Voca
             f"{shown(', '.join(known_names), 200)}"
         )
     return codes.astype(np.int32)
+
+
+def united(dataset: Dataset, known: Vocabulary) -> Dataset:
+    """Return the data set with its items and actions numbered together with those of `known`, which may have others.
+
+    Item ids stay ascending; actions that `known` has keep their codes. An item that the data set lacks has the features
+    that `known` stores of it. DataError if only one of them has text as actions.
+    """
+    ids, known_ids = np.asarray(dataset.item_ids), np.asarray(known.item_ids)
+    if ids.dtype.kind != known_ids.dtype.kind:
+        ids, known_ids = ids.astype(str), known_ids.astype(str)
+    names = _joined_names(dataset, known)
+    if np.array_equal(ids, known_ids) and names == dataset.action_names:
+        return dataset
+    item_ids, actions = np.union1d(ids, known_ids), dataset.actions
+    if actions is not None and names is not None and dataset.action_names is not None:
+        actions = index_of(np.array(dataset.action_names), np.array(names))[actions].astype(np.int32)
+    place, known_place = index_of(item_ids, ids), index_of(item_ids, known_ids)
+    stored = {} if known.features is None else {(one.name, one.kind): one for one in known.features.items}
+    features = []
+    for feature in dataset.features:
+        if feature.entity == "items":
+            of_known = stored.get((feature.name, feature.kind))
+            feature = feature.take(place)
+            if of_known is not None:
+                feature = feature.joined(of_known.take(np.where(place < 0, known_place, -1)))
+        features.append(feature)
+    return dataclasses.replace(
+        dataset,
+        items=index_of(ids, item_ids)[dataset.items].astype(np.int32),
+        actions=actions,
+        item_ids=item_ids,
+        action_names=names,
+        notes=tuple(
+            note for note in dataset.notes if names == dataset.action_names or not note.startswith(ACTION_CODES)
+        ),
+        features=tuple(features),
+    )
+
+
+def _joined_names(dataset: Dataset, known: Vocabulary) -> tuple[str, ...] | None:
+    """Return the known names of actions, then those that only the data set has."""
+    names = dataset.action_names
+    if dataset.actions is None or known.num_actions is None:
+        return names
+    _check_names(dataset, known)
+    if names is None or known.action_names is None:
+        return names
+    return (*known.action_names, *(name for name in names if name not in known.action_names))
+
+
+def _check_names(dataset: Dataset, known: Vocabulary) -> None:
+    kinds = [f"{'text' if names else 'numbers'}" for names in (dataset.action_names, known.action_names)]
+    if kinds[0] != kinds[1]:
+        raise DataError(f"{dataset.name}: its actions are {kinds[0]}, those of the trained model {kinds[1]}")

@@ -48,6 +48,13 @@ class Feature:
         places = np.repeat(begin - offsets[:-1], lengths) + np.arange(offsets[-1])
         return dataclasses.replace(self, codes=self.codes[places], offsets=offsets)
 
+    def joined(self, other: Feature) -> Feature:
+        """Return the feature in which each row has the values of both; `other` has as many rows."""
+        rows = np.concatenate([self.rows, other.rows])
+        order = np.argsort(rows, kind="stable")
+        values = np.concatenate([self.values[self.codes], other.values[other.codes]])
+        return feature_of(self.entity, self.name, self.kind, len(self.offsets) - 1, rows[order], values[order])
+
 
 def feature_of(entity: str, name: str, kind: str, count: int, rows: np.ndarray, values: np.ndarray) -> Feature:
     """Build the feature of `count` rows in which row rows[s] has the value values[s].

@@ -115,6 +115,29 @@ def fit_features(
     return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), trained, time_zone, of_items)
 
 
+def grown(fitted: FeatureVocabulary, known: FeatureVocabulary, place: np.ndarray) -> FeatureVocabulary:
+    """Return what a model knows that had `known` and now also learns from the data to which `fitted` was fitted.
+
+    Known values stay, new ones are added; numbers keep the parts into which they were cut. place: [I] int64, the
+    number in `known` of each item of `fitted`, or -1. DataError for other features.
+    """
+    forms = [[(one.entity, one.name, one.kind) for one in these.features] for these in (known, fitted)]
+    if forms[0] != forms[1]:
+        other = next(iter([one for one in forms[1] if one not in forms[0]] + forms[0]))
+        raise DataError(f"data.features: {shown(other[1])} of {other[0]}, a {other[2]}: other features than the run's")
+    features = []
+    for old, one in zip(known.features, fitted.features):
+        values = old.values if one.kind == "number" else np.union1d(old.values, one.values)
+        features.append(dataclasses.replace(one, values=values))
+    of_items = [one for one in features if one.entity == "items"]
+    item_rows = tuple((all_of.offsets, one.rows_of(all_of.values)[all_of.codes])
+                      for one, all_of in zip(of_items, fitted.items))  # fmt: skip
+    trained = fitted.trained
+    if trained is not None and known.trained is not None:
+        trained = trained | ((place >= 0) & known.trained[place])
+    return dataclasses.replace(fitted, features=tuple(features), item_rows=item_rows, trained=trained)
+
+
 def _options_of(options: Features, feature: Feature) -> FeatureOptions:
     columns = getattr(options, feature.entity).columns or {}
     return columns.get(feature.name) or FeatureOptions(kind=cast(Any, feature.kind))

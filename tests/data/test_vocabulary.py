@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from data.datasets import Vocabulary, load_dataset
-from data.vocabulary import index_of, vocabulary_of
+from data.datasets import DataError, Vocabulary, load_dataset
+from data.vocabulary import index_of, united, vocabulary_of
 from tests.data.raw_files import error_of, events
 
 pytest.importorskip("polars")  # raw files cannot be read without
@@ -63,3 +63,17 @@ def test_without_a_cache_nothing_is_written(load, tmp_path):
     in_memory = load_dataset("csv", file, cache_dir=None)
     assert events(in_memory) == events(cached) and in_memory.fingerprint == cached.fingerprint
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_united_items_and_actions(load):
+    """Known text keeps its codes, items stay ascending, and a data set with nothing else stays as it is."""
+    data = load("csv", HEADER + "ann,9,1,buy\nann,tea,2,view\n", **ACTIONS)
+    known = Vocabulary(np.array([30, 9]), 2, ("view", "like"))
+    both = united(data, known)
+    assert both.item_ids.tolist() == ["30", "9", "tea"] and both.action_names == ("view", "like", "buy")
+    assert both.items.tolist() == [1, 2] and both.actions.tolist() == [2, 0]
+    assert not any("buy" in note for note in both.notes) and both.fingerprint == data.fingerprint
+    assert united(both, vocabulary_of(both)) is both
+    numbers = load("csv", OLD, **ACTIONS)
+    with pytest.raises(DataError, match="its actions are numbers, those of the trained model text"):
+        united(numbers, known)

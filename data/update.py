@@ -1,0 +1,132 @@
+"""Choose the events of an update: those that a trained run has not seen, and older ones that are trained once more.
+
+Letters: E events, U users, I items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.ranking import scoring_windows, training_windows
+from data.splits import Split, Splits, hide_same_time, train_events
+from data.types import DataError, Dataset
+from data.vocabulary import index_of
+
+
+@dataclass(frozen=True, eq=False)
+class NewEvents:
+    """The events of a data set that a run was not trained on, by their indices, ascending.
+
+    after  the time of the last event that the run was trained on
+    new    later events, and unseen ones of that very second
+    late   earlier events that the run's data did not have
+    """
+
+    after: int
+    new: np.ndarray
+    late: np.ndarray
+
+
+def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewEvents:
+    """Compare a data set with the one of a run, `before`, whose train_end [U] is that of its `Splits`.
+
+    Two events are the same if user, item and time are; of equal ones as many are known as there were before.
+    """
+    for one in (dataset, before):
+        if not one.has_timestamps:
+            raise DataError(f"{one.name}: an update needs timestamps, and this source has none")
+    after = int(before.timestamps[train_events(before, train_end)].max())
+    users = np.repeat(index_of(before.user_ids, dataset.user_ids), np.diff(before.user_offsets))
+    items = index_of(before.item_ids, dataset.item_ids)[before.items]
+    still = (users >= 0) & (items >= 0)
+    old = users[still], items[still], before.timestamps[still]
+    now = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets)), dataset.items, dataset.timestamps
+    is_now = np.repeat([False, True], [len(old[0]), len(now[0])])
+    user, item, time = (np.concatenate(pair) for pair in zip(old, now))
+    order = np.lexsort((is_now, time, item, user))
+    user, item, time, is_now = user[order], item[order], time[order], is_now[order]
+    begins = np.append(True, (np.diff(user) != 0) | (np.diff(item) != 0) | (np.diff(time) != 0))
+    group = np.cumsum(begins) - 1
+    count = np.bincount(group[~is_now], minlength=int(group[-1]) + 1)[group]
+    place = np.arange(len(group)) - np.flatnonzero(begins)[group]
+    known = np.zeros(dataset.num_events, bool)
+    known[order[is_now] - len(old[0])] = (place < 2 * count)[is_now]
+    times = dataset.timestamps
+    new = (times > after) | ((times == after) & ~known)
+    return NewEvents(after, np.flatnonzero(new), np.flatnonzero((times < after) & ~known))
+
+
+def update_split(
+    dataset: Dataset, splits: Splits, events: NewEvents, *, replay: float, max_seq_len: int, seed: int
+) -> Split:
+    """Return training samples whose targets are the new events, and `replay` known older ones for each of these.
+
+    The older ones fill windows of random users and times, so that few sequences hold them. Only training events of the
+    splits are targets. DataError if none of them is new.
+    """
+    ranking = splits.train.scored is not None
+    lead, capacity = (0, max_seq_len // 2) if ranking else (1, max_seq_len)
+    first, end = dataset.user_offsets[:-1] + lead, splits.train_end
+    users = np.flatnonzero(end > first)
+    windows = training_windows(users, first[users], end[users], capacity)
+    possible = np.zeros(dataset.num_events + 1, bool)
+    possible[:-1] = train_events(dataset, splits.train_end)
+    if lead:
+        possible[dataset.user_offsets[:-1]] = False
+    possible = possible[:-1]
+    counted, older = np.zeros(dataset.num_events, bool), possible.copy()
+    counted[events.new] = possible[events.new]
+    older[events.new] = older[events.late] = False
+    if not counted.any():
+        raise DataError(
+            f"{dataset.name}: no event to train on is later than the run's last one, at {events.after} (Unix seconds)"
+        )
+
+    def inside(mask: np.ndarray) -> np.ndarray:
+        total = np.append(0, np.cumsum(mask))
+        return total[windows.end] - total[windows.begin]
+
+    chosen, budget, of_windows = inside(counted) > 0, round(replay * int(counted.sum())), inside(older)
+    for window in np.random.default_rng([seed, 2]).permutation(np.flatnonzero(of_windows)):
+        if budget <= 0:
+            break
+        more = windows.begin[window] + np.flatnonzero(older[windows.begin[window] : windows.end[window]])
+        counted[more[-budget:]] = True
+        budget -= len(more)
+        chosen[window] = True
+    begin = windows.begin[chosen]
+    return Split(windows.users[chosen], begin - lead, windows.end[chosen], begin if ranking else None, counted=counted)
+
+
+def judging_splits(
+    dataset: Dataset, splits: Splits, events: NewEvents, *, max_seq_len: int, targets: str, same_time: str
+) -> Splits:
+    """Return splits whose test judges a model on the new events, with all earlier events of their user as history.
+
+    targets: `first` takes each user's first new event, `all` every one; a ranking split has all.
+    """
+    first, last = dataset.user_offsets[:-1], dataset.user_offsets[1:]
+    of_event = np.searchsorted(dataset.user_offsets, events.new, side="right") - 1
+    train_end = last.copy()
+    np.minimum.at(train_end, of_event, events.new)
+    if splits.train.scored is not None:
+        test = scoring_windows(np.arange(dataset.num_users), first, train_end, last, max_seq_len // 2)
+        counted = np.zeros(dataset.num_events, bool)
+        counted[events.new] = True
+        test = Split(test.users, test.begin, test.end, test.scored, counted=counted)
+    else:
+        usable = events.new > first[of_event]
+        chosen, users = events.new[usable], of_event[usable]
+        if targets == "first":
+            users, places = np.unique(users, return_index=True)
+            chosen = chosen[places]
+        test = Split(users, np.maximum(first[users], chosen - max_seq_len), chosen + 1)
+        if same_time == "hidden":
+            test = hide_same_time(dataset, test, max_seq_len)
+    note = (
+        f"Judged on the events after the last one that the run was trained on, at {events.after} (Unix seconds), with "
+        "all earlier events of their user as history."
+    )
+    return Splits("new", splits.train, None, test if len(test) else None, {}, [note], train_end)
