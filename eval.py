@@ -55,6 +55,7 @@ from training.run import (
     open_weights,
     trained_model,
 )
+from training.update import new_data
 from training.vocabulary import Known
 
 MOST_IDS = 2**32  # bytes of a file of ids
@@ -65,7 +66,7 @@ def open_run(folder: Path, overrides: list[str]):
     training.
     """
     config, known, weights, source, epoch = open_weights(folder, overrides)
-    data = open_data(config, trained_on=known.fingerprint)
+    data = open_data(config, trained_on=known)
     model = trained_model(data.config, known, weights, source)
     return data.config, data, model, {"weights": source.name, "epoch": epoch}
 
@@ -101,10 +102,12 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         recommend(options, config, known, model, interrupts, ranks, moved)
     else:
         interrupts.stage = "preparing the data; nothing was written"
-        if options.data:
+        if options.split == "new":
+            data = new_data(config, known, open_data(of_run, trained_on=known, ranks=ranks), ranks)
+        elif options.data:
             data = open_data(config, vocabulary=known.vocabulary, ranks=ranks)
         else:
-            data = open_data(config, trained_on=known.fingerprint, moved=moved, ranks=ranks)
+            data = open_data(config, trained_on=known, moved=moved, ranks=ranks)
         model = trained_model(data.config, known, weights, source, ranks)
         facts = {"weights": source.name, "epoch": epoch, "notes": notes}
         evaluate(options, data.config, data, model, facts, interrupts)
@@ -125,10 +128,12 @@ def of_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig,
 
 def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interrupts: Interrupts) -> None:
     """Judge the split; write the result first, then show it."""
-    split, dataset = options.split, data.dataset
+    split, dataset = "test" if options.split == "new" else options.split, data.dataset
     if options.sampled and options.sampled > dataset.num_items:
         raise ConfigError(f"--sampled {options.sampled}: there are {dataset.num_items} items")
     if getattr(data.splits, split) is None:
+        if options.split == "new":
+            raise DataError(f"--split new: no user of {shown(options.data, 200)} has a new event and a history")
         raise ConfigError(f"--split {split}: protocol {config.data.protocol} has no such split in these data")
     if options.predict and config.data.targets == "all":
         raise ConfigError("--predict writes one list for a user, and data.targets=all has several: take first")
@@ -142,7 +147,7 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
     interrupts.stage = f"judging the split {split}; nothing was written"
     result = judge(model, data, split) | facts | {"notes": [*facts["notes"], *dataset.notes, *data.splits.notes]}
     if options.data:
-        result |= {"data": config.data.path, "left_out": dataset.left_out}
+        result |= {"split": options.split, "data": config.data.path, "left_out": dataset.left_out}
     batches = data.eval_batches(split)
     if options.sampled:
         candidates = SampledCandidates(options.sampled, options.seed)
@@ -161,7 +166,7 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
     if served:
         result["served"] = served.description
     first = data.task.ranks is None or data.task.ranks.first
-    path = options.run / result_name(split, options, options.data)
+    path = options.run / result_name(options.split, options, options.data)
     if first:
         write_file(path, as_json(result))
     interrupts.stage = f"predicting; {path} is written"
@@ -198,7 +203,7 @@ def recommend(
     elif options.data:
         dataset = load_data(config, vocabulary=known.vocabulary)
     else:
-        dataset = find_data(config, known.fingerprint, moved)
+        dataset = find_data(config, known, moved)
     if known.vocabulary.features is not None:
         dataset = with_rows(dataset, known.vocabulary.features)
     config = for_data(config, dataset)

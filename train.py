@@ -3,6 +3,7 @@
     python train.py configs/synthetic-hstu.yaml [key=value ...]   a new run, under run_dir/name/
     python train.py --resume RUN [key=value ...]                  continue after an interruption, or with more epochs
     python train.py CONFIG --init-from RUN [key=value ...]        begin with the weights of another run
+    python train.py --update RUN [data.path=NEW]                  learn new events, as a new run that knows all of RUN
     python train.py CONFIG --dry-run                              measure time and memory of a run
     python train.py --keys [PREFIX]                               the keys of a configuration
     python train.py CONFIG --plan                                 predict the memory of each GPU, without a GPU
@@ -51,7 +52,8 @@ from training.folder import check_run
 from training.monitor import Means, explain_faults
 from training.run import Tracked, absolute_paths
 from training.setup import Run, open_or_resume
-from training.step import phase_at, set_lr
+from training.step import set_lr
+from training.update import updated_config
 
 
 def train(
@@ -60,15 +62,16 @@ def train(
     resume: bool | None,
     init_from: Path | None = None,
     interrupts: Interrupts | None = None,
+    update: Path | None = None,
 ) -> None:
     """Do the whole run in `folder`, which this process claims; None: in a new folder below run_dir.
 
     resume: continue the run in the folder, with changes that training/changes.py allows; None: if there is one, from
-    its newest intact checkpoint. init_from: another run's folder, whose weights a new run starts with. Raises Stopped
-    when a signal arrived; everything is saved then.
+    its newest intact checkpoint. init_from: another run's folder, whose weights a new run starts with; update: one
+    that a new run updates. Raises Stopped when a signal arrived; everything is saved then.
     """
     interrupts = interrupts or Interrupts()
-    with open_or_resume(config, folder, resume, init_from, interrupts) as run:
+    with open_or_resume(config, folder, resume, init_from, interrupts, update) as run:
         with interrupts.noted(), terminal.bar(run.steps, run.progress.step, unit="steps") as bar:
             run.begin()
             while not run.finished:
@@ -87,7 +90,7 @@ def train_epoch(run: Run, bar: Bar) -> None:
     began, before, lr = time.monotonic(), progress.events, 0.0
     for batch in run.batches.epoch(progress.epoch, start=progress.batch):
         lr = set_lr(config, run.optimizer, progress.step, run.steps)
-        run.means.add(run.step(replace(batch, phase=phase_at(config, progress.step))))
+        run.means.add(run.step(replace(batch, phase=run.phase)))
         progress.step += 1
         progress.batch += 1
         progress.events += batch.num_tokens if batch.whole is None else batch.whole.tokens
@@ -114,8 +117,7 @@ def evaluate(run: Run) -> dict[str, float] | None:
     batches = Tracked(run.data.eval_batches(run.watched), f"evaluating on {run.watched}", check)
     try:
         with judged(run.average):
-            phase = phase_at(run.config, run.progress.step)
-            metrics = run.data.task.evaluate(run.model, cast(Batches, batches), phase)
+            metrics = run.data.task.evaluate(run.model, cast(Batches, batches), run.phase)
     except Stopped as stop:
         # Saved in the state before the evaluation, which a resumed run repeats.
         raise stopped(run, stop.number) from None
@@ -167,6 +169,10 @@ def work(options, interrupts: Interrupts) -> None:
         check_run(options.resume)
         config = load_config(options.resume / "config.yaml", options.overrides)
         train(absolute_paths(config), options.resume, True, interrupts=interrupts)
+        return
+    if options.update:
+        config = absolute_paths(updated_config(options.update, options.overrides))
+        train(config, options.run, False, interrupts=interrupts, update=options.update)
         return
     config = absolute_paths(load_config(options.config, options.overrides))
     if options.auto:

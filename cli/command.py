@@ -117,6 +117,12 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         "auto: with CONFIG and --out, continue from the newest whole checkpoint there, or begin",
     )
     add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
+    add(
+        "--update",
+        type=Path,
+        metavar="RUN",
+        help="make a new run that learns the events of data.path=NEW which this run has not seen (docs/updating.md)",
+    )
     add("--dry-run", action="store_true", help="prepare the data, make a few steps, print time and memory")
     add(
         "--keys", nargs="?", const="", metavar="PREFIX", help="print the keys of a configuration that begin with PREFIX"
@@ -133,12 +139,15 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         if options.config is None or options.run is None or options.init_from or options.dry_run:
             parser.error("--resume auto needs CONFIG and --out RUN, and takes neither --init-from nor --dry-run")
         options.resume = None
-    if options.resume and options.config is not None:
+    if options.update and (options.resume or options.auto or options.init_from or options.dry_run or options.plan):
+        parser.error("--update makes a new run from RUN: leave out --resume, --init-from, --dry-run and --plan")
+    of_run = "--resume" if options.resume else "--update" if options.update else None
+    if of_run and options.config is not None:
         options.overrides.insert(0, options.config)
         options.config = None
         if "=" not in options.overrides[0]:
-            parser.error(f"give either a config or --resume RUN, not {options.overrides[0]} beside --resume")
-    if options.config is None and options.resume is None:
+            parser.error(f"give either a config or {of_run} RUN, not {options.overrides[0]} beside {of_run}")
+    if options.config is None and of_run is None:
         parser.error("give a config, like configs/synthetic-hstu.yaml, or --resume RUN")
     if options.resume and (options.run or options.init_from or options.dry_run or options.plan):
         parser.error("--out, --init-from, --dry-run and --plan are for a new run: --resume goes on with one")
@@ -164,7 +173,12 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     add = parser.add_argument
     add("run", type=Path, nargs="?", help="the folder of a run")
     add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like device=cpu")
-    add("--split", choices=("train", "valid", "test"), default="test", help="the split to evaluate; by default test")
+    add(
+        "--split",
+        choices=("train", "valid", "test", "new"),
+        default="test",
+        help="the split to evaluate; by default test; new: with --data NEW, its events after the run's last one",
+    )
     add("--data", metavar="NEW", help="other data of the same format; items that the run does not know are left out")
     add("--predict", type=Path, metavar="OUT", help="write the top-k items of each user of the split")
     add(
@@ -245,6 +259,8 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     for name in ("predict", "sampled", "serve"):
         if getattr(options, name) is not None and (options.recommend or options.export_items):
             parser.error(f"--{name.replace('_', '-')} judges a split, --recommend and --export-items judge nothing")
+    if options.split == "new" and (not options.data or options.recommend or options.export_items):
+        parser.error("--split new judges the new events of --data NEW")
     for option, conflicting, reason in (
         ("recommend", "export_items", ""),
         ("users", "history", " (the former chooses users of the data, the latter brings its own)"),

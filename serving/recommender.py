@@ -106,7 +106,7 @@ class Recommender:
         """
         run = Path(run)
         config, known, weights, source, _ = open_weights(run, [f"device={device}"] if device else [])
-        dataset = find_data(config, known.fingerprint) if history else None
+        dataset = find_data(config, known) if history else None
         model = trained_model(config, known, weights, source)
         served = cls(
             model,

@@ -66,10 +66,14 @@ RULES = {
         NEW_RUN,
         "the weights were trained on events that another split would judge them by",
     ),
+    "model": Rule(
+        "task model data.synthetic data.recall data.features data.time_zone parallel.fused",
+        NEW_RUN,
+        "the weights were trained with it",
+    ),
     "training": Rule(
-        "seed auto task model loss data.synthetic data.recall data.features data.time_zone train.batch_size "
-        "train.augment train.lr train.betas train.weight_decay train.warmup_steps train.decay train.ema_decay "
-        "train.clip_norm train.group_by_length parallel.fused",
+        "seed auto loss train.batch_size train.augment train.lr train.betas train.weight_decay train.warmup_steps "
+        "train.decay train.ema_decay train.clip_norm train.group_by_length train.update",
         NEW_RUN,
         "the weights were trained with it",
     ),
@@ -153,6 +157,12 @@ def check_resumed(progress: Progress, config: RunConfig, folder: Path, *, opened
         raise ConfigError(
             f"{folder}: train.epochs={config.train.epochs}{by}: expected at least the {begun} that are done or begun"
         )
+
+
+def check_updated(before: RunConfig, config: RunConfig, folder: Path) -> None:
+    """Raise ConfigError, in one line, for what an update of the run in `folder` cannot change: the model itself."""
+    refused = [(change, NEW_RUN) for change in changes(before, config) if change.group in ("model", "attention")]
+    _refuse(folder, "an update", refused)
 
 
 def check_evaluated(before: RunConfig, config: RunConfig, folder: Path, other_data: bool) -> None:

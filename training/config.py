@@ -43,6 +43,15 @@ def _as_tuple(value):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+class UpdateConfig(Options):
+    """The training of an update, `train.py --update`."""
+
+    epochs: int = Field(2, ge=1)
+    """The number of passes over the events of an update; the updated run has it as `train.epochs`."""
+    replay: float = Field(1.0, ge=0, le=1000)
+    """The number of older events that are trained once more for each new one."""
+
+
 class TrainConfig(Options):
     """Training with AdamW."""
 
@@ -84,6 +93,8 @@ class TrainConfig(Options):
     """The seconds between checkpoints, within an epoch too; 0 saves after every step."""
     tracking: Literal["tensorboard", "mlflow", "wandb"] = "tensorboard"
     """Where curves are logged, in addition to metrics.jsonl; mlflow and wandb need the extra of that name."""
+    update: UpdateConfig = UpdateConfig()
+    """The training of an update."""
 
 
 class EvalConfig(Options):

@@ -4,6 +4,7 @@ run.json      the manifest: the run's id, which its weights store, and how the r
 vocabulary/   the original ids of its items and users
 config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.html   report.md   loss.png
 eval-*.json
+lineage.jsonl of an updated run: a line for each generation, see training/update.py
 judged.npz    the model's results for each user or event of the test split
 
 A link in place of one of the folders is refused; one in place of a file is replaced and its target is not touched.
@@ -33,7 +34,7 @@ from data.errors import UserError
 from data.types import shown
 from hstu_sparse_checkout import commit
 
-LOCK, MANIFEST, JUDGED = ".lock", "run.json", "judged.npz"
+LOCK, MANIFEST, JUDGED, LINEAGE = ".lock", "run.json", "judged.npz", "lineage.jsonl"
 FOLDERS = ("checkpoints", "best", "tensorboard", "vocabulary")
 MOST_FACTS = 2**28  # bytes of a JSON file: this program writes no larger one
 MOST_JUDGED = 2**36

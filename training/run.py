@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +14,13 @@ from data.batch import Batch
 from data.batches import Batches
 from data.datasets import FORMATS, DataError, Dataset, OtherData, Vocabulary, load_dataset
 from data.errors import ConfigError, UserError
-from data.features.vocabulary import fit_features, with_rows
+from data.features.vocabulary import fit_features, grown, with_rows
 from data.prepare import find_prepared
 from data.reading.remote import is_remote
 from data.splits import Splits, repeats, target_events
 from data.types import shown
-from data.vocabulary import vocabulary_of
+from data.update import NewEvents, update_split
+from data.vocabulary import index_of, united, vocabulary_of
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from models.tasks.contract import Task
@@ -63,7 +64,9 @@ class Tracked:
 
 @dataclass
 class Data:
-    """The data of a run: the data set, its splits, the device and the configuration that the data decide."""
+    """The data of a run: the data set, its splits, the device and the configuration that the data decide; of an update
+    also its events, to which training is confined.
+    """
 
     dataset: Dataset
     splits: Splits
@@ -71,6 +74,7 @@ class Data:
     config: RunConfig
     task: Task
     vocabulary: Vocabulary
+    events: NewEvents | None = None
 
     def batches(self, split: str, **options) -> Batches:
         return self.task.batches(self.dataset, getattr(self.splits, split), device=self.device, **options)
@@ -99,24 +103,28 @@ def open_device(config: RunConfig) -> torch.device:
 def open_data(
     config: RunConfig,
     *,
-    trained_on: str | None = None,
+    trained_on: Known | None = None,
     moved: Sequence[str] = (),
     vocabulary: Vocabulary | None = None,
+    extends: Vocabulary | None = None,
     device: torch.device | None = None,
     ranks: Ranks | None = None,
 ) -> Data:
     """Open the run's data set, prepared or from the cache, with its splits and device, and the configuration with all
     values that depend on the data: the run is built and stored with `Data.config`.
 
-    trained_on: the fingerprint that the data must have; if the source has another one or is gone, the prepared copy is
-    used, unless `moved`: the options that name another source than the run's. vocabulary: the model's vocabulary, into
-    which other data are translated. device: replaces the configuration's. ranks: those that evaluate together; the
-    first one prepares the data.
+    trained_on: what the run stores of its data, which these must be by fingerprint; if the source has another one or is
+    gone, the prepared copy is used, unless `moved`: the options that name another source than the run's. vocabulary:
+    the model's vocabulary, into which other data are translated. extends: a vocabulary that the model's extends.
+    device: replaces the configuration's. ranks: those that evaluate together; the first one prepares
+    the data.
     """
     device = device or open_device(config)
     if ranks is not None and not ranks.first:
         ranks.of_first(None)
     dataset = find_data(config, trained_on, moved) if vocabulary is None else load_data(config, vocabulary=vocabulary)
+    if extends is not None:
+        dataset = united(dataset, extends)
     if ranks is not None and ranks.first:
         ranks.of_first(None)
     before, config = config, for_data(sized(config, dataset), dataset)
@@ -129,6 +137,8 @@ def open_data(
     task = build_task(config, ranks)
     for line in chosen_lines(before, config):
         terminal.say(line)
+    if trained_on is not None:
+        vocabulary = trained_on.vocabulary
     if vocabulary is None:
         feature_vocabulary = (
             None
@@ -136,9 +146,36 @@ def open_data(
             else fit_features(dataset, splits.train_end, config.data.features, config.data.time_zone)
         )
         vocabulary = vocabulary_of(dataset, feature_vocabulary)
+        vocabulary = vocabulary if extends is None else _extended(vocabulary, extends)
     if vocabulary.features is not None:
         dataset = with_rows(dataset, vocabulary.features)
-    return Data(dataset, splits, device, config, task, vocabulary)
+    data = Data(dataset, splits, device, config, task, vocabulary)
+    return data if trained_on is None or trained_on.events is None else confined(data, trained_on.events)
+
+
+def _extended(vocabulary: Vocabulary, known: Vocabulary) -> Vocabulary:
+    """Return the vocabulary of data that are `united` with `known`, with all that this one knows."""
+    features, actions = vocabulary.features, vocabulary.num_actions
+    if features is not None and known.features is not None:
+        features = grown(features, known.features, index_of(vocabulary.item_ids, known.item_ids))
+    if actions is not None and known.num_actions is not None:
+        actions = max(actions, known.num_actions)
+    return replace(vocabulary, num_actions=actions, features=features)
+
+
+def confined(data: Data, events: NewEvents) -> Data:
+    """Return the data of an update: training is confined to the new events and to older ones that are replayed."""
+    config = data.config
+    replay, longest = config.train.update.replay, config.model.max_seq_len
+    train = update_split(data.dataset, data.splits, events, replay=replay, max_seq_len=longest, seed=config.seed)
+    assert train.counted is not None
+    new = int(train.counted[events.new].sum())
+    note = (
+        f"Update: training has {new:,} new events and {int(train.counted.sum()) - new:,} older ones as targets; "
+        f"{len(events.late):,} late events are in histories only."
+    )
+    splits = replace(data.splits, train=train, notes=[*data.splits.notes, note])
+    return replace(data, splits=splits, events=events)
 
 
 def load_data(config: RunConfig, **others) -> Dataset:
@@ -167,31 +204,33 @@ def load_data(config: RunConfig, **others) -> Dataset:
     return load_dataset(**options | others)
 
 
-def find_data(config: RunConfig, trained_on: str | None, moved: Sequence[str] = ()) -> Dataset:
-    """Return the data set of `config.data`, with the fingerprint `trained_on` if that is given; DataError if it
-    differs.
+def find_data(config: RunConfig, trained_on: Known | None, moved: Sequence[str] = ()) -> Dataset:
+    """Return the data set of `config.data`; if `trained_on` is given, with its fingerprint and the numbers that its
+    vocabulary gives to items; DataError if the data are others.
 
     moved: the options that name another source than the run's, which must hold the same data.
     """
-    c = config.data
+    if trained_on is None:
+        return load_data(config)
+    c, fingerprint = config.data, trained_on.fingerprint
     try:
-        return load_data(config, fingerprint=trained_on)
+        return united(load_data(config, fingerprint=fingerprint), trained_on.vocabulary)
     except OtherData:
         reason = f"the run was trained on other data than {shown(c.path or c.format, 200)} has now"
         if moved:
             raise DataError(
-                f"{', '.join(moved)}: {reason}; for other data start a new run, with --init-from RUN to begin with its "
-                "weights, or evaluate with eval.py RUN --data NEW"
+                f"{', '.join(moved)}: {reason}; train.py --update RUN data.path=NEW goes on with data that have new "
+                "events too, --init-from RUN begins another run, eval.py RUN --data NEW evaluates"
             ) from None
     except DataError as error:
-        if trained_on is None or moved:
+        if moved:
             raise
         reason = str(error)
     generated = FORMATS[c.format].kind == "generated"
-    prepared = None if generated or trained_on is None else find_prepared(c.format, c.cache_dir, trained_on)
+    prepared = None if generated else find_prepared(c.format, c.cache_dir, fingerprint)
     if prepared is not None:
         terminal.say(f"{reason}: using the prepared copy of the run's data in {c.cache_dir}")
-        return prepared
+        return united(prepared, trained_on.vocabulary)
     raise DataError(
         f"{reason}, and there is no prepared copy of the run's data in data.cache_dir={shown(c.cache_dir, 200)}. "
         "Without it eval.py RUN can --recommend OUT --history FILE, --export-items OUT and evaluate --data NEW; "

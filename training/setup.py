@@ -34,9 +34,11 @@ from training.run import (
     open_data,
     was_saved,
 )
-from training.saved import not_finite
+from training.saved import CheckpointError, not_finite
 from training.step import build_step, phase_at, train_batches
 from training.tracking import check_tracking
+from training.update import Update, begin_update, inherit
+from training.vocabulary import Known, load_vocabulary
 from training.warm_start import warm_start
 from training.writer import NoWriter, Writer
 
@@ -60,16 +62,17 @@ class Parts:
 def set_up(
     config: RunConfig,
     ranks: Ranks,
-    trained_on: str | None = None,
+    trained_on: Known | None = None,
     init_from: Path | None = None,
     moved: Sequence[str] = (),
+    update: Update | None = None,
 ) -> Parts:
     """Open the data and make the model, its step and its batches.
 
-    trained_on: the fingerprint that the data must have; moved: see `open_data`. init_from: a run with whose weights the
-    model begins.
+    trained_on, moved: see `open_data`. init_from: a run with whose weights the model begins. update: begun
+    in place of a run of its own.
     """
-    data = open_data(config, trained_on=trained_on, moved=moved, ranks=ranks)
+    data = open_data(config, trained_on=trained_on, moved=moved, ranks=ranks) if update is None else update.data
     config = data.config
     for line in advice.of_data(config, data.dataset):
         terminal.say(f"warning: {line}")
@@ -81,6 +84,8 @@ def set_up(
     others = [] if table is None else [table.weight]
     average = WeightAverage(model, config.train.ema_decay, others) if config.train.ema_decay else None
     optimizer, step = build_step(config, model, data.device, average, ranks)
+    if update is not None:
+        inherit(update, model, optimizer, average)
     batches = train_batches(config, data, ranks)
     return Parts(within_budget(config, len(batches)), data, model, optimizer, step, average, batches)
 
@@ -122,7 +127,12 @@ class Run(Parts):
     @property
     def last_phase(self) -> bool:
         """Whether the model is the one that is kept: an earlier phase trains another, and nothing is chosen in it."""
-        return phase_at(self.config, self.progress.step) == phase_at(self.config, math.inf)
+        return self.phase == phase_at(self.config, math.inf)
+
+    @property
+    def phase(self) -> int:
+        """The phase of the next step; an update goes on in the last one."""
+        return phase_at(self.config, self.progress.step if self.data.events is None else math.inf)
 
     @property
     def finished(self) -> bool:
@@ -139,6 +149,7 @@ class Run(Parts):
         """Save the first checkpoint: a run with lines of metrics has one; if there is none, it or they were lost."""
         self.save(again=self.changed)
         self.writer.take_over_best(self.config, self.progress)
+        self.writer.write_config(self.config)  # of an update not before
 
     def agree(self) -> tuple[int, int]:
         """Return (whether a checkpoint is due, the number of a signal or 0), the same on all ranks."""
@@ -179,6 +190,7 @@ def open_or_resume(
     resume: bool | None,
     init_from: Path | None,
     interrupts: Interrupts,
+    update: Path | None = None,
 ) -> Iterator[Run]:
     """Claim the folder and yield the run in it, with a checkpoint; see `train.train` for the options."""
     ranks = Ranks(config)
@@ -190,7 +202,7 @@ def open_or_resume(
     with writer.claim(folder, new=not resume, another=unnamed) as folder:
         for damaged in writer.set_aside_damaged() if auto else []:
             terminal.say(f"{damaged}: not whole, set aside")
-        yield _opened(config, ranks.of_first(folder), resume, init_from, ranks, interrupts, writer)
+        yield _opened(config, ranks.of_first(folder), resume, init_from, ranks, interrupts, writer, update)
 
 
 def _opened(
@@ -201,16 +213,20 @@ def _opened(
     ranks: Ranks,
     interrupts: Interrupts,
     writer: Writer,
+    update: Path | None,
 ) -> Run:
     interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
     trained_on, moved, before = None, [], None
     if saved := resume and was_saved(folder):
         last = last_progress(folder)
         check_resumed(last, config, folder, opened=False)
-        trained_on, before = last.fingerprint, stored_config(last.config, folder / "checkpoints")
+        trained_on, before = load_vocabulary(folder), stored_config(last.config, folder / "checkpoints")
+        if trained_on.fingerprint != last.fingerprint:
+            raise CheckpointError(f"{folder}: was trained on other data than vocabulary/ describes")
         moved = moved_data(before, config)
     check_tracking(config)
-    parts = set_up(config, ranks, trained_on, init_from, moved)
+    begun = None if update is None else begin_update(update, config)
+    parts = set_up(config, ranks, trained_on, init_from, moved, begun)
     config, data, batches = parts.config, parts.data, parts.batches
     watched = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
     if watched == "valid" and config.eval.every and data.splits.valid is not None:
@@ -228,7 +244,10 @@ def _opened(
         progress.best, progress.stale = ranks.of_first(writer.best_again(config, progress))
     progress.config = config.model_dump(mode="json")
     ranks.of_first(None)  # all have read before the first one writes
-    writer.begin(config, data, progress, new=not saved)
+    if begun is None:
+        writer.begin(config, data, progress, new=not saved)
+    else:
+        writer.begin_update(data, progress, begun.lineage)
     log = writer.open_log(config, progress)
     if log.lost:
         terminal.say("metrics.jsonl had been changed: its lines are restored from the checkpoint")

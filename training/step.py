@@ -27,7 +27,9 @@ def train_batches(config: RunConfig, data: Data, ranks: Ranks) -> Batches:
     if (deal := deal_of(config, ranks)) is not None:
         options["deal"] = deal
     if c.augment is not None:
-        options["augment"] = c.augment
+        # The windows of an update are those that have its targets.
+        fixed = {} if data.events is None else {"window": 0.0}
+        options["augment"] = c.augment.model_copy(update=fixed)
     return data.batches("train", **options)
 
 

@@ -18,6 +18,7 @@ from data.features.features import ENTITIES, KINDS, Feature
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
 from data.features.zones import checked_zone
 from data.types import DataError, Dataset
+from data.update import NewEvents
 from data.vocabulary import Vocabulary
 from training.folder import FolderError, access, read_regular
 
@@ -27,18 +28,19 @@ MOST = 2**36  # bytes of a file of ids
 
 @dataclass(frozen=True)
 class Known:
-    """The data that a run was trained on, as stored in its folder."""
+    """The data that a run was trained on, as stored in its folder; `events`: of an update."""
 
     vocabulary: Vocabulary
     user_ids: np.ndarray
     fingerprint: str
     name: str
     has_timestamps: bool
+    events: NewEvents | None = None
 
 
-def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary) -> None:
-    """Write RUN/vocabulary: the vocabulary of a model trained on the data set; FolderError when e.g. the disk is
-    full.
+def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary, events: NewEvents | None = None) -> None:
+    """Write RUN/vocabulary: the vocabulary of a model trained on the data set, and the events of an update;
+    FolderError when e.g. the disk is full.
     """
     arrays = {"item_ids": known.item_ids, "user_ids": dataset.user_ids}
     facts: dict[str, Any] = {
@@ -54,6 +56,9 @@ def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary) -> None:
         described = [[feature.entity, feature.name, feature.kind, feature.known] for feature in known.features.features]
         facts |= {"features": described, "calendar": known.features.calendar}
         facts["time_zone"] = known.features.time_zone
+    if events is not None:
+        arrays |= {"new_events": events.new, "late_events": events.late}
+        facts["after"] = events.after
     with access(run / NAME, "written"), replace_folder(run / NAME) as folder:
         for name, array in arrays.items():
             np.save(folder / f"{name}.npy", np.asarray(array), allow_pickle=False)
@@ -81,7 +86,10 @@ def load_vocabulary(run: Path) -> Known:
         if "features" in facts:
             features = features_of(facts["features"], facts["calendar"], arrays, facts.get("time_zone"))
         known = Vocabulary(ids, facts["num_actions"], None if names is None else tuple(names), features)
-        return Known(known, arrays["user_ids"], facts["fingerprint"], facts["name"], facts["has_timestamps"])
+        events = None
+        if "after" in facts:
+            events = NewEvents(int(facts["after"]), arrays["new_events"], arrays["late_events"])
+        return Known(known, arrays["user_ids"], facts["fingerprint"], facts["name"], facts["has_timestamps"], events)
     except FolderError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError, EOFError) as error:

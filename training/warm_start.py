@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +20,43 @@ from training.ranks.tables import sharded_table
 from training.run import final_facts
 from training.saved import CheckpointError
 from training.vocabulary import load_vocabulary
-from training.weights import checked_facts, load_weights, open_slices, saved_weights
+from training.weights import TABLE, checked_facts, load_weights, open_slices, saved_weights
 
 # Matches the weights of a table of features, and captures its name.
 FEATURE_TABLE = re.compile(r"embedding\.(?:items|context)\..*embedding_bags\.([^.]+)\.weight")
+
+
+class Places(NamedTuple):
+    """The places of another run's rows in new tables: (new rows, old rows) of items, and of each feature by name."""
+
+    items: tuple[torch.Tensor, torch.Tensor]
+    features: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, others: Vocabulary) -> "Places":
+        place = index_of(np.asarray(vocabulary.item_ids), others.item_ids)
+        if vocabulary.features is not None and vocabulary.features.trained is not None:
+            place[~vocabulary.features.trained] = -1  # their rows stay zero
+        items = torch.from_numpy(np.flatnonzero(place >= 0)), torch.from_numpy(place[place >= 0])
+        return cls(items, feature_places(vocabulary.features, others.features))
+
+    def fill(self, name: str, new: torch.Tensor, old: torch.Tensor) -> bool:
+        """Copy into `new`, a tensor of the new model, the rows of `old` that it has too, or all where `name` is no
+        table; return whether `old` fits.
+        """
+        feature = FEATURE_TABLE.fullmatch(name)
+        table = name.startswith("embedding.tables.embeddings.") or name == "targets" or feature is not None
+        if new.shape[table:] != old.shape[table:]:
+            return False
+        if name in (TABLE, "targets") or (feature is not None and feature[1] in self.features):
+            new_rows, old_rows = self.items if feature is None else self.features[feature[1]]
+            new[new_rows.to(new.device)] = old[old_rows.to(old.device)].to(new)
+        elif table:
+            rows = min(len(old), len(new))
+            new[:rows] = old[:rows].to(new)
+        else:
+            new.copy_(old)
+        return True
 
 
 def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, folder: Path) -> None:
@@ -37,11 +71,7 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
         raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
     if config.model.action_embedding and vocabulary.action_names != source_vocabulary.vocabulary.action_names:
         raise ConfigError(f"--init-from {shown(folder, 200)}: its actions have other names")
-    place = index_of(np.asarray(vocabulary.item_ids), source_vocabulary.vocabulary.item_ids)
-    if vocabulary.features is not None and vocabulary.features.trained is not None:
-        place[~vocabulary.features.trained] = -1  # their rows stay zero
-    copied_items = torch.from_numpy(np.flatnonzero(place >= 0))
-    old_rows, sharded = torch.from_numpy(place[place >= 0]), sharded_table(model)
+    places, sharded = Places.of(vocabulary, source_vocabulary.vocabulary), sharded_table(model)
     if sharded is None:
         weights, _ = saved_weights(source)
     else:
@@ -49,27 +79,15 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
         with open_slices(source, sharded) as (weights, shape, item_rows):
             if shape[1] != sharded.size:
                 raise ConfigError(f"--init-from {shown(folder, 200)}: another model, the item table does not fit")
-            sharded.take(item_rows, copied_items, old_rows)
-    of_features = feature_places(vocabulary.features, source_vocabulary.vocabulary.features)
+            sharded.take(item_rows, *places.items)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for name in sorted(state.keys() | weights.keys()):
-        feature = FEATURE_TABLE.fullmatch(name)
-        table = name.startswith("embedding.tables.embeddings.") or name == "targets" or feature is not None
-        if name not in state or name not in weights or state[name].shape[table:] != weights[name].shape[table:]:
+        if name not in state or name not in weights or not places.fill(name, state[name], weights[name]):
             raise ConfigError(f"--init-from {shown(folder, 200)}: another model, {name} does not fit")
-        old, new = weights[name], state[name]
-        if name in ("embedding.tables.embeddings.item.weight", "targets"):
-            new[copied_items.to(new.device)] = old[old_rows].to(new)
-        elif feature is not None and feature[1] in of_features:
-            new_index, old_index = of_features[feature[1]]
-            new[new_index.to(new.device)] = old[old_index].to(new)
-        elif table:
-            rows = min(len(old), len(new))
-            new[:rows] = old[:rows].to(new)
-        else:
-            state[name] = old
     load_weights(model, state, source)
-    terminal.say(f"{source}: weights copied, with the rows of {len(copied_items):,} of {len(place):,} items")
+    terminal.say(
+        f"{source}: weights copied, with the rows of {len(places.items[0]):,} of {len(vocabulary.item_ids):,} items"
+    )
 
 
 def feature_places(

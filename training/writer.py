@@ -1,7 +1,7 @@
 """Write what a run's folder has beside its checkpoints: on the first rank. On the others NoWriter does nothing."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 from training.best import best_again, take_over_best
 from training.checkpoints import Progress, set_aside_damaged
 from training.config import RunConfig, as_yaml
-from training.folder import MANIFEST, as_json, claimed, new_manifest, write_file, write_judged
+from training.folder import LINEAGE, MANIFEST, as_json, claimed, new_manifest, write_file, write_judged
 from training.monitor import MetricsLog
 from training.ranks.processes import NoLog
 from training.report import write_report
@@ -38,12 +38,27 @@ class Writer:
 
         new: the run has no checkpoint.
         """
-        write_file(self.folder / "config.yaml", as_yaml(config))
+        self.write_config(config)
         if new:
             manifest = new_manifest()
             write_file(self.folder / MANIFEST, json.dumps(manifest, indent=1))
             save_vocabulary(self.folder, data.dataset, data.vocabulary)
             progress.run = manifest["run"]
+
+    def write_config(self, config: RunConfig) -> None:
+        write_file(self.folder / "config.yaml", as_yaml(config))
+
+    def begin_update(self, data: Data, progress: Progress, lineage: Callable[[str], str]) -> None:
+        """Write what `begin` does but the configuration, which follows the first checkpoint: an update that is killed
+        before that cannot be resumed as if it were a run of its own.
+
+        lineage: gives the content of lineage.jsonl for the id of the run.
+        """
+        manifest = new_manifest()
+        progress.run = manifest["run"]
+        write_file(self.folder / MANIFEST, json.dumps(manifest, indent=1))
+        save_vocabulary(self.folder, data.dataset, data.vocabulary, data.events)
+        write_file(self.folder / LINEAGE, lineage(progress.run))
 
     def open_log(self, config: RunConfig, progress: Progress) -> MetricsLog:
         return MetricsLog(self.folder, progress.records, open_tracker(config, self.folder, progress.run, progress.step))
@@ -74,6 +89,9 @@ class NoWriter(Writer):
         return []
 
     def begin(self, config: RunConfig, data: Data, progress: Progress, *, new: bool) -> None:
+        pass
+
+    def write_config(self, config: RunConfig) -> None:
         pass
 
     def open_log(self, config: RunConfig, progress: Progress) -> NoLog:  # type: ignore[override]

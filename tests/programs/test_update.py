@@ -1,0 +1,197 @@
+"""Test train.py --update: a run goes on with new events and keeps what it knows."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import eval as evaluation
+import train
+from data.update import new_events
+from tests.training.test_changes import refuses
+from training.checkpoints import checkpoints
+from training.config import load_config
+from training.run import open_data
+from training.vocabulary import load_vocabulary
+from training.weights import TABLE, read_tensors, saved_tensors
+
+CONFIG = """
+name: t
+device: cpu
+threads: 1
+data: {format: csv, path: PLACE/old.csv, cache_dir: PLACE/cache, protocol: all, FEATURES}
+model: {block: hstu, max_seq_len: 8, embedding_dim: 8, num_layers: 1, attention: {kind: dense}}
+loss: {kind: cross_entropy}
+train: {epochs: 2, batch_size: 16, lr: 1.0e-2, ema_decay: 0.9, checkpoint_seconds: 1000, update: {epochs: 1}}
+"""
+FEATURES = "features: {items: {format: csv, path: PLACE/items.csv, columns: {kind: {kind: category, min_count: 1}}}}"
+
+
+def table(rows):
+    return "\n".join(["user,item,timestamp", *(",".join(map(str, row)) for row in rows), ""])
+
+
+def rows(users, times, step=3):
+    return [(f"u{user:02}", f"i{(user + step * n) % 11:02}", n) for user in users for n in times]
+
+
+OLD = rows(range(20), range(10))
+# i05 has disappeared; a00 comes before all known ids, and z99 behind them; u03 has an event before the run's last one.
+KEPT = [row for row in OLD if row[1] != "i05"]
+LATE = [("u03", "i09", 2)]
+FRESH = [(f"u{user:02}", item, 20 + n) for user in range(15, 25) for n, item in enumerate(("a00", "z99", "i01"))]
+MORE = [row for row in rows(range(10, 20), range(10, 14)) if row[1] != "i05"]
+FIRST = KEPT + LATE + MORE + FRESH
+SECOND = FIRST + [(f"u{user:02}", "n00", 30) for user in range(12)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a run, its update `first`, and the update of that, `second`."""
+    place = tmp_path_factory.mktemp("update")
+    for name, content in (("old", OLD), ("first", FIRST), ("second", SECOND)):
+        (place / f"{name}.csv").write_text(table(content))
+    (place / "run.yaml").write_text(CONFIG.replace("FEATURES", "").replace("PLACE", str(place)))
+    assert train.main([str(place / "run.yaml"), "--run", str(place / "run")]) == 0
+    for before, name in (("run", "first"), ("first", "second")):
+        update(place, before, name)
+    return place
+
+
+def update(place, before, name, *more):
+    path = f"data.path={place / name}.csv"
+    assert train.main(["--update", str(place / before), path, *more, "--run", str(place / name)]) == 0
+
+
+def tensors(checkpoint):
+    saved = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved_tensors(checkpoint).items()}
+    read_tensors(checkpoint, saved)
+    return {name: value for name, value in saved.items() if not name.startswith("random.")}
+
+
+def test_what_is_known_keeps_its_rows_and_moments(place):
+    before, after = tensors(checkpoints(place / "run")[-1]), tensors(checkpoints(place / "first")[0])
+    old, new = (list(load_vocabulary(place / name).vocabulary.item_ids) for name in ("run", "first"))
+    assert sorted(new) == new and set(new) == {*old, "a00", "z99"} and "i05" in new
+    assert before.keys() == after.keys()
+    places = [new.index(item) for item in old]
+    for name, value in before.items():
+        rows_after = after[name][places] if TABLE in name and value.dim() else after[name]
+        assert torch.equal(rows_after, value), name
+    fresh = [new.index(item) for item in ("a00", "z99")]
+    assert after[f"model.{TABLE}"][fresh].abs().sum() > 0
+    assert torch.equal(after[f"average.{TABLE}"][fresh], after[f"model.{TABLE}"][fresh])
+    assert not any(after[f"optimizer.{TABLE}.{name}"][fresh].any() for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_training_has_the_new_events_and_as_many_older_ones_as_targets(place):
+    config, known = load_config(place / "first" / "config.yaml"), load_vocabulary(place / "first")
+    data = open_data(config, trained_on=known)
+    dataset, train_split, events = data.dataset, data.splits.train, known.events
+    assert events.after == 9
+    users = np.asarray(dataset.user_ids)[np.searchsorted(dataset.user_offsets, events.late, side="right") - 1]
+    assert [(users[0], dataset.item_ids[dataset.items[events.late[0]]])] == [("u03", "i09")] and len(events.late) == 1
+    assert events.new.tolist() == np.flatnonzero(dataset.timestamps > 9).tolist()
+    targets, first = [], set(dataset.user_offsets[:-1].tolist())
+    for begin, end in zip(train_split.begin, train_split.end):
+        targets += [event for event in range(begin + 1, end) if train_split.counted[event]]
+        assert end - begin <= 9
+    trainable = set(events.new.tolist()) - first
+    assert len(set(targets)) == len(targets) == 2 * len(trainable)
+    assert trainable < set(targets) and not set(targets) & (first | set(events.late.tolist()))
+    (batch,) = data.batches("train", batch_size=1000, shuffle=False).epoch(0)
+    assert sorted(batch.target_ids[batch.target_ids >= 0].tolist()) == sorted(dataset.items[targets].tolist())
+
+
+def test_the_old_model_is_judged_as_eval_judges_it(place):
+    assert evaluation.main([str(place / "run"), "--data", str(place / "first.csv"), "--split", "new"]) == 0
+    result = json.loads((place / "run" / "eval-new-of-first.csv.json").read_text())
+    lines = [json.loads(line) for line in (place / "first" / "lineage.jsonl").read_text().splitlines()]
+    how = load_config(place / "run" / "config.yaml").eval.filter_seen
+    assert lines[1]["judged"] == result["model"][how]
+    assert result["split"] == "new" and result["users"] == 10  # the others have no history that RUN knows
+
+
+def test_lineage_tells_every_generation(place):
+    ids = [json.loads((place / name / "run.json").read_text())["run"] for name in ("run", "first", "second")]
+    lines = [json.loads(line) for line in (place / "second" / "lineage.jsonl").read_text().splitlines()]
+    assert [line["run"] for line in lines] == ids and [line["generation"] for line in lines] == [0, 1, 2]
+    assert (place / "second" / "lineage.jsonl").read_text().startswith((place / "first" / "lineage.jsonl").read_text())
+    assert [line["events"] for line in lines] == [len(OLD), len(FIRST), len(SECOND)]
+    assert [(one["new_events"], one["late_events"], one["new_items"]) for one in lines[1:]] == [
+        (len(MORE) + len(FRESH), 1, 2),
+        (12, 0, 1),
+    ]
+    assert [line["new_events_of_new_items"] for line in lines[1:]] == [20, 12] and lines[2]["judged"] is None
+    assert lines[2]["after"] == 22 and 0 <= lines[1]["judged"]["NDCG@10"] <= 1
+
+
+def test_new_items_are_recommended_and_the_run_can_be_resumed(place):
+    folder = place / "first"
+    assert train.main(["--resume", str(folder), "train.epochs=12"]) == 0
+    assert load_config(folder / "config.yaml").train.epochs == 12
+    assert evaluation.main([str(folder), "--recommend", str(place / "top.csv"), "--top-k", "5"]) == 0
+    listed = {line.split(",")[2] for line in (place / "top.csv").read_text().splitlines()[1:]}
+    assert listed & {"a00", "z99"}
+
+
+def test_a_resumed_update_ends_as_one_that_was_not_stopped(place, tmp_path):
+    for name, epochs in (("whole", 3), ("parts", 1)):
+        options = [f"data.path={place / 'first.csv'}", f"train.update.epochs={epochs}", "--run", tmp_path / name]
+        assert train.main([str(option) for option in ("--update", place / "run", *options)]) == 0
+    assert train.main(["--resume", str(tmp_path / "parts"), "train.epochs=3"]) == 0
+    whole, parts = (tensors(checkpoints(tmp_path / name)[-1]) for name in ("whole", "parts"))
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "message"),
+    [
+        ("who,what\na,b\n", (), "who"),
+        (table(OLD[:-1]), (), "199 events, "),
+        (table(OLD), (), "no event to train on is later than the run's last one, at 9"),
+        (table(FIRST), ("model.embedding_dim=16",), "an update cannot change model.embedding_dim: 8 -> 16"),
+    ],
+)
+def test_what_makes_no_update_is_refused_and_leaves_nothing(place, tmp_path, capsys, content, more, message):
+    (tmp_path / "new.csv").write_text(content)
+    out = tmp_path / "runs" / "new"
+    options = [f"data.path={tmp_path / 'new.csv'}", *more, "--run", out]
+    assert "not a run folder" in refuses(tmp_path, capsys, train.main, "--update", place / "nothing", *options)
+    assert message in refuses(tmp_path, capsys, train.main, "--update", place / "run", *options)
+    assert not out.parent.exists()
+
+
+def test_items_with_features_begin_as_their_features(tmp_path):
+    (tmp_path / "items.csv").write_text("item,kind\n" + "".join(f"i{n:02},k{n % 3}\n" for n in range(11)))
+    (tmp_path / "old.csv").write_text(table(OLD))
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("FEATURES", FEATURES).replace("PLACE", str(tmp_path)))
+    assert train.main([str(tmp_path / "run.yaml"), "--run", str(tmp_path / "run")]) == 0
+    (tmp_path / "items.csv").write_text(
+        "item,kind\na00,k1\nz99,a-new-kind\n" + "".join(f"i{n:02},k{n % 3}\n" for n in range(11) if n != 5)
+    )
+    (tmp_path / "new.csv").write_text(table(FIRST))
+    update(tmp_path, "run", "new")
+    before, after = tensors(checkpoints(tmp_path / "run")[-1]), tensors(checkpoints(tmp_path / "new")[0])
+    old, new = (load_vocabulary(tmp_path / name).vocabulary for name in ("run", "new"))
+    assert list(new.features.features[0].values) == ["a-new-kind", "k0", "k1", "k2"]
+    (name,) = (name for name in before if name.startswith("model.") and "items_kind" in name)
+    assert torch.equal(after[name][[0, 2, 3, 4]], before[name]) and after[name][1].any()
+    ids = list(new.item_ids)
+    assert not after[f"model.{TABLE}"][[ids.index("a00"), ids.index("z99")]].any()
+    places = [ids.index(item) for item in old.item_ids]
+    assert torch.equal(after[f"model.{TABLE}"][places], before[f"model.{TABLE}"])
+    vanished = ids.index("i05")
+    offsets, kinds = new.features.item_rows[0]
+    assert kinds[offsets[vanished]] == 4 and new.features.trained.all()
+    assert evaluation.main([str(tmp_path / "new"), "--recommend", str(tmp_path / "top.csv"), "--top-k", "3"]) == 0
+
+
+def test_equal_events_count_as_often_as_they_were(place):
+    config, known = load_config(place / "run" / "config.yaml"), load_vocabulary(place / "run")
+    before = open_data(config, trained_on=known)
+    (place / "twice.csv").write_text(table(OLD + OLD[:1] + OLD[9:10]))
+    again = open_data(load_config(place / "run" / "config.yaml", [f"data.path={place / 'twice.csv'}"])).dataset
+    events = new_events(again, before.dataset, before.splits.train_end)
+    assert again.timestamps[events.late].tolist() == [0] and again.timestamps[events.new].tolist() == [9]

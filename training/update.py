@@ -1,0 +1,181 @@
+"""Update a run with new events: `train.py --update RUN` makes a new run, which begins with all that RUN has learned.
+
+The new run's tables have the rows of everything that RUN knows, with their optimiser's moments, and new rows for what
+is new. RUN is judged on the new events before. lineage.jsonl has a line for each generation.
+"""
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cli.terminal import terminal
+from data.errors import ConfigError
+from data.types import DataError
+from data.update import judging_splits, new_events
+from data.vocabulary import index_of
+from models.hstu import SequenceModel
+from training.average import WeightAverage
+from training.changes import check_updated
+from training.checkpoints import checkpoints
+from training.config import RunConfig, load_config
+from training.folder import LINEAGE, access, check_run, read_manifest, read_regular, with_nulls
+from training.optimizer import state_dtype
+from training.ranks.processes import Ranks
+from training.run import Data, confined, open_data, open_weights, trained_model
+from training.saved import CheckpointError, load_folder
+from training.vocabulary import Known
+from training.warm_start import Places
+from training.weights import TABLE, load_weights, read_tensors, saved_tensors
+
+
+@dataclass
+class Update:
+    """An update that has begun: the run that it goes on from has been opened, and judged on the new events.
+
+    before: the data of that run; data: those of the update. lines: of the generations, the update's own without its id.
+    """
+
+    folder: Path
+    known: Known
+    weights: dict[str, torch.Tensor]
+    source: Path
+    before: Data
+    data: Data
+    lines: list[dict]
+
+    def lineage(self, run: str) -> str:
+        """Return the content of lineage.jsonl, `run` being the id of the updated run."""
+        return "".join(json.dumps(line) + "\n" for line in [*self.lines[:-1], self.lines[-1] | {"run": run}])
+
+
+def updated_config(folder: Path, overrides: list[str]) -> RunConfig:
+    """Return the configuration of an update of the run in `folder`; ConfigError for what an update cannot change."""
+    check_run(folder)
+    before, config = (load_config(folder / "config.yaml", some) for some in ([], overrides))
+    check_updated(before, config, folder)
+    if config.parallel.engine or config.parallel.context > 1:
+        raise ConfigError("--update runs in one process: parallel.data=1 parallel.embedding=replicated")
+    length = {"epochs": config.train.update.epochs, "steps": None}
+    return config.model_copy(update={"train": config.train.model_copy(update=length)})
+
+
+def begin_update(folder: Path, config: RunConfig) -> Update:
+    """Open the run in `folder` and the data of its update by `config`, and judge the run on the new events.
+
+    DataError unless the data have at least as many events as those of the run, and new ones to train on.
+    """
+    config_before, known, weights, source, _ = open_weights(folder, [])
+    # The machine and the options of evaluation are the update's.
+    options: dict[str, Any] = {name: getattr(config, name) for name in ("device", "threads", "eval", "parallel")}
+    config_before = config_before.model_copy(update=options)
+    before, data = open_data(config_before, trained_on=known), open_data(config, extends=known.vocabulary)
+    dataset, events_before = data.dataset, before.dataset.num_events
+    if dataset.num_events < events_before:
+        raise DataError(
+            f"{dataset.name}: {dataset.num_events:,} events, {folder} was trained on data with {events_before:,}: "
+            "expected all events, old and new"
+        )
+    events = new_events(dataset, before.dataset, before.splits.train_end)
+    data = confined(data, events)
+    first = {"generation": 0, "run": read_manifest(folder)["run"], "events": events_before}
+    lines = read_lineage(folder) or [first | {"fingerprint": known.fingerprint}]
+    new = dataset.items[events.new]
+    line = {
+        "generation": lines[-1]["generation"] + 1,
+        "run": None,
+        "events": dataset.num_events,
+        "fingerprint": dataset.fingerprint,
+        "after": events.after,
+        "new_events": len(events.new),
+        "new_events_of_new_items": int((index_of(dataset.item_ids, known.vocabulary.item_ids) < 0)[new].sum()),
+        "late_events": len(events.late),
+        "new_items": dataset.num_items - len(known.vocabulary.item_ids),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    judged = new_data(config_before.model_copy(update={"data": config.data}), known, before)
+    line["judged"] = None  # no user has a new event with a history
+    if judged.splits.test is not None:
+        model = trained_model(judged.config, known, weights, source)
+        metrics = line["judged"] = judged.task.evaluate(model, judged.eval_batches("test"))
+        headline = "  ".join(f"{name} {metrics[name]:.4f}" for name in judged.task.headline)
+        terminal.say(f"{folder} on the {len(events.new):,} new events, before training: {headline}")
+    return Update(folder, known, weights, source, before, data, [*lines, with_nulls(line)])
+
+
+def new_data(config: RunConfig, known: Known, before: Data, ranks: Ranks | None = None) -> Data:
+    """Return the data of `config` in the terms of a run, its test split the events that the run has not seen.
+
+    before: the run's own data. ranks: those that evaluate together.
+    """
+    data = open_data(config, vocabulary=known.vocabulary, ranks=ranks)
+    events = new_events(data.dataset, before.dataset, before.splits.train_end)
+    options: dict[str, Any] = {"targets": config.data.targets, "same_time": config.eval.same_time}
+    splits = judging_splits(data.dataset, data.splits, events, max_seq_len=config.model.max_seq_len, **options)
+    return replace(data, splits=splits)
+
+
+@torch.no_grad()
+def inherit(
+    update: Update, model: SequenceModel, optimizer: torch.optim.Optimizer, average: WeightAverage | None
+) -> None:
+    """Copy what the run has learned: its final weights, its averages, and the moments of its last checkpoint.
+
+    Rows of new items are as initialised or, where items have features, zero: such items begin as their features.
+    """
+    last = checkpoints(update.folder)[-1:]
+    if not last:
+        raise CheckpointError(f"{update.folder}: no checkpoint, which has the optimiser's moments")
+    load_folder(last[0], checked=slice(None))
+    vocabulary = update.data.vocabulary
+    places = Places.of(vocabulary, update.known.vocabulary)
+    forms = {name: form for name, form in saved_tensors(last[0]).items() if not name.startswith("random.")}
+    saved = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in forms.items()}
+    read_tensors(last[0], saved)
+    weights = averages = update.weights
+    if update.source.name != "best":  # the last checkpoint, which has the weights of training too
+        weights = {name: saved[f"model.{name}"] for name in averages}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if vocabulary.features is not None and vocabulary.features.trained is not None:
+        state[TABLE].zero_()
+
+    def fill(name: str, new: torch.Tensor, old: torch.Tensor | None) -> None:
+        if old is None or not places.fill(name, new, old):
+            raise CheckpointError(f"{update.source}: belongs to another model, {name} does not fit")
+
+    for name, value in state.items():
+        fill(name, value, weights.get(name))
+    load_weights(model, state, update.source)
+    if average is not None:
+        average.take_from_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        name = names[id(p)]
+        if average is not None:
+            fill(name, average.averages[number], averages[name])
+        if f"optimizer.{name}.step" in saved:
+            moments = {key: torch.zeros_like(p, dtype=state_dtype(p)) for key in ("exp_avg", "exp_avg_sq")}
+            for key, moment in moments.items():
+                fill(name, moment, saved.get(f"optimizer.{name}.{key}"))
+            optimizer.state[p] = {"step": saved[f"optimizer.{name}.step"].to(p.device), **moments}
+    known, of_all = len(places.items[0]), len(vocabulary.item_ids)
+    terminal.say(f"{update.source}: {known:,} of {of_all:,} items keep their rows, {of_all - known:,} have new ones")
+
+
+def read_lineage(folder: Path) -> list[dict]:
+    """Read a run's lineage.jsonl; without one the list is empty. CheckpointError if it is damaged."""
+    path = folder / LINEAGE
+    if not path.exists():
+        return []
+    with access(path, "read"):
+        text = read_regular(path)
+    try:
+        lines = [json.loads(line) for line in text.splitlines()]
+        if not lines or not all(isinstance(line["generation"], int) and isinstance(line["run"], str) for line in lines):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: damaged, expected a line of JSON for each generation") from None
+    return lines
