@@ -96,11 +96,16 @@ class ItemFilters:
         self._features = {feature.name: feature for feature in features if feature.entity == "items"}
         self._values: dict[str, ItemValues] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the features that lists can be filtered by."""
+        return [feature.name for feature in self._features.values() if feature.kind != "number"]
+
     def values(self, argument: str, name: str) -> ItemValues:
         """Return the values of the feature `name`; FilterError, which names the argument, for one that items lack."""
         feature = self._features.get(name)
         if feature is None or feature.kind == "number":
-            known = [other.name for other in self._features.values() if other.kind != "number"]
+            known = self.names
             problem = "is a number" if feature is not None else "is no feature of the items"
             raise FilterError(
                 f"{argument}: {shown(name)} {problem}; "

@@ -57,6 +57,11 @@ class FilterLists:
         return self._lists.pop(name, None) is not None
 
     @property
+    def features(self) -> list[str]:
+        """The names of the features for `where` and `at_most`."""
+        return self._filters.names
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The names of the stored lists with the numbers of their items."""
         return {name: count for name, (_, count) in self._lists.items()}

@@ -121,6 +121,9 @@ def create_app(
     Length = Annotated[int, Query(ge=1, le=limits.list)]
     At = Annotated[bodies.QuerySeconds | None, Query(description="seconds since 1970; by default now")]
 
+    features = recommender.filters.features
+    where_schema, most_schema = (bodies.pairs_schema(features, value) for value in (".+", "[0-9]{1,9}"))
+
     async def list_query(
         k: Length = 10,
         at: At = None,
@@ -128,8 +131,8 @@ def create_app(
         cold: Annotated[bodies.Cold, Query(description=bodies.COLD)] = "popular",
         allow: Annotated[list[str] | None, Query(description="only these items")] = None,
         deny: Annotated[list[str] | None, Query(description="none of these items")] = None,
-        where: Annotated[list[str], Query(description="feature:value, a value that an item must have")] = [],  # noqa: B006
-        at_most: Annotated[list[str], Query(description="feature:number, items of one value in a list")] = [],  # noqa: B006
+        where: Annotated[list[str], Query(description=bodies.WHERE, json_schema_extra=where_schema)] = [],  # noqa: B006
+        at_most: Annotated[list[str], Query(description=bodies.AT_MOST, json_schema_extra=most_schema)] = [],  # noqa: B006
         filters: Annotated[list[str], Query(description="names of uploaded lists")] = [],  # noqa: B006
     ) -> Callable[[str], Recommend]:
         """Return a function that builds a user's request of the query."""
@@ -172,7 +175,7 @@ def create_app(
         """Do the same as /users/{user}/recommendations, for ids that a client or a proxy changes in a path."""
         return await recommend(user, query)
 
-    @app.post("/recommendations", **secured(), **lists_out, openapi_extra=bodies.lists_body(limits))
+    @app.post("/recommendations", **secured(), **lists_out, openapi_extra=bodies.lists_body(limits, features))
     async def recommend_many(request: Request) -> bodies.ListsOut:
         """Return the k best items for each of many users, or a user's error, in their order."""
         asked_for, users = await parsed(request, lambda content: bodies.parse_lists(content, limits))

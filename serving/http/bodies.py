@@ -4,6 +4,7 @@ Errors in a body are pydantic's ValidationError or InvalidRequest.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -133,6 +134,8 @@ class Recommended(BaseModel):
 
 
 Cold = Literal["popular", "error"]
+WHERE = "feature:value, a value that an item must have"
+AT_MOST = "feature:number, items of one value in a list"
 COLD = "whether users without events get the popular items of the time, marked as cold, or an error"
 SEEN = "leave out items that the user met; by default unless the run's eval.filter_seen is none"
 
@@ -337,15 +340,17 @@ def query_filter(
     for feature, value in _pairs("where", where):
         values.setdefault(feature, []).append(value)
     numbers = dict(_pairs("at_most", at_most))
-    if wrong := next((text for text in numbers.values() if not text.isdecimal() or len(text) > 9), None):
-        raise InvalidRequest(f"at_most: expected feature:number, got {shown(repr(wrong))}")
+    for text in numbers.values():
+        if not text.isdecimal() or len(text) > 9:
+            raise InvalidRequest(f"at_most: expected feature:number, got {shown(repr(text))}")
     return Filter(allow, deny, values, {feature: int(number) for feature, number in numbers.items()}, filters)
 
 
 def _pairs(name: str, pairs: list[str]) -> list[tuple[str, str]]:
     split = [pair.partition(":") for pair in pairs]
-    if wrong := next((pair for pair, (_, colon, _) in zip(pairs, split) if not colon), None):
-        raise InvalidRequest(f"{name}: expected feature:value, got {shown(repr(wrong))}")
+    for pair, (_, colon, _) in zip(pairs, split):
+        if not colon:
+            raise InvalidRequest(f"{name}: expected feature:value, got {shown(repr(pair))}")
     return [(feature, value) for feature, _, value in split]
 
 
@@ -374,9 +379,20 @@ def events_body(recommender: Recommender, most: int) -> dict[str, Any]:
     return _json_body(schema)
 
 
-def lists_body(limits: Limits) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about users to recommend items for."""
+def pairs_schema(features: list[str], value: str) -> dict[str, Any]:
+    """Return the JSON schema of the parameters `feature:value` of a query, for these features; value: a pattern."""
+    if not features:
+        return {"maxItems": 0}
+    return {"items": {"type": "string", "pattern": f"^({'|'.join(map(re.escape, features))}):{value}$"}}
+
+
+def lists_body(limits: Limits, features: list[str]) -> dict[str, Any]:
+    """Return the part of the OpenAPI document about users to recommend items for; features: those to filter by."""
     schema = _inlined(ListsIn.model_json_schema())
+    for name in ("where", "at_most"):
+        schema["properties"][name]["anyOf"][0]["propertyNames"] = {"enum": features}
+        if not features:
+            schema["properties"][name]["anyOf"][0] = {"type": "object", "maxProperties": 0}
     schema["properties"]["users"]["maxItems"], schema["properties"]["k"]["maximum"] = limits.users, limits.list
     return _json_body(schema)
 

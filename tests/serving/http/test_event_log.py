@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from data.types import Dataset
 from serving.errors import LimitReached
-from serving.http import event_log
+from serving.http import log_reader
 from serving.http.app import create_app
 from serving.http.event_log import EventLog, LogError, NotStored
 from serving.http.replay import replay
@@ -120,7 +120,7 @@ def test_deletion_reaches_events_of_another_run(small, tmp_path):
 
 def test_a_start_gives_what_appends_gave(small, tmp_path, monkeypatch):
     """Many events in any order of time, records of several, deletions, unknown items, texts: as if appended singly."""
-    monkeypatch.setattr(event_log, "TOGETHER", 5000)  # bytes: some ten batches
+    monkeypatch.setattr(log_reader, "TOGETHER", 5000)  # bytes: some ten batches
     rng, path = np.random.default_rng(0), tmp_path / "events.log"
     expected = serve(*small, lambda: NOW, cache_bytes=2**22)
     log = EventLog(path)
