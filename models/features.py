@@ -253,7 +253,7 @@ def sizes_of(features: list[KnownFeature]) -> dict[str, int]:
 
 
 def checked_rows(rows: Tensor | None, count: int, entity: str) -> Tensor:
-    """Return the rows [R, F, L] of a batch; ValueError if the batch lacks features that the model has."""
+    """Return the rows [R, F, L] of a batch; ValueError if the batch is without features of the model."""
     if rows is None or rows.shape[1] != count:
         raise ValueError(
             f"the model has {count} features of {entity}, the batch {0 if rows is None else rows.shape[1]}"

@@ -29,7 +29,7 @@ EXTRA_POSITIONS = 11
 
 
 def check_flash_backend(backend: str, dropout: float) -> None:
-    """Raise ValueError for options that FlashAttention-4 lacks."""
+    """Raise ValueError for options that FlashAttention-4 does not support."""
     if backend == "cute" and dropout:
         raise ValueError("backend=cute has no dropout: set attention's dropout to 0, or use backend=triton")
 

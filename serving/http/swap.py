@@ -1,4 +1,4 @@
-"""Exchange the model of a running service: load another run beside it, check it, then let it answer.
+"""Replace the model of a running service: load and check another run, then answer requests from it.
 
 A run that fails a check never serves, and the model that serves goes on.
 """

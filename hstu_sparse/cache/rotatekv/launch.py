@@ -24,7 +24,7 @@ from hstu_sparse.layer.rotary import rotated
 
 @cached_constant
 def turns(base: float, half: int, device: torch.device) -> Tensor:
-    """Return [half] fp64: the whole turns by which RoPE rotates each pair of channels for one position."""
+    """Return [half] fp64: the angle of RoPE between two positions for each pair of channels, in units of 2 pi."""
     return base ** (-torch.arange(half, dtype=torch.float64, device=device) / half) / (2 * math.pi)
 
 
