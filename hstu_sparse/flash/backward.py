@@ -15,9 +15,10 @@ from hstu_sparse.flash.tiles import (
     LOG2_E,
     PER_BATCH,
     ROW_BLOCK,
+    HeadOptions,
     dropout_mask,
     find_tile,
-    head_options,
+    head_slope,
     hide,
     key_ranges,
     keys_seen,
@@ -125,7 +126,8 @@ def flash_attention_bwd_dq_kernel(
     rows += head * width + (begin // ROW_BLOCK + tile.index) * ROW_BLOCK + first_row + m
     row_lse = tl.load(rows)[:, None]
     row_delta = tl.load(rows + H * width)[:, None]
-    options = head_options(call, tile, head, left, right, slope_stride, seed, H)
+    slope = None if call.slopes is None else head_slope(call.slopes, tile, head, slope_stride)
+    options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(tile.sequence * PIECES + i, k_offsets, k_starts)
@@ -216,7 +218,8 @@ def _one_head(
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of one head of queries to dk and dv."""
-    options = head_options(call, tile, head, left, right, slope_stride, seed, H)
+    slope = None if call.slopes is None else head_slope(call.slopes, tile, head, slope_stride)
+    options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
     for i in tl.static_range(PIECES):
         index = tile.sequence * PIECES + i
         begin, length, position = piece(index, q_offsets, q_starts)

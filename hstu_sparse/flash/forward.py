@@ -14,9 +14,10 @@ from hstu_sparse.flash.tiles import (
     LOG2_E,
     PER_BATCH,
     STEADY,
+    HeadOptions,
     dropout_mask,
     find_tile,
-    head_options,
+    head_slope,
     hide,
     key_ranges,
     keys_seen,
@@ -144,7 +145,8 @@ def flash_attention_fwd_kernel(
     t_first = tile.position + first_row
     t = (t_first + m)[:, None]
     query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, length, D, PAD_D, True)
-    options = head_options(call, tile, head, left, right, slope_stride, seed, H)
+    slope = None if call.slopes is None else head_slope(call.slopes, tile, head, slope_stride)
+    options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
     inside = q_inside & (e < V_OUT)[None, :]
     lse += head.to(tl.int64) * total + begin + first_row + m
 

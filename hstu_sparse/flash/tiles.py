@@ -143,12 +143,9 @@ def query_ranges(
 
 
 @triton.jit
-def head_options(call, tile, head, left, right, slope_stride, seed, H: tl.constexpr):
-    """Return the `HeadOptions` of a head of the tile's sequence."""
-    slope = None
-    if call.slopes is not None:
-        slope = tl.load(call.slopes + tile.sequence * slope_stride + head) * LOG2_E
-    return HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
+def head_slope(slopes, tile, head, stride):
+    """Return the slope of a head of the tile's sequence, in units of log2."""
+    return tl.load(slopes + tile.sequence * stride + head) * LOG2_E
 
 
 @triton.jit
