@@ -9,7 +9,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from rich import box
 from rich.table import Table
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from cli.terminal import terminal
 from experiments.tuning import ENDED, Search
@@ -91,7 +91,7 @@ def chance_lines(tuning: Search, best: FrozenTrial, default: FrozenTrial | None,
     count, mean = len(tuning.trials(TrialState.COMPLETE, TrialState.PRUNED)), default.values[0]
     if count < 2 or not 0 < mean < 1:
         return []
-    chance = (mean * (1 - mean) / users) ** 0.5 * float(norm.ppf((count - 0.375) / (count + 0.25)))
+    chance = (mean * (1 - mean) / users) ** 0.5 * float(ndtri((count - 0.375) / (count + 0.25)))
     gain = best.values[0] - mean
     line = (
         f"The gain of {gain:.4f} over the default; the best of {count} trials equal to the default would "

@@ -17,7 +17,6 @@ from data.types import Dataset, shown
 from models.tasks.contract import Task
 from training.config import RunConfig
 from training.folder import write_file
-from training.page import as_html
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -69,6 +68,8 @@ def write_report(
 
     history: the lines of metrics.jsonl.
     """
+    from training.page import as_html  # imports matplotlib, which takes a second
+
     run, judged = result["run"], "split" in result
     plots = _plot(folder, history, task.plotted, result.get("plotted_baseline", {}))
     for name, image in task.plots(result).items() if judged else ():

@@ -161,3 +161,20 @@ def test_the_operators_are_imported_without_what_takes_long():
     code = "import sys, hstu_sparse, training.config; print([m for m in ('torch._dynamo',) if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("program", ["train", "eval", "serve"])
+def test_programs_start_without_libraries_that_take_seconds(program):
+    """Functions that need torchrec, matplotlib or scipy.stats import them: a program that only reports an error must
+    not wait for them.
+    """
+    slow, reached, waiting = {"torchrec", "matplotlib", "scipy.stats"}, set(), {program}
+    while waiting:
+        module = waiting.pop()
+        reached.add(module)
+        for node in ast.parse(MODULES[module].read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else {node.module}
+                wrong = [name for name in names for library in slow if f"{name}.".startswith(f"{library}.")]
+                assert not wrong, f"{module} imports {wrong}"
+                waiting |= imports(ast.Module([node], [])) - reached

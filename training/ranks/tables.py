@@ -6,17 +6,11 @@ Letters: I items, E embedding size, n ids that are looked up; rows and columns a
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-from torchrec.distributed.comm_ops import set_gradient_division
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from data.errors import ConfigError
 from models.features import truncated_normal_
@@ -25,7 +19,10 @@ from training.config import RunConfig
 from training.ranks.draws import seed_of
 from training.ranks.processes import Ranks
 
-# torchrec logs each of its choices.
+if TYPE_CHECKING:
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+# torchrec logs each of its choices. It takes seconds to import, so that only functions do.
 logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
 
 BLOCK = 2**22  # numbers of the table that are drawn or moved at a time
@@ -44,6 +41,8 @@ class ShardedTable:
         p, size = config.parallel, config.model.embedding_dim
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())  # torchrec compares devices with shards' places
+        from torchrec.distributed.comm_ops import set_gradient_division
+
         self.ranks, self.device, self.num_items, self.size, self.fused = ranks, device, num_items, size, p.fused
         self.kind: str = p.embedding
         if self.kind == "auto":
@@ -83,7 +82,13 @@ class ShardedTable:
         # The dense kernel of fbgemm 1.8 sums the ids of each length on a CPU, though no pooling is requested.
         modules[0].forward = lambda features: F.embedding(features.values().long(), self.parameter.view(shape))
 
-    def _sharded(self, config: RunConfig) -> DistributedModelParallel:
+    def _sharded(self, config: RunConfig) -> "DistributedModelParallel":
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+        from torchrec.distributed.embedding import EmbeddingCollectionSharder
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+        from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+        from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
         table = EmbeddingConfig(
             name="item", embedding_dim=self.size, num_embeddings=self.num_items, feature_names=["item"]
         )
@@ -115,6 +120,8 @@ class ShardedTable:
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Return the rows [n, E] of the items `ids` [n] int64; all ranks must call it, each with own ids or none."""
+        from torchrec import KeyedJaggedTensor
+
         lengths = torch.ones_like(ids) if len(ids) else ids.new_zeros(1)
         jagged = KeyedJaggedTensor(keys=["item"], values=ids, lengths=lengths, stride=len(lengths))
         return self.module(jagged)["item"].values()
