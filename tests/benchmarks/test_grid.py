@@ -31,6 +31,7 @@ def plan(tmp_path):
     return path
 
 
+@pytest.mark.slow  # some ten seconds for each attempt at a run
 def test_runs_are_those_of_the_program_and_are_not_repeated(plan, tmp_path, capsys):
     out = tmp_path / "out"
     command = [str(plan), "--out", str(out), "--seconds", "3600", "--workers", "1", "model.num_layers=1"]

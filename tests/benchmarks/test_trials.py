@@ -78,6 +78,7 @@ def test_little_better_cut_off_or_beside_leads_nowhere():
     assert again == [beside._replace(more={"k": 1, "seed": 7}), first._replace(more={"seed": 7})]
 
 
+@pytest.mark.slow  # four runs, each in a process of its own
 def test_trials_and_judged_runs_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys):
     """A search and the final run of another one, by one worker."""
     options = PLAN.index("    options:")

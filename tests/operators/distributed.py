@@ -13,6 +13,10 @@ import torch.distributed as dist
 
 from tests.operators.addresses import addresses_checked
 
+# What the server imports, once, from which the ranks of all tests are forked.
+PRELOADED = ["pytest", "tests.operators.distributed", "tests.operators.ring_cases"]
+PRELOADED += ["tests.programs.test_scale", "torchrec", "torchrec.distributed.model_parallel", "train", "eval"]
+
 
 def run_ranks(
     function: Callable, world: int, *arguments, hanging: int | None = None, seconds: float = 600.0, timeout: float = 300
@@ -23,8 +27,7 @@ def run_ranks(
     seconds: after which processes that still run are killed too. timeout: of the process group.
     """
     context = multiprocessing.get_context("forkserver")
-    # Imported once, by the server from which all ranks of all tests are forked.
-    context.set_forkserver_preload(["pytest", "tests.operators.distributed", "tests.operators.ring_cases"])
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_start, args=(function, rank, world, folder, timeout, arguments), daemon=True)

@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 from tests.programs.scale_cases import BSA, FEATURES, MOL, SASREC
@@ -78,26 +77,26 @@ def every_case(options: argparse.Namespace) -> list[bool]:
         out.mkdir(parents=True, exist_ok=True)
         (out / "cases.json").write_text(json.dumps(cases))
         if cases:
-            launch(sys.executable, [1, 2, 4], out, *cases, more=out / "cases.json")
+            launch([1, 2, 4], out, *cases, more=out / "cases.json")
         for name in cases:
             results += [tell(f"{name} on {w}", facts_of(out, name, w), facts_of(out, name, 1)) for w in (2, 4)]
     draw, out = random.Random(0), options.out / "kills"
     if re.search(options.only, "kills"):
         out.mkdir(parents=True, exist_ok=True)
-        launch(sys.executable, [1], out, "bsa-column-mixed", "sasrec-row-whole")
+        launch([1], out, "bsa-column-mixed", "sasrec-row-whole")
         for number in range(options.kills):
             case = draw.choice(["bsa-column-mixed", "sasrec-row-whole"])
             kill = f"{case}:{draw.randrange(2)}:{draw.choice(['step', 'save', 'saved'])}:{draw.randint(2, 31)}"
             folder = out / f"{number}"
-            launch(sys.executable, [2], folder, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill)
+            launch([2], folder, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill)
             facts = facts_of(folder, case, 2)
             right = tell(f"killed at {kill}, {facts['starts']} starts", facts, facts_of(out, case, 1))
             results.append(right and facts["starts"] == 2)
     if re.search(options.only, "resumed"):
         out = options.out / "resumed"
-        launch(sys.executable, [1], out / "one", "hstu")
+        launch([1], out / "one", "hstu")
         for world, epochs, kind in ((4, 2, "row_wise"), (2, 4, "row_wise"), (1, 6, "row_wise"), (4, 8, "column_wise")):
-            launch(sys.executable, [world], out, f"hstu:resume:train.epochs={epochs}:parallel.embedding={kind}")
+            launch([world], out, f"hstu:resume:train.epochs={epochs}:parallel.embedding={kind}")
         results.append(
             tell("4 ranks, 2, 1, 4 with another sharding", facts_of(out, "hstu", 4), facts_of(out / "one", "hstu", 1))
         )
@@ -106,7 +105,7 @@ def every_case(options: argparse.Namespace) -> list[bool]:
         out.mkdir(parents=True, exist_ok=True)
         data = "data.synthetic={num_users: 943, num_items: 200, mean_length: 20}"
         (out / "cases.json").write_text(json.dumps({"users": [data, "train.epochs=1", "train.batch_size=400"]}))
-        launch(sys.executable, [1, 4], out, "users", more=out / "cases.json")
+        launch([1, 4], out, "users", more=out / "cases.json")
         assert facts_of(out, "users", 4)["users"] == 943
         results.append(tell("943 users on 4 ranks", facts_of(out, "users", 4), facts_of(out, "users", 1)))
     return results
