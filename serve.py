@@ -46,6 +46,10 @@ def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: 
     path = options.log or options.run / "events.log"
     interrupts.stage = f"replaying {path}"
     log = EventLog(path, fsync=options.fsync == "always")
+    try:
+        log.prepare()
+    except NotStored as fault:
+        terminal.say(f"{path}: {fault}; the start is slower")
     counts = replay(recommender, log)
     stale = log.stale
     if stale or log.replaced:

@@ -7,11 +7,13 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from serving.errors import LimitReached
+
+PLACE_BITS = 32
 
 
 @contextmanager
@@ -40,6 +42,11 @@ class Window:
     def begin(self, count: int) -> int:
         """Return the first event of the window of a user with `count` events; it depends only on this number."""
         return self.slide * -(-max(0, count - self.capacity) // self.slide)
+
+    def stored_from(self, counts: np.ndarray) -> np.ndarray:
+        """Return the first events that are stored of users with `counts` events; see `Histories`."""
+        begins = self.slide * -(-np.maximum(0, counts - self.capacity) // self.slide)
+        return np.maximum(0, begins - self.slide)
 
 
 class History:
@@ -105,8 +112,50 @@ class History:
         if place == len(self.seen) or self.seen[place] != item:
             self.seen = np.concatenate([self.seen[:place], [item], self.seen[place:]], dtype=np.int32)
 
-    def nbytes(self) -> int:
-        return sum(column.nbytes for column in (*self._columns, self.seen) if column is not None)
+
+class Packed(NamedTuple):
+    """The histories of many users as flat columns, from which each is made when it is needed first.
+
+    counts, firsts  [users] of `History`
+    ends, seen_ends [users] where each user's part of the columns ends; it begins where the one before ends
+    items, timestamps, actions, seen   the columns of `History`, of one user after another
+    """
+
+    counts: np.ndarray
+    firsts: np.ndarray
+    ends: np.ndarray
+    seen_ends: np.ndarray
+    items: np.ndarray
+    timestamps: np.ndarray
+    actions: np.ndarray | None
+    seen: np.ndarray
+
+    def history(self, place: int) -> History:
+        """Return the history of the user at `place`."""
+        begins = (self.ends[place - 1], self.seen_ends[place - 1]) if place else (0, 0)
+        events, items = slice(begins[0], self.ends[place]), slice(begins[1], self.seen_ends[place])
+        return History(
+            int(self.counts[place]),
+            int(self.firsts[place]),
+            self.items[events].copy(),
+            self.timestamps[events].copy(),
+            None if self.actions is None else self.actions[events].copy(),
+            self.seen[items].copy(),
+        )
+
+
+def time_order(owners: np.ndarray, timestamps: np.ndarray) -> np.ndarray:
+    """Return the order [E] by owner, then by time, then by place; fast where long parts are in this order already.
+
+    owners: [E] int from 0 on; timestamps: [E] int64.
+    """
+    if not len(owners):
+        return np.zeros(0, np.int64)
+    begin = int(timestamps.min())
+    span = int(timestamps.max()) - begin + 1
+    if span * (int(owners.max()) + 1) < 2**62:
+        return np.argsort(owners.astype(np.int64) * span + (timestamps - begin), kind="stable")
+    return np.lexsort((timestamps, owners))
 
 
 class UserHistory(NamedTuple):
@@ -131,7 +180,9 @@ class Histories:
     def __init__(self, window: Window, has_actions: bool, most_users: int, most_events: int):
         self.window, self.has_actions = window, has_actions
         self.most_users, self.most_events = most_users, most_events
-        self._users: dict[str, History] = {}
+        # A number stands for a user whose history is in one of `_packed`: the block in the upper bits, then the place.
+        self._users: dict[str, History | int] = {}
+        self._packed: list[Packed] = []
 
     def __len__(self) -> int:
         return len(self._users)
@@ -140,10 +191,14 @@ class Histories:
         return user in self._users
 
     def __iter__(self) -> Iterator[tuple[str, History]]:
-        return iter(self._users.items())
+        return ((user, cast(History, self.get(user))) for user in self._users)
 
     def get(self, user: str) -> History | None:
-        return self._users.get(user)
+        history = self._users.get(user)
+        if isinstance(history, int):
+            history = self._packed[history >> PLACE_BITS].history(history & (2**PLACE_BITS - 1))
+            self._users[user] = history
+        return history
 
     def forget(self, user: str) -> bool:
         """Delete the events of a user; return whether there were any."""
@@ -152,10 +207,6 @@ class Histories:
     def put(self, user: str, history: History) -> None:
         self._users[user] = history
 
-    @property
-    def nbytes(self) -> int:
-        return sum(history.nbytes() for history in self._users.values())
-
     def check_room(self, users: list[str], counts: list[int]) -> None:
         """Raise LimitReached if `counts` more events of each of `users` (which are distinct) are too many."""
         if len(self._users) + len(users) > self.most_users:
@@ -163,7 +214,7 @@ class Histories:
             if len(self._users) + new > self.most_users:
                 raise LimitReached(f"the store holds at most {self.most_users:,} users")
         for user, more in zip(users, counts):
-            known = self._users.get(user)
+            known = self.get(user)
             if (known.count if known else 0) + more > self.most_events:
                 raise LimitReached(f"a user may have at most {self.most_events:,} events")
 
@@ -176,9 +227,9 @@ class Histories:
         """
         items, actions = items.astype(np.int32), None if actions is None else actions.astype(np.int32)
         if not len(items):
-            known = self._users.get(user)
+            known = self.get(user)
             return known.count if known else 0
-        old = self._users.get(user)
+        old = self.get(user)
         if old is None:
             nothing = np.zeros(0, np.int32)
             old = History(0, 0, nothing, np.zeros(0, np.int64), nothing if self.has_actions else None, nothing)
@@ -214,36 +265,41 @@ class Histories:
 
         users: distinct, each with an event; places: [E] the place in `users` of each event's user; others as in `add`.
         """
-        items = items.astype(np.int32)
-        order = np.lexsort((items, places))
-        owners, seen = places[order], items[order]
-        new = np.ones(len(seen), bool)
-        new[1:] = (owners[1:] != owners[:-1]) | (seen[1:] != seen[:-1])
-        seen, seen_ends = seen[new], np.cumsum(np.bincount(owners[new], minlength=len(users))).tolist()
-        order = np.lexsort((timestamps, places))  # stable: events of one second stay in the order in which they came
-        items, timestamps = items[order], timestamps[order]
-        actions = None if actions is None else actions[order].astype(np.int32)
-        end = seen_end = 0
-        for user, count, next_seen in zip(users, np.bincount(places, minlength=len(users)).tolist(), seen_ends):
-            begin, seen_begin, end, seen_end = end, seen_end, end + count, next_seen
-            if user in self._users:
-                mine = slice(begin, end)
-                self.add(user, items[mine], timestamps[mine], None if actions is None else actions[mine])
-                continue
-            first = max(0, self.window.begin(count) - self.window.slide)
-            mine = slice(begin + first, end)
-            self._users[user] = History(
-                count,
-                first,
-                items[mine].copy(),
-                timestamps[mine].copy(),
-                actions[mine].copy() if self.has_actions and actions is not None else None,
-                seen[seen_begin:seen_end].copy(),
-            )
+        if not users:
+            return
+        width = int(items.max()) + 1
+        pairs = np.unique(places.astype(np.int64) * width + items)
+        seen, seen_ends = (pairs % width).astype(np.int32), np.cumsum(np.bincount(pairs // width, minlength=len(users)))
+        order = time_order(places, timestamps)
+        items, timestamps = items[order].astype(np.int32), timestamps[order]
+        actions = actions[order].astype(np.int32) if self.has_actions and actions is not None else None
+        counts = np.bincount(places, minlength=len(users))
+        ends, firsts = np.cumsum(counts), self.window.stored_from(counts)
+        known = [place for place, user in enumerate(users) if user in self._users]
+        for place in known:
+            of_user = slice(ends[place] - counts[place], ends[place])
+            self.add(users[place], items[of_user], timestamps[of_user], None if actions is None else actions[of_user])
+        stored = np.arange(len(items)) >= np.repeat(ends - counts + firsts, counts)
+        block = Packed(
+            counts,
+            firsts,
+            np.cumsum(counts - firsts),
+            seen_ends,
+            items[stored],
+            timestamps[stored],
+            None if actions is None else actions[stored],
+            seen,
+        )
+        begin = len(self._packed) << PLACE_BITS
+        new: dict[str, History | int] = dict(zip(users, range(begin, begin + len(users))))
+        for place in known:
+            del new[users[place]]
+        self._packed.append(block)
+        self._users.update(new)
 
     def add_one(self, user: str, item: int, timestamp: int, action: int | None) -> int:
         """Add one event, as `add` does; an event later than all others, the usual case, needs no sorting."""
-        old = self._users.get(user)
+        old = self.get(user)
         if old is None or timestamp < old.last:
             actions = None if action is None else np.array([action])
             return self.add(user, np.array([item]), np.array([timestamp], np.int64), actions)

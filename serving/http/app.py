@@ -245,8 +245,8 @@ def create_app(
 
     @app.delete("/users/{user}", **secured(507))
     async def forget(user: bodies.UserPath) -> bodies.Forgotten:
-        """Delete all events of a user, those of the run's data included, for good. They leave the log with the next
-        start; a mark with the user's id stays in it. Later events count.
+        """Delete all events of a user, those of the run's data included, for good. They leave the log's files with the
+        next start or segment; a mark with the user's id stays. Later events count.
         """
         return bodies.Forgotten(forgotten=await answer(Forget(user)))
 

@@ -6,6 +6,7 @@ A line a record: the CRC-32 of its text in hex, a space, and the text, which is 
         "ids": [...] in addition, if clients named some of them: text or null
     {"forget": user}                                                                    the mark of a deleted user
     {"list": name, "items": [...] or null}                          a list of items for filters, or its deletion
+    {"segment": number}                       the first line of a file that is not the log's first: its number, from 1
 
 A mark deletes all events of the user before it, those of the run's data included; later events count.
 """
@@ -13,16 +14,18 @@ A mark deletes all events of the user before it, those of the run's data include
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
 from data.types import shown
 from serving.errors import ServingError
+from serving.http.event_columns import Builder, Columns
 from serving.http.event_ids import EventIds
 
 COLUMNS = {"users", "items", "timestamps", "actions"}
-MARKS = b'{"forget":', b'{"list":'
+MARKS = b'{"forget":', b'{"list":', b'{"segment":'
 TOGETHER = 2**24  # bytes of lines that are parsed together
 
 
@@ -31,24 +34,41 @@ class LogError(ServingError):
 
 
 class LogReader:
-    """The records of a log, up to `size` bytes, in the open file `file`. Not safe for threads.
+    """The records of a log: the lines of the open file `file`, up to `size` bytes, and the older ones in segments.
 
-    forgotten   each deleted user, and the number of the line of the user's last mark
+    older: functions that return the segments, the oldest first, as `Segments.opened` does; files: what is closed with
+    the reader. Not safe for threads.
+
+    number      of the file of lines
+    forgotten   each deleted user, and the number of the line of the user's last mark, 0 for a mark in a segment
     listed      each named list, and the number of the line of its last record
     lists       the items of each named list, as `events` read them
-    ids         the ids of events, as `events` read them
-    stale       events in the file of users who were deleted later, as `events` counted them
+    ids         the ids of events, as `parts` read them
+    stale       events in the files of users who were deleted later, as `parts` counted them
     replaced    records of lists in the file that later ones replace
     left_out    users some of whose events the run does not know; set by `replay`
     """
 
-    def __init__(self, path: Path, file: int, size: int):
-        self.path, self._file, self.size = path, file, size
+    def __init__(
+        self,
+        path: Path,
+        file: int,
+        size: int,
+        older: Sequence[Callable[[], Columns]] = (),
+        files: ExitStack | None = None,
+        together: int | None = None,
+    ):
+        self.path, self._file, self.size, self._older = path, file, size, older
+        self._files, self._together = files or ExitStack(), together
         self.left_out: set[str] = set()
         self.lists: dict[str, list] = {}
         self.ids = EventIds()
-        self.stale = 0
+        self._stale_lines = self._stale_older = 0
         self._scan()
+
+    @property
+    def stale(self) -> int:
+        return self._stale_lines + self._stale_older
 
     def __enter__(self) -> Self:
         return self
@@ -58,12 +78,14 @@ class LogReader:
 
     def close(self) -> None:
         os.close(self._file)
+        self._files.close()
 
     def _scan(self) -> None:
         """Count the complete lines and their bytes, and read the marks."""
         self.forgotten: dict[str, int] = {}
         self.listed: dict[str, int] = {}
         self._lines = self.replaced = size = 0
+        self.number = 1
         for lines in self._read():
             for number, line in enumerate(lines, self._lines + 1):
                 if line.startswith(MARKS, 9) and (records := _parsed([line])):
@@ -80,13 +102,16 @@ class LogReader:
         elif "list" in record:
             self.replaced += record["list"] in self.listed
             self.listed[record["list"]] = number
+        elif "segment" in record:
+            self.number = record["segment"]
 
     def _read(self) -> Iterator[list[bytes]]:
         """Yield the lines of the first `size` bytes, many at a time."""
+        together = self._together or TOGETHER
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
             left = self.size
-            while left > 0 and (lines := file.readlines(max(1, min(TOGETHER, left) - 1))):
+            while left > 0 and (lines := file.readlines(max(1, min(together, left) - 1))):
                 left -= sum(map(len, lines))
                 yield lines
 
@@ -109,22 +134,55 @@ class LogReader:
             return record if self.forgotten[record["forget"]] == number else {}
         if "list" in record:
             return record if self.listed[record["list"]] == number else {}
+        if "users" not in record:
+            return record
         users = record["users"]
         stay = [place for place, user in enumerate(users) if self.forgotten.get(user, 0) < number]
         if len(stay) == len(users):
             return record
         return {name: x and [x[place] for place in stay] for name, x in record.items()} if stay else {}
 
+    def parts(self) -> Iterator[Columns]:
+        """Yield all events, the oldest first, without those of users who were deleted later.
+
+        LogError for a damaged segment or line.
+        """
+        deleted, parts = self.forgotten_in_lines, []
+        self._stale_older = 0
+        for load in reversed(self._older):
+            part = load()
+            remaining = part.without(deleted)
+            self._stale_older += part.num_events - remaining.num_events
+            deleted |= part.deleted
+            parts.append(remaining)
+        self.forgotten = dict.fromkeys(deleted, 0) | self.forgotten
+        while parts:
+            self.ids.add_stored(parts[-1])
+            yield parts.pop()
+        yield self.lines()
+
+    @property
+    def forgotten_in_lines(self) -> set[str]:
+        """The deleted users whose mark is in the lines: of these the segments' events do not count."""
+        return {user for user, number in self.forgotten.items() if number}
+
+    def lines(self) -> Columns:
+        """Return the events of the lines alone."""
+        builder = Builder()
+        for records in self.events():
+            builder.add_records(records)
+        return builder.build(frozenset(self.forgotten))
+
     def events(self) -> Iterator[list[dict]]:
-        """Yield the records of events, many at a time, without events of users who were deleted later.
+        """Yield the records of events in the lines, many at a time, without events of users who were deleted later.
 
         LogError for a damaged line.
         """
-        self.stale, self.lists = 0, {}
+        self._stale_lines, self.lists = 0, {}
         for first, _, records in self._records():
             if self.forgotten or self.listed:
                 remaining = [self._remaining(number, record) for number, record in enumerate(records, first)]
-                self.stale += _count(records) - _count(remaining)
+                self._stale_lines += _count(records) - _count(remaining)
                 records = remaining
             for record in records:
                 if "ids" in record:
@@ -162,6 +220,16 @@ def line_of(record: dict) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
+def content_of(line: bytes) -> dict:
+    """Return the object in a line of the log's form, an empty one if the line is damaged."""
+    text = line[9:-1]
+    with suppress(ValueError, RecursionError):
+        content = json.loads(text) if line == b"%08x %s\n" % (zlib.crc32(text), text) else None
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
 def _parsed(lines: list[bytes]) -> list[dict] | None:
     """Return the records of lines; None if one is damaged."""
     texts = [line[9:-1] for line in lines]
@@ -175,9 +243,9 @@ def _parsed(lines: list[bytes]) -> list[dict] | None:
 
 
 def _valid(record: dict) -> bool:
-    """Return whether a record is a mark, a list, or has columns of one length."""
+    """Return whether a record is a mark, a list, a number, or has columns of one length."""
     if record.keys() - {"ids"} != COLUMNS:
-        return record.keys() in ({"forget"}, {"list", "items"})
+        return record.keys() in ({"forget"}, {"list", "items"}, {"segment"})
     count, actions = len(record["users"]), record["actions"]
     columns = [record["items"], record["timestamps"], *([] if actions is None else [actions])]
     return all(len(column) == count for column in (*columns, *([record["ids"]] if "ids" in record else [])))

@@ -23,25 +23,18 @@ def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
     places: dict[str, int] = {}
     parts: list[tuple] = []
     counts = {"taken": 0, "left_out": 0, "repeated": 0}
-    for records in log.events():
-        users: list[str] = []
-        items: list = []
-        times: list[int] = []
-        actions: list = []
-        for record in records:
-            users += record["users"]
-            items += record["items"]
-            times += record["timestamps"]
-            actions += record["actions"] or [None] * len(record["users"])
-        if not users:
-            continue
-        rows, codes, known = known_rows(recommender, items, actions)
-        log.left_out.update(compress(users, ~known))
-        taken = [places.setdefault(user, len(places)) for user in compress(users, known)]
-        times_taken = np.array(times, np.int64)[known]
-        parts.append((np.array(taken, np.int64), rows[known], times_taken, None if codes is None else codes[known]))
-        counts["taken"] += len(taken)
-        counts["left_out"] += len(users) - len(taken)
+    for part in log.parts():
+        rows, known_items = item_rows(recommender, part.items)
+        codes, known_actions = action_codes(recommender, part.actions)
+        known = known_items[part.item] & known_actions[part.action]
+        owners = np.repeat(np.arange(len(part.users)), part.counts)
+        log.left_out.update(part.users[place] for place in np.unique(owners[~known]).tolist())
+        some, owners = np.unique(owners[known], return_inverse=True)
+        taken = [places.setdefault(part.users[place], len(places)) for place in some.tolist()]
+        actions = None if codes is None else codes[part.action[known]]
+        parts.append((np.array(taken, np.int64)[owners], rows[part.item[known]], part.timestamps[known], actions))
+        counts["taken"] += len(owners)
+        counts["left_out"] += len(known) - len(owners)
     for user in log.forgotten:
         recommender.forget(user)
     for name, listed in log.lists.items():
@@ -69,13 +62,22 @@ def known_rows(
     """Return (rows of the item table, codes of actions or None, which events the run knows) of events as a log has
     them: items integers or text, actions numbers, text or None.
     """
+    (rows, known), (codes, known_actions) = item_rows(recommender, items), action_codes(recommender, actions)
+    return rows, codes, known & known_actions
+
+
+def item_rows(recommender: Recommender, items: list) -> tuple[np.ndarray, np.ndarray]:
+    """Return (rows of the item table, which items the run knows) of integers or text."""
     if not all(isinstance(item, int) for item in items):
         items = [str(item) for item in items]
-    rows, known = recommender.items.lookup(np.array(items))
+    return recommender.items.lookup(np.array(items or np.zeros(0, np.int64)))
+
+
+def action_codes(recommender: Recommender, actions: list) -> tuple[np.ndarray | None, np.ndarray]:
+    """Return (codes, or None for a run that reads no actions; which actions the run knows) of numbers, text or None."""
     if recommender.actions is None:
-        return rows, None, known & np.array([action is None for action in actions])
-    codes, known_actions = recommender.actions.lookup(actions)
-    return rows, codes, known & known_actions
+        return None, np.array([action is None for action in actions], bool)
+    return recommender.actions.lookup(actions)
 
 
 def user_numbers(dataset: Dataset) -> dict[str, int]:
