@@ -102,6 +102,10 @@ class Models:
             raise Loading("another run is being loaded, try again later")
         try:
             path, old = self.path(name), worker.recommender
+            if log is None and worker.store is None:
+                raise ModelRefused(
+                    "the service has neither a log nor a store, from which another model gets the events"
+                )
             new = self.load(path)
             check_requests(old, new, self.demands.missing)
             self.check_floor(path, new.config)
@@ -110,7 +114,8 @@ class Models:
                 shared = worker.store.beside(new)
                 shared.refresh(users)
                 self._serve(new, shared, users, worker)
-            elif log is not None:
+            else:
+                assert log is not None
                 with log.reader() as reader:
                     replay(new, reader)
                     while log.size - reader.size > FEW_BYTES:

@@ -146,6 +146,16 @@ def test_a_run_that_fails_a_check_never_serves(log, tmp_path):
         models.path("a\0")
 
 
+def test_a_service_without_a_log_refuses_another_model(tmp_path):
+    """There is nothing from which the other model could get the users' events: the same one goes on."""
+    write_run(tmp_path, "day8", "2026-01-08")
+    models = served_runs(tmp_path, {"day8": lambda: other_model(2)})
+    with TestClient(create_app(other_model(0, label="small"), None, models=models)) as client:
+        answer = client.post("/model", json={"run": "day8"})
+        assert answer.status_code == 409 and "neither a log nor a store" in answer.json()["error"]["message"]
+        assert client.get("/health").json()["model"] == "small"
+
+
 def test_no_request_fails_while_models_change(log, tmp_path):
     """Clients post and read while --watch lets one run after the other serve; all events are in the last one."""
     loaded = {f"day{day}": lambda day=day: other_model(day) for day in range(3)}
