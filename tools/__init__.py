@@ -1,1 +1,1 @@
-"""Programs for developers."""
+"""Smaller programs, for the data and for developers."""
