@@ -4,7 +4,7 @@ python benchmarks/serving.py --capacity                      users with full win
 python benchmarks/serving.py --cpu                           recommend over 50,000 items and append, N = 200, on a CPU
 python benchmarks/serving.py --gpu [--seconds 150]           against recomputing the history, on a GPU
 python benchmarks/serving.py --http URL --run RUN --rate 100 --seconds 300     mixed routes at a fixed rate
-python benchmarks/serving.py --start 1000000 --run RUN       the start of serve.py with a log of so many lines
+python benchmarks/serving.py --start 1000000 --run RUN       the start of serve.py with a log of so many events
 
 Each result is a line of JSON, on standard output and in the file --out.
 """
@@ -435,7 +435,7 @@ async def client(results: Results, url: str, run: Path, rate: float, seconds: fl
 
 
 def start(results: Results, run: Path, lines: int) -> None:
-    """Time serve.py from its start to its address, with logs of one event a line, of few users and of many."""
+    """Time serve.py from its start to its address, with logs of so many events, of few users and of many."""
     from serving.http.event_log import EventLog
 
     items = np.load(run / "vocabulary" / "item_ids.npy", allow_pickle=False)
@@ -444,8 +444,11 @@ def start(results: Results, run: Path, lines: int) -> None:
         users, some = rng.integers(0, most_users, lines).tolist(), items[rng.integers(0, len(items), lines)].tolist()
         with tempfile.TemporaryDirectory() as folder:
             log = EventLog(Path(folder, "events.log"), fsync=False)
-            columns = zip(users, some, range(lines))
-            log.append([{"users": [f"u{u}"], "items": [i], "timestamps": [t], "actions": None} for u, i, t in columns])
+            for begin in range(0, lines, 10_000):  # so that the log has segments, as a service's has
+                part = range(begin, min(begin + 10_000, lines))
+                log.append(
+                    [{"users": [f"u{users[t]}"], "items": [some[t]], "timestamps": [t], "actions": None} for t in part]
+                )
             log.close()
             command = [sys.executable, ROOT / "serve.py", run, "--port", "0", "--log", log.path]
             began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -74,6 +74,8 @@ class Columns(NamedTuple):
 
     def save(self, file: BinaryIO) -> None:
         arrays: dict[str, Any] = self._asdict()
+        for name, values in (("item", self.items), ("action", self.actions)):
+            arrays[name] = arrays[name].astype(np.min_scalar_type(len(values)))
         for name in LISTS:
             arrays[name] = np.frombuffer(json.dumps(list(arrays[name])).encode(), np.uint8)
         arrays["ids"] = np.frombuffer(self.ids, np.uint8)

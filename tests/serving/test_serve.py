@@ -36,9 +36,10 @@ def serving(folder, *options, log=None, program=(ROOT / "serve.py",), python=sys
     """Yield (the process, a client) of serve.py on a free port; the process is killed at the end if it still runs."""
     command = [python, *program, folder, "--port", "0", "--device", "cpu", *SMALL, *options]
     command += [] if log is None else ["--log", log]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )  # fmt: skip
     try:
         output = ""

@@ -26,7 +26,7 @@ event_log.FULL = 200
 
 
 class Expected:
-    """What records make of a log: the events and their ids of each user, the deleted users, the lists."""
+    """The events and ids of each user, the deleted users and the lists that a log must have after some records."""
 
     def __init__(self):
         self.events, self.ids, self.deleted, self.lists = {}, {}, set(), {}
