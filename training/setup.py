@@ -192,7 +192,7 @@ def open_or_resume(
     interrupts: Interrupts,
     update: Path | None = None,
 ) -> Iterator[Run]:
-    """Claim the folder and yield the run in it, with a checkpoint; see `train.train` for the options."""
+    """Claim the folder and yield the run in it, with a checkpoint; see `training.loop.train` for the options."""
     ranks = Ranks(config)
     terminal.quiet |= not ranks.first
     writer = Writer() if ranks.first else NoWriter()

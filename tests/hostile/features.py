@@ -25,6 +25,7 @@ from hstu_sparse.cache import files
 from tests.hostile import runs
 from tests.hostile.harness import ERROR, WORKS, Case, Process, signalled
 from tests.hostile.runs import Change, config, differs, facts, tensors
+from training import loop
 
 ATTENTION = "{kind: rotatekv, sink_tokens: 1}"
 HEAD = "{kind: mol, query_components: 2, item_components: 2, component_dim: 4, gate_hidden_dim: 8}"
@@ -288,7 +289,7 @@ def cases(place: Path) -> list[Case]:
     for run, overrides in ((finished, MODEL + TRAIN), (basic, ["train.epochs=1"])):
         ended = Process(lambda run=run, more=overrides: runs.start(run, *more), seconds=300).wait()
         assert ended.status == 0, ended.output
-    ended = signalled(lambda: runs.start(stopped, *MODEL, *TRAIN), signal.SIGTERM, train, "set_lr", runs.STEP)
+    ended = signalled(lambda: runs.start(stopped, *MODEL, *TRAIN), signal.SIGTERM, loop, "set_lr", runs.STEP)
     assert ended.status == 128 + signal.SIGTERM, ended.output
     expected = facts(finished)
 

@@ -27,6 +27,7 @@ import eval as evaluation
 import train
 from tests.hostile.configs import BASE
 from tests.hostile.harness import EITHER, ERROR, WORKS, Case, Process, judge, signalled
+from training import loop
 from training.saved import checksum, facts_checksum
 from training.weights import read_tensors, saved_tensors
 
@@ -351,7 +352,7 @@ def cases(place: Path) -> list[Case]:
         run.parent.mkdir()
     ended = Process(lambda: start(finished), seconds=300).wait()
     assert ended.status == 0, ended.output
-    ended = signalled(lambda: start(stopped), signal.SIGTERM, train, "set_lr", STEP)
+    ended = signalled(lambda: start(stopped), signal.SIGTERM, loop, "set_lr", STEP)
     assert ended.status == 128 + signal.SIGTERM, ended.output
     expected = facts(finished)
 
@@ -453,7 +454,7 @@ def _full(case, expected: dict) -> list[Case]:
 
     def again(folder: Path) -> int:
         """Stopped by a full disk, then resumed with room: it ends as if nothing had been."""
-        signalled(lambda: start(folder / "run"), signal.SIGTERM, train, "set_lr", STEP)
+        signalled(lambda: start(folder / "run"), signal.SIGTERM, loop, "set_lr", STEP)
         full = Process(lambda: train.main(["--resume", str(folder / "run")]), seconds=60, disk=3000).wait()
         verdict, line = judge(full, ERROR)
         assert verdict == "passed", f"{verdict}: {line}"
@@ -475,7 +476,7 @@ def _full(case, expected: dict) -> list[Case]:
 def _together(case, stopped: Path, expected: dict) -> list[Case]:
     def begin_resume(folder: Path) -> Process:
         """A resume that takes no step before the file `go` is there, or its parent is gone."""
-        set_lr, parent = train.set_lr, os.getpid()
+        set_lr, parent = loop.set_lr, os.getpid()
 
         def patient(*arguments):
             while os.getppid() == parent and not (folder / "go").exists():
@@ -483,7 +484,7 @@ def _together(case, stopped: Path, expected: dict) -> list[Case]:
             return set_lr(*arguments)
 
         def resume() -> int:
-            train.set_lr = patient
+            loop.set_lr = patient
             return train.main(["--resume", str(folder / "run")])
 
         return Process(resume, seconds=60)

@@ -21,6 +21,7 @@ from cli.interrupt import Interrupts, Stopped
 from experiments import runs
 from experiments.runs import Job, run_all
 from tests.programs.tiny import Ended, tiny
+from training import loop
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,7 +67,7 @@ ALL = ["dense, seed 1", "bsa, seed 1", "dense, seed 2", "bsa, seed 2", "dense, s
 
 
 def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
-    set_lr = train.set_lr
+    set_lr = loop.set_lr
 
     def stopped_at_the_second_epoch(config, optimizer, step, steps):
         if config.seed == 1 and config.name == "bsa" and step >= steps // 2:
@@ -82,7 +83,7 @@ def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
         return process
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "set_lr", stopped_at_the_second_epoch)
+        patch.setattr(loop, "set_lr", stopped_at_the_second_epoch)
         patch.setattr(runs, "launch", killed)
         first = run("plan.yaml", "--out", "out")
     assert first.returncode == 130 and "To continue: the same command again" in first.stdout

@@ -9,12 +9,11 @@ import sys
 
 import pytest
 
-import train
 from cli.interrupt import Interrupts, Stopped
 from models.attention import ATTENTION
 from tests.programs.test_outputs import CONFIG, events
 from tests.programs.test_train import ROOT, final, run
-from training import ending, setup
+from training import ending, loop, setup
 
 
 def interrupted(monkeypatch, place, name, call):
@@ -44,8 +43,8 @@ def test_the_story(tmp_path, monkeypatch):
     # Interrupted while the data are prepared, in the first epoch, in its evaluation, and at the end.
     stops = (
         (setup, "open_data", 1, "preparing the data. To begin: the same command again"),
-        (train, "set_lr", 2, "training. Saved at step 2 of 4. To continue: python train.py --resume run"),
-        (train.Tracked, "epoch", 1, "training. Saved at step 2 of 4. To continue"),
+        (loop, "set_lr", 2, "training. Saved at step 2 of 4. To continue: python train.py --resume run"),
+        (loop.Tracked, "epoch", 1, "training. Saved at step 2 of 4. To continue"),
         (ending, "judge", 1, "evaluating; all epochs are saved. To evaluate: python train.py --resume run"),
     )
     arguments = ("run.yaml", "--run", "run")

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import train
+from training import loop
 from training.checkpoints import checkpoints
 from training.config import load_config
 from training.run import TrainingError
@@ -155,7 +156,7 @@ def test_killed_and_resumed_ends_the_same(tmp_path):
     varied = ["train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}", "train.checkpoint_seconds=0"]
     assert start(reference, *varied).returncode == 0
     resume = ["--resume", folder]
-    dies(([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], "train", "set_lr", 20))
+    dies(([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], "training.loop", "set_lr", 20))
     assert checkpoints(folder)[-1].name == "step-00000019"
     later = ("os", "rename", 2), ("training.saved", "save_file", 1), ("training.checkpoints", "write_facts", 3)
     dies(*((resume, *moment) for moment in later))
@@ -195,7 +196,7 @@ def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
     reference, _ = finished
     folder = tmp_path / "run"
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
-    statuses, output = signalled(signal.SIGTERM, (arguments, "train", "set_lr", 20))
+    statuses, output = signalled(signal.SIGTERM, (arguments, "training.loop", "set_lr", 20))
     assert statuses == [128 + signal.SIGTERM], output
     assert f"python train.py --resume {folder}" in output.replace("\n", "")
     assert json.loads(sorted((folder / "checkpoints").glob("step-*"))[-1].joinpath("state.json").read_text())["step"]
@@ -205,7 +206,7 @@ def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
 
 def terminated(monkeypatch, arguments, call):
     """Run train.py in this process, which gets SIGTERM when the learning rate is set for the `call`-th time."""
-    set_lr, calls = train.set_lr, itertools.count(1)
+    set_lr, calls = loop.set_lr, itertools.count(1)
 
     def counted(*inputs):
         if next(calls) == call:
@@ -213,7 +214,7 @@ def terminated(monkeypatch, arguments, call):
         return set_lr(*inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "set_lr", counted)
+        patch.setattr(loop, "set_lr", counted)
         return run("train.py", *arguments)
 
 

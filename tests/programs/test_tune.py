@@ -19,6 +19,7 @@ import tune
 from cli.interrupt import Stopped
 from data.errors import ConfigError
 from tests.programs.tiny import Ended, tiny
+from training import loop
 from training.folder import wait_until_free
 from training.run import TrainingError
 
@@ -67,7 +68,7 @@ def test_stopped_and_gone_on_with_the_search_comes_to_the_same_end(place, monkey
     assert whole.returncode == 0, whole.stderr
     commands = len(place.commands)
 
-    set_lr, launch = train.set_lr, tuning.launch
+    set_lr, launch = loop.set_lr, tuning.launch
 
     def stopped_in_the_second_epoch(config, optimizer, step, steps):
         if len(place.commands) == commands + 3 and step >= steps // 2:
@@ -81,7 +82,7 @@ def test_stopped_and_gone_on_with_the_search_comes_to_the_same_end(place, monkey
         return process
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "set_lr", stopped_in_the_second_epoch)
+        patch.setattr(loop, "set_lr", stopped_in_the_second_epoch)
         patch.setattr(tuning, "launch", killed)
         first = run("tiny.yaml", "space.yaml", "--trials", "4", "--out", "parts")
     assert first.returncode == 143 and "To continue: the same command again" in first.stdout

@@ -11,7 +11,7 @@ import train
 from cli.interrupt import Stopped
 from experiments.runs import is_finished, read_result
 from tests.programs.tiny import tiny
-from training import tracking
+from training import loop, tracking
 from training.config import load_config
 from training.folder import FolderError
 
@@ -25,14 +25,14 @@ def place(tmp_path, monkeypatch):
 
 def interrupt_in_epoch(monkeypatch, epoch):
     """SIGTERM in the middle of an epoch, counted from 0."""
-    set_lr = train.set_lr
+    set_lr = loop.set_lr
 
     def signalled(config, optimizer, step, steps):
         if step == epoch * steps // 3 + 1:
             signal.raise_signal(signal.SIGTERM)
         return set_lr(config, optimizer, step, steps)
 
-    monkeypatch.setattr(train, "set_lr", signalled)
+    monkeypatch.setattr(loop, "set_lr", signalled)
 
 
 def test_mlflow_has_the_curves_of_an_interrupted_and_resumed_run(place, monkeypatch, capsys):

@@ -1,0 +1,129 @@
+"""Train a run: its epochs, their evaluations and checkpoints, until it is finished or a signal stops it."""
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from cli.interrupt import Interrupts, Stopped
+from cli.terminal import Bar, terminal
+from data.batches import Batches
+from training.best import keep_best
+from training.checkpoints import judged
+from training.config import RunConfig
+from training.ending import finish, leave
+from training.monitor import Means
+from training.run import Tracked
+from training.setup import Run, open_or_resume
+from training.step import set_lr
+
+
+def train(
+    config: RunConfig,
+    folder: Path | None,
+    resume: bool | None,
+    init_from: Path | None = None,
+    interrupts: Interrupts | None = None,
+    update: Path | None = None,
+) -> Path:
+    """Do the whole run in `folder`, which this process claims; None: in a new folder below run_dir. Return the folder.
+
+    resume: continue the run in the folder, with changes that training/changes.py allows; None: if there is one, from
+    its newest intact checkpoint. init_from: another run's folder, whose weights a new run starts with; update: one
+    that a new run updates. Raises Stopped when a signal arrived; everything is saved then.
+    """
+    interrupts = interrupts or Interrupts()
+    with open_or_resume(config, folder, resume, init_from, interrupts, update) as run:
+        with interrupts.noted(), terminal.bar(run.steps, run.progress.step, unit="steps") as bar:
+            run.begin()
+            while not run.finished:
+                train_epoch(run, bar)
+                record(run, evaluate(run))
+                run.save_when_due()
+            run.checkpoints.wait()
+            interrupts.stage = f"evaluating; all epochs are saved. To evaluate: python train.py --resume {run.folder}"
+        finish(run)
+        return run.folder
+
+
+def train_epoch(run: Run, bar: Bar) -> None:
+    """Train to the end of the epoch, and save whenever it is due; after a signal save, and raise Stopped."""
+    config, progress = run.config, run.progress
+    run.model.train()
+    began, before, lr = time.monotonic(), progress.events, 0.0
+    for batch in run.batches.epoch(progress.epoch, start=progress.batch):
+        lr = set_lr(config, run.optimizer, progress.step, run.steps)
+        run.means.add(run.step(replace(batch, phase=run.phase)))
+        progress.step += 1
+        progress.batch += 1
+        progress.events += batch.num_tokens if batch.whole is None else batch.whole.tokens
+        show(run, bar, (progress.events - before) / (time.monotonic() - began))
+        run.checkpoints.poll()
+        due, signal = run.agree()
+        if signal:
+            raise stopped(run, signal)
+        if due and progress.batch < len(run.batches):  # after the last one the evaluation is saved, too
+            run.save()
+    run.losses = run.means.values()
+    for name in run.ranks.of_first([name for name, value in run.losses.items() if not math.isfinite(value)]):
+        raise run.diverged(f"the {name} is {run.losses[name]} in epoch {progress.epoch + 1}")
+    run.rates = {"lr": lr, "events_per_second": (progress.events - before) / (time.monotonic() - began)}
+
+
+def evaluate(run: Run) -> dict[str, float] | None:
+    """Return the metrics of the split that is watched, if this epoch is one after which it is evaluated."""
+    if not run.evaluates or run.watched is None:
+        return None
+    run.check_finite()
+    # Several processes must reach the end of an evaluation together.
+    check = run.interrupts.check if run.ranks.world == 1 else lambda: None
+    batches = Tracked(run.data.eval_batches(run.watched), f"evaluating on {run.watched}", check)
+    try:
+        with judged(run.average):
+            metrics = run.data.task.evaluate(run.model, cast(Batches, batches), run.phase)
+    except Stopped as stop:
+        # Saved in the state before the evaluation, which a resumed run repeats.
+        raise stopped(run, stop.number) from None
+    return run.ranks.of_first(metrics)
+
+
+def record(run: Run, metrics: dict[str, float] | None) -> None:
+    """End the epoch: keep the weights if they are the best, and write a line of metrics.jsonl and of the terminal."""
+    config, progress, losses = run.config, run.progress, run.losses
+    line = {"epoch": progress.epoch + 1, "step": progress.step, **losses, "split": run.watched, **(metrics or {})}
+    progress.epoch, progress.batch, run.means = progress.epoch + 1, 0, Means(run.data.device, {})
+    summary = f"epoch {progress.epoch:>4}  {shown(losses)}"
+    if metrics is not None:
+        if run.watched == "valid" and run.last_phase:
+            keep_best(config, run.checkpoints, progress, metrics)
+        summary += f"  {run.watched} " + shown({name: metrics[name] for name in run.data.task.headline})
+    terminal.say(summary)
+    run.log.write(line, run.seconds, losses | run.rates)
+
+
+def stopped(run: Run, number: int) -> Stopped:
+    """Save and report a run that the signal `number` stops; return the exception to raise."""
+    progress = run.progress
+    run.save()
+    run.checkpoints.wait()
+    run.log.close(finished=False)
+    leave(run)
+    best = "" if progress.best is None else f"; best {run.config.best_metric} so far {progress.best:.4f}"
+    run.interrupts.stage = (
+        f"training. Saved at step {progress.step:,} of {run.steps:,}{best}. To continue: "
+        f"python train.py --resume {run.folder}"
+    )
+    return Stopped(number)
+
+
+def show(run: Run, bar: Bar, rate: float) -> None:
+    """Show the progress; the losses, whose reading waits for the device, are read only if they are shown."""
+    if bar.due():
+        epoch = f"epoch {run.progress.epoch + 1}/{run.config.train.epochs}"
+        bar.show(run.progress.step, epoch, f"{shown(run.means.values())}  {rate:,.0f} events/s")
+
+
+def shown(values: dict[str, float]) -> str:
+    """Format losses and metrics as text."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "grad_norm")
