@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-os.environ["MPLBACKEND"] = "agg"  # the environment may name an invalid backend, and matplotlib reads it once
+if not os.environ.get("MPLBACKEND", "").startswith("module://"):  # of a notebook, which shows the user's figures
+    os.environ["MPLBACKEND"] = "agg"  # the environment may name an invalid backend, and matplotlib reads it once
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

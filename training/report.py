@@ -140,8 +140,7 @@ def markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
 
 def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline: dict[str, float]) -> list[str]:
     """Plot the curves, with the baseline's metrics as lines; return the names of the files."""
-    os.environ["MPLBACKEND"] = "agg"  # the environment may name an invalid backend
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     evaluated = [row for row in history if plotted[0] in row]
@@ -150,7 +149,8 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline:
     if evaluated:
         figures["metrics.png"] = (evaluated, plotted, f"{split} metrics")
     for file, (rows, names, title) in figures.items():
-        figure, axes = plt.subplots(figsize=(7, 4))
+        figure = Figure(figsize=(7, 4))  # pyplot would show it in a notebook
+        axes = figure.add_subplot()
         figure.subplots_adjust(
             left=0.1, right=0.97, bottom=0.14, top=0.92
         )  # finding the margins draws everything twice
@@ -167,5 +167,4 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline:
         if len(names) > 1:
             axes.legend()
         write_file(folder / file, functools.partial(figure.savefig, dpi=120, format="png"))
-        plt.close(figure)
     return list(figures)

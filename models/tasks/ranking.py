@@ -370,14 +370,12 @@ class Ranking(Task):
 
     def plots(self, result: dict) -> dict[str, bytes]:
         """Plot ROC curves and calibration of each action."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
+        from matplotlib.figure import Figure
 
         images = {}
         for name, values in result["actions"].items():
-            figure, (roc, calibration) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+            figure = Figure(figsize=(9, 4.2), layout="constrained")
+            roc, calibration = figure.subplots(1, 2)
             for who, points in values["curves"].items():
                 roc.plot(*zip(*points["roc"]), label=f"{who}, AUC {result_auc(result, who, name):.4f}")
                 calibration.plot(*zip(*points["calibration"]), marker="o", markersize=4, label=who)
@@ -390,7 +388,6 @@ class Ranking(Task):
             image = io.BytesIO()
             figure.savefig(image, dpi=120, format="png")
             images[f"ranking-{name}.png"] = image.getvalue()
-            plt.close(figure)
         return images
 
 
