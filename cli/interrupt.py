@@ -38,12 +38,11 @@ class Interrupts:
 
     def __init__(self):
         self.signal, self.stage = 0, "starting"
-        self._noting = False
+        self._noting, self._done, self._heard = False, threading.Event(), threading.Event()
 
     def __enter__(self) -> "Interrupts":
         self._out, self._in = os.pipe()
         os.set_blocking(self._in, False)
-        self._done, self._heard = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
@@ -98,3 +97,20 @@ class Interrupts:
                     print(f"\nStopped while {self.stage}", file=sys.stderr, flush=True)
                 os._exit(128 + number)
             first = False
+
+
+@contextmanager
+def keyboard_interrupts() -> Iterator[Interrupts]:
+    """Yield Interrupts for a function that a notebook or another program calls: Ctrl-C ends it with KeyboardInterrupt,
+    which says what was saved, and never the process.
+    """
+    interrupts, before = Interrupts(), None
+    if threading.current_thread() is threading.main_thread():  # Python tells no other thread of signals
+        before = signal.signal(signal.SIGINT, interrupts._hear)
+    try:
+        yield interrupts
+    except Stopped:
+        raise KeyboardInterrupt(f"Stopped while {interrupts.stage}") from None
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import IO, cast
 
 from rich import progress as rich
@@ -112,11 +113,16 @@ class Terminal:
         self.fail(f"standard output cannot be written: {error.strerror or error}; all files are complete")
         return 2
 
+    @property
+    def draws(self) -> bool:
+        """Whether a bar can be drawn: on a terminal, and in a notebook where ipywidgets is installed."""
+        return self.console.is_terminal or (self.console.is_jupyter and find_spec("ipywidgets") is not None)
+
     @contextmanager
     def bar(self, total: int, done: int = 0, *, unit: str = "batches") -> Iterator["Bar"]:
-        """Show a bar on a terminal, else print a line each EVERY seconds."""
+        """Show a bar on a terminal or in a notebook, else print a line each EVERY seconds."""
         bar = Bar(self, total, done, unit)
-        first = self.live is None and self.console.is_terminal and not self.quiet
+        first = self.live is None and self.draws and not self.quiet
         if first:
             text = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[more]}")
             columns = text[0], rich.BarColumn(), text[1], rich.TimeRemainingColumn()

@@ -9,7 +9,7 @@ import copy
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -306,8 +306,19 @@ def _override(tree: dict, assignment: str) -> None:
     path, equals, text = assignment.partition("=")
     if not equals or not path:
         raise ConfigError(f"{assignment}: expected key=value, like train.lr=3e-4")
-    *parents, last = path.split(".")
-    node = tree
+    try:
+        value = parse_yaml(text, assignment)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; a value is YAML, text with signs is quoted twice: '{path}=\"...\"'") from None
+    put(tree, path.split("."), value)
+
+
+def put(tree: dict, keys: Sequence[str], value: Any) -> None:
+    """Set the value at nested keys of a configuration's tree; ConfigError for a key inside something else than a
+    mapping or a list.
+    """
+    *parents, last = keys
+    path, node = ".".join(keys), tree
     for part in parents:
         if isinstance(node, list) and part.isdigit() and int(part) < len(node):
             node = node[int(part)]
@@ -315,10 +326,6 @@ def _override(tree: dict, assignment: str) -> None:
             node = node.setdefault(part, {})
         else:
             raise ConfigError(f"{path}: no such key ({part} is not a mapping)")
-    try:
-        value = parse_yaml(text, assignment)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; a value is YAML, text with signs is quoted twice: '{path}=\"...\"'") from None
     if isinstance(node, list) and last.isdigit() and int(last) < len(node):
         node[int(last)] = value
     elif not isinstance(node, dict):
@@ -336,14 +343,39 @@ def _override(tree: dict, assignment: str) -> None:
         node[last] = value
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the run of the YAML file at `path` with the dotted `overrides`; ConfigError names all errors."""
-    tree = parse_yaml(read_config(Path(path)), str(path))
+def merge(tree: dict, changes: Mapping[str, Any], within: Sequence[str] = ()) -> None:
+    """Change a configuration's tree by nested mappings, whose outermost keys may be dotted.
+
+    Examples:
+        >>> tree = {"model": {"num_layers": 2}}
+        >>> merge(tree, {"model": {"num_heads": 4}, "train.lr": 0.01})
+        >>> tree
+        {'model': {'num_layers': 2, 'num_heads': 4}, 'train': {'lr': 0.01}}
+    """
+    for key in sorted(changes, key=lambda key: key != "kind"):  # another kind drops the options of the former
+        value, keys = changes[key], [*within, *([key] if within else key.split("."))]
+        if isinstance(value, Mapping) and value:
+            merge(tree, value, keys)
+        else:
+            put(tree, keys, str(value) if isinstance(value, Path) else value)
+
+
+def load_tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Read a configuration's tree from a YAML file, or copy it; ConfigError if it is no mapping."""
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    tree = parse_yaml(read_config(Path(source)), str(source))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping with data, model and train")
+        raise ConfigError(f"{source}: expected a mapping with data, model and train")
+    return tree
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Load the run of a YAML file, or of its tree, with the dotted `overrides`; ConfigError names all errors."""
+    tree = load_tree(source)
     for assignment in overrides:
         _override(tree, assignment)
-    return checked(tree, str(path))
+    return checked(tree, "config" if isinstance(source, Mapping) else str(source))
 
 
 def checked(tree: dict, where: str) -> RunConfig:
