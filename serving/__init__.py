@@ -16,11 +16,13 @@ from serving.errors import (
 )
 from serving.filters import Filter
 from serving.histories import UserHistory
+from serving.inspection import Explanation
 from serving.options import ServingOptions
 from serving.recommender import Recommender
 
 __all__ = [
     "CacheFull",
+    "Explanation",
     "Filter",
     "InvalidRequest",
     "LimitReached",

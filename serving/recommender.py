@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +27,7 @@ from serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError
 from serving.filters import Filter, FilterLists
 from serving.histories import Histories, History, UserHistory, no_garbage_collection
 from serving.ids import ItemIds, user_keys
+from serving.inspection import Inspection, check_length, list_frame
 from serving.options import ServingOptions, served_form, window_of
 from serving.popularity import Popularity
 from serving.search import Search, item_scores, probabilities, windows_of
@@ -39,7 +40,7 @@ from training.run import find_data, open_weights, trained_model
 COLD = ("popular", "error")  # answers for users without events
 
 
-class Recommender:
+class Recommender(Inspection):
     """A served run: takes events and returns recommendations and scores, in the ids of the run's data.
 
     The keys and values of each user's window are cached in pages, so that a request computes one token and an event one
@@ -245,8 +246,16 @@ class Recommender:
     # Lists.
 
     def recommend(
-        self, users, k: int = 10, at=None, exclude_seen: bool | None = None, *, cold: str = "error", **filters
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self,
+        users,
+        k: int = 10,
+        at=None,
+        exclude_seen: bool | None = None,
+        *,
+        cold: str = "error",
+        as_frame: bool = False,
+        **filters,
+    ) -> tuple[np.ndarray, np.ndarray] | Any:
         """Return the k best items for each user: (items [B, k] original ids, scores [B, k] float32), best first.
 
         Args:
@@ -256,6 +265,7 @@ class Recommender:
             exclude_seen: leave out every item that the user ever met; by default unless the run's
                 `eval.filter_seen` is `none`.
             cold: for users without events; `error` raises NoHistory, `popular` gives them the list of `popular`.
+            as_frame: return a polars frame (user, rank, item, score) in place of arrays.
             filters: the arguments of `Filter`: allow, deny, where, at_most, filters.
 
         Raises NoHistory, TooEarly, InvalidRequest, UnknownFilter, CacheFull; ServingError for a run that ranks given
@@ -277,14 +287,13 @@ class Recommender:
                 items[warm], scores[warm] = self.recommend_checked(
                     requests, k, [exclude_seen] * len(requests), [passing] * len(requests)
                 )
-        return items, scores
+        return list_frame("user", "item", users, items, scores) if as_frame else (items, scores)
 
     def check_k(self, k: int) -> None:
         """Raise InvalidRequest unless lists of `k` items can be recommended."""
         if self.ranking:
             raise InvalidRequest("the run ranks the candidates that it is given: ask for score, not recommend")
-        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-            raise InvalidRequest(f"k: expected a whole number of at least 1, got {k!r}")
+        check_length(k)
 
     def recommend_checked(
         self,

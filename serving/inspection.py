@@ -1,0 +1,209 @@
+"""Look into a served model: vectors of items, neighbours, and which events of a user a score rests on.
+
+Letters: I items, E embedding size, M items of a call, k length of a list, n events of a user's window.
+"""
+
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from data.batch import Batch
+from models.heads import normalized
+from models.hstu import SequenceModel
+from models.tasks.scoring import normalized_items
+from serving.engine import Ask
+from serving.errors import InvalidRequest
+from serving.histories import Window
+from serving.ids import ItemIds, user_keys
+from serving.search import item_scores
+from training.config import RunConfig
+
+MOST_TOKENS = 2**15  # of one pass of the model
+
+
+class Explanation(NamedTuple):
+    """The events that a score rests on, in time order; see `Recommender.explain`.
+
+    score of the item; items [n] original ids; timestamps [n] int64, seconds; effects [n] float32
+    """
+
+    score: float
+    items: np.ndarray
+    timestamps: np.ndarray
+    effects: np.ndarray
+
+    def frame(self):
+        """Return the events as a polars frame (item, timestamp, effect), the greatest effect first."""
+        import polars as pl
+
+        columns = {"item": self.items, "timestamp": self.timestamps, "effect": self.effects}
+        return pl.DataFrame(columns).sort("effect", descending=True, nulls_last=True)
+
+
+def list_frame(name: str, listed: str, ids: Any, items: np.ndarray, scores: np.ndarray) -> Any:
+    """Return lists [B, k] as a polars frame: `name`, rank (from 1), `listed`, score; without places that are empty."""
+    import polars as pl
+
+    count, k = items.shape
+    columns = {
+        name: np.repeat(np.asarray(ids), k),
+        "rank": np.tile(np.arange(1, k + 1, dtype=np.int32), count),
+        listed: items.ravel(),
+        "score": scores.ravel(),
+    }
+    return pl.DataFrame(columns).filter(pl.col("score").is_finite())
+
+
+class Inspection:
+    """The part of `Recommender` that looks into the model."""
+
+    config: RunConfig
+    items: ItemIds
+    window: Window
+    ranking: bool
+    _lock: threading.RLock
+
+    def check_requests(self, users: Any, at: Any) -> list[Ask]:
+        """Return checked requests of users, see `Recommender.check_requests`."""
+        raise NotImplementedError
+
+    @property
+    def model(self) -> SequenceModel:
+        """The model that is served."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def item_vectors(self, as_frame: bool = False) -> tuple[np.ndarray, np.ndarray] | Any:
+        """Return (ids [I], vectors [I, E] float32 of length one), or a polars frame (item, vector).
+
+        A vector is the item's representation, against which outputs are scored: for the head `dot` without repeats a
+        score is its product with the output. Read it as a position among the other items and nothing else: single
+        numbers of it mean nothing, and another run has other axes.
+
+        Examples:
+            >>> ids, vectors = recommender.item_vectors()
+            >>> vectors.shape == (len(ids), 8), bool(abs((vectors**2).sum(1) - 1).max() < 1e-5)
+            (True, True)
+        """
+        with self._lock:
+            vectors = normalized_items(self.model.item_table).cpu().numpy()
+        if not as_frame:
+            return self.items.ids, vectors
+        import polars as pl
+
+        return pl.DataFrame({"item": self.items.ids, "vector": vectors})
+
+    @torch.no_grad()
+    def similar(self, items: Any, k: int = 10, *, as_frame: bool = False) -> tuple[np.ndarray, np.ndarray] | Any:
+        """Return the k nearest other items of each item: (items [M, k] original ids, cosines [M, k] float32).
+
+        Items are near whose vectors (`item_vectors`) have a small angle: users who met the one met the other in like
+        places of their histories. It is no rule that the one follows the other.
+
+        Args:
+            items: [M] ids.
+            k: at least 1. Where there are fewer other items, -1 or the empty text follows, with cosines of -inf.
+            as_frame: return a polars frame (item, rank, similar, score) in place of arrays.
+
+        Raises UnknownItem, InvalidRequest.
+
+        Examples:
+            >>> neighbours, cosines = recommender.similar(["s1", "s2"], k=3)
+            >>> neighbours.shape, "s1" in neighbours[0]
+            ((2, 3), False)
+        """
+        check_length(k)
+        rows = self.items.rows("items", items)
+        with self._lock:
+            table = normalized_items(self.model.item_table)
+            chosen = torch.from_numpy(rows).to(table.device)
+            cosines = table[chosen] @ table.T
+            cosines.scatter_(1, chosen[:, None], -torch.inf)
+            best, places = cosines.topk(min(k, len(table)), dim=1)
+        values, near = np.full((len(rows), k), -np.inf, np.float32), np.full((len(rows), k), -1)
+        values[:, : best.shape[1]], near[:, : best.shape[1]] = best.cpu().numpy(), places.cpu().numpy()
+        neighbours = self.items.original(np.where(np.isinf(values), -1, near))
+        if not as_frame:
+            return neighbours, values
+        return list_frame("item", "similar", self.items.original(rows), neighbours, values)
+
+    @torch.no_grad()
+    def explain(self, user: Any, item: Any, at: int | None = None) -> Explanation:
+        """Return what each event of a user's window adds to the score of an item: the score with all events, less the
+        score without this one.
+
+        This is the model's own arithmetic, not a reason of the user's. Effects do not add up to the score, since events
+        act together: of two events that say the same, each alone may have no effect. Without an event the others stand
+        one place nearer to one another, and that is in its effect, too. The only event of a user has the effect NaN,
+        since the model scores nothing without events.
+
+        Args:
+            user: an id; the user needs an event. The model is run n times, on sequences of n - 1 events.
+            item: the id of the item whose score is explained.
+            at: as in `Recommender.recommend`.
+
+        Raises NoHistory, UnknownItem, TooEarly; InvalidRequest for a run that ranks given candidates.
+
+        Examples:
+            >>> explanation = recommender.explain("c3", "s1")
+            >>> len(explanation.items) == len(explanation.effects) == 7
+            True
+            >>> explanation.frame().columns
+            ['item', 'timestamp', 'effect']
+        """
+        if self.ranking:
+            raise InvalidRequest("explain: the run ranks the candidates that it is given, expected one of retrieval")
+        row = self.items.rows("item", [item])
+        with self._lock:
+            (request,) = self.check_requests(user_keys([user]), at)
+            h = request.history
+            cut = self.window.begin(h.count) - h.first
+            items, times = h.items[cut:].astype(np.int64), h.timestamps[cut:].copy()
+            actions = None if h.actions is None else h.actions[cut:].astype(np.int64)
+            score = self._scores(items, times, actions, request.at, np.arange(len(items))[None], row).item()
+            effects = np.full(len(items), np.nan, np.float32)
+            if len(items) > 1:
+                step = np.arange(len(items) - 1)
+                others = step + (step >= np.arange(len(items))[:, None])  # [n, n - 1]
+                effects[:] = score - self._scores(items, times, actions, request.at, others, row)
+        return Explanation(score, self.items.original(items), times, effects)
+
+    def _scores(
+        self,
+        items: np.ndarray,
+        times: np.ndarray,
+        actions: np.ndarray | None,
+        at: int,
+        events: np.ndarray,
+        row: np.ndarray,
+    ) -> np.ndarray:
+        """Return the scores [V] of an item after V histories: those of the events in each row of `events` [V, L]."""
+        device, length, scores = self.model.item_weight.device, events.shape[1], []
+        for chosen in np.array_split(events, -(-events.size // MOST_TOKENS)):
+            count = len(chosen)
+            following = np.append(times[chosen[:, 1:]], np.full((count, 1), at), axis=1)
+            columns = (items[chosen], times[chosen], following)
+            tokens, seconds, queries = (torch.from_numpy(column.ravel()).to(device) for column in columns)
+            batch = Batch(
+                item_ids=tokens,
+                timestamps=seconds,
+                target_ids=torch.full_like(tokens, -1),
+                query_timestamps=queries,
+                seq_offsets=torch.arange(0, count * length + 1, length, device=device),
+                users=torch.arange(count, device=device),
+                actions=None if actions is None else torch.from_numpy(actions[chosen].ravel()).to(device),
+            )
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.config.train.autocast == "bf16"):
+                out, _ = self.model.raw_output(batch)
+            last = normalized(out[batch.seq_offsets[1:] - 1])
+            windows = None if self.model.repeats is None else batch
+            scores.append(item_scores(self.model, last, [row] * count, windows))
+        return np.concatenate(scores)
+
+
+def check_length(k: Any) -> None:
+    """Raise InvalidRequest unless a list can have `k` items."""
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+        raise InvalidRequest(f"k: expected a whole number of at least 1, got {k!r}")
