@@ -18,15 +18,9 @@ import sys
 
 from cli.interrupt import Interrupts
 from cli.program import guarded
-from cli.terminal import terminal
+from experiments.comparing import compare_plan
 from experiments.plan import load_plan
-from experiments.report import as_html
-from experiments.results import as_csv, collect, comparison_json, finished
-from experiments.runs import run_all, speed_jobs, training_jobs, write_settings
-from experiments.table import print_results
-from training.folder import claimed, write_file
 from training.monitor import explain_faults
-from training.run import TrainingError
 
 
 def work(options, interrupts: Interrupts) -> None:
@@ -38,21 +32,7 @@ def work(options, interrupts: Interrupts) -> None:
         quick=options.quick,
         overrides=options.overrides,
     )
-    with claimed(options.out, new=False):
-        write_settings(plan, options.out)
-        failed = run_all(training_jobs(plan, options.out), interrupts, options.parallel)
-        if not options.no_speed:
-            configs = {name: folders[0] / "config.yaml" for name, folders in finished(plan, options.out).items()}
-            failed += run_all(speed_jobs(configs, options.out), interrupts)  # one process at a time
-        interrupts.stage = "comparing; all runs are finished"
-        results = collect(plan, options.out, failed)
-        write_file(options.out / "comparison.json", comparison_json(results))
-        write_file(options.out / "comparison.csv", as_csv(results))
-        write_file(options.out / "report.html", as_html(results))
-        print_results(results)
-        terminal.say(f"Written: {options.out}/comparison.json, comparison.csv, report.html")
-    if failed:
-        raise TrainingError(f"{len(failed)} of the runs failed: " + "; ".join(f"{name}: {why}" for name, why in failed))
+    compare_plan(plan, options.out, interrupts, options.parallel, not options.no_speed)
 
 
 def main(arguments: list[str] | None = None) -> int:

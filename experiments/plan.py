@@ -15,7 +15,7 @@ Paths are taken from the working directory, as train.py does.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +39,7 @@ TAKEN = {"comparison.json", "comparison.csv", "report.html"}  # files of the res
 class PlanFile(Options):
     """The content of the YAML file of a plan."""
 
-    base: str | None = None
+    base: str | dict[str, Any] | None = None
     baseline: str | None = None
     seeds: list[Seed] = Field(default_factory=lambda: list(DEFAULT_SEEDS), min_length=1)
     common: dict[str, Any] = Field(default_factory=dict)
@@ -66,7 +66,7 @@ class Plan:
 
 
 def load_plan(
-    path: Path | None,
+    plan: Path | Mapping[str, Any] | None,
     *,
     seeds: Sequence[int] | None = None,
     runs: dict[str, list[Path]] | None = None,
@@ -74,14 +74,14 @@ def load_plan(
     quick: bool = False,
     overrides: Sequence[str] = (),
 ) -> Plan:
-    """Load the plan of a file, or one of `runs` alone; the other arguments extend the file's values or replace them.
+    """Load the plan of a file or of its content, or one of `runs` alone; the other arguments extend or replace values.
 
     overrides: `key=value` with dotted keys, changed in all settings after what the file says.
 
     ConfigError names all errors of the file and of its settings' configurations, a line each.
     """
-    file = PlanFile() if path is None else _read(path)
-    where = "--runs" if path is None else str(path)
+    where = "--runs" if plan is None else str(plan) if isinstance(plan, Path) else "plan"
+    file = PlanFile() if plan is None else _read(plan, where)
     seeds = list(file.seeds if seeds is None else seeds)
     if twice := {seed for seed in seeds if seeds.count(seed) > 1}:
         raise ConfigError(f"{where}: seeds: {min(twice)} given twice")
@@ -111,15 +111,15 @@ def load_plan(
     return Plan(settings, existing_runs, chosen, seeds)
 
 
-def _read(path: Path) -> PlanFile:
-    tree = parse_yaml(read_config(path), str(path))
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping with base and settings")
+def _read(plan: Path | Mapping[str, Any], where: str) -> PlanFile:
+    tree = parse_yaml(read_config(plan), where) if isinstance(plan, Path) else plan
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where}: expected a mapping with base and settings")
     try:
         return PlanFile.model_validate(tree)
     except ValidationError as error:
         lines = [explain(item, lambda _: PlanFile.model_fields) for item in error.errors()]
-        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+        raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
 def _setting(
@@ -127,7 +127,7 @@ def _setting(
 ) -> RunConfig:
     """Return the configuration of a setting, with the base's seed."""
     base = changed.pop("base", file.base)
-    if not isinstance(base, str):
+    if base is None:
         raise ConfigError("base: missing, the YAML file of a run, here or for the whole plan")
     changed = file.common | changed | (file.quick if quick else {})
     if "seed" in changed or any(override.partition("=")[0] == "seed" for override in overrides):
