@@ -363,9 +363,7 @@ class TritonHSTUBSAAttention(nn.Module):
 
 
 def _group(block_size: int) -> int:
-    """Return the selection group: an item and its action are adjacent in the research code, and share a choice of
-    blocks.
-    """
+    """Return the selection group: the research code's items and actions are adjacent and share a choice."""
     return 2 if block_size % 2 == 0 else 1
 
 

@@ -57,10 +57,10 @@ class TokenTimes(NamedTuple):
 
 
 def bucket_cells(num_buckets: int) -> torch.Tensor:
-    """Return [512, 2] int32 on the CPU: for each cell of fp32 numbers >= 1, the bits of the next bucket edge (or
-    infinity) and the bucket below it. No cell has two edges.
+    """Return [512, 2] int32: for each cell of fp32 numbers >= 1 the next bucket edge's bits and the bucket below it.
 
     A cell's index is the number's exponent and the first bits of its mantissa, which is exact and needs no logarithm.
+    No cell has two edges; infinity is behind the last one.
     """
     edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32, device="cpu")
     per_octave = 2**CELL_BITS
@@ -147,9 +147,7 @@ def tile_entry(query_first, query_last, key_first, key_last, cells, ASM: tl.cons
 
 @triton.jit
 def edge_place(resident, origin, edge, BY_QUERY: tl.constexpr):
-    """Return the resident side relative to an edge, fp32, for `reached`. resident: offsets; origin: of the block's
-    start.
-    """
+    """Return the resident side, as offsets, relative to an edge, for `reached`. origin: of the block's start."""
     if BY_QUERY:
         return (resident.to(tl.int64) - (edge + origin - 1)).to(tl.float32)
     else:
@@ -164,8 +162,7 @@ def other_place(streamed, origin, BY_QUERY: tl.constexpr):
 
 @triton.jit
 def reached(resident, streamed):
-    """Return 1.0 for the pairs of a narrow tile at or past an edge, 0.0 for others, from `edge_place` and
-    `other_place`.
+    """Return 1.0 for a narrow tile's pairs at or past an edge, else 0.0, from `edge_place` and `other_place`.
 
     The sum of both, query less key less edge plus 1, is an integer, exact if it is small: the streamed side of a narrow
     tile spans less than 2^24 seconds. It takes one instruction at the full rate, unlike comparisons.

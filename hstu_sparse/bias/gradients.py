@@ -43,8 +43,7 @@ _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
 
 
 def fixed_point_unit(bound: torch.Tensor) -> torch.Tensor:
-    """Return the unit of sums in int64: the greatest power of two, fp32, with which numbers up to `bound` stay below
-    2^62.
+    """Return the unit of sums in int64: the greatest fp32 power of two with which `bound` stays below 2^62.
 
     bound: of any shape, an upper bound of the sum of the terms' absolute values. If it is not finite, neither are the
     sums: the unit is NaN.
@@ -151,8 +150,7 @@ def add_to(pointers, value, unit=None, mask=None):
 
 @triton.jit
 def add_pairs(position_grad, time_grad, unit, value, distance, seen, bucket, positions):
-    """Add the gradients `value` of pairs' scores to the tables' gradients, fp32 or in multiples of 1 / `unit`: see
-    `add_to`.
+    """Add `value`, the gradients of pairs' scores, to the tables' gradients, as `add_to` does with `unit`.
 
     position_grad, time_grad: pointers to the sums, None for an absent table. The others are of one shape: the arguments
     of `pair_bias` (scores.py), and the buckets that it returns. positions: entries of the position table.
@@ -340,9 +338,7 @@ def add_narrow_times(gradients, ds, entry, resident, keys, steps, ASM: tl.conste
 def add_time(
     gradients, ds, buckets, entry, start, bias, tile, MASKED: tl.constexpr, ASM: tl.constexpr, EXACT: tl.constexpr
 ):
-    """Add a tile of ds, keys from `start` on, to the time bias's gradient. buckets: of its pairs, if MASKED; otherwise
-    `entry` has the plan's entry of the narrow tile.
-    """
+    """Add a tile of ds, keys from `start` on, to the time bias's gradient: by `buckets` if MASKED, else by `entry`."""
     if MASKED:
         add_pair_times(gradients, ds, buckets, ASM, EXACT)
     else:
@@ -351,9 +347,7 @@ def add_time(
 
 @triton.jit
 def exact_scale(norms):
-    """Return the factor that turns a ds into an integer of 21 bits. norms: pointer to `greatest_norms_kernel`'s
-    result.
-    """
+    """Return the factor that turns a ds into an integer of 21 bits. norms: those of `greatest_norms_kernel`."""
     return GREATEST_TERM / (_STEEPEST * tl.load(norms) * tl.load(norms + 1) + _TINY)
 
 

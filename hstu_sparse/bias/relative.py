@@ -1,5 +1,4 @@
-"""Define the relative bias of a pair of tokens, by position and time: `RelativeBias`, its checks, the look-up of a
-pair.
+"""Define the relative bias of a pair of tokens, by position and time: `RelativeBias`, its checks, a pair's look-up.
 
 Every operator that scores pairs takes one as `bias=`. For query t and key s of a sequence it adds to their score
 
@@ -128,9 +127,7 @@ def _check_vector(name: str, x: Tensor, device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=64)
 def bucket_edges(num_buckets: int) -> list[float]:
-    """Return the least value in bucket 1, 2, ..., num_buckets, rounded up to fp32, so that `x >= edge` is exact in
-    fp32.
-    """
+    """Return the least value in bucket 1, 2, ..., num_buckets, rounded up to fp32, where `x >= edge` is then exact."""
     edges = []
     for k in range(1, num_buckets + 1):
         exponent = BUCKET_WIDTH * k

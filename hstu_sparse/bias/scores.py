@@ -80,8 +80,7 @@ class KernelBias(NamedTuple):
 
 
 class HalvedTables:
-    """The tables of a bias for kernels that compute half of each score: their halves, in one fp32 tensor, empty without
-    tables.
+    """A bias's tables halved, for kernels that compute half of each score: one fp32 tensor, empty without tables.
 
     The position table has `margin` zeros on both sides, the time table MOST_EDGES zeros behind and then HIDDEN_BIAS.
     """

@@ -192,9 +192,7 @@ def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
 
 @triton.jit
 def histogram_move_sum(lane, bucket, value, resident, streamed, scale, EXACT: tl.constexpr):
-    """Add the part of a tile past an edge (resident, streamed: see `reached`), and subtract it from histogram[bucket -
-    1].
-    """
+    """Move the sum of a tile past an edge (resident, streamed: see `reached`) to a bucket from the one before."""
     cell = lane + _ROW * bucket
     if EXACT:
         tl.inline_asm_elementwise(
@@ -208,9 +206,7 @@ def histogram_move_sum(lane, bucket, value, resident, streamed, scale, EXACT: tl
 
 
 def _total_assembly(exact: bool, lanes: int) -> str:
-    """Write assembly that sums a bucket's cells, starting at another one for every bucket: lanes use different
-    banks.
-    """
+    """Write assembly that sums a bucket's cells, beginning at another one for every bucket, to spread the banks."""
     kind, zero = ("s32", "mov.s64 $0, 0;") if exact else ("f32", "mov.f32 $0, 0f00000000;")
     lines = [".reg .pred out;", ".reg .u32 first, a;", f".reg .{kind} x;", zero]
     lines += [f"setp.gt.u32 out, $2, {HISTOGRAM_ROWS - 1};", "@out bra DONE;", f"and.b32 a, $2, {lanes - 1};"]

@@ -232,8 +232,7 @@ def bsa_select_bwd_dkv_kernel(
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of BN keys and values: from the block's mean, from the queries in it (and the window), from
-    its list.
+    """Compute the gradient of BN keys and values, from the block's mean, its own queries, the window and its list.
 
     With DQ it also adds the list's part of dq and of the selection gate's gradient, by fp32 atomics. A block with one
     chunk is written directly; the chunks of longer lists write partial sums for bsa_merge_bwd_dkv_kernel.

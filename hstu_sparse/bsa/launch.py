@@ -166,15 +166,11 @@ class Problem:
         return self.T // size + self.B
 
     def together(self, size: int, slots: int) -> int:
-        """Return the number of consecutive slots of `size` tokens that all heads process together: about a sequence's.
-        Data that heads share is then in the caches.
-        """
+        """Return the number of slots of `size` tokens, about a sequence's, that heads take in turn, for the cache."""
         return min(slots, self.max_seq_len // size + 1)
 
     def tiles_together(self, size: int, slots: int) -> int:
-        """Return the same for tiles of queries: few, if a sequence's keys of all heads fit into a small part of the L2
-        cache.
-        """
+        """Return the same for tiles of queries: few, if all heads' keys of a sequence fit a small part of the L2."""
         fits_l2 = self.max_seq_len * self.H * (self.D + self.V) * 2 <= 2**24
         return min(slots, 4) if fits_l2 else self.together(size, slots)
 
@@ -182,8 +178,7 @@ class Problem:
         return tile_config(kernel, *self.tiled_by)
 
     def tma(self, rows: int, *tensors: Tensor) -> list | None:
-        """Return descriptors over [T, H * size], with tiles of `rows` rows of one head, for the tensor memory
-        accelerator.
+        """Return descriptors over [T, H * size] for the tensor memory accelerator, in tiles of `rows` rows of one head.
 
         None if it cannot be used: before Hopper, and for heads that do not fill their tile or are not adjacent.
         """
@@ -203,9 +198,7 @@ class Problem:
         return ([k, v, kbar, vbar], False) if descriptors is None else (descriptors, True)
 
     def group_tile(self) -> int:
-        """Return the number of groups per program: fewer if groups are long, since there are then few of them in
-        all.
-        """
+        """Return the number of groups per program: fewer if groups are long, and therefore few in all."""
         return 64 if self.R < 8 else 16
 
 

@@ -45,9 +45,7 @@ class Call(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """The gradients of mean keys and values [NB, H, D or V] fp32, of keys and values [T, H, D or V], and partial sums
-    of the latter, [parts, BS, D + V] fp32.
-    """
+    """Gradients of mean keys and values [NB, H, ..], of keys and values [T, H, ..], parts [.., BS, D + V] fp32."""
 
     dkbar: object
     dvbar: object

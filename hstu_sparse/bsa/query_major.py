@@ -101,8 +101,7 @@ def means(tile, j, c, known, BS: tl.constexpr):
 
 @triton.jit
 def chosen_block(chosen, place, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """Return (position of the first key, entry of the block) of the chosen keys e .. e + BN - 1, which lie in one
-    block.
+    """Return (position of the first key, entry) of the chosen keys e .. e + BN - 1, which lie in one block.
 
     place: the index of the queries' first choice in `chosen`. It is not read by tl.load, which Triton would route
     through shared memory, delaying everything that depends on it by the time of one load.
@@ -127,9 +126,7 @@ def band_weight(slc, swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def band_begin(tile, window, BN: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the start of the first query's own block or of the window, whichever is earlier, a multiple of BN or
-    BS.
-    """
+    """Return the start of the first query's own block or window, the earlier one, a multiple of BN or BS."""
     first = tile.begin // BS * BS
     if WINDOW:
         first = tl.minimum(first, tl.maximum(tile.begin - window + 1, 0)) // BN * BN
@@ -215,8 +212,7 @@ def bsa_query_bwd_dq_kernel(
     BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, SUMS: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight
-    * (do.v).
+    """Compute the gradient of q and of the gates: for a gate, the sum of its branch's weight * (do.v).
 
     SUMS, time_shift: see `open_gradients`.
     """

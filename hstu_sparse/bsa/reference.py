@@ -36,8 +36,7 @@ def bsa_attention_reference(
     bias: RelativeBias | None = None,
     block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; differentiable except for the
-    indices.
+    """Return (output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; indices have no gradient.
 
     bias: the result of `check_bias`, or None.
     block_indices: replaces the choice, so that two dtypes can be compared even if rounding would decide a close choice.

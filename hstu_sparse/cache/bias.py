@@ -16,8 +16,7 @@ from hstu_sparse.bias.scores import table_bias
 def candidate_bias_kernel(
     out, pages, lengths, timestamps, bias, P, PAGE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write out[b, s], fp32, the bias of the candidates of sequence b with token s, and with themselves at s =
-    lengths[b].
+    """Write out[b, s], fp32: the candidates' bias with token s of sequence b, at s = lengths[b] with themselves.
 
     out: [B, P * PAGE + 1]; entries after lengths[b] are not written. Each program writes BLOCK positions.
     """

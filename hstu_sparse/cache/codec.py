@@ -255,8 +255,7 @@ def encode(x, scale, zero, LEVELS: tl.constexpr):
 
 @triton.jit
 def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return masks (int32 0 or 1) of x, a tuple of blocks [R, BW]: a token's KEPT greatest magnitudes, ties to the
-    first.
+    """Return masks (int32 0 or 1) of a token's KEPT greatest magnitudes in blocks x [R, BW], ties to the first.
 
     Magnitudes are ordered as their bits are, so that the least one to keep is determined bit by bit.
     """

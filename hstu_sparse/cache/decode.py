@@ -26,8 +26,7 @@ from hstu_sparse.tiles.rows import locate
 def matrix_block(
     i: tl.constexpr, first, order, DTYPE: tl.constexpr, BW: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr
 ):
-    """Return the contribution of block i of the codes to OW channels from `first` on: [BW, PAD], 1 and -1, zero behind
-    OW.
+    """Return the signs [BW, PAD] of block i of the codes in OW channels from `first` on: 1 and -1, 0 behind OW.
 
     order: the index of each channel among the permuted ones; without it the sign of the blocks is left out. DTYPE: of
     16 bits. The numbers are built from their bits: converted ones are stored two in a register, and in kernels for

@@ -135,9 +135,7 @@ def save(pool, path, rows: Sequence[array], lengths: Sequence[int], channel_orde
 
 
 def load(kind, path, device, num_pages: int | None, num_sequences: int | None, check=lambda *_: None):
-    """Return (pool of the class `kind`, rows, lengths, channel order or None); check(format, layers, tensors) may
-    refuse.
-    """
+    """Return (pool of class `kind`, rows, lengths, channel order); check(format, layers, tensors) may refuse."""
 
     def checked(facts, tensors):
         _check(facts, tensors)

@@ -141,9 +141,7 @@ def dequantise(encoded: Codes, side: Side, dtype: torch.dtype) -> Tensor:
 def encode(
     k: Tensor, v: Tensor, format: PageFormat, channel_order: Tensor | None, *, refuse_small: bool = True
 ) -> tuple[Codes, Codes]:
-    """Quantise keys and values [T, H, ...]; refuse_small: also refuse numbers that vanish in fp16 scales
-    (`check_fits`).
-    """
+    """Quantise keys and values [T, H, ...]; refuse_small: refuse numbers that vanish in fp16 scales, too."""
     assert format.bits is not None
     rotated = rotate(k, format.head_group, channel_order)
     mask = prune(rotated, format.num_kept)

@@ -175,9 +175,7 @@ class PagePool:
         return row[:keep]
 
     def _checked(self, row: Sequence[int], first: int = 0) -> tuple[Row, int]:
-        """Return (row as an array, 1 if its first entry is a row of sinks, else 0); entries from `first` on must be in
-        use.
-        """
+        """Return (row as an array, its number of rows of sinks, 0 or 1); entries from `first` on must be in use."""
         row = row if isinstance(row, array) else array("i", row)
         sinks = int(self.format.sink_tokens > 0)
         for place in range(first, len(row)):
@@ -273,9 +271,7 @@ class PagePool:
         return store.read(self.tensors[layer], self.format, pages, *where, dtype or self.format.dtype)
 
     def read_timestamps(self, pages: Tensor, lengths: Tensor) -> Tensor:
-        """Return the seconds of sequences' tokens, [sum of lengths] int64; arguments as in `read`. Waits for the
-        device.
-        """
+        """Return the seconds of sequences' tokens, [sum of lengths] int64; as `read`. Waits for the device."""
         self._check_timed()
         return self.timestamps[store.place(self.format, pages, *self._tokens(pages, lengths))]
 

@@ -15,9 +15,7 @@ from hstu_sparse.cache.format import PageFormat
 
 
 def place(format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (page, slot) of positions of sequences, which broadcast; column 0 of pages [B, P] is the row of sinks, if
-    any.
-    """
+    """Return (page, slot) of positions of sequences, which broadcast; with sinks, their row is column 0 of `pages`."""
     column = position // format.page_size + (format.sink_tokens > 0)
     return pages[sequence, column].long(), position % format.page_size
 

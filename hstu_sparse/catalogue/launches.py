@@ -88,9 +88,7 @@ _SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
 def _fitting(config: LaunchConfig, row_bytes: int, limit: int) -> LaunchConfig:
-    """Return the config with tiles reduced until they fit: one of the program's rows, and one streamed for each
-    stage.
-    """
+    """Return the config with tiles reduced until they fit: the program's rows, and a streamed tile for each stage."""
     while (config.BLOCK_M + config.num_stages * config.BLOCK_N) * row_bytes + 4096 > limit:
         larger = "BLOCK_N" if config.BLOCK_N >= config.BLOCK_M else "BLOCK_M"
         if config.num_stages > 2 or config[larger] == 16:  # 16 is the least size of a product
@@ -101,9 +99,7 @@ def _fitting(config: LaunchConfig, row_bytes: int, limit: int) -> LaunchConfig:
 
 
 def chunk_width(size: int) -> int:
-    """Return the columns of a chunk of a tile: E padded up to 64 in one chunk, otherwise 64 or 128, whichever pads
-    less.
-    """
+    """Return the columns of a chunk of a tile: E padded up to 64, otherwise 64 or 128, whichever pads less."""
     if size <= 64:
         return max(16, next_power_of_2(size))
     return 64 if cdiv(size, 64) % 2 else 128
@@ -140,16 +136,12 @@ def plan_splits(
 
 
 def _gather_config(width: int) -> LaunchConfig:
-    """Return the configuration of the kernels that gather ROWS of a token's negatives: few at a time, since loads wait
-    for each other.
-    """
+    """Return the configuration of the kernels that gather ROWS negatives: few at a time, since loads wait."""
     return LaunchConfig(1, ROWS=max(1, min(8, 1024 // width)))
 
 
 def _walk(config: LaunchConfig, matrix: Tensor, *vectors: Tensor | None):
-    """Return a product kernel's streamed inputs, as tensors or as tensor descriptors, and the settings for that
-    choice.
-    """
+    """Return a product kernel's streamed inputs, tensors or tensor descriptors, and the settings for them."""
     if not config.TMA or not len(matrix):
         return matrix, *vectors, _settings(config, False)
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -193,9 +185,7 @@ class _Call:
         self.small = self.per_token and small.takes_products(self.I, self.K, self.E, out.dtype)
 
     def walked(self):
-        """Return the matrix that outputs are multiplied with, its rows' ids and corrections (None: the catalogue's
-        own).
-        """
+        """Return the matrix that outputs are multiplied with, its rows' ids and corrections (the catalogue's: None)."""
         if self.negatives is None:
             return self.items, None, None
         ids = self.negatives.to(torch.int32)
@@ -204,9 +194,7 @@ class _Call:
         return self.items.index_select(0, valid_ids), ids, shift
 
     def gathered(self) -> tuple[Tensor, Tensor | None]:
-        """Return the table from which rows are gathered, contiguous [I, WIDTH], and its rows' scales, if they are
-        few.
-        """
+        """Return the table that rows are gathered from, contiguous [I, WIDTH], and if they are few its rows' scales."""
         table = as_rows(self.items)[0].contiguous()
         with_scales = self.normalize and self.I <= FEW_ITEMS
         return table, self.scales(self.items, 1.0, None) if with_scales else None
@@ -327,9 +315,7 @@ def _backward(grad, *inputs):
 
 
 def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along, hits=None):
-    """Write dout and along; return ditems. hits: local targets, else -1, if some targets are in other parts
-    (parts.py).
-    """
+    """Write dout and along; return ditems. hits: local targets, else -1, if some are in other parts (parts.py)."""
     matrix, ids, shift = call.walked()
     sampled = ids is not None
     logits = positive if sampled or hits is not None else None

@@ -88,9 +88,7 @@ class _Reference(torch.autograd.Function):
 
 
 class _Kernels(torch.autograd.Function):
-    """Compute with the kernels of the whole catalogue. A token whose target is elsewhere has a softmax and no local
-    hit.
-    """
+    """Compute with the whole catalogue's kernels: a token whose target is elsewhere has no local hit."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, temperature, normalize: bool, part: Part):

@@ -73,9 +73,7 @@ def _scores(resident, tile, PRECISION: tl.constexpr):
 
 @triton.jit
 def _add_product(acc, weights, tile, length, PRECISION: tl.constexpr):
-    """Return the chunks of acc + weights times tile. With length [N] the tile is multiplied by it; weights are for
-    fp16.
-    """
+    """Return the chunks of acc + weights times tile; with length [N] (fp16) the tile is multiplied by it."""
     added = ()
     for chunk in tl.static_range(len(acc)):
         right = tile[chunk]
@@ -136,9 +134,7 @@ def _sum_exp(
     E: tl.constexpr, BLOCK_E: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return (top, total) [M] with the items first .. last: sum of 2^logit = total * 2^top; BOUNDED: total *
-    2^bound.
-    """
+    """Return (top, total) [M] with the items first .. last: sum of 2^logit = total * 2^(BOUNDED: bound; else top)."""
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)

@@ -68,9 +68,7 @@ def catalogue_loss_scale_kernel(
     x, stride, temperature, scales, scale, R, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute scales[r] = scale / |x_r| (scale alone without NORMALIZE), divided by the temperature if it is a
-    tensor.
-    """
+    """Compute scales[r] = scale / |x_r| (scale alone without NORMALIZE), divided by a temperature tensor."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     factor = tl.zeros([ROWS], tl.float32) + scale
     if temperature is not None:

@@ -194,8 +194,7 @@ def catalogue_loss_table_bwd_kernel(
     entries, T, K, I, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the pieces that begin at CHUNK entries: whole runs into dtable, pieces of cut ones into slots [windows, 2,
-    E].
+    """Sum the pieces from CHUNK entries on: whole runs to dtable, pieces of cut ones to slots [windows, 2, E].
 
     keys: the items of the sorted entries; order: their original indices. rows [T, E]: the outputs. An entry below T is
     a target, which adds shares[entry] * rows[entry]. Others are negatives: of token (entry - T) // K, likewise; with

@@ -43,9 +43,7 @@ def catalogue_loss_pick_bwd_kernel(
     gradients, width, targets, negatives, picked, lse, positive, factor, begin, K, ROWS: tl.constexpr,
     OTHERS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Write row r of gradients [R, width]: factor times those of token begin + r's logits; zeros for items not
-    drawn.
-    """
+    """Write row r of gradients [R, width]: factor times those of token begin + r's logits, 0 for other items."""
     r = tl.program_id(0).to(tl.int64)
     t = begin + r
     row = gradients + r * width
@@ -86,8 +84,7 @@ def _with_zero_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def _chunks(call, width: int):
-    """Yield (begin, end) of the tokens whose rows are in memory at a time: enough for a tile of dout on each
-    multiprocessor.
+    """Yield (begin, end) of the tokens in memory at a time: enough for a tile of dout on each multiprocessor.
 
     The number of multiprocessors is rounded down to a power of two, since tiles are grouped in clusters.
     """

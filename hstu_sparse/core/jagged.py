@@ -137,8 +137,7 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Compute weights @ values for weights [..., n, m] that are 0 where `hidden` (bool, broadcasts), values [..., m,
-    V].
+    """Compute weights @ values; weights [..., n, m] are 0 where `hidden` (bool, broadcasts), values [..., m, V].
 
     0 times NaN is NaN, so a product alone would pass non-finite values to queries that must not see them. On a CPU they
     reach only those that see them.
@@ -154,9 +153,7 @@ def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Te
 
 
 def longest_sequence(seq_offsets: torch.Tensor, bound: int) -> int:
-    """Return the length of the longest sequence, for references, which wait for the device; `bound` if offsets have no
-    values (`concrete`).
-    """
+    """Return the longest sequence's length (waits for the device); `bound` if offsets have no values (`concrete`)."""
     if not concrete(seq_offsets):
         return bound
     return int(seq_offsets.diff().max()) if len(seq_offsets) > 1 else 0
@@ -214,8 +211,7 @@ def jagged_to_padded(values: torch.Tensor, seq_offsets: torch.Tensor, length: in
 
 
 def padded_to_jagged(padded: torch.Tensor, seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """Convert [B, length, ...] to [T, ...], the inverse of `jagged_to_padded`; passing T as `total` avoids a device
-    sync.
+    """Convert [B, length, ...] to [T, ...], inverting `jagged_to_padded`; T as `total` avoids a device sync.
 
     Tokens past `length` are zero. fbgemm's operator does not write them on a GPU, so it is not used.
     """

@@ -1,5 +1,4 @@
-"""Define the dense kernels: the output, and dq with the tables' gradients, by tiles of queries; dk and dv by tiles of
-keys.
+"""Define the dense kernels: by tiles of queries the output, and dq and the tables' gradients; by tiles of keys dk, dv.
 
 Letters: H heads, D query/key head size, V value head size, N max_seq_len. m: query rows of a tile, n: its key rows; t
 and s: their positions in the sequence.

@@ -32,8 +32,7 @@ from hstu_sparse.tiles.assembly import proven
 
 
 class Tiling(NamedTuple):
-    """The sizes of a kernel's tiles: `owned` tokens of a program (queries if by_query), `other` of the blocks it walks
-    over.
+    """The sizes of a kernel's tiles: `owned` tokens (queries if by_query) and `other` of the blocks it walks over.
 
     Without a time bias nothing depends on `other` and `by_query`.
     """

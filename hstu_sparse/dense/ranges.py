@@ -77,8 +77,7 @@ def scheduled(schedule, H: tl.constexpr):
 
 @triton.jit
 def find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M: tl.constexpr):
-    """Return (the sequence's first token, the Sequence, the tile's number, its queries' positions) for an entry of a
-    schedule.
+    """Return (first token, the Sequence, the tile's number, its queries' positions) for an entry of a schedule.
 
     The schedule counts tiles of queries from the sequence's end, where a query sees most keys.
     """

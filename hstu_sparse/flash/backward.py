@@ -56,9 +56,7 @@ def flash_attention_bwd_rows_kernel(
 
 @triton.jit
 def row_width(num_pieces, total):
-    """Return the entries of a head in `rows`: each piece begins at a multiple of ROW_BLOCK, in slots numbered by
-    `locate`.
-    """
+    """Return the entries of a head in `rows`: each piece has slots of ROW_BLOCK, numbered by `locate`."""
     return (tl.cast(total, tl.int64) // ROW_BLOCK + num_pieces) * ROW_BLOCK
 
 
@@ -247,9 +245,7 @@ def _one_head(
 def _store_sum(
     target, sums, begin, head, value, length, WIDTH: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Store value, its first `length` rows, in rows begin .. of a head of `target` (`Rows`), adding `sums`,
-    contiguous, if any.
-    """
+    """Store the first `length` rows of value, plus contiguous `sums`, in a head's rows of `target` from begin on."""
     row = tl.arange(0, value.shape[0])[:, None]
     column = tl.arange(0, value.shape[1])[None, :]
     inside = (row < length) & (column < WIDTH)
@@ -269,8 +265,7 @@ def flash_attention_bwd_dkv_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of BLOCK_N keys of one head of keys in one program, over the GROUP heads of queries that share
-    it.
+    """Compute dk and dv of BLOCK_N keys of one head in one program, over the GROUP heads of queries sharing it.
 
     dk_sums, dv_sums: None, or summands, contiguous.
     """

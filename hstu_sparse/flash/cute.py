@@ -93,8 +93,7 @@ def check_available(op: str, device: torch.device) -> None:
 
 
 def faster_with_cute(q: torch.Tensor, value_size: int, size: tuple, options: Options) -> bool:
-    """Return whether `auto` uses FlashAttention-4: it is installed, supports the problem, and was measured to be
-    faster.
+    """Return whether `auto` uses FlashAttention-4: installed, supporting the problem, and measured to be faster.
 
     Args:
         q: [T, H, D].
@@ -132,8 +131,7 @@ class Rows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The arguments of one call: row i of n queries of a sequence sees row j of m keys if -left <= j - i - (m - n) <=
-    right.
+    """The arguments of a call: row i of n queries sees row j of m keys if -left <= j - i - (m - n) <= right.
 
     None is no bound. q, k: the rows that the call processes; the results of other rows are not written.
     """

@@ -1,5 +1,4 @@
-"""Define the forward kernel: a program has a tile of queries and iterates over the keys they see, with a running
-maximum.
+"""Define the forward kernel: a program has a tile of queries and a running maximum over the keys they see.
 
 Letters: H heads of queries, D query/key and V value head size. m: query rows of a tile, n: its key rows, counted
 within a piece; t and s: positions in the sequence.
@@ -33,9 +32,7 @@ def _attend(
     PRECISION: tl.constexpr, MASKED: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Return (output before normalisation [m, V], maximum [m], sum [m]) after adding the keys first .. last of a
-    piece.
-    """
+    """Return (output before normalisation [m, V], maximum [m], sum [m]) with the keys first .. last of a piece."""
     n = tl.arange(0, BLOCK_N)
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, k_length, D, PAD_D, MASKED, TMA)
@@ -73,9 +70,7 @@ def _walk(
     ADD: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Apply `_attend` to all keys. acc, other_lse: output and log-sum-exp (in units of log2) of other keys, with
-    ADD.
-    """
+    """Apply `_attend` to all keys. ADD: acc and other_lse (in units of log2) are the results of other keys."""
     peak = tl.full([BLOCK_M], 0.0 if IS_STEADY else LEAST, tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     if ADD:

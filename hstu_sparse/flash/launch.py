@@ -90,9 +90,7 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozense
 
 @configuration
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
-    """Return the same for the kernel of dk and dv. TMA: queries are loaded by tensor descriptor, which needs few
-    registers.
-    """
+    """Return the same for the kernel of dk and dv. TMA: tensor descriptors for queries, to save registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
         return LaunchConfig(BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)

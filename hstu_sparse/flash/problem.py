@@ -17,9 +17,7 @@ import torch
 
 
 class Layout(NamedTuple):
-    """The layout of sequences: q_offsets, k_offsets [B*P+1] integers; q_starts, k_starts [B*P] integers or None for
-    zeros.
-    """
+    """The layout of sequences: q_offsets, k_offsets [B*P+1], q_starts, k_starts [B*P] integers or None for 0."""
 
     q_offsets: torch.Tensor
     k_offsets: torch.Tensor

@@ -50,9 +50,7 @@ class Call(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """The options of a sequence's head: `slope` is in units of log2, or None, and `pair` is its number in the counters
-    of Philox.
-    """
+    """The options of a sequence's head: slope in units of log2, or None; `pair`: its number in Philox's counters."""
 
     scale: tl.tensor
     slope: tl.tensor

@@ -26,8 +26,7 @@ def htree_attention(
     rope_base: float = 10000.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute causal softmax attention over nodes of a tree: over tokens that are important to a query, elsewhere over
-    means.
+    """Compute causal softmax attention over nodes of a tree: the tokens important to a query, elsewhere means.
 
     Node p of layer l + 1 is the mean, for k and v, of nodes p*r .. min((p+1)*r, n_l) - 1 of layer l; layer 0 holds the
     tokens, and layers are added while n_l > r * top_k. A query walks down: in each layer the top_k most important

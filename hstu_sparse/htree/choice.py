@@ -166,9 +166,7 @@ def load_keys(
 
 @triton.jit
 def top_layer(length, t, tokens, B, layers, TOP_K: tl.constexpr, RATE: tl.constexpr):
-    """Return (top layer, tokens below one of its nodes, its first slot in the buffer, candidates there) for the token
-    t.
-    """
+    """Return (top layer, tokens below one of its nodes, its first slot, candidates there) for the token t."""
     layer, size, base, nodes = 0, 1, 0, length
     while (nodes > RATE * TOP_K) & (layer < layers):
         nodes = (nodes + RATE - 1) // RATE
@@ -356,8 +354,7 @@ def htree_choose_fwd_kernel(
     CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
     SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fill the table of the slots begin .. begin + slots - 1, initially -1: the words of a layer whose candidates are
-    all chosen stay -1.
+    """Fill the table of slots begin .. begin + slots - 1, at first -1; words of a layer chosen whole stay -1.
 
     q: `Rows`. nodes: without values. workspace: [programs, WORKSPACE].
     """

@@ -22,9 +22,7 @@ class Layer(NamedTuple):
 
 
 def depth(length: int, rate: int, most: int) -> int:
-    """Return the layers above the tokens for a sequence of `length`: layers are added while the last exceeds M
-    nodes.
-    """
+    """Return the layers above the tokens: they are added while the last one exceeds M nodes."""
     layers = 0
     while length > most:
         length = -(-length // rate)

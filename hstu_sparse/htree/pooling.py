@@ -55,9 +55,7 @@ def htree_turn_fwd_kernel(
     HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr,
     ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Compute layer 0 of the buffer nodes [H, total, BH or 2 BH]: ROWS tokens of one head, from x [T, H, HALF or 2
-    HALF].
-    """
+    """Compute layer 0 of nodes [H, total, BH or 2 BH]: ROWS tokens of one head of x [T, H, HALF or 2 HALF]."""
     slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     f = tl.arange(0, BH)[None, :]
     inside = (slot < tokens)[:, None]
@@ -81,8 +79,7 @@ def htree_pool_fwd_kernel(
     BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS means of one head: a layer of nodes [H, total, BH or 2 BH] from the layer below, TOKENS if that is
-    0.
+    """Compute ROWS means of one head, of nodes [H, total, BH or 2 BH], from the layer below (TOKENS: layer 0).
 
     `size` tokens are below a node of this layer; its slots begin at `base` and those of the layer below at `below`.
     """

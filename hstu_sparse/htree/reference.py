@@ -50,8 +50,7 @@ def htree_attention_reference(
     selection_group: int = 1,
     choices: list[Tensor] | None = None,
 ) -> Tensor:
-    """Compute the output [T, Hq, V] of `htree_attention`; differentiable in q, k and v. fp16 and bf16 are computed in
-    fp32.
+    """Compute the output [T, Hq, V] of `htree_attention` (16-bit inputs in fp32); differentiable in q, k and v.
 
     `choices` replaces the choice: chosen nodes [T, Hkv, S], ascending and -1 last, of the layers 1, 2, ... With it two
     dtypes can be compared even if rounding would decide a close choice.
@@ -82,9 +81,7 @@ def htree_attention_reference(
 
 
 def group_leaders(offsets: Tensor, tokens: int, selection_group: int) -> Tensor:
-    """Return [T], the first token of each token's group: the tokens t of a sequence with the same t //
-    selection_group.
-    """
+    """Return [T], the first token of each token's group: those with the same t // selection_group."""
     rows = torch.arange(tokens, device=offsets.device)
     start = offsets[torch.searchsorted(offsets, rows, right=True) - 1]
     return rows - (rows - start) % selection_group
@@ -153,9 +150,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def importances(scores: Tensor, last: Tensor) -> Tensor:
-    """Return [..., W] fp32: sum over heads of exp(score - max), the max without the last candidate. scores [..., G,
-    W].
-    """
+    """Return [..., W] fp32: sum over heads of exp(score [..., G, W] - max), the max without the last candidate."""
     other_scores = scores.masked_fill(last.unsqueeze(-2), -torch.inf)
     top = other_scores.amax((-2, -1), keepdim=True)
     return (other_scores - top.masked_fill(top == -torch.inf, 0.0)).exp().sum(-2).float()

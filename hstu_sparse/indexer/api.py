@@ -243,8 +243,7 @@ def indexer_loss(
     eps: float = 1e-10,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute the KL divergence of an indexer from the attention over its chosen tokens: KL(p || pi), averaged over
-    tokens.
+    """Compute the KL divergence KL(p || pi) of an indexer from the attention over its choice, averaged over tokens.
 
             p[t]  = mean over heads of softmax(scale * q[t].k[s] + b(t, s)) over the chosen s, a constant
             pi[t] = softmax of scores[t] over the same tokens

@@ -116,8 +116,7 @@ def chosen_tokens(indices, query, start, K, BLOCK: tl.constexpr):
 
 @triton.jit
 def clamped_tokens(indices, query, start, K, BLOCK: tl.constexpr):
-    """Return int32 positions of BLOCK slots of a query's choice from `start` on: any position up to the last one, which
-    must exist, where masked.
+    """Return BLOCK positions of a query's choice from slot `start` on, int32; where masked any up to the last.
 
     This serves gathers whose results are masked later: a mask would cost them more instructions than everything else.
     """

@@ -84,9 +84,7 @@ class Arguments(NamedTuple):
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the loss of each row, [G] fp32; [G] which rows count, if tokens share choices; pi - p like `scores`, or
-    empty).
-    """
+    """Return (the rows' losses [G], which rows count [G] if tokens share choices, pi - p like `scores` or empty)."""
     a = Arguments(*arguments)
     loss, counted, difference = _fake(*arguments)
     G, H = a.rows.shape[1], a.q.shape[1]

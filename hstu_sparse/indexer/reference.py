@@ -186,8 +186,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def index_divergence(scores: Tensor, p: Tensor, visible: Tensor, eps: float) -> Tensor:
-    """Compute sum_s p (ln(p + eps) - ln(pi + eps)) of each row, pi the softmax of its visible scores; [..., K] ->
-    [...].
+    """Compute sum_s p (ln(p + eps) - ln(pi + eps)), pi the softmax of visible scores; [..., K] -> [...].
 
     Only the scores get a gradient, pi - p, which does not include eps.
     """
@@ -256,9 +255,7 @@ def _bias(bias: RelativeBias, padding: _Padding, stride: int) -> Tensor | float:
 
 
 def _all_scores(iq: Tensor, ik: Tensor, w: Tensor, padding: _Padding, bias: RelativeBias) -> Tensor:
-    """Return I(t, s) [B, m, n] of the queries that choose, in at least fp32, since rounding could change the choice
-    among close scores.
-    """
+    """Return I(t, s) [B, m, n] of the queries that choose, in at least fp32, since rounding could change the choice."""
     wide = working_dtype(iq.dtype)
     iq, ik, w = (padding.pad(x.to(wide)) for x in (iq, ik, w))
     iq, w = iq[:, :: padding.group], w[:, :: padding.group]

@@ -154,9 +154,7 @@ def embed_inputs_bwd_rows_kernel(
 def embed_inputs_bwd_position_kernel(
     grad, seq_offsets, seed, parts, dropout, B, N, sharing, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Compute parts [sharing, N, E]: the sums of a tile of positions over the sequences s, s + sharing, .., s <
-    sharing.
-    """
+    """Compute parts [sharing, N, E]: a tile of positions, summed over every `sharing`-th sequence."""
     first = tl.program_id(0) // sharing * ROWS
     share = tl.program_id(0) % sharing
     place = first + tl.arange(0, ROWS)[:, None]

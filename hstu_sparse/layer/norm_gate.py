@@ -278,9 +278,7 @@ norm_gate_operator = Operator(
 
 
 def check_sizes(**tensors: torch.Tensor | None) -> None:
-    """Check the sizes of [T, C] tensors, the first of them named x, that the kernels do not support but the reference
-    does.
-    """
+    """Check the sizes of [T, C] tensors, the first named x, that only the reference supports."""
     for name, x in tensors.items():
         if x is not None:
             check_kernel(name, x, {}, products=False)

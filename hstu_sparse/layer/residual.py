@@ -36,8 +36,7 @@ _RESIDENT = 8
 def residual_norm(
     x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x, layer_norm(x)), for a block whose result is added to x again: in Triton one backward kernel adds up
-    both gradients of x, which torch adds afterwards.
+    """Return (x, layer_norm(x)) for a residual block: in Triton one backward kernel adds both gradients of x.
 
     Arguments and errors as `layer_norm`.
 
@@ -198,9 +197,7 @@ _shares_operator = register_preparation(
 
 
 class _Add(torch.autograd.Function):
-    """Add a residual. Backward passes a gradient on unchanged, which an operator's output cannot be: so it launches
-    operators.
-    """
+    """Add a residual. Backward passes a gradient on as it is, which no `Operator` can: it launches operators."""
 
     @staticmethod
     def forward(ctx, x, added, bias):

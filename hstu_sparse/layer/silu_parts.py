@@ -26,8 +26,7 @@ MAX_SIZE = 4096
 
 @without_autocast
 def silu_parts(x: torch.Tensor, sizes: Sequence[int], *, backend: str = "auto") -> tuple[torch.Tensor, ...]:
-    """Split SiLU(x) into four parts of columns: an HSTU layer does this with its product, whose parts are u, v, q and
-    k.
+    """Split SiLU(x) into four parts of columns: u, v, q and k of an HSTU layer's product.
 
     In Triton the parts are separate tensors, and one backward kernel writes the whole gradient from the four, which
     torch would concatenate first. Only x is saved.

@@ -170,8 +170,7 @@ _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def backward_round(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[int], add_dq, find_dkv):
-    """Run the backward pass of a ring: W rounds of dq and of the gradients of keys and values, which accumulate on
-    their way.
+    """Run a ring's backward pass: W rounds of dq and of keys' and values' gradients, which add up on their way.
 
     Computing dq of the own block hides the first transfer, and dq of a later block hides the transfer of its gradients.
 

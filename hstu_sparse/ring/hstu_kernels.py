@@ -77,9 +77,7 @@ def _scores(
     rows, columns, distance, q_time, k_time, bias, scale, window_size, HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (scores of a tile, the mask of visible pairs, their time buckets); distance, q_time, k_time broadcast to
-    it.
-    """
+    """Return (scores of a tile, the mask of visible pairs, their time buckets); distance and times broadcast."""
     scores = tl.dot(rows, tl.trans(columns), input_precision=PRECISION) * scale
     seen = distance >= 0
     if HAS_WINDOW:
@@ -169,9 +167,7 @@ def ring_hstu_bwd_dkv_kernel(
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries' contribution to dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x
-    queries.
-    """
+    """Add the queries' part to dk and dv (fp32) of BLOCK_N keys of one head; tiles are keys x queries."""
     tile = _program_tile(k_offsets, k_positions, bias.key_times, num_seqs, NO_KEY, H, BLOCK_N)
     if not tile.some:
         return

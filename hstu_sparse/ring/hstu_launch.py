@@ -16,9 +16,7 @@ from hstu_sparse.tiles.rows import Rows
 
 @configuration
 def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backward: bool) -> LaunchConfig:
-    """Return tile sizes, warps and pipeline stages: small enough for every head size and architecture. A bias needs
-    many registers.
-    """
+    """Return tile sizes, warps and stages small enough for all heads and GPUs; a bias needs many registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
         return LaunchConfig(BLOCK_M=16 if backward else 32, BLOCK_N=32, num_warps=4, num_stages=1)

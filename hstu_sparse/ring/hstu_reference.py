@@ -15,8 +15,7 @@ from hstu_sparse.core.precision import widened
 
 
 class Block(NamedTuple):
-    """The queries of a rank and the keys of a block: a query sees the keys of its sequence whose
-    position is not after its own.
+    """The queries of a rank and the keys of a block: a query sees its sequence's keys up to its own position.
 
     q_offsets, k_offsets      [B+1]
     q_positions, k_positions  [T] and [S]
@@ -34,8 +33,7 @@ class Block(NamedTuple):
 
 
 def hstu_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return [T, H, V], the contribution of these keys to the output of these queries, in `working_dtype`;
-    differentiable.
+    """Return [T, H, V], these keys' part of these queries' output, in `working_dtype`; differentiable.
 
     q: [T, H, D], k: [S, H, D], v: [S, H, V].
     """

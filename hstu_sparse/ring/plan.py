@@ -166,8 +166,7 @@ def whole_plan(seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool
 
 
 def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> RingPlan:
-    """Collect the information on other ranks that the varlen functions need, once a batch, to be passed to calls as
-    `plan`.
+    """Collect the information on other ranks that the varlen functions need, once a batch, for their `plan`.
 
     All ranks of the group have to call it. It waits for the device.
 

@@ -93,9 +93,7 @@ def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def locate(offsets, slot, B, SIZE):
-    """Return (sequence, its first token, its length, tile within the sequence) of a slot; the tile may lie past the
-    end.
-    """
+    """Return (sequence, its first token, its length, tile within it) of a slot; the tile may lie past the end."""
     low = 0
     high = B - 1
     while low < high:
@@ -120,9 +118,7 @@ def head_and_slot(number, slots, H, together):
 
 @triton.jit
 def numbered(h, slot, slots, H, together):
-    """Return the number of a head's slot if slots are in groups of `together`, which all heads process one after
-    another.
-    """
+    """Return the number of a head's slot if all heads process `together` slots one after another."""
     first = slot // together * together
     return first * H + h * tl.minimum(together, slots - first) + (slot - first)
 
@@ -175,8 +171,7 @@ def gather_rows(base, rows, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr):
-    """Apply load_rows to consecutive rows; with TMA `base` is a tensor descriptor and the tile begins at (row, column)
-    of it.
+    """Apply load_rows to consecutive rows; with TMA `base` is a tensor descriptor, read from (row, column) on.
 
     A descriptor ignores sequences: behind the last token it loads the next sequence's rows, which the caller must
     weight with zero.
@@ -254,9 +249,7 @@ def opaque(x):
 
 @triton.jit
 def row_norms(x):
-    """Compute the norms of the rows of x, fp32, each divided by its largest element first, so that no square
-    overflows.
-    """
+    """Compute the norms of the rows of x, fp32, each divided by its greatest element first: no square overflows."""
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
     ratio = x * (1.0 / largest)[:, None]
     return largest * tl.sqrt(tl.sum(ratio * ratio, 1))
@@ -264,8 +257,7 @@ def row_norms(x):
 
 @triton.jit
 def in_registers(x, WANTED: tl.constexpr):
-    """Put x, the left operand of products, into registers if WANTED, instead of reading it from shared memory every
-    time.
+    """Put x, the left operand of products, into registers if WANTED, so that shared memory is read once.
 
     Triton does so only with results of products: this one adds zeros.
     """

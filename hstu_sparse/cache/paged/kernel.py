@@ -169,8 +169,7 @@ def paged_attention_fwd_kernel(
     SOFTMAX: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr, R: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one part of one tile of new tokens; out and lse: [SPLITS, Tq, H, ...], or the final results if SPLITS is
-    1.
+    """Compute a part of a tile of new tokens; out, lse: [SPLITS, Tq, H, ...], final results if SPLITS is 1.
 
     q, k, v: `Rows`; without k and v new tokens do not see themselves. history: `History`, bias: `KernelBias`.
     candidates: the results of `candidate_bias_kernel`, in place of a bias. OUT_V: blocks of values that a program sums.
@@ -405,9 +404,7 @@ def paged_attention_fwd_kernel(
 
 @triton.jit(do_not_specialize=["rows", "SPLITS"])
 def merge_parts_kernel(parts, part_lse, out, lse, rows, SPLITS, V: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Merge parts [SPLITS, rows, V] fp32 into out [rows, V]: their sum, or for softmax (with part_lse) their mean,
-    weighted by exp(part_lse).
-    """
+    """Merge parts [SPLITS, rows, V] fp32 into out [rows, V]: by sum, with part_lse weighted by exp(part_lse)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     real = row < rows
     column = tl.arange(0, PAD)[None, :]

@@ -35,8 +35,7 @@ FEW, SOME = 8, 48  # new tokens of a sequence on average, from which on programs
 
 @configuration
 def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, simple: bool) -> LaunchConfig:
-    """Return (BQ new tokens and R positions of a program, the number of programs that a processor of an H200 runs at
-    once).
+    """Return (BQ new tokens and R positions of a program, the programs that a processor of an H200 runs at once).
 
     Args:
         width: the greater head size, padded.
@@ -64,8 +63,7 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, simple: bool
 
 @configuration
 def splits_of(programs: int, tiles: int, at_once: int, device: torch.device) -> int:
-    """Return the number of parts that pages are divided into, so that all processors have work of at least four tiles
-    each.
+    """Return the number of parts of the pages: all processors have work, of at least four tiles each.
 
     at_once: programs of a processor; further ones would wait for these to end.
     """

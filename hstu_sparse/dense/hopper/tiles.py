@@ -306,9 +306,7 @@ def specialize(
 
 @gluon.jit
 def loop_bounds(tile, PART: gl.constexpr, kind: gl.constexpr):
-    """Return (start, stop) of one of three parts of the walk back over all but the last block; only the second needs
-    no masks.
-    """
+    """Return (start, stop) of a part of the walk back over all but the last block; part 1 needs no masks."""
     if PART == 0:
         return tile.last - kind.OTHER, tile.masked
     elif PART == 1:
