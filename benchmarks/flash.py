@@ -149,7 +149,7 @@ def padded(lengths, longest, heads, size, dtype):
 def kernel(part, config, tokens, length, heads, size, dtype):
     """Return {part: one kernel with these tile sizes}."""
     from hstu_sparse.flash.launch import Launch, bwd_dkv_config, bwd_dq_config, fwd_config, looks_for_bounds
-    from hstu_sparse.flash.problem import Layout, Options
+    from hstu_sparse.flash.reference import Layout, Options
 
     q, k, v = (x.detach() for x in inputs([length] * (tokens // length), heads, size, dtype))
     offsets = make_offsets([length] * (tokens // length), device="cuda")

@@ -263,7 +263,7 @@ def tuned(configuration, change, setup):
 
 
 def tuning(tokens, length):
-    from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
+    from hstu_sparse.indexer import attention, launch_indexer, loss
 
     for top_k, block, held_blocks, warps, stages in (
         (512, 128, 4, 4, 4), (512, 128, 4, 8, 4), (512, 64, 8, 4, 4), (512, 64, 8, 4, 5), (512, 64, 0, 4, 5),
@@ -273,18 +273,18 @@ def tuning(tokens, length):
         config = LaunchConfig(warps, stages, BLOCK=block, HELD=held_blocks)
         setup = functools.partial(run_loss, top_k, "triton", False)
         change = lambda *_, config=config: config
-        yield Case(f"loss {config}", {"top_k": top_k}, tuned(launch_loss.loss_config, change, setup))
+        yield Case(f"loss {config}", {"top_k": top_k}, tuned(loss.loss_config, change, setup))
     shape = dict(tokens=tokens, length=length)
     for block, warps, stages in ((64, 4, 3), (64, 4, 5), (64, 4, 7), (32, 4, 5), (32, 2, 5), (32, 4, 7), (128, 8, 5)):
         config = LaunchConfig(warps, stages, TOKENS=1, BLOCK=block, NEAR=16)
         setup = functools.partial(run_sparse, tokens, length, backward=False)
         change = lambda *_, config=config: config
-        yield Case(f"attention fwd {config}", shape, tuned(launch_attention.attention_config, change, setup))
+        yield Case(f"attention fwd {config}", shape, tuned(attention.attention_config, change, setup))
     for block, warps, stages in ((64, 4, 2), (64, 4, 5), (64, 8, 5), (32, 4, 3), (32, 4, 5), (16, 4, 3)):
         config = LaunchConfig(warps, stages, TOKENS=1, BLOCK=block, NEAR=16)
         setup = functools.partial(run_sparse, tokens, length)
         change = lambda default, kernel, *_, config=config: config if kernel == "bwd" else default
-        yield Case(f"attention bwd {config}", shape, tuned(launch_attention.attention_config, change, setup))
+        yield Case(f"attention bwd {config}", shape, tuned(attention.attention_config, change, setup))
     for capacity, sample, rows, block, warps, stages in (
         (3072, 4096, 64, 64, 4, 3), (3072, 2048, 64, 64, 4, 3), (4096, 2048, 64, 64, 4, 3), (3072, 4096, 64, 64, 4, 4),
         (3072, 4096, 64, 32, 4, 3), (3072, 4096, 128, 32, 8, 3),

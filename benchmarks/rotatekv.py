@@ -55,7 +55,7 @@ def packed(k, v, offsets, bits, sparsity, ordered):
 def attend(name, q, q_offsets, cache, length):
     """Run softmax attention on the cache once, in the way that `name` says."""
     from hstu_sparse import rotatekv_attention, rotatekv_decompress
-    from hstu_sparse.cache.rotatekv import unpacked_attention
+    from hstu_sparse.cache.rotatekv.api import unpacked_attention
 
     options = dict(activation="softmax", rope_base=BASE if "rope" in name else None)
     if name.startswith("fused"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.core.jagged import sequence_ids
-from hstu_sparse.ring import RingPlan
+from hstu_sparse.ring.plan import RingPlan
 
 
 class Layout(NamedTuple):

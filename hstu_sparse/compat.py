@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hstu_sparse.bsa import bsa_attention
-from hstu_sparse.cache.rotatekv import rotatekv_decompress, unpacked_attention
+from hstu_sparse.cache.rotatekv.api import rotatekv_decompress, unpacked_attention
 from hstu_sparse.core.jagged import check_storage, jagged_to_padded
 from hstu_sparse.core.validation import check_bool, check_dropout, check_int, check_number, check_tensor
-from hstu_sparse.indexer import padded_indexer_loss
+from hstu_sparse.indexer.api import padded_indexer_loss
 from hstu_sparse.layer.norm_gate import norm_gate
-from hstu_sparse.ring import ring_flash_attention
+from hstu_sparse.ring.api import ring_flash_attention
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.plan import RingPlan, fixed_plan
 
@@ -230,20 +230,12 @@ def triton_block_sparse_attn(
     check_int("block_size", block_size, 1)
     batch, length = q.shape[:2]
     offsets = torch.arange(batch + 1, device=q.device) * length
+    flat = [None if x is None else x.flatten(0, 1) for x in (q, k, v, g_cmp, g_slc, g_swa)]
+    options = dict(block_size=block_size, block_counts=block_counts, window_size=window_size, scale=scale)
     out, indices = bsa_attention(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        offsets,
-        max(length, 1),
-        (g_cmp.flatten(0, 1), g_slc.flatten(0, 1), None if g_swa is None else g_swa.flatten(0, 1)),
-        block_size=block_size,
-        block_counts=block_counts,
-        window_size=window_size,
-        selection_group=_group(block_size),
-        scale=scale,
+        *flat[:3], offsets, max(length, 1), tuple(flat[3:]), **options, selection_group=_group(block_size),
         return_block_indices=True,
-    )
+    )  # fmt: skip
     return out.unflatten(0, (batch, length)), indices.unflatten(0, (batch, length)).transpose(1, 2)
 
 
@@ -289,18 +281,9 @@ def triton_hstu_attention_with_bsa(
     if not callable(gate_model):
         raise TypeError(f"gate_model must be a function of q, got {type(gate_model).__name__}")
     q, k = (x.unflatten(-1, (num_heads, attention_dim)) for x in (q, k))
-    out = bsa_attention(
-        q,
-        k,
-        v.unflatten(-1, (num_heads, linear_dim)),
-        x_offsets,
-        length,
-        gate_model(q),
-        block_size=block_size,
-        block_counts=block_counts,
-        window_size=window_size,
-        selection_group=_group(block_size),
-    )
+    v = v.unflatten(-1, (num_heads, linear_dim))
+    options = dict(block_size=block_size, block_counts=block_counts, window_size=window_size)
+    out = bsa_attention(q, k, v, x_offsets, length, gate_model(q), **options, selection_group=_group(block_size))
     gated = norm_gate(out.flatten(1), u, eps=NORM_EPS)
     return gated, jagged_to_padded(q, x_offsets, length), jagged_to_padded(k, x_offsets, length)
 
@@ -320,14 +303,9 @@ class TritonHSTUBSAAttention(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        for name, size in (
-            ("embedding_dim", embedding_dim),
-            ("linear_hidden_dim", linear_hidden_dim),
-            ("attention_dim", attention_dim),
-            ("num_heads", num_heads),
-            ("block_counts", block_counts),
-            ("block_size", block_size),
-        ):
+        sizes = dict(embedding_dim=embedding_dim, linear_hidden_dim=linear_hidden_dim, attention_dim=attention_dim)
+        sizes |= dict(num_heads=num_heads, block_counts=block_counts, block_size=block_size)
+        for name, size in sizes.items():
             check_int(name, size, 1)
         check_int("window_size", window_size, 0)
         self.num_heads, self.attention_dim, self.linear_hidden_dim = num_heads, attention_dim, linear_hidden_dim
@@ -344,20 +322,10 @@ class TritonHSTUBSAAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute x [T, embedding_dim] -> (output [T, embedding_dim], padded q and padded k [B, N, H, D])."""
         u, v, q, k = F.silu(self.norm(x) @ self.uvqk).split(self.sizes, dim=-1)
+        sizes = self.num_heads, self.attention_dim, self.linear_hidden_dim
+        choice = self.block_counts, self.block_size, self.window_size
         attended, padded_q, padded_k = triton_hstu_attention_with_bsa(
-            self.num_heads,
-            self.attention_dim,
-            self.linear_hidden_dim,
-            q,
-            k,
-            v,
-            u,
-            x_offsets,
-            invalid_attn_mask,
-            gate_model,
-            self.block_counts,
-            self.block_size,
-            self.window_size,
+            *sizes, q, k, v, u, x_offsets, invalid_attn_mask, gate_model, *choice
         )
         return self.output(F.dropout(attended, self.dropout, self.training)), padded_q, padded_k
 

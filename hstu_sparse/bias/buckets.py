@@ -230,9 +230,8 @@ def _split_times(seq_offsets, times, key_times):
     return [split, offset]
 
 
-_split_times_operator = register_preparation(
-    "split_times", "Tensor seq_offsets, Tensor times, Tensor key_times", launch=_split_times, fake=_fake_split_times
-)
+_SCHEMA = "Tensor seq_offsets, Tensor times, Tensor key_times"
+_split_times_operator = register_preparation("split_times", _SCHEMA, _split_times, _fake_split_times)
 
 
 def split_times(

@@ -6,7 +6,7 @@ their sequence. A tile is BLOCK_M queries by BLOCK_N keys.
 Sums in memory are atomic additions: in fp32, whose last bits depend on the order of additions, or in int64, in
 multiples of 1 / a unit, whose sum is the same in any order (`add_to`, `fixed_point_unit`, `TableSums`).
 
-Pair by pair (`add_pairs`): one addition for each pair and table. It is correct for any pairs.
+Pair by pair (`add_to_tables`): one addition for each pair and table. It is correct for any pairs.
 
 By tiles (`add_position`, `add_time`): for fp16 and bf16 inputs all sums are integers: a ds is multiplied by a scale
 that turns the greatest possible one into an integer of 21 bits, and rounded. For fp32, which has more digits, and in
@@ -22,18 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hstu_sparse.bias import sums
 from hstu_sparse.bias.buckets import ENTRY_EDGES, ENTRY_SHIFT, edge_place, other_place, reached
-from hstu_sparse.bias.sums import (
-    GREATEST_TERM,
-    RING,
-    barrier,
-    histogram_add,
-    histogram_add_sum,
-    histogram_move_sum,
-    ring_add,
-    ring_flush,
-    ring_lane,
-)
 from hstu_sparse.tiles.assembly import look_up
 from hstu_sparse.tiles.rows import opaque, row_norms
 
@@ -90,7 +80,7 @@ class TableGradients(NamedTuple):
 
 
 class TableSums:
-    """The memory for the tables' gradients to which kernels add by `add_pairs`, and the conversion of the sums.
+    """The memory for the tables' gradients to which kernels add by `add_to_tables`, and the conversion of the sums.
 
     position, time  [copies, entries] fp32, or int64 if deterministic; None for an absent table. Kernels spread their
                     additions over the copies
@@ -130,10 +120,10 @@ class TableSums:
     def gradients(self, factor: float | torch.Tensor = 1.0) -> list[torch.Tensor]:
         """Return the gradients of the existing tables, times `factor`, in their dtypes."""
         gradients = []
-        for table, sums in zip(self.tables, (self.position, self.time)):
+        for table, copies in zip(self.tables, (self.position, self.time)):
             if table is not None:
-                sums = sums[:, : table.shape[0]]
-                total = sums.sum(0) if self.unit is None else sums.sum(0).double() / self.unit.double()
+                total = copies[:, : table.shape[0]].sum(0)
+                total = total if self.unit is None else total.double() / self.unit.double()
                 gradients.append((total * factor).to(table.dtype))
         return gradients
 
@@ -149,29 +139,22 @@ def add_to(pointers, value, unit=None, mask=None):
 
 
 @triton.jit
-def add_pairs(position_grad, time_grad, unit, value, distance, seen, bucket, positions):
-    """Add `value`, the gradients of pairs' scores, to the tables' gradients, as `add_to` does with `unit`.
-
-    position_grad, time_grad: pointers to the sums, None for an absent table. The others are of one shape: the arguments
-    of `pair_bias` (scores.py), and the buckets that it returns. positions: entries of the position table.
-    """
-    if position_grad is not None:
-        add_to(position_grad + distance, value, unit, seen & (distance < positions))
-    if time_grad is not None:
-        add_to(time_grad + bucket, value, unit, seen)
-
-
-@triton.jit
 def add_to_tables(
     gradients, value, distance, seen, bucket, copy=0, POSITION_COPIES: tl.constexpr = 1, TIME_COPIES: tl.constexpr = 1
 ):
-    """Apply `add_pairs` to the copies of `TableGradients` that number `copy` takes in turn."""
+    """Add `value`, the gradients of pairs' scores, to the copies of `TableGradients` that number `copy` takes in turn.
+
+    The others are of one shape: the arguments of `table_bias` (scores.py), and the buckets that it returns.
+    """
     position, time = gradients.position, gradients.time
     if position is not None:
         position += (copy % POSITION_COPIES) * gradients.positions
     if time is not None:
         time += (copy % TIME_COPIES) * gradients.buckets
-    add_pairs(position, time, gradients.unit, value, distance, seen, bucket, gradients.positions)
+    if position is not None:
+        add_to(position + distance, value, gradients.unit, seen & (distance < gradients.positions))
+    if time is not None:
+        add_to(time + bucket, value, gradients.unit, seen)
 
 
 class Gradients(NamedTuple):
@@ -231,7 +214,7 @@ def _add_blocks(cell, ds, to_exact, STEP: tl.constexpr):
     cells = cells + rows[:, :, None, None]
     cells = cells + -tl.arange(0, 8).to(tl.int64)[None, None, None, :]
     cells = cells + -STEP * tl.arange(0, ds.shape[2]).to(tl.int64)[None, None, :, None]
-    ring_add(cells.to(tl.int64).to(tl.int32), ds, to_exact)
+    sums.ring_add(cells.to(tl.int64).to(tl.int32), ds, to_exact)
 
 
 @triton.jit
@@ -274,12 +257,12 @@ def add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind: t
     if EXACT and kind.ASM:
         length = sequence.length
         if first_row - start - (BLOCK_N - 1) < ring_low:  # at the start, and when the ring is full
-            barrier(length)
-            last = tl.minimum(ring_low + RING, length)
-            ring_flush(gradients.ring, gradients.position, ring_low, ring_low, last, length)
-            barrier(length)
-            ring_low = first_row - start + BLOCK_M - RING
-        cell = ring_lane(gradients.ring) + 4 * (first_row - start - ring_low)
+            sums.barrier(length)
+            last = tl.minimum(ring_low + sums.RING, length)
+            sums.ring_flush(gradients.ring, gradients.position, ring_low, ring_low, last, length)
+            sums.barrier(length)
+            ring_low = first_row - start + BLOCK_M - sums.RING
+        cell = sums.ring_lane(gradients.ring) + 4 * (first_row - start - ring_low)
         _add_to_ring(cell, along, gradients.scale)
     else:
         add_diagonals(gradients.position, along, first_row, start, sequence.length, gradients.scale, BLOCK_M, BLOCK_N)
@@ -291,7 +274,7 @@ def _move_sum(gradients, bucket, ds, resident, streamed, origin, edge, ASM: tl.c
     """Move the sum of ds past a bucket's edge to the bucket, from the bucket before, in the time bias's gradient."""
     place = edge_place(resident, origin, tl.load(edge), True)
     if ASM:
-        histogram_move_sum(gradients.lane, bucket, ds, place, streamed, gradients.time_scale, EXACT)
+        sums.histogram_move_sum(gradients.lane, bucket, ds, place, streamed, gradients.time_scale, EXACT)
     else:
         total = tl.sum(ds * reached(place, streamed)) * gradients.scale
         add_to(gradients.time + bucket, total)
@@ -302,7 +285,7 @@ def _move_sum(gradients, bucket, ds, resident, streamed, origin, edge, ASM: tl.c
 def add_pair_times(gradients, ds, buckets, ASM: tl.constexpr, EXACT: tl.constexpr):
     """Add a tile of ds to the time bias's gradient, pair by pair; `buckets` of the pairs whose ds is not 0."""
     if ASM:
-        histogram_add(gradients.lane, buckets, ds, gradients.time_scale, EXACT)
+        sums.histogram_add(gradients.lane, buckets, ds, gradients.time_scale, EXACT)
     else:
         add_to(gradients.time + buckets, ds * gradients.scale, None, ds != 0.0)
 
@@ -317,7 +300,7 @@ def add_narrow_times(gradients, ds, entry, resident, keys, steps, ASM: tl.conste
     lowest = entry >> ENTRY_SHIFT
     edges = entry & ENTRY_EDGES
     if ASM:
-        histogram_add_sum(gradients.lane, lowest, ds, gradients.time_scale, EXACT)
+        sums.histogram_add_sum(gradients.lane, lowest, ds, gradients.time_scale, EXACT)
     else:
         add_to(gradients.time + lowest, tl.sum(ds) * gradients.scale)
     if edges > 0:
@@ -348,7 +331,7 @@ def add_time(
 @triton.jit
 def exact_scale(norms):
     """Return the factor that turns a ds into an integer of 21 bits. norms: those of `greatest_norms_kernel`."""
-    return GREATEST_TERM / (_STEEPEST * tl.load(norms) * tl.load(norms + 1) + _TINY)
+    return sums.GREATEST_TERM / (_STEEPEST * tl.load(norms) * tl.load(norms + 1) + _TINY)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (ar
 import functools
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,18 @@ class RelativeBias(NamedTuple):
     time: Tensor | None = None
     timestamps: Tensor | None = None
     query_timestamps: Tensor | None = None
+
+
+# The arguments that torch.library has for a RelativeBias.
+BIAS = "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timestamps"
+_Arguments = TypeVar("_Arguments")
+
+
+def bundled(kind: type[_Arguments], flat: tuple) -> _Arguments:
+    """Return the named tuple `kind` of an operator's arguments, among which are those of `BIAS` for its `bias`."""
+    named: Any = kind
+    at = named._fields.index("bias")
+    return named(*flat[:at], RelativeBias(*flat[at : at + 4]), *flat[at + 4 :])
 
 
 def check_bias(
@@ -94,13 +106,10 @@ def check_bias(
             raise ValueError(f"bias.time needs bias.timestamps [T={tokens}], got None")
         if bias.query_timestamps is None and query_tokens is not None:
             raise ValueError(f"bias.time needs bias.query_timestamps [Tq={query_tokens}], got None")
-    for name, x, letter, size in (
-        ("bias.timestamps", bias.timestamps, "T", tokens),
-        (
-            "bias.query_timestamps",
-            bias.query_timestamps,
-            *(("T", tokens) if query_tokens is None else ("Tq", query_tokens)),
-        ),
+    queries = ("T", tokens) if query_tokens is None else ("Tq", query_tokens)
+    for name, x, (letter, size) in (
+        ("bias.timestamps", bias.timestamps, ("T", tokens)),
+        ("bias.query_timestamps", bias.query_timestamps, queries),
     ):
         if x is not None:
             _check_vector(name, x, device)

@@ -3,8 +3,8 @@
 Letters: T tokens of the batch, N max_seq_len; t and s: the positions of queries and keys in their sequence. The
 resident side of a program's tile, queries or keys, is loaded once; the program walks over the streamed side in blocks.
 
-Pair by pair (`pair_bias`): a position bias is read from `position[t - s]`, a table of N, a time bias from the bucket of
-the two timestamps. It is correct for any pairs.
+Pair by pair (`table_bias`): a position bias is read from `position[t - s]`, a table of N, a time bias from the bucket
+of the two timestamps. It is correct for any pairs.
 
 By tiles (`half_bias`): a narrow tile (buckets.py) compares timestamps with its few edges, and without edges it needs
 only one number. A loop without masks walks over the narrow tiles on the far side. For the NEAR nearest blocks, narrow
@@ -155,34 +155,6 @@ def resident_bias(bias, resident, streamed, begin, place, inside, entries, near,
 
 
 @triton.jit
-def time_bias(time, cells, query_times, key_times):
-    """Return (biases fp32, time buckets) of pairs of int64 seconds, which broadcast against each other.
-
-    time, cells: pointers to the table, of any floating dtype, and to its `bucket_cells`.
-    """
-    bucket = pair_bucket(query_times, key_times, cells)
-    return tl.load(time + bucket).to(tl.float32), bucket
-
-
-@triton.jit
-def pair_bias(distance, seen, query_times, key_times, position, time, cells, positions):
-    """Return (biases fp32, time buckets) of pairs; 0 and bucket 0 of those that are not `seen`.
-
-    distance: t - s, of any shape, which is that of `seen`. query_times, key_times: int64 seconds, which broadcast to
-    it; not read without a time table. position, time, cells: pointers to the tables, None for an absent one, and to
-    `bucket_cells`. positions: entries of the position table.
-    """
-    bias = tl.zeros_like(distance.to(tl.float32))
-    bucket = tl.zeros_like(distance)
-    if position is not None:
-        bias += tl.load(position + distance, mask=seen & (distance < positions), other=0.0).to(tl.float32)
-    if time is not None:
-        bucket = tl.where(seen, pair_bucket(query_times, key_times, cells), 0)
-        bias += tl.load(time + bucket).to(tl.float32)
-    return bias, bucket
-
-
-@triton.jit
 def load_times(times, token, inside):
     """Load int64 timestamps of tokens, 0 where not `inside`, and everywhere if no table needs `times` (None)."""
     if times is not None:
@@ -193,8 +165,19 @@ def load_times(times, token, inside):
 
 @triton.jit
 def table_bias(bias, distance, seen, query_times, key_times):
-    """Return `pair_bias` for a `KernelBias`."""
-    return pair_bias(distance, seen, query_times, key_times, bias.position, bias.time, bias.cells, bias.positions)
+    """Return (biases fp32, time buckets) of pairs by a `KernelBias`; 0 and bucket 0 of those that are not `seen`.
+
+    distance: t - s, of any shape, which is that of `seen`. query_times, key_times: int64 seconds, which broadcast to
+    it; not read without a time table.
+    """
+    biases = tl.zeros_like(distance.to(tl.float32))
+    bucket = tl.zeros_like(distance)
+    if bias.position is not None:
+        biases += tl.load(bias.position + distance, mask=seen & (distance < bias.positions), other=0.0).to(tl.float32)
+    if bias.time is not None:
+        bucket = tl.where(seen, pair_bucket(query_times, key_times, bias.cells), 0)
+        biases += tl.load(bias.time + bucket).to(tl.float32)
+    return biases, bucket
 
 
 @triton.jit

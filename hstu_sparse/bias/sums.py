@@ -249,10 +249,6 @@ RING = tl.constexpr(RING_CELLS)
 _COPIES = 4
 
 
-def _copy_bytes(cells: int) -> int:
-    return (cells + 10) * _WORD
-
-
 _RING = tl.constexpr(17 * _KB)
 # Bytes from one copy to the next, padded so that the four copies begin in different banks.
 _COPY_BYTES = (RING_CELLS + 10) * _WORD

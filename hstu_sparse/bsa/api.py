@@ -12,19 +12,10 @@ from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.bsa.reference import bsa_attention_reference
-from hstu_sparse.core.jagged import LARGEST, check_jagged, sequence_ids
+from hstu_sparse.core import validation
+from hstu_sparse.core.jagged import check_jagged, sequence_ids
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import (
-    check_bool,
-    check_int,
-    check_kernel,
-    check_normalizer,
-    check_plan,
-    check_qkv,
-    check_scale,
-    check_tensor,
-    choose_backend,
-)
+from hstu_sparse.core.validation import check_int, check_kernel, check_plan, check_qkv, check_tensor, choose_backend
 
 if TYPE_CHECKING:
     from hstu_sparse.bsa.plan import BlockPlan
@@ -105,37 +96,21 @@ def bsa_attention(
     """
     backend = choose_backend(backend, q, "bsa_attention")
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
-    for name, value, least, most in (
-        ("block_size", block_size, 1, MOST),
-        ("block_counts", block_counts, 1, MOST),
-        ("window_size", window_size, 0, LARGEST),
-        ("selection_group", selection_group, 1, MOST),
-    ):
-        check_int(name, value, least, most)
-    check_bool("return_block_indices", return_block_indices)
+    sizes_of_blocks = dict(block_size=block_size, block_counts=block_counts, selection_group=selection_group)
+    for name, value in sizes_of_blocks.items():
+        check_int(name, value, 1, MOST)
+    check_int("window_size", window_size, 0)
+    validation.check_bool("return_block_indices", return_block_indices)
     if block_size % selection_group:
         raise ValueError(f"selection_group must divide block_size={block_size}, got {selection_group}")
     _check_gates(gates, sizes, q.device, window_size)
     bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
-    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
+    scale, normalizer = validation.check_factors(scale, normalizer, sizes["D"], max_seq_len)
+    options = block_size, block_counts, window_size, selection_group, scale, normalizer
     if backend == "reference":
         if plan is not None:
             raise ValueError(f"the reference takes no plan, got {type(plan).__name__}")
-        out, indices = bsa_attention_reference(
-            q,
-            k,
-            v,
-            seq_offsets,
-            max_seq_len,
-            gates,
-            block_size=block_size,
-            block_counts=block_counts,
-            window_size=window_size,
-            selection_group=selection_group,
-            scale=scale,
-            normalizer=normalizer,
-            bias=bias,
-        )
+        out, indices = bsa_attention_reference(q, k, v, seq_offsets, max_seq_len, gates, *options, bias)
         return (out, indices) if return_block_indices else out
 
     from hstu_sparse.bsa import launch
@@ -149,25 +124,10 @@ def bsa_attention(
         plan = make_plan(purpose, seq_offsets, bias)
     else:
         check_plan(plan, BlockPlan, purpose)
-    g_cmp, g_slc, g_swa = gates
+    branches = (*gates[:2], gates[2] if window_size > 0 else None)
+    deterministic = torch.are_deterministic_algorithms_enabled()
     out, groups, *_ = launch.operator(
-        q,
-        k,
-        v,
-        seq_offsets,
-        max_seq_len,
-        g_cmp,
-        g_slc,
-        g_swa if window_size > 0 else None,
-        *bias[:2],
-        plan.flat(),
-        block_size,
-        block_counts,
-        window_size,
-        selection_group,
-        scale,
-        normalizer,
-        torch.are_deterministic_algorithms_enabled(),
+        q, k, v, seq_offsets, max_seq_len, *branches, *bias[:2], plan.flat(), *options, deterministic
     )
     if not return_block_indices:
         return out

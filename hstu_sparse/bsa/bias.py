@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hstu_sparse.bias import sums
 from hstu_sparse.bias.buckets import (
     ENTRY_EDGES,
     ENTRY_SHIFT,
@@ -34,23 +35,11 @@ from hstu_sparse.bias.gradients import (
 )
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import narrow_bias
-from hstu_sparse.bias.sums import (
-    HISTOGRAM_ROWS,
-    barrier,
-    histogram_clear,
-    histogram_close,
-    histogram_lane,
-    histogram_open,
-    ring_add,
-    ring_lane,
-    ring_open,
-    ring_take,
-)
 from hstu_sparse.core.launch import cdiv, padded_head, run
 from hstu_sparse.tiles.assembly import look_up, scalar
 from hstu_sparse.tiles.rows import Rows
 
-_HISTOGRAM_ROWS = tl.constexpr(HISTOGRAM_ROWS)
+_HISTOGRAM_ROWS = tl.constexpr(sums.HISTOGRAM_ROWS)
 # Zeros on both sides of the halved position table, for masked pairs: with mean keys, those of a tile of 64 or 128 whose
 # blocks of 128 tokens are in the future.
 MARGIN = 128 * 128 + 256
@@ -174,10 +163,10 @@ def open_gradients(tables, time_shift, SUMS: tl.constexpr):
         scale = exact_scale(tables.norms)
         time_scale = scale / (1 << time_shift).to(tl.float32)
         if tables.position is not None:
-            ring = ring_open(time_shift)
+            ring = sums.ring_open(time_shift)
         if tables.time is not None:
-            histogram = histogram_open(time_shift)
-            lane = histogram_lane(histogram)
+            histogram = sums.histogram_open(time_shift)
+            lane = sums.histogram_lane(histogram)
         tl.debug_barrier()
     return Gradients(position, time, ring, lane, scale, time_scale), histogram
 
@@ -186,14 +175,14 @@ def open_gradients(tables, time_shift, SUMS: tl.constexpr):
 def close_times(gradients, histogram, tables, SUMS: tl.constexpr):
     """Add the histogram to the gradient in memory."""
     if SUMS and tables.time is not None:
-        histogram_close(histogram, gradients.time, 1.0 / gradients.time_scale, 0, _HISTOGRAM_ROWS, True)
+        sums.histogram_close(histogram, gradients.time, 1.0 / gradients.time_scale, 0, _HISTOGRAM_ROWS, True)
 
 
 @triton.jit
 def means_gradients(gradients, histogram, tables, SUMS: tl.constexpr):
     """Return `Gradients` for mean keys, whose terms in the time table are larger: see `TableGradients`."""
     if SUMS and tables.time is not None:
-        histogram_clear(histogram)
+        sums.histogram_clear(histogram)
     return Gradients(
         gradients.position, gradients.time, gradients.ring, gradients.lane, gradients.scale,
         gradients.scale * tables.means_factor if SUMS else gradients.time_scale,
@@ -208,15 +197,15 @@ def add_position_tile(gradients, ds, queries, keys, length, SUMS: tl.constexpr):
     if SUMS:
         # The tile's diagonals are written to memory at once: the next block may lie anywhere.
         tl.static_assert(BM + BN - 1 <= 128)
-        cell = ring_lane(gradients.ring) + 4 * (BN - 1)
-        ring_add(cell + 4 * (tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]), ds, gradients.scale)
-        barrier(length)
+        cell = sums.ring_lane(gradients.ring) + 4 * (BN - 1)
+        sums.ring_add(cell + 4 * (tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]), ds, gradients.scale)
+        sums.barrier(length)
         lane = tl.arange(0, 128)
-        value = ring_take(gradients.ring, lane)
+        value = sums.ring_take(gradients.ring, lane)
         distance = queries.place - keys.place - (BN - 1) + lane
         use = (distance >= 0) & (distance < length) & (value != 0)
         tl.atomic_add(gradients.position + distance, value.to(tl.float32) / gradients.scale, use, sem="relaxed")
-        barrier(length)
+        sums.barrier(length)
     else:
         add_diagonals(gradients.position, ds, queries.place, keys.place, length, gradients.scale, BM, BN)
 

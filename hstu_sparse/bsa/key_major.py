@@ -1,6 +1,6 @@
 """Define key-major kernels: a program has a block of keys and iterates over the queries that chose it, or that see it.
 
-The choice is inverted first (blocks.py): for each list, of a head and a block slot (`numbered`, tiles.py), the first
+The choice is inverted first (blocks.py): for each list, of a head and a block slot (`numbered`), the first
 tokens of the groups that chose the block. A list is processed in chunks, so that a block which nearly all queries chose
 does not delay the others. A chosen block other than the group's own is complete and in the past, so that its tiles need
 no mask.
@@ -362,3 +362,53 @@ def bsa_merge_bwd_dkv_kernel(
     s = j * BS + lane
     store_rows(dk + (start * H + h) * D, s, H * D, s < length, acc_k, D, BD)
     store_rows(dv + (start * H + h) * V, s, H * V, s < length, acc_v, V, BV)
+
+
+@triton.jit(do_not_specialize=["B", "gates_stride_h"])
+def bsa_compress_bwd_dkv_kernel(
+    do, q, kbar, vbar, offsets, gates, gates_stride_h, gradients, bias, strides, call, B,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, ATOMIC: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of BN mean keys and values from every later query; grid axis 2 divides the queries in turn.
+
+    gates: by head. gradients: `KeyGradients`.
+    """
+    scale, inv_n, H = call.scale, call.inv_n, call.H
+    b, start, length, i = locate(offsets, tl.program_id(0), B, BN * BS)
+    h = tl.program_id(1)
+    blocks = length // BS
+    if i * BN >= blocks:
+        return
+    j = i * BN + tl.arange(0, BN)
+    known = j < blocks
+    base = (start // BS + b) * H + h
+    keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
+    values = load_rows(vbar + base * V, j, H * V, known, V, BV)
+    first = i * BN * BS + BS // 2
+    side = Side(start + first, first, tl.where(known, (j - i * BN) * BS, 0).to(tl.int64))
+    acc_k = tl.zeros([BN, BD], tl.float32)
+    acc_v = tl.zeros([BN, BV], tl.float32)
+    origin = start.to(tl.int32)
+    g_cmp = gates.cmp + h * gates_stride_h
+    if not TMA:
+        q += h * strides.q_h
+        do += h * strides.do_h
+    # The first block of the tile is complete for its own last token.
+    begin = (i * BN * BS + BS - 1) // BM * BM + tl.program_id(2) * BM
+    step = BM * tl.num_programs(2)
+    if begin < length:
+        for c in range(begin, length, step):
+            t = c + tl.arange(0, BM)
+            live = t < length
+            biases, _ = pair_tile(bias, Side(start + c, c, tl.arange(0, BM).to(tl.int64)), side, 1, ASM)
+            queries = load_tile(q, start + t, strides.q_t, live, origin + c, h * D, D, BD, TMA)
+            upstream = load_tile(do, start + t, strides.do_t, live, origin + c, h * V, V, BV, TMA)
+            cmp = load_gates(g_cmp, start + c, live, BM, ASM)
+            gate = tl.where((j * BS + (BS - 1))[:, None] <= t[None, :], cmp[None, :], 0.0)
+            acc_k, acc_v, _, _ = key_step(
+                acc_k, acc_v, keys, values, queries, upstream, gate, scale, biases, FAST, PRECISION
+            )
+        add_rows(gradients.dkbar + base * D, j, H * D, known, acc_k * (BS * scale * inv_n), D, BD, ATOMIC)
+        add_rows(gradients.dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

@@ -21,29 +21,85 @@ from torch import Tensor
 from hstu_sparse.bias.gradients import TableGradients
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import HalvedTables
-from hstu_sparse.bsa import blocks, key_major, means_major, query_major
+from hstu_sparse.bsa import blocks, key_major, query_major
 from hstu_sparse.bsa.bias import MARGIN, pair_norms, table_sums
-from hstu_sparse.bsa.lists import invert
-from hstu_sparse.bsa.parameters import Call, Chosen, Gates, KeyGradients, Strides
+from hstu_sparse.bsa.blocks import invert
 from hstu_sparse.bsa.plan import BlockPlan
-from hstu_sparse.core.launch import (
-    LaunchConfig,
-    architecture,
-    cdiv,
-    configuration,
-    next_power_of_2,
-    padded_head,
-    precision,
-    run,
-)
+from hstu_sparse.core import launch
+from hstu_sparse.core.launch import LaunchConfig, cdiv, configuration, next_power_of_2, padded_head, precision, run
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
 from hstu_sparse.tiles.assembly import proven
+from hstu_sparse.tiles.rows import as_rows
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
 # Tokens per group from which the query-major selection is faster.
 QUERY_MAJOR = 32
+
+
+class Chosen(NamedTuple):
+    """The blocks that each group chose, ascending, its own block last: [NG, H, S] each.
+
+    indices  int32, padded with -1
+    entries  int16, with a time bias: the entry of the group's tile and the block, see `BlockPlan`
+    """
+
+    indices: object
+    entries: object = None
+
+
+class Gates(NamedTuple):
+    """The gates or their gradients, see the public function: [T, H], or by head [H, at least T and a tile] fp32.
+
+    Without a window `swa` is another one that is not read.
+    """
+
+    cmp: object
+    slc: object
+    swa: object
+
+
+class Call(NamedTuple):
+    """The numbers of a call.
+
+    inv_n   1 / normalizer
+    H, S    heads, and blocks chosen per group
+    window  the window's size, or 0
+    """
+
+    scale: object
+    inv_n: object
+    H: object
+    S: object
+    window: object
+
+
+class KeyGradients(NamedTuple):
+    """Gradients of mean keys and values [NB, H, ..], of keys and values [T, H, ..], parts [.., BS, D + V] fp32."""
+
+    dkbar: object
+    dvbar: object
+    dk: object
+    dv: object
+    parts: object
+
+
+class Strides(NamedTuple):
+    """Strides of q, k, v and, in the backward pass, do, between tokens and between heads."""
+
+    q_t: object
+    q_h: object
+    k_t: object
+    k_h: object
+    v_t: object
+    v_h: object
+    do_t: object = None
+    do_h: object = None
+
+    @classmethod
+    def of(cls, *tensors) -> "Strides":
+        """Collect the strides of tensors: q, k, v and optionally do."""
+        return cls(*(stride for x in tensors for stride in x.stride()[:2]))
 
 
 @configuration
@@ -138,7 +194,7 @@ class Problem:
         self.biased = a.position is not None or a.time is not None
         self.split = q.dtype != torch.float32
         self.tiled_by = (
-            q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased
+            q.dtype, max(self.BD, self.BV), a.block_size, group, launch.architecture(q.device), self.biased
         )  # fmt: skip
         self.heads = dict(D=self.D, V=self.V, BD=self.BD, BV=self.BV)
         self.numeric = dict(
@@ -182,7 +238,7 @@ class Problem:
 
         None if it cannot be used: before Hopper, and for heads that do not fill their tile or are not adjacent.
         """
-        usable = architecture(tensors[0].device) >= 90 and self.D == self.BD and self.V == self.BV
+        usable = launch.architecture(tensors[0].device) >= 90 and self.D == self.BD and self.V == self.BV
         if not usable or any(x.stride(1) != x.shape[2] for x in tensors):
             return None
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -281,17 +337,11 @@ def launch_forward(*arguments):
 def fake_forward(*arguments):
     """Return empty outputs of `launch_forward`."""
     a = Arguments(*arguments)
-    q, v = a.q, a.v
-    (T, H, D), V, B = q.shape, v.shape[2], a.seq_offsets.shape[0] - 1
+    q = a.q
+    (T, H, D), V, B = q.shape, a.v.shape[2], a.seq_offsets.shape[0] - 1
     indices = q.new_empty(T // a.selection_group + B, H, a.block_counts, dtype=torch.int32)
-    return (
-        q.new_empty(T, H, V),
-        indices,
-        q.new_empty(T // a.block_size + B, H, cdiv(D, 16) * 16),
-        v.new_empty(T // a.block_size + B, H, cdiv(V, 16) * 16),
-        a.tables.new(q),
-        new_entries(a, indices),
-    )
+    kbar, vbar = (q.new_empty(T // a.block_size + B, H, cdiv(size, 16) * 16) for size in (D, V))
+    return q.new_empty(T, H, V), indices, kbar, vbar, a.tables.new(q), new_entries(a, indices)
 
 
 def launch_backward(do, *arguments):
@@ -338,7 +388,7 @@ def launch_backward(do, *arguments):
     splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, 2048))
     described = p.tma(config.BM, do, q)
     run(
-        means_major.bsa_compress_bwd_dkv_kernel, (p.slots(config.BN * p.BS), p.H, splits),
+        key_major.bsa_compress_bwd_dkv_kernel, (p.slots(config.BN * p.BS), p.H, splits),
         *(described or (do, q)), kbar, vbar, p.offsets, by_head, by_head.cmp.stride(0), key_gradients, bias, strides,
         p.call, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **config,
@@ -387,15 +437,12 @@ def launch_backward(do, *arguments):
     return gradients
 
 
-operator = Operator(
-    "bsa",
+_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, Tensor g_cmp, Tensor g_slc, Tensor? g_swa, "
     "Tensor? position, Tensor? time, Tensor?[] plan, "
     "int block_size, int block_counts, int window_size, int selection_group, float scale, "
-    "float normalizer, bool deterministic",
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=fake_forward,
-    differentiable=("q", "k", "v", "g_cmp", "g_slc", "g_swa", "position", "time"),
-    outputs=6,
+    "float normalizer, bool deterministic"
+)
+operator = Operator(
+    "bsa", _SCHEMA, launch_forward, launch_backward, fake_forward, "q k v g_cmp g_slc g_swa position time", outputs=6
 )

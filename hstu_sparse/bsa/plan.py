@@ -126,13 +126,11 @@ def _fake_entries(seq_offsets, timestamps, query_timestamps, max_seq_len, block_
     return [seq_offsets.new_zeros(slots, blocks, dtype=torch.int16)]
 
 
-_entries_operator = register_preparation(
-    "bsa_entries",
+_SCHEMA = (
     "Tensor seq_offsets, Tensor timestamps, Tensor query_timestamps, SymInt max_seq_len, int block_size, "
-    "int num_buckets",
-    launch=_entries,
-    fake=_fake_entries,
+    "int num_buckets"
 )
+_entries_operator = register_preparation("bsa_entries", _SCHEMA, _entries, _fake_entries)
 
 
 def purpose_of(

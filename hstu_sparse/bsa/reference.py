@@ -26,7 +26,6 @@ def bsa_attention_reference(
     seq_offsets: Tensor,
     max_seq_len: int,
     gates: tuple[Tensor, Tensor, Tensor | None],
-    *,
     block_size: int,
     block_counts: int,
     window_size: int,

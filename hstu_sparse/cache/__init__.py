@@ -2,12 +2,10 @@
 
 format.py    `PageFormat`, the content of a page and its size in bytes
 pool.py      `PagePool`, the pages of all layers and their assignment to sequences
-store.py     reading and writing pages in plain PyTorch: the specification of the kernels that write
+store.py     reading and writing pages and codes in plain PyTorch: the specification of the kernels
 files.py     a pool's sequences in one file
-packing.py   quantising, packing and unpacking in plain PyTorch
-codec.py     the same in kernels
+codec.py     quantising, packing and unpacking in kernels
 encode.py    the kernels that write pages; decode.py: those that restore keys and values from codes; launch.py
-bias.py      the bias of candidates with each position of their sequence
 paged/       attention of new tokens to pages: the kernel of `paged_attention` and of rotatekv/
 """
 

@@ -7,17 +7,7 @@ key channels of a head group, R tokens of a tile, BW channels of a block of code
 import triton
 import triton.language as tl
 
-from hstu_sparse.cache.codec import (
-    butterfly,
-    encode,
-    greatest,
-    halves_of,
-    load_block,
-    load_codes,
-    load_kept,
-    odd,
-    sign,
-)
+from hstu_sparse.cache import codec
 from hstu_sparse.cache.encode import key_ranges, rotated_blocks, value_blocks
 from hstu_sparse.tiles.rows import locate
 
@@ -40,7 +30,7 @@ def matrix_block(
     else:
         place = first % BW + column
     ONE: tl.constexpr = 0x3C00 if tl.float16 == DTYPE else 0x3F80
-    bits = ONE | (odd(row[:, None], place[None, :]) << 15)
+    bits = ONE | (codec.odd(row[:, None], place[None, :]) << 15)
     if PAD != OW:
         bits = tl.where((column < OW)[None, :], bits, 0)
     return bits.to(tl.int16).to(DTYPE, bitcast=True)
@@ -90,7 +80,7 @@ def restored_blocks(
                 new += (restored[o] + factor * part,)
             restored = new
         else:
-            block_sign = sign(i, first // BW) * factor
+            block_sign = codec.sign(i, first // BW) * factor
             for o in tl.static_range(OUT):
                 x = restored[o]
                 constant = constants[o]
@@ -114,7 +104,7 @@ def restored_blocks(
             alike = ((first + o % SPAN * OW) % BW + tl.arange(0, PAD) == 0).to(tl.float32) * BW
             x += constants[o][:, None] * alike[None, :]
         outputs += (x,)
-    return butterfly(outputs, WHOLE, SPAN)
+    return codec.butterfly(outputs, WHOLE, SPAN)
 
 
 @triton.jit
@@ -134,17 +124,17 @@ def load_keys(source, row, slot, mask, form, DTYPE: tl.constexpr, OFFSET: tl.con
             word = tl.load(source.k_bitmap + tl.max(row, 0) * (form.CODED * form.G) + column, some, 0)
             bit = ((word[None, :] >> slot[:, None].to(tl.int64)) & 1).to(tl.int32)
             at = row * form.PAGE + slot
-            codes += (load_kept(source.k, at, mask, bit, before, form.BITS, DTYPE, form.KEPT, form.K_WORDS),)
+            codes += (codec.load_kept(source.k, at, mask, bit, before, form.BITS, DTYPE, form.KEPT, form.K_WORDS),)
             marks += (bit.to(DTYPE),)
             before += tl.sum(bit, 1)
         else:
             at = (row * BLOCKS + i) * form.PAGE + slot
-            codes += (load_codes(source.k, at, mask, form.BITS, DTYPE, OFFSET, form.K_BLOCK, form.K_WORDS),)
+            codes += (codec.load_codes(source.k, at, mask, form.BITS, DTYPE, OFFSET, form.K_BLOCK, form.K_WORDS),)
     scales = ()
     zeros = ()
     for g in tl.static_range(GROUPS):
         at = (row * GROUPS + g) * form.PAGE + slot
-        scale, zero = halves_of(tl.load(source.k_ranges + at, mask, 0))
+        scale, zero = codec.halves_of(tl.load(source.k_ranges + at, mask, 0))
         scales += (scale,)
         zeros += (zero,)
     return codes, marks, scales, zeros
@@ -154,9 +144,9 @@ def load_keys(source, row, slot, mask, form, DTYPE: tl.constexpr, OFFSET: tl.con
 def load_values(source, row, slot, mask, b, form, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
     """Load (OFFSET + codes [R, BW], scale, zero [R]) of block b of values in `Pages`."""
     at = (row * form.V_GROUPS + b // (form.V_BLOCKS // form.V_GROUPS)) * form.PAGE + slot
-    scale, zero = halves_of(tl.load(source.v_ranges + at, mask, 0))
+    scale, zero = codec.halves_of(tl.load(source.v_ranges + at, mask, 0))
     at = (row * form.V_BLOCKS + b) * form.PAGE + slot
-    return load_codes(source.v, at, mask, form.BITS, DTYPE, OFFSET, form.V_BLOCK, form.V_WORDS), scale, zero
+    return codec.load_codes(source.v, at, mask, form.BITS, DTYPE, OFFSET, form.V_BLOCK, form.V_WORDS), scale, zero
 
 
 @triton.jit
@@ -261,14 +251,14 @@ def rotatekv_round_trip_kernel(
     x = rotated_blocks(k, token, mask, first_head, order, scale, FORM)
     masks = x
     if FORM.SPARSE:
-        masks = greatest(x, FORM.KEPT, K_BLOCKS)
+        masks = codec.greatest(x, FORM.KEPT, K_BLOCKS)
     scales, zeros = key_ranges(x, masks, INSET, FORM)
     codes = ()
     wide_scales = ()
     wide_zeros = ()
     marks = ()
     for i in tl.static_range(K_BLOCKS):
-        code = encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
+        code = codec.encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
         if FORM.SPARSE:
             code = code * masks[i]
             marks += (masks[i].to(DTYPE),)
@@ -281,14 +271,14 @@ def rotatekv_round_trip_kernel(
             codes, marks, wide_scales, wide_zeros, scale, group * 0 + i * FORM.K_BLOCK, inverse_order, FORM, 0,
             FORM.K_BLOCK, FORM.K_BLOCK, 1, 1,
         )  # fmt: skip
-        same = load_block(k, token, mask & sink, first_head, None, i, FORM.D, C, FORM.K_BLOCK, FORM.D)
+        same = codec.load_block(k, token, mask & sink, first_head, None, i, FORM.D, C, FORM.K_BLOCK, FORM.D)
         out = tl.where(sink[:, None], same.to(tl.float32), y[0])
         store_group(k_out, token, mask, out, i, first_head, FORM, FORM.D)
     V_PER: tl.constexpr = FORM.V_BLOCKS // V_GROUPS
     for g in tl.static_range(V_GROUPS):
         z, v_scale, v_zero = value_blocks(v, token, mask, first_head, g, INSET, FORM)
         for i in tl.static_range(V_PER):
-            code = encode(z[i], v_scale, v_zero, LEVELS).to(tl.float32)
+            code = codec.encode(z[i], v_scale, v_zero, LEVELS).to(tl.float32)
             value = v_zero.to(tl.float32)[:, None] + v_scale.to(tl.float32)[:, None] * code
             value = tl.where(sink[:, None], z[i], value)
             store_group(v_out, token, mask, value, g * V_PER + i, first_head, FORM, FORM.V)

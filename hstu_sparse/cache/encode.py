@@ -10,17 +10,7 @@ holds: every stage of the transform across blocks is then a sum of registers of 
 import triton
 import triton.language as tl
 
-from hstu_sparse.cache.codec import (
-    butterfly,
-    encode,
-    greatest,
-    load_block,
-    sign,
-    store_codes,
-    store_kept,
-    store_range,
-    value_range,
-)
+from hstu_sparse.cache import codec
 from hstu_sparse.tiles.rows import load_head, locate, store_rows
 
 
@@ -30,12 +20,12 @@ def rotated_blocks(k, token, mask, first_head, order, scale, form):
     BW: tl.constexpr = form.K_BLOCK
     BLOCKS: tl.constexpr = form.K_BLOCKS
     place = tl.arange(0, BW)
-    matrix = sign(place[:, None], place[None, :]).to(k.pointer.dtype.element_ty)
+    matrix = codec.sign(place[:, None], place[None, :]).to(k.pointer.dtype.element_ty)
     blocks = ()
     for b in tl.static_range(BLOCKS):
-        x = load_block(k, token, mask, first_head, order, b, form.CODED, form.CODED * form.G, BW, form.D)
+        x = codec.load_block(k, token, mask, first_head, order, b, form.CODED, form.CODED * form.G, BW, form.D)
         blocks += (tl.dot(x, matrix, input_precision="ieee"),)
-    blocks = butterfly(blocks, BLOCKS, 1)
+    blocks = codec.butterfly(blocks, BLOCKS, 1)
     scaled = ()
     for b in tl.static_range(BLOCKS):
         scaled += (blocks[b] * scale,)
@@ -61,7 +51,7 @@ def key_ranges(x, masks, INSET: tl.constexpr, form):
                 high = tl.where(masks[g * PER + b] != 0, high, float("-inf"))
             least = tl.minimum(least, tl.min(low, 1))
             most = tl.maximum(most, tl.max(high, 1))
-        scale, zero = value_range(least, most, INSET, (1 << form.BITS) - 1)
+        scale, zero = codec.value_range(least, most, INSET, (1 << form.BITS) - 1)
         scales += (scale,)
         zeros += (zero,)
     return scales, zeros
@@ -79,7 +69,7 @@ def value_blocks(v, token, mask, first_head, g: tl.constexpr, INSET: tl.constexp
     most = tl.full([R], float("-inf"), tl.float32)
     blocks = ()
     for i in tl.static_range(g * PER, g * PER + PER):
-        x = load_block(v, token, mask, first_head, None, i, form.V, CV, BW, form.V).to(tl.float32)
+        x = codec.load_block(v, token, mask, first_head, None, i, form.V, CV, BW, form.V).to(tl.float32)
         blocks += (x,)
         if (i + 1) * BW <= CV:
             least = tl.minimum(least, tl.min(x, 1))
@@ -88,7 +78,7 @@ def value_blocks(v, token, mask, first_head, g: tl.constexpr, INSET: tl.constexp
             real = (i * BW + place < CV)[None, :]
             least = tl.minimum(least, tl.min(tl.where(real, x, float("inf")), 1))
             most = tl.maximum(most, tl.max(tl.where(real, x, float("-inf")), 1))
-    scale, zero = value_range(least, most, INSET, (1 << form.BITS) - 1)
+    scale, zero = codec.value_range(least, most, INSET, (1 << form.BITS) - 1)
     return blocks, scale, zero
 
 
@@ -160,36 +150,36 @@ def write_codes_kernel(
     x = rotated_blocks(k, token, packed, group * G, order, scale, FORM)
     masks = x
     if FORM.SPARSE:
-        masks = greatest(x, FORM.KEPT, K_BLOCKS)
+        masks = codec.greatest(x, FORM.KEPT, K_BLOCKS)
     K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
     scales, zeros = key_ranges(x, masks, INSET, FORM)
     before = tl.zeros([R], tl.int32)
     for i in tl.static_range(K_BLOCKS):
-        codes = encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
+        codes = codec.encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
         if FORM.SPARSE:
             at = row * FORM.PAGE + slot
             store_bitmap(target.k_bitmap, row, slot, packed, masks[i], i, FORM)
-            store_kept(target.k, at, packed, codes, masks[i], before, FORM.BITS, FORM.KEPT, FORM.K_WORDS)
+            codec.store_kept(target.k, at, packed, codes, masks[i], before, FORM.BITS, FORM.KEPT, FORM.K_WORDS)
             before += tl.sum(masks[i], 1)
         else:
             at = (row * K_BLOCKS + i) * FORM.PAGE + slot
-            store_codes(target.k, at, packed, codes, FORM.BITS, FORM.K_WORDS)
+            codec.store_codes(target.k, at, packed, codes, FORM.BITS, FORM.K_WORDS)
     for g in tl.static_range(K_GROUPS):
         at = (row * K_GROUPS + g) * FORM.PAGE + slot
-        store_range(target.k_ranges + at, packed, scales[g], zeros[g])
+        codec.store_range(target.k_ranges + at, packed, scales[g], zeros[g])
 
     V_PER: tl.constexpr = FORM.V_BLOCKS // V_GROUPS
     CV: tl.constexpr = FORM.V * G
     for g in tl.static_range(V_GROUPS):
         y, scale, zero = value_blocks(v, token, packed, group * G, g, INSET, FORM)
-        store_range(target.v_ranges + (row * V_GROUPS + g) * FORM.PAGE + slot, packed, scale, zero)
+        codec.store_range(target.v_ranges + (row * V_GROUPS + g) * FORM.PAGE + slot, packed, scale, zero)
         for i in tl.static_range(V_PER):
-            codes = encode(y[i], scale, zero, LEVELS)
+            codes = codec.encode(y[i], scale, zero, LEVELS)
             if (g * V_PER + i + 1) * FORM.V_BLOCK > CV:
                 channel = (g * V_PER + i) * FORM.V_BLOCK + tl.arange(0, FORM.V_BLOCK)
                 codes = tl.where((channel < CV)[None, :], codes, 0)
             at = (row * FORM.V_BLOCKS + g * V_PER + i) * FORM.PAGE + slot
-            store_codes(target.v, at, packed, codes, FORM.BITS, FORM.V_WORDS)
+            codec.store_codes(target.v, at, packed, codes, FORM.BITS, FORM.V_WORDS)
 
 
 @triton.jit(do_not_specialize=["B", "P"])

@@ -145,14 +145,10 @@ def load(kind, path, device, num_pages: int | None, num_sequences: int | None, c
     facts, tensors = read_whole(path, FORMAT, checked)
     format = format_from(facts["format"])
     lengths = tensors.pop("lengths").tolist()
-    pool = kind(
-        format,
-        facts["num_pages"] if num_pages is None else num_pages,
-        layers=facts["layers"],
-        num_sequences=facts["num_sequences"] if num_sequences is None else num_sequences,
-        timed=facts["timed"],
-        device=device,
-    )
+    num_pages = facts["num_pages"] if num_pages is None else num_pages
+    num_sequences = facts["num_sequences"] if num_sequences is None else num_sequences
+    options = dict(layers=facts["layers"], num_sequences=num_sequences, timed=facts["timed"], device=device)
+    pool = kind(format, num_pages, **options)
     rows = [pool.reserve([], length) for length in lengths]  # a new pool gives pages in order
     into = {
         f"{layer}.{name}": x for layer, layer_tensors in enumerate(pool.tensors) for name, x in layer_tensors.items()

@@ -16,9 +16,8 @@ from hstu_sparse.cache.encode import write_codes_kernel, write_pages_kernel, wri
 from hstu_sparse.cache.format import TILE, PageFormat
 from hstu_sparse.core.launch import LaunchConfig, configuration, on_device, padded_head, run
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
-from hstu_sparse.tiles.rows import Rows
+from hstu_sparse.tiles.rows import Rows, as_rows
 
 # The bits of the widest codes that unpacking can leave in the mantissa of a 16-bit type.
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}
@@ -160,14 +159,14 @@ def _straight_through(dk, dv, k, v, *_):
     return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in ((k, dk), (v, dv))]
 
 
-round_trip_operator = Operator(
-    "rotatekv_round_trip",
+def _fake(k, v, *_):
+    return k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_SCHEMA = (
     "Tensor k, Tensor v, Tensor seq_offsets, Tensor? channel_order, int bits, int head_group, int quant_group, "
-    "float sparsity, int sink_tokens, float clip",
-    forward=_round_trip,
-    backward=_straight_through,
-    fake=lambda k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)),
-    differentiable=("k", "v"),
-    outputs=2,
-    graded=2,
+    "float sparsity, int sink_tokens, float clip"
+)
+round_trip_operator = Operator(
+    "rotatekv_round_trip", _SCHEMA, _round_trip, _straight_through, _fake, "k v", outputs=2, graded=2
 )

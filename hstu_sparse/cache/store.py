@@ -1,17 +1,226 @@
-"""Read and write pages in plain PyTorch: the specification of the kernels that write and read them.
+"""Read and write pages and RotateKV's codes in plain PyTorch: the specification of the kernels, on any device.
 
-Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, S sink tokens.
+Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, S sink tokens, G
+heads of a head group, C its channels, HG = H / G head groups, K channels of a key that pruning keeps.
 
 A position of a sequence is in slot `position % page_size` of its page `position // page_size`. With codes the first S
 positions of a sequence are stored uncompressed, in its row of sinks; their slots in the pages stay unused.
+
+Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hstu_sparse.cache import packing
-from hstu_sparse.cache.format import PageFormat
+from hstu_sparse.cache.format import PageFormat, Side, plane_words, planes
+from hstu_sparse.core.jagged import readable
+from hstu_sparse.core.launch import cdiv
+from hstu_sparse.core.precision import widened, working_dtype
+
+FP16_MOST = 65504.0
+LEAST = 2.0**-20  # the least scale: 16 of fp16's smallest steps, so that rounding changes it by at most 3%
+
+
+class Codes(NamedTuple):
+    """One side (keys or values) of T tokens, quantised and not yet packed.
+
+    codes [T, HG, blocks * block] int64, 0 for dropped channels; scale, zero [T, HG, groups] fp16; mask: bool like
+    codes, or None if all channels are kept.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    mask: Tensor | None
+
+
+def hadamard_reference(x: Tensor) -> Tensor:
+    """Multiply x [..., n] by Sylvester's matrix times n ** -0.5, in x's dtype."""
+    shape, n, dtype = x.shape, x.shape[-1], x.dtype
+    (x,) = widened(x)
+    step = 1
+    while step < n:
+        pair = x.reshape(*shape[:-1], n // (2 * step), 2, step)
+        x = torch.stack((pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]), -2)
+        step *= 2
+    return (x.reshape(shape) * n**-0.5).to(dtype).contiguous()
+
+
+def grouped(x: Tensor, head_group: int) -> Tensor:
+    """Reshape [T, H, D] to [T, HG, D * G]."""
+    return x.reshape(x.shape[0], x.shape[1] // head_group, head_group * x.shape[2])
+
+
+def rotate(k: Tensor, head_group: int, channel_order: Tensor | None) -> Tensor:
+    """Permute and transform keys [T, H, D] to [T, HG, C], in their `working_dtype`."""
+    x = grouped(k, head_group).to(working_dtype(k.dtype))
+    if channel_order is not None:
+        x = x.gather(-1, channel_order.expand(x.shape))
+    return hadamard_reference(x)
+
+
+def rotate_back(x: Tensor, heads: int, channel_order: Tensor | None) -> Tensor:
+    """Invert `rotate`: [T, HG, C] -> [T, H, D]."""
+    x = hadamard_reference(x)
+    if channel_order is not None:
+        x = torch.empty_like(x).scatter_(-1, channel_order.expand(x.shape), x)
+    return x.reshape(x.shape[0], heads, x.shape[1] * x.shape[2] // heads)
+
+
+def prune(x: Tensor, num_kept: int) -> Tensor | None:
+    """Return a mask like x [T, HG, C] of the `num_kept` greatest magnitudes, ties to the first; None for all."""
+    if num_kept == x.shape[-1]:
+        return None
+    order = x.abs().sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :num_kept], True)
+
+
+def check_fits(name: str, least: Tensor, most: Tensor, levels: int, refuse_small: bool = True) -> None:
+    """Raise ValueError if groups with numbers from `least` to `most` [...] need scales or zeros beyond fp16's range.
+
+    Too large: a zero or scale is beyond fp16. Too small: the greatest number of all needs a scale of less than LEAST,
+    which fp16 rounds to a few bits or to 0 (refuse_small). NaN fits: it comes back as NaN.
+    """
+    if not readable(least) or not least.numel():
+        return
+    peak = float(torch.maximum(most, -least).max())
+    if bool((least.abs() > FP16_MOST).any() | (most - least > FP16_MOST * levels).any()):
+        raise ValueError(
+            f"{name} must fit in fp16 scales and zeros, up to {FP16_MOST:g}, got {peak:g} (of keys after "
+            "their rotation): scale it down first"
+        )
+    if refuse_small and 0 < peak < LEAST * levels:
+        raise ValueError(
+            f"{name} must reach {LEAST * levels:.1e}, below which fp16 scales of {levels + 1} levels lose it, got "
+            f"at most {peak:.1e}: scale it up first, or take fewer bits"
+        )
+
+
+def quantise(
+    x: Tensor, side: Side, bits: int, mask: Tensor | None, inset: float = 0.0, name: str | None = None,
+    refuse_small: bool = True,
+) -> Codes:  # fmt: skip
+    """Quantise x [T, HG, C]; scale and zero are rounded to fp16 first, and the codes use the rounded ones.
+
+    inset: share of a group's range that the codes leave out at either end. name: of x in the error for numbers that do
+    not fit (see `check_fits`); without a name they are clamped, as in the kernels. Like NaN, an infinity makes its
+    group NaN.
+    """
+    x = x.masked_fill(x.isinf(), torch.nan)
+    padding = side.groups * side.group - side.channels
+    x = F.pad(x, (0, padding)).unflatten(-1, (side.groups, side.group))
+    included = torch.ones_like(x, dtype=torch.bool) if mask is None else F.pad(mask, (0, padding)).view(x.shape)
+    if padding:
+        included[..., -1, side.group - padding :] = False
+    some = included.any(-1)
+    least = x.masked_fill(~included, float("inf")).amin(-1).masked_fill(~some, 0)
+    most = x.masked_fill(~included, float("-inf")).amax(-1).masked_fill(~some, 0)
+    if inset > 0:
+        margin = (most - least) * inset
+        least, most = least + margin, most - margin
+    levels = 2**bits - 1
+    if name is not None:
+        check_fits(name, least, most, levels, refuse_small)
+    zero = least.clamp(-FP16_MOST, FP16_MOST).half()
+    scale = ((most - least) / levels).clamp(max=FP16_MOST).half()
+    inverse = torch.where(scale > 0, 1 / scale.to(x.dtype), 0)
+    codes = ((x - zero.to(x.dtype)[..., None]) * inverse[..., None]).clamp(0, levels).round().long()
+    codes = codes.masked_fill(~included, 0).flatten(-2)
+    return Codes(codes, scale, zero, None if mask is None else included.flatten(-2))
+
+
+def dequantise(encoded: Codes, side: Side, dtype: torch.dtype) -> Tensor:
+    """Return [T, HG, C] of `dtype`: zero + scale * code for kept channels, else 0."""
+    codes = encoded.codes.unflatten(-1, (side.groups, side.group)).to(dtype)
+    x = (encoded.zero.to(dtype)[..., None] + encoded.scale.to(dtype)[..., None] * codes).flatten(-2)
+    if encoded.mask is not None:
+        x = x.masked_fill(~encoded.mask, 0)
+    return x[..., : side.channels]
+
+
+def encode(
+    k: Tensor, v: Tensor, format: PageFormat, channel_order: Tensor | None, *, refuse_small: bool = True
+) -> tuple[Codes, Codes]:
+    """Quantise keys and values [T, H, ...]; refuse_small: refuse numbers that vanish in fp16 scales, too."""
+    assert format.bits is not None
+    rotated = rotate(k, format.head_group, channel_order)
+    mask = prune(rotated, format.num_kept)
+    keys = quantise(rotated, format.keys, format.bits, mask, format.inset, "k", refuse_small)
+    values = grouped(v, format.head_group).to(working_dtype(v.dtype))
+    return keys, quantise(values, format.values, format.bits, None, format.inset, "v", refuse_small)
+
+
+def decode(
+    keys: Codes, values: Codes, format: PageFormat, channel_order: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return (k [T, H, D], v [T, H, V]) of `dtype`."""
+    k = rotate_back(dequantise(keys, format.keys, working_dtype(dtype)), format.heads, channel_order)
+    v = dequantise(values, format.values, working_dtype(dtype))
+    return k.to(dtype), v.reshape(v.shape[0], format.heads, format.value_size).to(dtype)
+
+
+def _words(x: Tensor) -> Tensor:
+    """Convert int64 numbers below 2^32 to int32 with the same bits."""
+    return torch.where(x >= 2**31, x - 2**32, x).int()
+
+
+def pack(codes: Tensor, width: int, bits: int) -> Tensor:
+    """Pack codes [..., blocks * width] into words [..., blocks, words] int32, in the order that format.py defines."""
+    codes = codes.unflatten(-1, (-1, width))
+    parts, done = [], 0
+    for plane in planes(bits):
+        words = plane_words(width, plane)
+        chunk = min(4, words)
+        fields = codes.unflatten(-1, (words // chunk, width // (2 * words), chunk, 2))
+        fields = (fields >> done) & (2**plane - 1)
+        place = plane * torch.arange(fields.shape[-3], device=codes.device)[:, None, None]
+        place = place + 16 * torch.arange(2, device=codes.device)
+        parts.append((fields << place).sum((-3, -1)).flatten(-2))
+        done += plane
+    return _words(torch.cat(parts, -1))
+
+
+def unpack(words: Tensor, width: int, bits: int) -> Tensor:
+    """Invert `pack`: return int64 codes."""
+    words, codes, start, done = words.long() & 0xFFFFFFFF, 0, 0, 0
+    for plane in planes(bits):
+        count = plane_words(width, plane)
+        chunk = min(4, count)
+        part = words[..., start : start + count].unflatten(-1, (count // chunk, 1, chunk, 1))
+        place = plane * torch.arange(width // (2 * count), device=words.device)[:, None, None]
+        place = place + 16 * torch.arange(2, device=words.device)
+        codes = codes + (((part >> place & (2**plane - 1)) << done).flatten(-4))
+        start, done = start + count, done + plane
+    return codes.flatten(-2)
+
+
+def pack_kept(codes: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
+    """Pack the `count` codes that `mask` marks in each row [..., C] into words [..., words] int32."""
+    order = (~mask).byte().sort(dim=-1, stable=True).indices[..., :count]
+    codes = codes.gather(-1, order)
+    parts, done = [], 0
+    for plane in planes(bits):
+        per = 32 // plane
+        part = F.pad((codes >> done) & (2**plane - 1), (0, -count % per)).unflatten(-1, (-1, per))
+        parts.append((part << plane * torch.arange(per, device=codes.device)).sum(-1))
+        done += plane
+    return _words(torch.cat(parts, -1))
+
+
+def unpack_kept(words: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
+    """Invert `pack_kept`: return int64 codes, 0 for dropped channels."""
+    rank = mask.long().cumsum(-1) - 1
+    words, codes, start, done = words.long() & 0xFFFFFFFF, 0, 0, 0
+    for plane in planes(bits):
+        per = 32 // plane
+        place = rank.clamp(min=0)
+        word = words.gather(-1, start + place // per)
+        codes = codes + ((word >> plane * (place % per) & (2**plane - 1)) << done)
+        start, done = start + cdiv(count * plane, 32), done + plane
+    return codes.masked_fill(~mask, 0)
 
 
 def place(format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +257,7 @@ def write(
             for name, x in (("k", k), ("v", v)):
                 tensors[f"sink_{name}"][row, at] = _rounded(name, x[sinks], format.dtype)
             k, v, page, slot = (x[~sinks] for x in (k, v, page, slot))
-    keys, values = packing.encode(padded_keys(k, format), v, format, channel_order, refuse_small=False)
+    keys, values = encode(padded_keys(k, format), v, format, channel_order, refuse_small=False)
     write_codes(tensors, format, keys, values, page, slot)
 
 
@@ -60,35 +269,35 @@ def _rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
-def write_codes(tensors, format: PageFormat, keys: packing.Codes, values: packing.Codes, page, slot) -> None:
+def write_codes(tensors, format: PageFormat, keys: Codes, values: Codes, page, slot) -> None:
     """Pack T tokens into pages, token i into slot[i] of page[i]."""
     bits = format.bits
     assert bits is not None
     if format.sparse:
         mask = keys.mask if keys.mask is not None else torch.ones_like(keys.codes, dtype=torch.bool)
-        tensors["k_codes"][page, :, slot] = packing.pack_kept(keys.codes, mask, format.num_kept, bits)
+        tensors["k_codes"][page, :, slot] = pack_kept(keys.codes, mask, format.num_kept, bits)
         # Each bit is set once, in a page that held zeros, so that adding sets it.
         mark = torch.where(mask, torch.ones_like(slot)[:, None, None] << slot[:, None, None], 0)
         tensors["k_bitmap"].index_add_(0, page, mark)
     else:
-        tensors["k_codes"][page, :, :, slot] = packing.pack(keys.codes, format.keys.block, bits)
-    tensors["v_codes"][page, :, :, slot] = packing.pack(values.codes, format.values.block, bits)
+        tensors["k_codes"][page, :, :, slot] = pack(keys.codes, format.keys.block, bits)
+    tensors["v_codes"][page, :, :, slot] = pack(values.codes, format.values.block, bits)
     tensors["k_ranges"][page, :, :, slot] = torch.stack((keys.scale, keys.zero), -1)
     tensors["v_ranges"][page, :, :, slot] = torch.stack((values.scale, values.zero), -1)
 
 
-def read_codes(tensors, format: PageFormat, page: Tensor, slot: Tensor) -> tuple[packing.Codes, packing.Codes]:
+def read_codes(tensors, format: PageFormat, page: Tensor, slot: Tensor) -> tuple[Codes, Codes]:
     """Return the codes of token i in slot[i] of page[i]."""
     bits, mask = format.bits, None
     assert bits is not None
     if format.sparse:
         mask = (tensors["k_bitmap"][page] >> slot[:, None, None] & 1).bool()
-        codes = packing.unpack_kept(tensors["k_codes"][page, :, slot], mask, format.num_kept, bits)
+        codes = unpack_kept(tensors["k_codes"][page, :, slot], mask, format.num_kept, bits)
     else:
-        codes = packing.unpack(tensors["k_codes"][page, :, :, slot], format.keys.block, bits)
-    keys = packing.Codes(codes, *tensors["k_ranges"][page, :, :, slot].unbind(-1), mask)
-    codes = packing.unpack(tensors["v_codes"][page, :, :, slot], format.values.block, bits)
-    return keys, packing.Codes(codes, *tensors["v_ranges"][page, :, :, slot].unbind(-1), None)
+        codes = unpack(tensors["k_codes"][page, :, :, slot], format.keys.block, bits)
+    keys = Codes(codes, *tensors["k_ranges"][page, :, :, slot].unbind(-1), mask)
+    codes = unpack(tensors["v_codes"][page, :, :, slot], format.values.block, bits)
+    return keys, Codes(codes, *tensors["v_ranges"][page, :, :, slot].unbind(-1), None)
 
 
 def read(
@@ -99,7 +308,7 @@ def read(
     page, slot = place(format, pages, sequence, position)
     if format.bits is None:
         return tensors["k"][page, :, slot].to(dtype), tensors["v"][page, :, slot].to(dtype)
-    k, v = packing.decode(*read_codes(tensors, format, page, slot), format, channel_order, dtype)
+    k, v = decode(*read_codes(tensors, format, page, slot), format, channel_order, dtype)
     k = k[..., : format.head_size]
     sinks = position < format.sink_tokens
     if not bool(sinks.any()):

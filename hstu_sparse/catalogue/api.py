@@ -5,8 +5,7 @@ Letters: T tokens, I items, E embedding size, K negatives.
 
 import torch
 
-from hstu_sparse.catalogue.parts import Part, loss_of_part
-from hstu_sparse.catalogue.reference import catalogue_loss_reference
+from hstu_sparse.catalogue.parts import Part, catalogue_loss_reference, loss_of_part
 from hstu_sparse.core.jagged import check_storage, readable
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import INTEGER, check_bool, check_kernel, check_number, check_tensor, choose_backend

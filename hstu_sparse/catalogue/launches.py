@@ -13,32 +13,11 @@ import math
 import torch
 from torch import Tensor
 
-from hstu_sparse.catalogue import small
-from hstu_sparse.catalogue.products import (
-    catalogue_loss_bwd_ditems_kernel,
-    catalogue_loss_bwd_dout_kernel,
-    catalogue_loss_fwd_kernel,
-)
-from hstu_sparse.catalogue.rows import (
-    ItemsEnd,
-    OutputsEnd,
-    catalogue_loss_mean_kernel,
-    catalogue_loss_merge_bwd_ditems_kernel,
-    catalogue_loss_merge_bwd_dout_kernel,
-    catalogue_loss_rows_fwd_kernel,
-    catalogue_loss_scale_kernel,
-    catalogue_loss_sum_kernel,
-)
-from hstu_sparse.catalogue.sampled import (
-    catalogue_loss_pieces_bwd_kernel,
-    catalogue_loss_sampled_bwd_dout_kernel,
-    catalogue_loss_sampled_fwd_kernel,
-    catalogue_loss_table_bwd_kernel,
-)
+from hstu_sparse.catalogue import products, rows, sampled, small
 from hstu_sparse.core import launch
 from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, configuration, next_power_of_2, run
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
+from hstu_sparse.tiles.rows import as_rows
 
 LOG2E = math.log2(math.e)
 # Logits within this of 0, in base 2, need no running maximum: fp32 can represent 2^-(2 * 60).
@@ -212,7 +191,7 @@ class _Call:
 
     def scales(self, x: Tensor, factor: float, temperature: Tensor | None) -> Tensor:
         result = self.new(len(x))
-        self.over_rows(catalogue_loss_scale_kernel, len(x), x, x.stride(0), temperature, result, factor, len(x))
+        self.over_rows(rows.catalogue_loss_scale_kernel, len(x), x, x.stride(0), temperature, result, factor, len(x))
         return result
 
     def sum(self, x: Tensor, scales: Tensor | None, targets: Tensor | None) -> Tensor:
@@ -220,7 +199,7 @@ class _Call:
         constants = {name: value for name, value in self.rows.items() if name != "NORMALIZE"}
         programs = max(1, min(512, cdiv(len(x), constants["ROWS"])))
         sums = self.new(programs, self.E)
-        run(catalogue_loss_sum_kernel, programs, x, x.stride(0), scales, targets, sums, len(x), **constants)
+        run(rows.catalogue_loss_sum_kernel, programs, x, x.stride(0), scales, targets, sums, len(x), **constants)
         return sums.sum(0)
 
     def mean(self, parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,7 +207,7 @@ class _Call:
         # One program, since it adds in one fixed order; few iterations make it fast.
         size = 1024 if len(parts) <= 4096 else 8192
         run(
-            catalogue_loss_mean_kernel, 1, parts, loss, inverse_count, len(parts), SIZE=size, num_warps=size // 512
+            rows.catalogue_loss_mean_kernel, 1, parts, loss, inverse_count, len(parts), SIZE=size, num_warps=size // 512
         )  # fmt: skip
         return loss, inverse_count
 
@@ -252,7 +231,7 @@ def forward_products(call: _Call):
     walk, lengths, settings = _walk(config, matrix, item_scale if call.normalize else None)
     if call.T:
         run(
-            catalogue_loss_fwd_kernel, cdiv(call.T, config.BLOCK_M) * splits,
+            products.catalogue_loss_fwd_kernel, cdiv(call.T, config.BLOCK_M) * splits,
             out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets,
             partial, min(call.bound, BOUND), call.T, W, per_split, E=out.shape[1],
             BOUNDED=call.bound <= BOUND, PRECISION=call.precision, **settings,
@@ -263,7 +242,7 @@ def forward_products(call: _Call):
         item_sum = call.sum(call.items, item_scale if call.normalize else None, None)
     parts = call.new(cdiv(call.T, call.rows["ROWS"]), 2)
     call.over_rows(
-        catalogue_loss_rows_fwd_kernel, call.T, call.out, call.items, call.out.stride(0), call.items.stride(0),
+        rows.catalogue_loss_rows_fwd_kernel, call.T, call.out, call.items, call.out.stride(0), call.items.stride(0),
         row_scale, call.targets, partial, item_sum, lse, positive, parts, call.smoothing, call.T, call.I, splits,
         SAMPLED=ids is not None,
     )  # fmt: skip
@@ -277,7 +256,7 @@ def _forward_per_token(call: _Call):
     positive, picked = (call.new(call.T), call.new(call.T, call.K)) if call.small else (None, None)
     if call.T:
         run(
-            catalogue_loss_sampled_fwd_kernel, call.T,
+            sampled.catalogue_loss_sampled_fwd_kernel, call.T,
             call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
             call.temperature, lse, positive, picked, parts, call.scale, math.log(max(1, call.K)), call.K,
             WIDTH=table.shape[1], **call.sizes, **call.drawn,
@@ -327,19 +306,19 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     W = len(matrix)
     out, matrix = as_rows(call.out, matrix)
     shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision)
-    end = OutputsEnd(logits, call.items, call.items.stride(0), item_sum, grad, inverse_count, dout, along)
+    end = rows.OutputsEnd(logits, call.items, call.items.stride(0), item_sum, grad, inverse_count, dout, along)
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
     partial = call.new(splits, call.T, call.E) if splits > 1 else None
     walk, lengths, settings = _walk(config, matrix, item_scale)
     run(
-        catalogue_loss_bwd_dout_kernel, cdiv(call.T, config.BLOCK_M) * splits,
+        products.catalogue_loss_bwd_dout_kernel, cdiv(call.T, config.BLOCK_M) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
         end, partial, call.smoothing, call.T, call.I, W, per_split, SIZE=call.E, **shape, **settings,
     )  # fmt: skip
     if splits > 1:
         call.over_rows(
-            catalogue_loss_merge_bwd_dout_kernel, call.T, partial, call.out, call.out.stride(0), row_scale,
+            rows.catalogue_loss_merge_bwd_dout_kernel, call.T, partial, call.out, call.out.stride(0), row_scale,
             call.targets, lse, end, call.smoothing, call.T, call.I, splits,
         )  # fmt: skip
     del partial
@@ -348,11 +327,11 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     parts = splits > 1 or sampled
     partial = call.new(splits, W, call.E) if parts else None
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
-    items_end = ItemsEnd(row_scale, out_sum, grad, inverse_count, ditems)
+    items_end = rows.ItemsEnd(row_scale, out_sum, grad, inverse_count, ditems)
     walk, scales, targets, sums, settings = _walk(config, out, row_scale, call.targets if hits is None else hits, lse)
     if W:
         run(
-            catalogue_loss_bwd_ditems_kernel, cdiv(W, config.BLOCK_M) * splits,
+            products.catalogue_loss_bwd_ditems_kernel, cdiv(W, config.BLOCK_M) * splits,
             walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, items_end,
             partial, call.smoothing, W, call.T, per_split, SIZE=call.E, **shape, **settings,
         )  # fmt: skip
@@ -363,7 +342,7 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
         return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, drawn)
     if splits > 1:
         call.over_rows(
-            catalogue_loss_merge_bwd_ditems_kernel, W, partial, call.items, call.items.stride(0), items_end,
+            rows.catalogue_loss_merge_bwd_ditems_kernel, W, partial, call.items, call.items.stride(0), items_end,
             call.smoothing, call.I, splits,
         )  # fmt: skip
     return ditems
@@ -377,7 +356,7 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
     else:
         sums = call.new(*table.shape).zero_()
     run(
-        catalogue_loss_sampled_bwd_dout_kernel, call.T,
+        sampled.catalogue_loss_sampled_bwd_dout_kernel, call.T,
         call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
         call.temperature, lse, grad, inverse_count, dout, along, shares, sums, call.scale,
         math.log(max(1, call.K)), call.T, call.K, WIDTH=table.shape[1], **call.sizes, **call.drawn,
@@ -386,8 +365,8 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
         ditems = torch.empty_like(call.items, memory_format=torch.contiguous_format)
         sums = sums[:, : call.E].contiguous()
         call.over_rows(
-            catalogue_loss_merge_bwd_ditems_kernel, call.I, sums, call.items, call.items.stride(0),
-            ItemsEnd(row_scale, None, grad, inverse_count, ditems), 0.0, call.I, 1,
+            rows.catalogue_loss_merge_bwd_ditems_kernel, call.I, sums, call.items, call.items.stride(0),
+            rows.ItemsEnd(row_scale, None, grad, inverse_count, ditems), 0.0, call.I, 1,
         )  # fmt: skip
         return ditems
     return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, None)
@@ -406,12 +385,12 @@ def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, dra
     # Entries processed at a time: about as many as a run has.
     rows = 16 if len(keys) < 32 * call.I else max(16, min(64, 2 * ROW_TILE // call.width))
     run(
-        catalogue_loss_table_bwd_kernel, cdiv(len(keys), CHUNK),
+        sampled.catalogue_loss_table_bwd_kernel, cdiv(len(keys), CHUNK),
         keys, order, call.out, call.out.stride(0), shares, drawn, call.items, call.items.stride(0), *scalars, call.T,
         call.K, call.I, **call.sizes, ROWS=rows, CHUNK=CHUNK, PIECE=PIECE,
     )  # fmt: skip
     run(
-        catalogue_loss_pieces_bwd_kernel, windows, keys, call.items, call.items.stride(0), *scalars, call.I,
+        sampled.catalogue_loss_pieces_bwd_kernel, windows, keys, call.items, call.items.stride(0), *scalars, call.I,
         **call.sizes, PIECE=PIECE,
     )  # fmt: skip
     return ditems
@@ -431,13 +410,10 @@ def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, 
     return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), empty(0)
 
 
-catalogue_loss_operator = Operator(
-    "catalogue_loss",
+_SCHEMA = (
     "Tensor out, Tensor items, Tensor targets, Tensor? temperature, Tensor? negatives, Tensor? log_q, float scale, "
-    "bool normalize, float label_smoothing",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    differentiable=("out", "items", "temperature"),
-    outputs=7,
+    "bool normalize, float label_smoothing"
+)
+catalogue_loss_operator = Operator(
+    "catalogue_loss", _SCHEMA, _forward, _backward, _fake, "out items temperature", outputs=7
 )

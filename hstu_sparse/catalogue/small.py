@@ -22,7 +22,7 @@ from hstu_sparse.catalogue.rows import (
     catalogue_loss_merge_bwd_dout_kernel,
 )
 from hstu_sparse.core import launch
-from hstu_sparse.core.rows import as_rows
+from hstu_sparse.tiles.rows import as_rows
 
 # Approximate number of logits whose gradients are in memory at a time.
 HELD = 2**26

@@ -102,7 +102,7 @@ class Operator:
             argument that is not None, in their order, contiguous, with the argument's shape and dtype. Among several
             graded outputs some may have no gradient: None.
         fake: (*arguments) -> outputs of the right shape and dtype (new_empty), computed without the data.
-        differentiable: names of the arguments with gradients.
+        differentiable: names of the arguments with gradients, separated by spaces.
         outputs: the number of tensors that forward returns.
         graded: the number of outputs that have gradients.
         keep_output: the backward pass also gets the first output, before the saved ones.
@@ -114,11 +114,11 @@ class Operator:
         self,
         name: str,
         arguments: str,
-        *,
         forward: Callable,
         backward: Callable,
         fake: Callable,
-        differentiable: Sequence[str],
+        differentiable: str,
+        *,
         outputs: int = 1,
         graded: int = 1,
         keep_output: bool = False,
@@ -129,7 +129,7 @@ class Operator:
         self.keep_output, self.spends = keep_output, spends
         self.tensors = _places(arguments)
         self.others = [i for i in range(len(names)) if i not in self.tensors]
-        self.differentiable = [names.index(argument) for argument in differentiable]
+        self.differentiable = [names.index(argument) for argument in differentiable.split()]
         self.forward = _ready(forward, self.tensors)
         tensors = [*range(graded), *(i + graded for i in self.tensors)]
         self.backward = without_autocast(_ready(backward, tensors))
@@ -238,7 +238,7 @@ def once_only(name: str) -> Callable:
     return decorate
 
 
-def register_preparation(name: str, arguments: str, *, launch: Callable, fake: Callable) -> Callable:
+def register_preparation(name: str, arguments: str, launch: Callable, fake: Callable) -> Callable:
     """Register torch.ops.hstu_sparse.<name>: tensors that depend only on a batch's metadata, computed before the
     operators.
 

@@ -89,18 +89,26 @@ def check_tensor(
 def check_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int, *, kv_heads="H"
 ) -> dict[str, int]:
-    """Check q [T, H, D], k [T, kv_heads, D], v [T, kv_heads, V] and their offsets; return letter -> size.
+    """Check q [T, H, D], k [T, kv_heads, D], v [T, kv_heads, V] and their offsets; return letter -> size."""
+    sizes = check_heads(q, k, v, kv_heads)
+    check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v)
+    return sizes
+
+
+def check_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_heads: str = "Hkv", kv_tokens: str = "T"
+) -> dict[str, int]:
+    """Check q [T, H, D], k [kv_tokens, kv_heads, D] and v [kv_tokens, kv_heads, V]; return letter -> size.
 
     kv_heads: "H" if keys have as many heads as queries, "Hkv" if several query heads share one: H is then a multiple.
     """
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
-    check_tensor("k", k, f"T {kv_heads} D", sizes, dtype=q.dtype, device=q.device)
-    check_tensor("v", v, f"T {kv_heads} V", sizes, dtype=q.dtype, device=q.device)
+    check_tensor("k", k, f"{kv_tokens} {kv_heads} D", sizes, dtype=q.dtype, device=q.device)
+    check_tensor("v", v, f"{kv_tokens} {kv_heads} V", sizes, dtype=q.dtype, device=q.device)
     if kv_heads != "H" and (sizes[kv_heads] == 0 or sizes["H"] % sizes[kv_heads]):
         raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes[kv_heads]}")
     check_some(sizes, "H", "D", "V")
-    check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v)
     return sizes
 
 
@@ -160,8 +168,10 @@ def check_dropout(dropout: float) -> float:
     return dropout
 
 
-def check_seed(seed: torch.Tensor, device: torch.device) -> None:
-    """Check the seed of random numbers: a tensor, so that drawing it does not wait for the device."""
+def check_seed(seed: torch.Tensor | None, device: torch.device) -> None:
+    """Check the seed of dropout: a tensor, so that drawing it does not wait for the device."""
+    if seed is None:
+        raise ValueError(f"dropout > 0 needs a seed: an int64 tensor of one element on {device}")
     if not isinstance(seed, torch.Tensor):
         raise TypeError(f"seed must be an int64 tensor of one element, got {type(seed).__name__}")
     check_storage("seed", seed)
@@ -178,9 +188,12 @@ def check_scale(scale: float | None, head_size: int, name: str = "scale") -> flo
     return head_size**-0.5 if scale is None else check_number(name, scale)
 
 
-def check_normalizer(normalizer: float | None, max_seq_len: int) -> float:
-    """Return the divisor of a SiLU operator's sums: the given one, or max_seq_len."""
-    return float(max_seq_len) if normalizer is None else check_number("normalizer", normalizer, above=0.0)
+def check_factors(
+    scale: float | None, normalizer: float | None, head_size: int, max_seq_len: int
+) -> tuple[float, float]:
+    """Return (the scale of the scores, the divisor of SiLU's sums): the given ones, or head_size ** -0.5 and N."""
+    scale = check_scale(scale, head_size)
+    return scale, float(max_seq_len) if normalizer is None else check_number("normalizer", normalizer, above=0.0)
 
 
 def check_products(op: str, dtype: torch.dtype) -> None:

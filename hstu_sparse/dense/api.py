@@ -9,20 +9,10 @@ from collections.abc import Callable, Hashable
 import torch
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
+from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import check_jagged, readable
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import (
-    INTEGER,
-    check_int,
-    check_kernel,
-    check_normalizer,
-    check_plan,
-    check_qkv,
-    check_scale,
-    check_some,
-    check_tensor,
-    choose_backend,
-)
+from hstu_sparse.core.validation import INTEGER, check_int, check_kernel, check_qkv, check_tensor, choose_backend
 from hstu_sparse.dense.reference import hstu_attention_reference
 
 if typing.TYPE_CHECKING:
@@ -91,7 +81,7 @@ def hstu_attention(
     """
     hopper, backend = _choose_backend(backend, q, "hstu_attention")
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
-    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
+    scale, normalizer = validation.check_factors(scale, normalizer, sizes["D"], max_seq_len)
     bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
     if backend == "reference":
         if plan is not None:
@@ -104,17 +94,16 @@ def hstu_attention(
     if hopper:
         _check_hopper(q, v, bias)
     from hstu_sparse.dense import plan as planning
-    from hstu_sparse.dense.launch import Arguments, dense_operator
+    from hstu_sparse.dense.launch import dense_operator
 
     purpose = planning.purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
     if plan is None:
         plan = planning.make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=False)
     else:
-        check_plan(plan, planning.AttentionPlan, purpose)
-    call = Arguments(
+        validation.check_plan(plan, planning.AttentionPlan, purpose)
+    return dense_operator(
         q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale, normalizer, hopper
-    )
-    return dense_operator(*call)[0]
+    )[0]
 
 
 @without_autocast
@@ -158,7 +147,7 @@ def attention_plan(
     check_tensor("q", q, "T H D", sizes)
     check_tensor("v", v, "T H V", sizes, dtype=q.dtype, device=q.device)
     check_jagged(seq_offsets, max_seq_len, q=q, v=v)
-    check_some(sizes, "H", "D", "V")
+    validation.check_some(sizes, "H", "D", "V")
     bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
     if backend == "reference":
         return None

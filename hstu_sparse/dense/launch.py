@@ -2,7 +2,7 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
-The kernels: plan_kernels.py (by way of plan.py), kernels.py, on Hopper without a bias instead hopper/, and the small
+The kernels: those of plan.py, kernels.py, on Hopper without a bias instead hopper/, and the small
 ones of hstu_sparse/bias. Their settings: configs.py.
 """
 
@@ -14,33 +14,16 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.gradients import TableGradients, greatest_norms_kernel, table_gradients_kernel
-from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.bias.relative import BIAS, RelativeBias, bundled
 from hstu_sparse.bias.scores import POSITION_MARGIN, HalvedTables, KernelBias
-from hstu_sparse.core.launch import (
-    INTERPRET,
-    allow_descriptors,
-    cdiv,
-    multiprocessors,
-    padded_head,
-    precision,
-    run,
-)
+from hstu_sparse.core.launch import INTERPRET, allow_descriptors, cdiv, multiprocessors, padded_head, precision, run
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
-from hstu_sparse.dense import kernels
-from hstu_sparse.dense.configs import (
-    Features,
-    bwd_dkv_config,
-    bwd_dq_config,
-    fwd_config,
-    hopper_dkv_config,
-    hopper_dq_config,
-    hopper_fwd_config,
-)
+from hstu_sparse.dense import configs, kernels
+from hstu_sparse.dense.configs import Features
+from hstu_sparse.dense.kernels import Kind
 from hstu_sparse.dense.plan import AttentionPlan, TileMap, purpose_of, with_backward
-from hstu_sparse.dense.ranges import Kind
 from hstu_sparse.tiles.assembly import proven
-from hstu_sparse.tiles.rows import Rows
+from hstu_sparse.tiles.rows import Rows, as_rows
 
 # Copies of the time bias's sums, so that programs do not contend for one address.
 _COPIES = 1 if INTERPRET else 64
@@ -56,10 +39,7 @@ class Arguments(NamedTuple):
     v: Tensor
     seq_offsets: Tensor
     num_targets: Tensor | None
-    position: Tensor | None
-    time: Tensor | None
-    timestamps: Tensor | None
-    query_timestamps: Tensor | None
+    bias: RelativeBias
     plan: list[Tensor | None]  # `AttentionPlan.flat`
     max_seq_len: int
     window_size: int
@@ -68,13 +48,9 @@ class Arguments(NamedTuple):
     hopper: bool | None  # whether the kernels for Hopper are taken; None where `prefers_hopper` says so
 
     @property
-    def bias(self) -> RelativeBias:
-        return RelativeBias(self.position, self.time, self.timestamps, self.query_timestamps)
-
-    @property
     def batch(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The arguments that a plan is made of."""
-        return self.seq_offsets, self.num_targets, self.timestamps, self.query_timestamps
+        return self.seq_offsets, self.num_targets, self.bias.timestamps, self.bias.query_timestamps
 
 
 @functools.cache
@@ -127,11 +103,11 @@ class _Launch:
         if self.features.hopper:
             from hstu_sparse.dense.hopper.kernels import dense_attention_fwd_hopper_kernel as kernel
 
-            self._run_hopper(kernel, "MNN", (self.q, self.k, self.v), (out,), factors, hopper_fwd_config)
+            self._run_hopper(kernel, "MNN", (self.q, self.k, self.v), (out,), factors, configs.hopper_fwd_config)
             return out, halves
         rows = map(Rows.of, (self.q, self.k, self.v, out))
         arguments = (*rows, *a.batch[:2], a.window_size, *factors)
-        self.run(kernels.dense_attention_fwd_kernel, self.plan.forward, arguments, halves, fwd_config)
+        self.run(kernels.dense_attention_fwd_kernel, self.plan.forward, arguments, halves, configs.fwd_config)
         return out, halves
 
     def _run_hopper(
@@ -169,27 +145,27 @@ class _Launch:
             from hstu_sparse.dense.hopper.kernels import dense_attention_bwd_dkv_hopper_kernel as dkv_kernel
             from hstu_sparse.dense.hopper.kernels import dense_attention_bwd_dq_hopper_kernel as dq_kernel
 
-            self._run_hopper(dkv_kernel, "MNNM", sources, (dk, dv), factors, hopper_dkv_config)
+            self._run_hopper(dkv_kernel, "MNNM", sources, (dk, dv), factors, configs.hopper_dkv_config)
             dq_factors = half_scale, half_scale / a.normalizer
-            self._run_hopper(dq_kernel, "MNNM", sources, (dq,), dq_factors, hopper_dq_config)
+            self._run_hopper(dq_kernel, "MNNM", sources, (dq,), dq_factors, configs.hopper_dq_config)
             return [dq, dk, dv]
         plan = with_backward(self.plan, *a.batch)
         assert plan.dq is not None and plan.dkv is not None
         rows = [*map(Rows.of, sources)]
         shared: tuple = (*a.batch[:2], a.window_size, *factors)
 
-        if bwd_dkv_config(self.features).TMA:
+        if configs.bwd_dkv_config(self.features).TMA:
             allow_descriptors()
         arguments: tuple = (*rows, Rows.of(dk), Rows.of(dv), *shared)
-        self.run(kernels.dense_attention_bwd_dkv_kernel, plan.dkv, arguments, halves, bwd_dkv_config)
+        self.run(kernels.dense_attention_bwd_dkv_kernel, plan.dkv, arguments, halves, configs.bwd_dkv_config)
 
-        purpose, config, sums = plan.purpose, bwd_dq_config(self.features), self._sums(do)
+        purpose, config, sums = plan.purpose, configs.bwd_dq_config(self.features), self._sums(do)
         # The greatest number of terms, of 21 bits before the shift, that one cell of the time bias's histogram gets.
         terms = config.BLOCK_M * (min(purpose.max_seq_len, purpose.total) + config.BLOCK_N) // 32
         time_shift = max(0, terms.bit_length() - 10)
         constants = dict(TABLE=self.tables.hidden, COPIES=_COPIES)
         arguments = (*rows, Rows.of(dq), sums, time_shift, *shared)
-        self.run(kernels.dense_attention_bwd_dq_kernel, plan.dq, arguments, halves, bwd_dq_config, **constants)
+        self.run(kernels.dense_attention_bwd_dq_kernel, plan.dq, arguments, halves, configs.bwd_dq_config, **constants)
         if self.biased:
             position, time = (0 if x is None else x.shape[0] for x in grads)
             times = 0 if time == 0 else self.tables.entries
@@ -223,26 +199,20 @@ class _Launch:
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor]:
-    return _Launch(Arguments(*arguments)).forward()
+    return _Launch(bundled(Arguments, arguments)).forward()
 
 
 def _backward(grad: Tensor, *arguments) -> list[Tensor]:
-    return _Launch(Arguments(*arguments[:-1])).backward(grad, arguments[-1])
+    return _Launch(bundled(Arguments, arguments[:-1])).backward(grad, arguments[-1])
 
 
 def _fake(*arguments) -> tuple[Tensor, Tensor]:
-    a = Arguments(*arguments)
+    a = bundled(Arguments, arguments)
     return a.q.new_empty(a.v.shape), HalvedTables(a.bias, POSITION_MARGIN).new(a.q)
 
 
-dense_operator = Operator(
-    "dense",
-    "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, Tensor? num_targets, Tensor? position_bias, Tensor? time_bias, "
-    "Tensor? timestamps, Tensor? query_timestamps, Tensor?[] plan, SymInt max_seq_len, SymInt window_size, "
-    "float scale, float normalizer, bool? hopper",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    differentiable=("q", "k", "v", "position_bias", "time_bias"),
-    outputs=2,
+_SCHEMA = (
+    f"Tensor q, Tensor k, Tensor v, Tensor seq_offsets, Tensor? num_targets, {BIAS}, Tensor?[] plan, "
+    "SymInt max_seq_len, SymInt window_size, float scale, float normalizer, bool? hopper"
 )
+dense_operator = Operator("dense", _SCHEMA, _forward, _backward, _fake, "q k v position time", outputs=2)

@@ -1,6 +1,7 @@
 """Plan the dense kernels' work on a batch: computed once a batch, shared by heads and layers.
 
-Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size; t and s:
+the positions of queries and keys in their sequence.
 
 The kernels walk in tiles. Which tiles there are, in which order they start, and which time buckets their pairs fall
 into, depends on the offsets, candidates, window and timestamps, and on the tiles' sizes, not on q, k, v or the tables.
@@ -10,25 +11,146 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
-from hstu_sparse.bias.buckets import TokenTimes, device_cells, hidden_bucket, num_time_buckets, split_times
+from hstu_sparse.bias.buckets import (
+    EXACT_SECONDS,
+    TokenTimes,
+    bucket_of,
+    device_cells,
+    extremes,
+    hidden_bucket,
+    load_split_times,
+    near_order,
+    num_time_buckets,
+    split_times,
+    tile_entry,
+)
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.core.jagged import fingerprint
 from hstu_sparse.core.launch import architecture, cdiv, padded_head, run
 from hstu_sparse.core.registration import register_preparation
-from hstu_sparse.dense.configs import (
-    Features,
-    bwd_dkv_config,
-    bwd_dq_config,
-    fwd_config,
-    hopper_dkv_config,
-    hopper_dq_config,
-    hopper_fwd_config,
-    prefers_hopper,
-)
-from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
+from hstu_sparse.dense import configs
+from hstu_sparse.dense.configs import Features
+from hstu_sparse.dense.kernels import find_sequence, key_ranges, query_ranges, visible
 from hstu_sparse.tiles.assembly import proven
+from hstu_sparse.tiles.rows import locate
+
+
+@triton.jit
+def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Write the tiles (b, 0), (b, 1), ... of sequence b to their place in the schedule, longest sequences first."""
+    begin = tl.load(seq_offsets + b)
+    count = (tl.load(seq_offsets + b + 1) - begin + BLOCK - 1).to(tl.int32) // BLOCK
+    before = 0
+    total = 0
+    for first in range(0, num_seqs, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        inside = other < num_seqs
+        length = tl.load(seq_offsets + other + 1, inside, 0) - tl.load(seq_offsets + other, inside, 0)
+        blocks = (length + BLOCK - 1).to(tl.int32) // BLOCK
+        ahead = (blocks > count) | ((blocks == count) & (other < b))
+        before += tl.sum(tl.where(ahead, blocks, 0), 0)
+        total += tl.sum(blocks, 0)
+    for first in range(0, count, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        slot = schedule + 2 * (before + block)
+        tl.store(slot, tl.zeros_like(block) + b, block < count)
+        tl.store(slot + 1, block, block < count)
+    if b == 0:
+        for first in range(total, num_slots, CHUNK):
+            slot = first + tl.arange(0, CHUNK)
+            tl.store(schedule + 2 * slot, tl.full([CHUNK], -1, tl.int32), slot < num_slots)
+
+
+@triton.jit
+def _map_tile(
+    first_row, slot, begin, sequence, own_times, times, k_times, cells, tiles, row,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Write the entries of a `TileMap` for the tile from `first_row` on."""
+    length = sequence.length
+    if BY_QUERY:
+        _, low, high, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OWN, OTHER)
+    else:
+        nearest_row, low, high, end = query_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OTHER, OWN)
+    own_times += begin
+    times += begin
+    origin = tl.load(k_times + begin)
+    owned = first_row + tl.arange(0, OWN)
+    own_first, own_last = extremes(own_times + owned, origin, owned < length, 0)
+    low_block, high_block = low // OTHER, high // OTHER
+    wide_first, wide_end = high_block, low_block
+    for start in range(low_block, high_block + 2, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        inside = block < high_block
+        token = block[:, None] * OTHER + tl.arange(0, OTHER)[None, :]
+        other_first, other_last = extremes(times + token, origin, inside[:, None] & (token < length), 1)
+        if BY_QUERY:
+            value = tile_entry(own_first, own_last, other_first, other_last, cells, ASM)
+        else:
+            value = tile_entry(other_first, other_last, own_first, own_last, cells, ASM)
+        value = tl.where((other_last - other_first < EXACT_SECONDS) & inside, value, -1)
+        tl.store(tiles.entries + slot * row + block, value.to(tl.int16), block < high_block + 2)
+        wide = inside & (value < 0)
+        wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
+        wide_end = tl.maximum(wide_end, tl.max(tl.where(wide, block + 1, wide_end), 0))
+    if BY_QUERY:
+        nearest = (end - 1) // OTHER
+        first = tl.maximum(nearest - (NEAR - 1), low_block)
+        last = nearest + 1
+        run = tl.minimum(wide_first, first) * OTHER
+    else:
+        nearest = nearest_row // OTHER
+        first = nearest
+        run = tl.maximum(wide_end, tl.minimum(nearest + NEAR, high_block)) * OTHER
+        last = tl.minimum((tl.minimum(run, end) + OTHER - 1) // OTHER, nearest + NEAR)
+    tl.store(tiles.runs + slot, run)
+
+    near = tiles.near + slot * (tl.minimum(row, NEAR) * OWN * OTHER)
+    owned = owned[:, None]
+    own_high, own_low = load_split_times(own_times + owned, owned < length)
+    for block in range(first, last):
+        other = (block * OTHER + tl.arange(0, OTHER))[None, :]
+        other_high, other_low = load_split_times(times + other, other < length)
+        buckets = bucket_of(tl.abs((own_high - other_high) + (own_low - other_low)), cells, ASM)
+        t, s = (owned, other) if BY_QUERY else (other, owned)
+        seen = visible(t, s, sequence, HAS_TARGETS, HAS_WINDOW)
+        buckets = tl.where(seen, buckets, HIDDEN).to(tl.uint8)
+        place = nearest - block if BY_QUERY else block - nearest
+        where = place * (OWN * OTHER) + tl.arange(0, OWN * OTHER)
+        tl.store(near + where, near_order(buckets, OWN, OTHER, True))
+
+
+@triton.jit(
+    do_not_specialize=["window_size", "row", "num_seqs", "num_slots"],
+    do_not_specialize_on_alignment=["seq_offsets", "num_targets", "k_times", "q_times"],
+)
+def dense_attention_plan_kernel(
+    seq_offsets, num_targets, q_times, k_times, cells, tiles, row, num_seqs, num_slots, window_size,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Fill the `TileMap` `tiles`: one program for each sequence writes the schedule.
+
+    With times, one more program for each slot writes its tile.
+    """
+    program = tl.program_id(0)
+    if program < num_seqs:
+        _write_schedule(program, seq_offsets, tiles.schedule, num_seqs, num_slots, OWN, 256)
+    elif k_times is not None:
+        slot = program - num_seqs
+        b, _, _, index = locate(seq_offsets, slot, num_seqs, OWN)
+        begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
+        if index * OWN < sequence.length:
+            own_times, times = (q_times, k_times) if BY_QUERY else (k_times, q_times)
+            _map_tile(
+                index * OWN, slot.to(tl.int64), begin, sequence, own_times, times, k_times, cells, tiles, row,
+                HAS_TARGETS, HAS_WINDOW, OWN, OTHER, BY_QUERY, HIDDEN, CHUNK, ASM,
+            )  # fmt: skip
 
 
 class Tiling(NamedTuple):
@@ -136,7 +258,7 @@ def purpose_of(
     num_seqs, buckets = seq_offsets.shape[0] - 1, num_time_buckets(bias.time)
     position, time = bias.position is not None, bias.time is not None
     if hopper is None:
-        hopper = prefers_hopper(q, v, position or time, num_seqs)
+        hopper = configs.prefers_hopper(q, v, position or time, num_seqs)
     f = features(q, v, position, time, hopper)
     batch = fingerprint(seq_offsets, num_targets, *(bias[2:] if f.time else ()))
     return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, f, batch)
@@ -144,9 +266,9 @@ def purpose_of(
 
 def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
     if f.hopper:
-        fwd, dq, dkv = hopper_fwd_config(f), hopper_dq_config(f), hopper_dkv_config(f)
+        fwd, dq, dkv = configs.hopper_fwd_config(f), configs.hopper_dq_config(f), configs.hopper_dkv_config(f)
     else:
-        fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
+        fwd, dq, dkv = configs.fwd_config(f), configs.bwd_dq_config(f), configs.bwd_dkv_config(f)
     if not f.time:
         return Tiling(fwd.BLOCK_M, 1, True), Tiling(dq.BLOCK_M, 1, True), Tiling(dkv.BLOCK_N, 1, True)
     return (
@@ -208,13 +330,11 @@ def _map(*arguments) -> list[torch.Tensor]:
     return tensors
 
 
-_map_operator = register_preparation(
-    "dense_tile_map",
+_SCHEMA = (
     "Tensor seq_offsets, Tensor? num_targets, Tensor? timestamps, Tensor? query_timestamps, SymInt total, "
-    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query",
-    launch=_map,
-    fake=_fake_map,
+    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query"
 )
+_map_operator = register_preparation("dense_tile_map", _SCHEMA, _map, _fake_map)
 
 
 def tile_map(purpose: Purpose, tiling: Tiling, seq_offsets, num_targets, timestamps, query_timestamps) -> TileMap:

@@ -6,22 +6,12 @@ value head size.
 
 import torch
 
+from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, shown
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import (
-    check_bool,
-    check_dropout,
-    check_kernel,
-    check_number,
-    check_scale,
-    check_seed,
-    check_some,
-    check_tensor,
-    choose_backend,
-)
+from hstu_sparse.core.validation import check_bool, check_heads, check_kernel, check_scale, check_seed, choose_backend
 from hstu_sparse.flash.cute import check_cute, faster_with_cute, flash_cute_operator
-from hstu_sparse.flash.problem import Layout, Options
-from hstu_sparse.flash.reference import flash_attention_reference
+from hstu_sparse.flash.reference import Layout, Options, flash_attention_reference
 
 
 @without_autocast
@@ -83,7 +73,7 @@ def flash_attention(
     Source: Dao, FlashAttention-2 (arXiv 2307.08691); Press et al., ALiBi (arXiv 2108.12409).
     """
     check_bool("return_lse", return_lse)
-    sizes = check_heads(q, k, v, tokens="S" if k_offsets is not None else "T")
+    sizes = check_heads(q, k, v, kv_tokens="S" if k_offsets is not None else "T")
     check_jagged(seq_offsets, 2**31 - 1, q=q)
     starts = None
     if k_offsets is None:
@@ -112,22 +102,10 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def check_heads(q, k, v, tokens: str = "T") -> dict[str, int]:
-    """Check q [T, H, D], k [tokens, Hkv, D] and v [tokens, Hkv, V]; return letter -> size."""
-    sizes: dict[str, int] = {}
-    check_tensor("q", q, "T H D", sizes)
-    check_tensor("k", k, f"{tokens} Hkv D", sizes, dtype=q.dtype, device=q.device)
-    check_tensor("v", v, f"{tokens} Hkv V", sizes, dtype=q.dtype, device=q.device)
-    if not sizes["Hkv"] or sizes["H"] % sizes["Hkv"]:
-        raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes['Hkv']}")
-    check_some(sizes, "H", "D", "V")
-    return sizes
-
-
 def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dropout, seed) -> Options:
     """Return the options in the kernels' form; q: [..., H, D]."""
     heads, size = q.shape[-2:]
-    scale = check_scale(None, size) if scale is None else check_number("scale", scale, above=0.0)
+    scale = check_scale(None, size) if scale is None else validation.check_number("scale", scale, above=0.0)
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise TypeError(f"window_size must be (left, right), got {window_size!r}")
     for bound in window_size:
@@ -149,7 +127,7 @@ def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dr
         if alibi_slopes.device != q.device:
             raise ValueError(f"alibi_slopes is on {alibi_slopes.device}, q on {q.device}")
         alibi_slopes = alibi_slopes.detach().contiguous()
-    dropout = check_dropout(dropout)
+    dropout = validation.check_dropout(dropout)
     if not dropout:
         seed = None
     elif seed is None:

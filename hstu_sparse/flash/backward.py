@@ -10,21 +10,7 @@ the last two times the scale. p is recomputed from the scores and the log-sum-ex
 import triton
 import triton.language as tl
 
-from hstu_sparse.flash.tiles import (
-    CALLER_POINTERS,
-    LOG2_E,
-    PER_BATCH,
-    ROW_BLOCK,
-    HeadOptions,
-    dropout_mask,
-    find_tile,
-    head_slope,
-    hide,
-    key_ranges,
-    keys_seen,
-    piece,
-    query_ranges,
-)
+from hstu_sparse.flash import forward
 from hstu_sparse.tiles.rows import block_source, in_registers, load_block, load_head, locate, row_pointer
 
 
@@ -37,27 +23,27 @@ def flash_attention_bwd_rows_kernel(
 
     Behind a piece's end, and for a query that saw nothing, the log-sum-exp is +inf, so that weights are 0.
     """
-    PARTS: tl.constexpr = ROW_BLOCK // BLOCK
+    PARTS: tl.constexpr = forward.ROW_BLOCK // BLOCK
     head = tl.program_id(0) % H
     slot = tl.program_id(0) // (H * PARTS)
-    _, begin, length, tile = locate(q_offsets, slot, num_pieces, ROW_BLOCK)
+    _, begin, length, tile = locate(q_offsets, slot, num_pieces, forward.ROW_BLOCK)
     part = tl.program_id(0) // H % PARTS * BLOCK + tl.arange(0, BLOCK)
-    row = tile * ROW_BLOCK + part
+    row = tile * forward.ROW_BLOCK + part
     token = begin + row
     inside = row < length
     product = load_head(out, head, token, inside, V, PAD_V).to(tl.float32)
     product *= load_head(do, head, token, inside, V, PAD_V).to(tl.float32)
     before = tl.load(lse + head.to(tl.int64) * total + token, inside, float("-inf"))
     width = row_width(num_pieces, total)
-    rows += head * width + tl.cast(slot, tl.int64) * ROW_BLOCK + part
-    tl.store(rows, tl.where(before > float("-inf"), before * LOG2_E, float("inf")))
+    rows += head * width + tl.cast(slot, tl.int64) * forward.ROW_BLOCK + part
+    tl.store(rows, tl.where(before > float("-inf"), before * forward.LOG2_E, float("inf")))
     tl.store(rows + H * width, tl.sum(product, 1))
 
 
 @triton.jit
 def row_width(num_pieces, total):
     """Return the entries of a head in `rows`: each piece has slots of ROW_BLOCK, numbered by `locate`."""
-    return (tl.cast(total, tl.int64) // ROW_BLOCK + num_pieces) * ROW_BLOCK
+    return (tl.cast(total, tl.int64) // forward.ROW_BLOCK + num_pieces) * forward.ROW_BLOCK
 
 
 @triton.jit
@@ -80,17 +66,17 @@ def _attend_dq(
             scores -= options.slope * tl.abs(t - s).to(tl.float32)
         if MASKED:
             inside = (start + n < k_length)[None, :]
-            scores = hide(scores, t, s, q_inside, inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
+            scores = forward.hide(scores, t, s, q_inside, inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
         weights = tl.exp2(scores - row_lse)
         if options.seed is not None:
-            keep = dropout_mask(options, t_first, k_position + start, ALIGNED, BLOCK_M, BLOCK_N)
+            keep = forward.dropout_mask(options, t_first, k_position + start, ALIGNED, BLOCK_M, BLOCK_N)
             dp = tl.where(keep, dp / (1.0 - options.dropout), 0.0)
         ds = weights * (dp - row_delta)
         acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
     return acc
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
+@triton.jit(do_not_specialize=forward.PER_BATCH, do_not_specialize_on_alignment=forward.CALLER_POINTERS)
 def flash_attention_bwd_dq_kernel(
     q, k, v, do, rows, before, dq, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call, left, right,
     slope_stride, seed,
@@ -103,11 +89,13 @@ def flash_attention_bwd_dq_kernel(
 
     before: None, or the summand [T, H, D] fp32, contiguous. IN_PLACE: it is `dq`.
     """
-    tile = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
+    tile = forward.find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
     if tile.first < 0:
         return
     if before is not None and IN_PLACE:
-        num_seen = keys_seen(tile, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+        num_seen = forward.keys_seen(
+            tile, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+        )
         if num_seen == 0:
             return
     head, begin, length, first_row = tile.head, tile.begin, tile.length, tile.first
@@ -121,15 +109,15 @@ def flash_attention_bwd_dq_kernel(
     dout = load_block(row_pointer(do, begin, head), first_row, m, do.stride_t, length, V, PAD_V, True)
     dout = in_registers(dout, WGMMA)
     width = row_width(num_pieces, total)
-    rows += head * width + (begin // ROW_BLOCK + tile.index) * ROW_BLOCK + first_row + m
+    rows += head * width + (begin // forward.ROW_BLOCK + tile.index) * forward.ROW_BLOCK + first_row + m
     row_lse = tl.load(rows)[:, None]
     row_delta = tl.load(rows + H * width)[:, None]
-    slope = None if call.slopes is None else head_slope(call.slopes, tile, head, slope_stride)
-    options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
+    slope = None if call.slopes is None else forward.head_slope(call.slopes, tile, head, slope_stride)
+    options = forward.HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     for i in tl.static_range(PIECES):
-        k_begin, k_length, k_position = piece(tile.sequence * PIECES + i, k_offsets, k_starts)
-        bounds = key_ranges(
+        k_begin, k_length, k_position = forward.piece(tile.sequence * PIECES + i, k_offsets, k_starts)
+        bounds = forward.key_ranges(
             first_row, length, k_length, tile.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
         keys = block_source(row_pointer(k, k_begin, head // GROUP), k.stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
@@ -143,7 +131,7 @@ def flash_attention_bwd_dq_kernel(
                         ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
-    result = acc * (call.scale / LOG2_E)
+    result = acc * (call.scale / forward.LOG2_E)
     if before is not None:
         before += (begin + first_row) * (H * D_OUT) + head * D_OUT
         result += tl.load(before + m[:, None] * (H * D_OUT) + d[None, :], inside, 0.0)
@@ -193,12 +181,12 @@ def _attend_dkv(
             scores -= options.slope * tl.abs(t - s).to(tl.float32)
         if MASKED:
             inside = (start + m < q_length)[None, :]
-            scores = hide(scores, t, s, inside, k_inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
+            scores = forward.hide(scores, t, s, inside, k_inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
         weights = tl.exp2(scores - row_lse)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         passed = weights
         if options.seed is not None:
-            keep = tl.trans(dropout_mask(options, q_position + start, s_first, ALIGNED, BLOCK_M, BLOCK_N))
+            keep = tl.trans(forward.dropout_mask(options, q_position + start, s_first, ALIGNED, BLOCK_M, BLOCK_N))
             passed = tl.where(keep, weights / (1.0 - options.dropout), 0.0)
             dp = tl.where(keep, dp / (1.0 - options.dropout), 0.0)
         ds = weights * (dp - load_row(delta, start, m, TMA))
@@ -216,18 +204,18 @@ def _one_head(
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of one head of queries to dk and dv."""
-    slope = None if call.slopes is None else head_slope(call.slopes, tile, head, slope_stride)
-    options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
+    slope = None if call.slopes is None else forward.head_slope(call.slopes, tile, head, slope_stride)
+    options = forward.HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
     for i in tl.static_range(PIECES):
         index = tile.sequence * PIECES + i
-        begin, length, position = piece(index, q_offsets, q_starts)
-        bounds = query_ranges(
+        begin, length, position = forward.piece(index, q_offsets, q_starts)
+        bounds = forward.query_ranges(
             tile.first, length, tile.length, position - tile.position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
         query = block_source(row_pointer(q, begin, head), q.stride_t, length, D, BLOCK_M, PAD_D, TMA)
         dout = block_source(row_pointer(do, begin, head), do.stride_t, length, V, BLOCK_M, PAD_V, TMA)
-        lse = rows + head * width + (begin // ROW_BLOCK + index) * ROW_BLOCK
+        lse = rows + head * width + (begin // forward.ROW_BLOCK + index) * forward.ROW_BLOCK
         delta = row_source(lse + H * width, length, BLOCK_M, TMA)
         lse = row_source(lse, length, BLOCK_M, TMA)
         for part in tl.static_range(3):
@@ -256,7 +244,7 @@ def _store_sum(
     tl.store(pointers, value.to(target.pointer.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
+@triton.jit(do_not_specialize=forward.PER_BATCH, do_not_specialize_on_alignment=forward.CALLER_POINTERS)
 def flash_attention_bwd_dkv_kernel(
     q, k, v, do, rows, dk, dv, dk_sums, dv_sums, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call,
     left, right, slope_stride, seed,
@@ -270,7 +258,7 @@ def flash_attention_bwd_dkv_kernel(
     dk_sums, dv_sums: None, or summands, contiguous.
     """
     # With a causal mask the first tile of a piece has the most work.
-    tile = find_tile(k_offsets, k_starts, num_pieces, H // GROUP, PIECES, BLOCK_N, False)
+    tile = forward.find_tile(k_offsets, k_starts, num_pieces, H // GROUP, PIECES, BLOCK_N, False)
     if tile.first < 0:
         return
     k_head, begin, length, first_row = tile.head, tile.begin, tile.length, tile.first
@@ -296,7 +284,7 @@ def flash_attention_bwd_dkv_kernel(
                 call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION,
                 BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
             )  # fmt: skip
-    acc_k *= call.scale / LOG2_E
+    acc_k *= call.scale / forward.LOG2_E
     begin += first_row
     num_rows = length - first_row
     _store_sum(dk, dk_sums, begin, k_head, acc_k, num_rows, D_OUT, H // GROUP)

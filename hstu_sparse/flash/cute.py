@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.flash.problem import Options
+from hstu_sparse.flash.reference import Options, empty_results
 
 DISTRIBUTION = "flash-attn-4"
 DTYPES = (torch.float16, torch.bfloat16)
@@ -183,7 +183,7 @@ def _part(q_offsets, k_offsets, left, right) -> Part:
 
 
 def _forward(q, k, v, q_offsets, k_offsets, left, right, scale):
-    out, lse = _fake(q, k, v)
+    out, lse = empty_results(q, k, v)
     forward(q, k, v, _part(q_offsets, k_offsets, left, right), scale, out, lse)
     return out, lse
 
@@ -195,18 +195,7 @@ def _backward(grad, q, k, v, *others):
     return gradients
 
 
-def _fake(q, k, v, *_):
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
+_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, SymInt left, SymInt right, float scale"
 flash_cute_operator = Operator(
-    "flash_cute",
-    "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, SymInt left, SymInt right, float scale",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    differentiable=("q", "k", "v"),
-    outputs=2,
-    keep_output=True,
+    "flash_cute", _SCHEMA, _forward, _backward, empty_results, "q k v", outputs=2, keep_output=True
 )

@@ -6,28 +6,23 @@ size.
 
 import torch
 
-from hstu_sparse.core.launch import (
-    INTERPRET,
-    LaunchConfig,
-    allow_descriptors,
-    architecture,
-    cdiv,
-    configuration,
-    padded_head,
-    precision,
-    run,
-)
+from hstu_sparse.core import launch
+from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, configuration, padded_head, precision, run
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
 from hstu_sparse.flash.backward import (
     flash_attention_bwd_dkv_kernel,
     flash_attention_bwd_dq_kernel,
     flash_attention_bwd_rows_kernel,
 )
-from hstu_sparse.flash.forward import flash_attention_fwd_kernel, flash_attention_longest_kernel
-from hstu_sparse.flash.problem import Layout, Options
-from hstu_sparse.flash.tiles import LOG2_E, ROW_BLOCK, Call
-from hstu_sparse.tiles.rows import Rows
+from hstu_sparse.flash.forward import (
+    LOG2_E,
+    ROW_BLOCK,
+    Call,
+    flash_attention_fwd_kernel,
+    flash_attention_longest_kernel,
+)
+from hstu_sparse.flash.reference import Layout, Options, empty_results
+from hstu_sparse.tiles.rows import Rows, as_rows
 
 # Tokens of a batch from which the launch of `looks_for_bounds` costs less than it saves.
 MANY = 2**15
@@ -128,7 +123,7 @@ class Launch:
         features |= {"alibi"} if slopes is not None else set()
         features |= {"many"} if q.shape[0] >= MANY else set()
         self.sizes = padded_head(self.q.shape[2]), padded_head(self.v.shape[2])
-        self.chosen = (*self.sizes, q.dtype, frozenset(features), architecture(q.device))
+        self.chosen = (*self.sizes, q.dtype, frozenset(features), launch.architecture(q.device))
         # The parts of wider heads do not fit into the registers.
         parts = "bf16x6" if max(self.sizes) <= 64 and not INTERPRET else "ieee"
         self.constants = dict(
@@ -146,7 +141,7 @@ class Launch:
     def _start(self, kernel, rows: int, heads: int, arguments: tuple, config: LaunchConfig, **more) -> None:
         """Launch a program for each tile of config's BLOCK of `rows` tokens and each head."""
         if config.TMA:
-            allow_descriptors()
+            launch.allow_descriptors()
         run(kernel, (rows + self.pieces) * heads, *arguments, *self.problem, **self.constants, **more, **config)
 
     def _longest(self) -> torch.Tensor:
@@ -219,8 +214,7 @@ def _launch(q, k, v, *layout_and_options) -> Launch:
 
 def _forward(q, k, v, *layout_and_options):
     launch = _launch(q, k, v, *layout_and_options)
-    out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    out, lse = empty_results(q, k, v)
     launch.forward(out, lse)
     return out, lse
 
@@ -235,19 +229,8 @@ def _backward(grad, q, k, v, *layout_and_options):
     return [dq, dk, dv]
 
 
-def _fake(q, k, v, *_):
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-flash_operator = Operator(
-    "flash",
+_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, Tensor? q_starts, Tensor? slopes, "
-    "Tensor? seed, SymInt left, SymInt right, float scale, float dropout",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    differentiable=("q", "k", "v"),
-    outputs=2,
-    keep_output=True,
+    "Tensor? seed, SymInt left, SymInt right, float scale, float dropout"
 )
+flash_operator = Operator("flash", _SCHEMA, _forward, _backward, empty_results, "q k v", outputs=2, keep_output=True)

@@ -90,6 +90,8 @@ def htree_attention(
             q, k, v, seq_offsets, max_seq_len, compression_rate=compression_rate, top_k=top_k, scale=scale,
             rope_base=rope_base, selection_group=selection_group,
         )  # fmt: skip
-    from hstu_sparse.htree.launch import htree_triton
+    from hstu_sparse.htree.launch import check_supported, htree_operator
 
-    return htree_triton(q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, selection_group, scale, rope_base)
+    check_supported(q, k, v, compression_rate, top_k)
+    options = max_seq_len, compression_rate, top_k, selection_group, scale, rope_base
+    return htree_operator(q, k, v, seq_offsets, *options)[0]

@@ -22,27 +22,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bias.gradients import fixed_point_unit
-from hstu_sparse.core.launch import (
-    LaunchConfig,
-    architecture,
-    cdiv,
-    configuration,
-    multiprocessors,
-    next_power_of_2,
-    padded_head,
-    precision,
-    run,
-)
+from hstu_sparse.core import launch
+from hstu_sparse.core.launch import LaunchConfig, cdiv, configuration, next_power_of_2, padded_head, precision, run
 from hstu_sparse.core.registration import Operator, cached_constant
-from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel
-from hstu_sparse.htree.attend import htree_attend_fwd_kernel
-from hstu_sparse.htree.attend_backward import htree_attend_bwd_kernel
+from hstu_sparse.htree.attend import htree_attend_bwd_kernel, htree_attend_fwd_kernel
 from hstu_sparse.htree.choice import NodeGradients, Nodes, htree_choose_fwd_kernel
-from hstu_sparse.htree.layout import depth, tree_layers
 from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
-from hstu_sparse.htree.reference import rope_tables
-from hstu_sparse.tiles.rows import Rows
+from hstu_sparse.htree.reference import depth, rope_tables, tree_layers
+from hstu_sparse.tiles.rows import Rows, as_rows
 
 # Positions within a layer occupy the low bits of a key; the remaining bits of an importance must distinguish
 # candidates.
@@ -194,7 +182,7 @@ class Problem:
             return table
         group, most = max(16, next_power_of_2(self.G)), self.rate * self.top_k
         config, siblings = choice_config(self.BH, group, self.item), self.rate % TILE == 0
-        programs = min(slots * self.H, multiprocessors(self.device) * config.programs)
+        programs = min(slots * self.H, launch.multiprocessors(self.device) * config.programs)
         list_size, candidates = max(16, next_power_of_2(self.top_k)), most_candidates(most)
         size = list_size + candidates + cdiv(candidates // 32, 32) * 32
         workspace = torch.empty(programs * size, dtype=torch.int32, device=self.device)
@@ -213,7 +201,7 @@ class Problem:
         """Return (grid, keywords) of a kernel that attends, for some slots."""
         rows = self.R * self.G
         by_tile = self.R == 1 and rows <= 16 and self.rate % TILE == 0
-        arch = architecture(self.device)
+        arch = launch.architecture(self.device)
         config = attend_config(kernel, self.BH, self.BV, rows, by_tile, self.item, arch)
         parts = cdiv(rows, config.BM)
         options = dict(
@@ -334,16 +322,12 @@ def fake_forward(q, k, v, seq_offsets, *options):
     )
 
 
-htree_operator = Operator(
-    "htree",
+_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, SymInt rate, SymInt top_k, SymInt group, "
-    "float scale, float rope_base",
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=fake_forward,
-    differentiable=("q", "k", "v"),
-    outputs=3,
-    keep_output=True,
+    "float scale, float rope_base"
+)
+htree_operator = Operator(
+    "htree", _SCHEMA, launch_forward, launch_backward, fake_forward, "q k v", outputs=3, keep_output=True
 )
 
 
@@ -360,9 +344,3 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor, rate: int, top_k: int) -> N
             raise ValueError(
                 f"htree_attention: the kernels take {name} up to {most}, got {value}; use backend='reference'"
             )
-
-
-def htree_triton(q, k, v, seq_offsets, *options):
-    """Compute `hstu_sparse.htree_attention` on CUDA or interpreted; options as in `Options`."""
-    check_supported(q, k, v, *options[1:3])
-    return htree_operator(q, k, v, seq_offsets, *options)[0]

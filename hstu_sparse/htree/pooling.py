@@ -1,7 +1,7 @@
 """Define the kernels of the tree itself: means of children upwards, gradients from parents to children downwards.
 
 Letters: T tokens of the batch, B sequences, H key/value heads, D query/key and V value head size, r compression_rate
-(RATE), i a node's index among its parent's children. Slots are numbered as `layout.py` says.
+(RATE), i a node's index among its parent's children. Slots are numbered as `reference.py` says.
 
 The walking kernels read keys that are already rotated by RoPE to position i % TURN: candidate c is child i = c % r of
 parent c // r, so that the remaining rotation is the same for TURN neighbours (r of them, or a tile that divides r).

@@ -1,21 +1,51 @@
-"""Compute hierarchical tree attention in plain PyTorch: the specification.
+"""Compute hierarchical tree attention in plain PyTorch: the specification, and the places of a tree's nodes.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G = Hq / Hkv query
 heads of a key/value head, D query/key and V value head size, r compression_rate, S top_k, M = r * S the greatest number
 of a layer's candidates, C a query's candidates in a layer, W the greatest C that any query of the batch may have.
 
-Layer 0 holds the tokens. A sequence of n tokens has ceil(n / r^l) nodes in layer l; sequence b has them from slot
-`offsets[b] // r^l + b` on, so that the sizes of all tensors follow from T, B and N alone (see `layout.py`).
+Layer 0 has the tokens in their order. A sequence of n tokens has ceil(n / r^l) nodes in layer l; for l > 0 sequence b
+has them from slot `offsets[b] // r^l + b` on, of T // r^l + B in all: slots of different sequences never overlap, some
+stay unused, and the sizes of all tensors follow from T, B and N alone. One buffer holds the layers one after the other.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hstu_sparse.core.precision import working_dtype
-from hstu_sparse.htree.layout import depth, tree_layers
+
+
+class Layer(NamedTuple):
+    """A layer of the tree."""
+
+    number: int
+    size: int  # tokens below a node, r^l
+    slots: int
+    base: int  # first slot in the buffer of all layers
+
+
+def depth(length: int, rate: int, most: int) -> int:
+    """Return the layers above the tokens: they are added while the last one exceeds M nodes."""
+    layers = 0
+    while length > most:
+        length = -(-length // rate)
+        layers += 1
+    return layers
+
+
+def tree_layers(top: int, tokens: int, batch: int, rate: int) -> Iterator[Layer]:
+    """Yield the layers from the tokens to `top`."""
+    base = 0
+    for number in range(top + 1):
+        slots = tokens // rate**number + batch if number else tokens
+        yield Layer(number, rate**number, slots, base)
+        base += slots
+
 
 # Elements that queries gather and compute (see `queries_at_once`): they are processed in chunks that fit. On a CPU
 # chunks are small, for the cache.

@@ -13,19 +13,11 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
+from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import check_jagged, readable
 from hstu_sparse.core.launch import padded_head
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import (
-    FLOATING,
-    INTEGER,
-    check_int,
-    check_kernel,
-    check_number,
-    check_scale,
-    check_tensor,
-    choose_backend,
-)
+from hstu_sparse.core.validation import FLOATING, INTEGER, check_int, check_kernel, check_tensor, choose_backend
 from hstu_sparse.indexer import reference
 
 # Limits of the kernels of `lightning_indexer`, and, for the heads of one query, of all kernels.
@@ -204,28 +196,23 @@ def sparse_attention(
 
     Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equation 2.
     """
-    sizes: dict[str, int] = {}
-    check_tensor("q", q, "T H D", sizes)
-    _check_choice(q, k, indices, seq_offsets, selection_group, sizes)
+    sizes, bias, scale = _check_attention(q, k, indices, seq_offsets, selection_group, bias, scale)
     check_tensor("v", v, "T Hkv V" if "Hkv" in sizes else "T V", sizes, dtype=q.dtype, device=q.device)
-    bias = check_bias(bias, 0, q.shape[0], q.device)
-    _check_positions(bias, seq_offsets)
-    scale = check_scale(scale, q.shape[2], "scale")
     if choose_backend(backend, q, "sparse_attention") == "reference":
         return reference.sparse_attention_reference(
             q, k, v, indices, seq_offsets, scale=scale, bias=bias, selection_group=selection_group
         )
     _check_attention_kernel("sparse_attention", q, sizes, selection_group)
+    from hstu_sparse.indexer.attention import sparse_attention_jagged
     from hstu_sparse.indexer.choices import choice_rows
-    from hstu_sparse.indexer.launch_attention import sparse_attention_operator
 
     rows = choice_rows(seq_offsets, q.shape[0], selection_group)
     if k.dim() == 2 or selection_group > 1:
-        return sparse_attention_operator(q, k, v, indices, rows, *bias, scale, selection_group)
+        return sparse_attention_jagged(q, k, v, indices, rows, *bias, scale, selection_group)[0]
     # With one token to a tile every key head would multiply the rows of all heads.
     by_key_head = zip(q.unflatten(1, (k.shape[1], -1)).unbind(1), k.unbind(1), v.unbind(1))
     shared = (indices, rows, *bias, scale, selection_group)
-    return torch.cat([sparse_attention_operator(*heads, *shared) for heads in by_key_head], 1)
+    return torch.cat([sparse_attention_jagged(*heads, *shared)[0] for heads in by_key_head], 1)
 
 
 @without_autocast
@@ -276,33 +263,20 @@ def indexer_loss(
 
     Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equations 3 and 4.
     """
-    sizes: dict[str, int] = {}
-    check_tensor("q", q, "T H D", sizes)
-    _check_choice(q, k, indices, seq_offsets, selection_group, sizes)
+    sizes, bias, scale = _check_attention(q, k, indices, seq_offsets, selection_group, bias, scale)
     check_tensor("scores", scores, "T K" if selection_group == 1 else "G K", sizes, device=q.device)
     if valid is not None:
         check_tensor("valid", valid, "T", sizes, dtype=torch.bool, device=q.device)
-    bias = check_bias(bias, 0, q.shape[0], q.device)
-    _check_positions(bias, seq_offsets)
-    scale, eps = check_scale(scale, q.shape[2], "scale"), check_number("eps", eps, above=0)
+    eps = validation.check_number("eps", eps, above=0)
     if choose_backend(backend, q, "indexer_loss") == "reference":
         return reference.indexer_loss_reference(
-            q,
-            k,
-            scores,
-            indices,
-            seq_offsets,
-            scale=scale,
-            bias=bias,
-            valid=valid,
-            eps=eps,
-            selection_group=selection_group,
+            q, k, scores, indices, seq_offsets, scale, bias, valid, eps, selection_group
         )
     _check_attention_kernel("indexer_loss", q, sizes, selection_group)
     if q.shape[0] == 0:
         return scores[:0].sum(dtype=torch.float32)
     from hstu_sparse.indexer.choices import choice_rows
-    from hstu_sparse.indexer.launch_loss import indexer_loss_operator
+    from hstu_sparse.indexer.loss import indexer_loss_operator
 
     rows = choice_rows(seq_offsets, q.shape[0], selection_group)
     losses, counted = indexer_loss_operator(scores, q, k, indices, rows, *bias, valid, scale, eps, selection_group)
@@ -354,7 +328,7 @@ def padded_indexer_loss(
     check_tensor("index_score", index_score, "B C K", sizes, device=device)
     check_tensor("indices", indices, "B C K", sizes, dtype=INTEGER, device=device)
     _check_some_heads("query", sizes["H"])
-    scale, eps = check_number("scale", scale), check_number("eps", eps, above=0)
+    scale, eps = validation.check_number("scale", scale), validation.check_number("eps", eps, above=0)
     check_int("chunk_offset", chunk_offset, 0)
     if sizes["S"] == 0:
         raise ValueError("key must be [B, S, D] with S > 0, got S=0")
@@ -363,7 +337,7 @@ def padded_indexer_loss(
     _check_attention_kernel("padded_indexer_loss", query, sizes)
     if index_score.numel() == 0:
         return index_score.sum(dtype=torch.float32)
-    from hstu_sparse.indexer.launch_loss import padded_loss
+    from hstu_sparse.indexer.loss import padded_loss
 
     losses = padded_loss(index_score, query, key, indices, chunk_offset, scale, eps)
     return losses.sum() if sizes["B"] == 1 else losses.sum() / sizes["B"]
@@ -376,12 +350,15 @@ def _check_indexer(iq, ik, w, seq_offsets, bias) -> RelativeBias:
     check_tensor("w", w, "T J", sizes, dtype=FLOATING, device=iq.device)
     _check_some_heads("iq", sizes["J"], "J")
     check_jagged(seq_offsets, max(iq.shape[0], 1), iq=iq, ik=ik, w=w)
-    bias = check_bias(bias, 0, iq.shape[0], iq.device)
-    _check_positions(bias, seq_offsets)
-    return bias
+    return _check_bias(bias, iq, seq_offsets)
 
 
-def _check_choice(q, k, indices, seq_offsets, selection_group, sizes) -> None:
+def _check_attention(
+    q, k, indices, seq_offsets, selection_group, bias, scale
+) -> tuple[dict[str, int], RelativeBias, float]:
+    """Check the arguments of attention to a choice but values; return letter -> size, the bias and the scale."""
+    sizes: dict[str, int] = {}
+    check_tensor("q", q, "T H D", sizes)
     several = isinstance(k, Tensor) and k.dim() == 3
     check_tensor("k", k, "T Hkv D" if several else "T D", sizes, dtype=q.dtype, device=q.device)
     _check_some_heads("q", sizes["H"])
@@ -389,13 +366,14 @@ def _check_choice(q, k, indices, seq_offsets, selection_group, sizes) -> None:
         raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes['Hkv']}")
     check_jagged(seq_offsets, max(q.shape[0], 1), q=q, k=k)
     _check_indices(indices, q, seq_offsets, selection_group, sizes)
+    return sizes, _check_bias(bias, q, seq_offsets), validation.check_scale(scale, q.shape[2], "scale")
 
 
 def _check_indices(indices, x, seq_offsets, selection_group, sizes) -> None:
     """Check that a choice has a row for each token of x [T, ...], or for each group."""
     check_int("selection_group", selection_group, 1, LARGEST_GROUP)
     if selection_group > 1:
-        sizes["G"] = reference.choice_rows(x.shape[0], seq_offsets, selection_group)
+        sizes["G"] = reference.num_rows(x.shape[0], seq_offsets, selection_group)
     shape = "T K" if selection_group == 1 else "G K"
     check_tensor("indices", indices, shape, sizes | {"T": x.shape[0]}, dtype=INTEGER, device=x.device)
     sizes["K"] = indices.shape[1]
@@ -406,8 +384,9 @@ def _check_some_heads(name: str, heads: int, letter: str = "H") -> None:
         raise ValueError(f"{name} must have at least one head, got {letter}=0")
 
 
-def _check_positions(bias: RelativeBias, seq_offsets: Tensor) -> None:
-    """Check that the position table covers the longest sequence."""
+def _check_bias(bias: RelativeBias | None, x: Tensor, seq_offsets: Tensor) -> RelativeBias:
+    """Return the complete bias of tokens x [T, ...]; its position table has to cover the longest sequence."""
+    bias = check_bias(bias, 0, x.shape[0], x.device)
     if bias.position is not None and readable(seq_offsets):
         longest = max(seq_offsets.diff().tolist(), default=0)
         if bias.position.shape[0] < longest:
@@ -415,6 +394,7 @@ def _check_positions(bias: RelativeBias, seq_offsets: Tensor) -> None:
                 f"bias.position must have an entry for each of the longest sequence's {longest} tokens, got "
                 f"{bias.position.shape[0]}"
             )
+    return bias
 
 
 def _check_index_kernel(op: str, iq: Tensor, selection_group: int) -> None:

@@ -7,6 +7,7 @@ rows of a choice: T if R is 1, else T // R + B.
 -1 for a row without a group), and the number of tokens that share the row (0 for a row without a group).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hstu_sparse.bias.scores import load_times, table_bias
-from hstu_sparse.core.launch import cdiv, run
+from hstu_sparse.bias.gradients import Sums, TableSums
+from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.bias.scores import KernelBias, load_times, table_bias
+from hstu_sparse.core.launch import INTERPRET, cdiv, run
 from hstu_sparse.core.registration import register_preparation
+from hstu_sparse.indexer.reference import num_rows
 from hstu_sparse.tiles.rows import COMPILED
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Copies of a table's gradient that atomic additions are spread over. Most pairs fall into few time buckets.
+POSITION_COPIES, TIME_COPIES = tl.constexpr(4), tl.constexpr(64)
 _BLOCK = 128
 
 
@@ -49,11 +55,6 @@ def choice_rows_kernel(offsets, rows, B, G, steps, R: tl.constexpr, BLOCK: tl.co
     tl.store(rows + 2 * G + row, size, mask=row < G)
 
 
-def num_rows(total: int, seq_offsets: Tensor, group: int) -> int:
-    """Return G."""
-    return total if group == 1 else total // group + seq_offsets.shape[0] - 1
-
-
 def _fake_rows(seq_offsets: Tensor, total: int, group: int) -> list[Tensor]:
     return [seq_offsets.new_empty(3, num_rows(total, seq_offsets, group), dtype=torch.int64)]
 
@@ -67,9 +68,8 @@ def _compute_rows(seq_offsets: Tensor, total: int, group: int) -> list[Tensor]:
     return [rows]
 
 
-_rows_operator = register_preparation(
-    "choice_rows", "Tensor seq_offsets, SymInt total, SymInt group", launch=_compute_rows, fake=_fake_rows
-)
+_SCHEMA = "Tensor seq_offsets, SymInt total, SymInt group"
+_rows_operator = register_preparation("choice_rows", _SCHEMA, _compute_rows, _fake_rows)
 
 
 def choice_rows(seq_offsets: Tensor, total: int, group: int) -> Tensor:
@@ -156,3 +156,34 @@ def log2(x):
         )
     else:
         return tl.log2(x)
+
+
+def kernel_bias(bias: RelativeBias) -> KernelBias:
+    """Return the bias for the kernels, with tables in fp32."""
+    position, time = (None if table is None else table.float() for table in bias[:2])
+    return KernelBias.of(bias._replace(position=position, time=time))
+
+
+def table_sums(bias: RelativeBias, rows: int, bound: Callable[[], Tensor]) -> TableSums:
+    """Allocate the tables' gradients. bound: returns a bound of what a row adds to all entries together."""
+    deterministic, copies = torch.are_deterministic_algorithms_enabled(), (POSITION_COPIES.value, TIME_COPIES.value)
+    return TableSums(bias[:2], copies, deterministic, lambda: (rows + 1.0) * bound().double())
+
+
+def key_sums(x: Tensor, rows: int, bound: Callable[[], Tensor]) -> Sums:
+    """Allocate the gradient of keys. bound: returns a bound of what a row adds to one number of all keys together."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return Sums.zeros(x, (rows + 1.0) * bound().double() if deterministic else None)
+
+
+def key_block(dtype: torch.dtype, width: int) -> int:
+    """Return the number of chosen keys per step, so that a few tiles of `width` in all fit into shared memory."""
+    if INTERPRET:
+        return 32
+    bytes_of_row = dtype.itemsize * width
+    return 64 if bytes_of_row <= 512 else 32 if bytes_of_row <= 1024 else 16
+
+
+def by_heads(x: Tensor) -> Tensor:
+    """Return keys or values as [T, Hkv, size] also if they have one head, [T, size]."""
+    return x[:, None] if x.dim() == 2 else x

@@ -10,25 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.core.launch import (
-    INTERPRET,
-    LaunchConfig,
-    cdiv,
-    configuration,
-    next_power_of_2,
-    padded_head,
-    precision,
-    run,
-)
+from hstu_sparse.bias.relative import BIAS, RelativeBias, bundled
+from hstu_sparse.core import launch
+from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, configuration, padded_head, precision, run
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
 from hstu_sparse.indexer import topk
-from hstu_sparse.indexer.choices import num_rows
-from hstu_sparse.indexer.launch import BIAS, kernel_bias, key_block, key_sums, table_sums
+from hstu_sparse.indexer.choices import kernel_bias, key_block, key_sums, table_sums
+from hstu_sparse.indexer.reference import num_rows
 from hstu_sparse.indexer.scores import Index, index_scores_bwd_kernel, index_scores_fwd_kernel
 from hstu_sparse.tiles.assembly import proven
-from hstu_sparse.tiles.rows import Rows
+from hstu_sparse.tiles.rows import Rows, as_rows
 
 # Bytes of candidates that are in memory at a time.
 SCRATCH = 2**31
@@ -63,15 +54,8 @@ class Arguments(NamedTuple):
     iq: Tensor
     ik: Tensor
     w: Tensor
-    position: Tensor | None
-    time: Tensor | None
-    timestamps: Tensor | None
-    query_timestamps: Tensor | None
+    bias: RelativeBias
     group: int
-
-    @property
-    def bias(self) -> RelativeBias:
-        return RelativeBias(self.position, self.time, self.timestamps, self.query_timestamps)
 
 
 class _Search:
@@ -84,7 +68,7 @@ class _Search:
         self.index, self.bias, self.offsets, self.top_k = Index.of(iq, ik, a.w), kernel_bias(a.bias), seq_offsets, top_k
         self.B, self.J, self.tokens = seq_offsets.shape[0] - 1, J, T
         self.capacity, self.sample = sample_config(top_k)
-        self.size = next_power_of_2(self.capacity)
+        self.size = launch.next_power_of_2(self.capacity)
         self.config = choice_config(J, width, iq.dtype, group)
         self.heads = topk.Heads(J, iq.shape[2], width, group, precision(iq.dtype), proven(iq.device))
         self.block = key_block(iq.dtype, width)
@@ -138,7 +122,7 @@ class _Search:
             for least, size in parts:
                 run(
                     topk.lightning_indexer_finish_kernel, self.rows, *arguments, LEAST=least, SIZE=size,
-                    BLOCK=min(1024, next_power_of_2(top_k)), num_warps=max(1, min(16, size // PER_WARP)),
+                    BLOCK=min(1024, launch.next_power_of_2(top_k)), num_warps=max(1, min(16, size // PER_WARP)),
                 )  # fmt: skip
 
 
@@ -149,12 +133,12 @@ def _forward(iq, ik, w, seq_offsets, rows, *bias_and_options) -> tuple[Tensor, T
         scores.fill_(float("-inf"))
         indices.fill_(-1)
     if iq.shape[0]:
-        _Search(Arguments._make((iq, ik, w, *bias, group)), seq_offsets, top_k).choose(scores, indices)
+        _Search(bundled(Arguments, (iq, ik, w, *bias, group)), seq_offsets, top_k).choose(scores, indices)
     return scores, indices
 
 
 def _scores_forward(iq, ik, w, indices, rows, *bias_and_group) -> Tensor:
-    a, (G, K) = Arguments._make((iq, ik, w, *bias_and_group)), indices.shape
+    a, (G, K) = bundled(Arguments, (iq, ik, w, *bias_and_group)), indices.shape
     if iq.shape[0] == 0 or K == 0:
         return torch.full(indices.shape, float("-inf"), dtype=torch.float32, device=iq.device)
     scores = torch.empty(indices.shape, dtype=torch.float32, device=iq.device)
@@ -165,7 +149,7 @@ def _scores_forward(iq, ik, w, indices, rows, *bias_and_group) -> Tensor:
 
 
 def _scores_backward(grad, iq, ik, w, indices, rows, *bias_and_group) -> list[Tensor]:
-    a, (T, J, E), (G, K) = Arguments._make((iq, ik, w, *bias_and_group)), iq.shape, indices.shape
+    a, (T, J, E), (G, K) = bundled(Arguments, (iq, ik, w, *bias_and_group)), iq.shape, indices.shape
     # A group's other tokens do not take part in its choice.
     make = torch.empty if a.group == 1 else torch.zeros
     diq, dw = (make(x.shape, dtype=x.dtype, device=x.device) for x in (iq, w))
@@ -208,21 +192,14 @@ def _tiles(iq: Tensor) -> dict:
     )  # fmt: skip
 
 
+_LIGHTNING_INDEXER = (
+    f"Tensor iq, Tensor ik, Tensor w, Tensor seq_offsets, Tensor rows, {BIAS}, SymInt top_k, SymInt group"
+)
 lightning_indexer_jagged = Operator(
-    "lightning_indexer",
-    f"Tensor iq, Tensor ik, Tensor w, Tensor seq_offsets, Tensor rows, {BIAS}, SymInt top_k, SymInt group",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    differentiable=("iq", "ik", "w", "position", "time"),
-    outputs=2,
+    "lightning_indexer", _LIGHTNING_INDEXER, _forward, _backward, _fake, "iq ik w position time", outputs=2
 )
 
+_INDEX_SCORES = f"Tensor iq, Tensor ik, Tensor w, Tensor indices, Tensor rows, {BIAS}, SymInt group"
 index_scores_jagged = Operator(
-    "index_scores",
-    f"Tensor iq, Tensor ik, Tensor w, Tensor indices, Tensor rows, {BIAS}, SymInt group",
-    forward=_scores_forward,
-    backward=_scores_backward,
-    fake=_fake_scores,
-    differentiable=("iq", "ik", "w", "position", "time"),
+    "index_scores", _INDEX_SCORES, _scores_forward, _scores_backward, _fake_scores, "iq ik w position time"
 )

@@ -20,7 +20,7 @@ from hstu_sparse.core.precision import widened, working_dtype
 from hstu_sparse.core.registration import once_only
 
 
-def choice_rows(tokens: int, seq_offsets: Tensor, group: int) -> int:
+def num_rows(tokens: int, seq_offsets: Tensor, group: int) -> int:
     """Return G, the number of rows of a choice."""
     return tokens if group == 1 else tokens // group + seq_offsets.shape[0] - 1
 
@@ -31,7 +31,7 @@ def lightning_indexer_reference(
     """Return (scores [G, K], indices [G, K] int32) as `hstu_sparse.lightning_indexer`."""
     options = dict(bias=bias, selection_group=selection_group)
     if iq.shape[0] == 0:
-        rows = choice_rows(0, seq_offsets, selection_group)
+        rows = num_rows(0, seq_offsets, selection_group)
         indices = torch.full((rows, top_k), -1, dtype=torch.int32, device=iq.device)
         return index_scores_reference(iq, ik, w, indices, seq_offsets, **options), indices
     padding = _Padding(seq_offsets, selection_group)
@@ -101,7 +101,6 @@ def indexer_loss_reference(
     scores: Tensor,
     indices: Tensor,
     seq_offsets: Tensor,
-    *,
     scale: float,
     bias: RelativeBias,
     valid: Tensor | None,

@@ -15,8 +15,7 @@ import triton.language as tl
 from hstu_sparse.bias.buckets import pair_bucket
 from hstu_sparse.bias.gradients import add_to, add_to_tables
 from hstu_sparse.bias.scores import load_times
-from hstu_sparse.indexer.attention import POSITION_COPIES, TIME_COPIES
-from hstu_sparse.indexer.choices import chosen_bias, chosen_tokens, find_query
+from hstu_sparse.indexer.choices import POSITION_COPIES, TIME_COPIES, chosen_bias, chosen_tokens, find_query
 from hstu_sparse.tiles.rows import Rows, load_rows, store_rows
 
 

@@ -14,19 +14,12 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import check_jagged, sequence_ids
 from hstu_sparse.core.launch import LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.core.precision import widened, without_autocast
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.validation import (
-    check_dropout,
-    check_kernel,
-    check_number,
-    check_seed,
-    check_some,
-    check_tensor,
-    choose_backend,
-)
+from hstu_sparse.core.validation import check_kernel, check_number, check_seed, check_some, check_tensor, choose_backend
 from hstu_sparse.tiles.rows import drop, locate
 
 MAX_SIZE = 4096
@@ -80,13 +73,11 @@ def embed_inputs(
         check_tensor("more", more, "T E", sizes, device=rows.device)
     check_some(sizes, "E", "N")
     check_jagged(seq_offsets, sizes["N"], rows=rows)
-    scale, dropout = check_number("scale", scale), check_dropout(dropout)
+    scale, dropout = check_number("scale", scale), validation.check_dropout(dropout)
     if backend == "reference":
         return embed_inputs_reference(rows, position, seq_offsets, scale=scale, more=more, dropout=dropout)
     check_kernel("embed_inputs", rows, {"E": sizes["E"]}, most=MAX_SIZE, products=False)
     if dropout:
-        if seed is None:
-            raise ValueError("dropout > 0 needs a seed: an int64 tensor of one element on the rows' device")
         check_seed(seed, rows.device)
     return embed_inputs_operator(rows, position, seq_offsets, more, seed if dropout else None, scale, dropout)
 
@@ -221,11 +212,5 @@ def _fake(rows, position, seq_offsets, more, *_):
     return rows.new_empty(rows.shape, dtype=_result(rows, position, more))
 
 
-embed_inputs_operator = Operator(
-    "embed_inputs",
-    "Tensor rows, Tensor position, Tensor seq_offsets, Tensor? more, Tensor? seed, float scale, float dropout",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    differentiable=("rows", "position", "more"),
-)
+_SCHEMA = "Tensor rows, Tensor position, Tensor seq_offsets, Tensor? more, Tensor? seed, float scale, float dropout"
+embed_inputs_operator = Operator("embed_inputs", _SCHEMA, _forward, _backward, _fake, "rows position more")

@@ -17,19 +17,12 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from hstu_sparse.core import validation
 from hstu_sparse.core.launch import LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.core.precision import widened, without_autocast
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
-from hstu_sparse.core.validation import (
-    check_dropout,
-    check_kernel,
-    check_number,
-    check_seed,
-    check_tensor,
-    choose_backend,
-)
-from hstu_sparse.tiles.rows import drop
+from hstu_sparse.core.validation import check_kernel, check_number, check_seed, check_tensor, choose_backend
+from hstu_sparse.tiles.rows import as_rows, drop
 
 MAX_CHANNELS = 4096
 TILE = 2048
@@ -80,10 +73,13 @@ def norm_gate(
     """
     eps, backend, sizes = check_input(x, eps, backend, "norm_gate")
     check_tensor("u", u, "T C", sizes, device=x.device)
-    dropout = check_dropout(dropout)
+    dropout = validation.check_dropout(dropout)
     if backend == "reference":
         return norm_gate_reference(x, u, eps=eps, dropout=dropout)
-    return norm_gate_triton(x, u, eps, dropout, seed)
+    check_sizes(x=x, u=u)
+    if dropout:
+        check_seed(seed, x.device)
+    return norm_gate_operator(x, u, seed, eps, dropout, None)
 
 
 @without_autocast
@@ -115,7 +111,8 @@ def layer_norm(
     check_dtype(dtype)
     if backend == "reference":
         return norm_gate_reference(x, None, eps=eps, dropout=0.0, dtype=dtype)
-    return norm_gate_triton(x, None, eps, 0.0, None, dtype)
+    check_sizes(x=x)
+    return norm_gate_operator(x, None, None, eps, 0.0, dtype)
 
 
 def check_input(x, eps, backend, op) -> tuple[float, str, dict[str, int]]:
@@ -267,14 +264,8 @@ def _fake(x, u, seed, eps, dropout, dtype):
     return x.new_empty(x.shape, dtype=_result(x, u, dtype))
 
 
-norm_gate_operator = Operator(
-    "norm_gate",
-    "Tensor x, Tensor? u, Tensor? seed, float eps, float dropout, ScalarType? dtype",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    differentiable=("x", "u"),
-)
+_SCHEMA = "Tensor x, Tensor? u, Tensor? seed, float eps, float dropout, ScalarType? dtype"
+norm_gate_operator = Operator("norm_gate", _SCHEMA, _forward, _backward, _fake, "x u")
 
 
 def check_sizes(**tensors: torch.Tensor | None) -> None:
@@ -287,13 +278,3 @@ def check_sizes(**tensors: torch.Tensor | None) -> None:
         raise ValueError(f"the kernels take C up to {MAX_CHANNELS}, got {channels}; use backend='reference'")
     if tokens >= 2**31:
         raise ValueError(f"the kernels take T below 2^31, got {tokens}")
-
-
-def norm_gate_triton(x, u, eps, dropout, seed, dtype=None):
-    """Compute `hstu_sparse.norm_gate`, or without u `hstu_sparse.layer_norm`, on CUDA or interpreted."""
-    check_sizes(x=x, u=u)
-    if dropout:
-        if seed is None:
-            raise ValueError("dropout > 0 needs a seed: an int64 tensor of one element on x's device")
-        check_seed(seed, x.device)
-    return norm_gate_operator(x, u, seed, eps, dropout, dtype)

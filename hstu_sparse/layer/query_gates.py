@@ -12,20 +12,12 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from hstu_sparse.core.launch import (
-    INTERPRET,
-    LaunchConfig,
-    cdiv,
-    multiprocessors,
-    next_power_of_2,
-    padded_head,
-    precision,
-    run,
-)
+from hstu_sparse.core import launch
+from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.core.precision import widened, without_autocast
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_kernel, check_some, check_tensor, choose_backend
+from hstu_sparse.tiles.rows import as_rows
 
 MAX_SIZE, MAX_HIDDEN, MAX_GATES = 128, 64, 16
 
@@ -219,7 +211,7 @@ def _backward(grad, *arguments):
     config = _config(q, weights[2], len(weights[0]))
     rows = q.shape[0] * q.shape[1]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    programs = min(_RESIDENT * multiprocessors(q.device), cdiv(rows, config.ROWS))
+    programs = min(_RESIDENT * launch.multiprocessors(q.device), cdiv(rows, config.ROWS))
     parts = torch.empty(programs, sum(x.numel() for x in weights), dtype=torch.float32, device=q.device)
     if rows:
         run(
@@ -237,11 +229,5 @@ def _fake(q, w1, b1, w2, b2):
     return q.new_empty(w2.shape[0], *q.shape[:2])
 
 
-query_gates_operator = Operator(
-    "query_gates",
-    "Tensor q, Tensor w1, Tensor b1, Tensor w2, Tensor b2",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    differentiable=("q", "w1", "b1", "w2", "b2"),
-)
+_SCHEMA = "Tensor q, Tensor w1, Tensor b1, Tensor w2, Tensor b2"
+query_gates_operator = Operator("query_gates", _SCHEMA, _forward, _backward, _fake, "q w1 b1 w2 b2")

@@ -15,7 +15,6 @@ import triton.language as tl
 from hstu_sparse.core.launch import cdiv, multiprocessors, on_device, run
 from hstu_sparse.core.precision import widened, without_autocast, working_dtype
 from hstu_sparse.core.registration import once_only, register_preparation, takes_launcher
-from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_tensor, choose_backend
 from hstu_sparse.layer.norm_gate import (
     check_dtype,
@@ -27,6 +26,7 @@ from hstu_sparse.layer.norm_gate import (
     norm_gate_operator,
     rows_config,
 )
+from hstu_sparse.tiles.rows import as_rows
 
 # Programs of the sum's backward kernel per multiprocessor.
 _RESIDENT = 8
@@ -50,7 +50,7 @@ def residual_norm(
     if backend == "reference" or torch.compiler.is_compiling() or not takes_launcher(x):
         return x, layer_norm(x, eps=eps, dtype=dtype, backend=backend)
     check_sizes(x=x)
-    return residual_norm_triton(x, eps, dtype)
+    return Fork.apply(x, eps, dtype)
 
 
 @without_autocast
@@ -87,7 +87,7 @@ def residual_add(
     if backend == "reference":
         return residual_add_reference(x, added, bias)
     check_sizes(x=x, added=added)
-    return residual_add_triton(x, added, bias)
+    return Add.apply(x, added, None if bias is None else bias.contiguous())
 
 
 def residual_add_reference(x: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -100,7 +100,9 @@ def residual_add_reference(x: torch.Tensor, added: torch.Tensor, bias: torch.Ten
     return total.to(dtype).contiguous()
 
 
-class _Fork(torch.autograd.Function):
+class Fork(torch.autograd.Function):
+    """Return x and its norm. Backward adds both gradients of x in the norm's kernel."""
+
     @staticmethod
     def forward(ctx, x, eps, dtype):
         ctx.save_for_backward(x)
@@ -188,15 +190,11 @@ def _fake_shares(grad, dtype) -> list[torch.Tensor]:
     return [total] if dtype is None else [total, torch.empty(grad.shape, dtype=dtype, device=grad.device)]
 
 
-_sum_operator = register_preparation(
-    "residual_sum", "Tensor x, Tensor added, Tensor? bias", launch=_sum, fake=_fake_sum
-)
-_shares_operator = register_preparation(
-    "residual_shares", "Tensor grad, ScalarType? dtype", launch=_shares, fake=_fake_shares
-)
+_sum_operator = register_preparation("residual_sum", "Tensor x, Tensor added, Tensor? bias", _sum, _fake_sum)
+_shares_operator = register_preparation("residual_shares", "Tensor grad, ScalarType? dtype", _shares, _fake_shares)
 
 
-class _Add(torch.autograd.Function):
+class Add(torch.autograd.Function):
     """Add a residual. Backward passes a gradient on as it is, which no `Operator` can: it launches operators."""
 
     @staticmethod
@@ -213,13 +211,3 @@ class _Add(torch.autograd.Function):
             return dx, grad.to(dtype), None
         total, *dadded = _shares_operator(grad, None if same else dtype)
         return dx, grad if same else dadded[0], total.to(bias_dtype)
-
-
-def residual_norm_triton(x, eps, dtype):
-    """Compute `hstu_sparse.residual_norm` for checked arguments, on CUDA or interpreted."""
-    return _Fork.apply(x, eps, dtype)
-
-
-def residual_add_triton(x, added, bias):
-    """Compute `hstu_sparse.residual_add` for checked arguments, on CUDA or interpreted."""
-    return _Add.apply(x, added, None if bias is None else bias.contiguous())

@@ -231,12 +231,7 @@ def _backward(grad, x, *options):
     return [_rotate(grad, *options, sign=-1)]
 
 
-rotary_operator = Operator(
-    "rotary",
-    "Tensor x, Tensor seq_offsets, Tensor? times, Tensor? origins, Tensor? positions, SymInt max_seq_len, "
-    "bool position",
-    forward=_forward,
-    backward=_backward,
-    fake=lambda x, *_: x.new_empty(x.shape),
-    differentiable=("x",),
+_SCHEMA = (
+    "Tensor x, Tensor seq_offsets, Tensor? times, Tensor? origins, Tensor? positions, SymInt max_seq_len, bool position"
 )
+rotary_operator = Operator("rotary", _SCHEMA, _forward, _backward, lambda x, *_: x.new_empty(x.shape), "x")

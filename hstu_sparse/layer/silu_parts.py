@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
 from hstu_sparse.core.validation import check_int, check_kernel, check_tensor, choose_backend
-from hstu_sparse.tiles.rows import silu, silu_and_grad
+from hstu_sparse.tiles.rows import as_rows, silu, silu_and_grad
 
 PARTS = 4
 MAX_SIZE = 4096
@@ -158,13 +157,5 @@ def _fake(x, *sizes):
     return tuple(x.new_empty(x.shape[0], size) for size in sizes)
 
 
-silu_parts_operator = Operator(
-    "silu_parts",
-    "Tensor x, int a, int b, int m, int n",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-    differentiable=("x",),
-    outputs=4,
-    graded=4,
-)
+_SCHEMA = "Tensor x, int a, int b, int m, int n"
+silu_parts_operator = Operator("silu_parts", _SCHEMA, _forward, _backward, _fake, "x", outputs=4, graded=4)

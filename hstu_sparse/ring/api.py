@@ -10,12 +10,11 @@ import torch
 
 from hstu_sparse.core.jagged import check_jagged
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import check_bool
-from hstu_sparse.flash.api import check_heads, check_options, choose_flash_backend, flash_attention
+from hstu_sparse.core.validation import check_bool, check_heads
+from hstu_sparse.flash.api import check_options, choose_flash_backend, flash_attention
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.plan import LONGEST, RingPlan, check_plan, check_plan_fits, ring_plan
-from hstu_sparse.ring.softmax import RingSoftmax
-from hstu_sparse.ring.softmax_cute import check_plan_for_cute
+from hstu_sparse.ring.softmax import RingSoftmax, check_plan_for_cute
 
 
 @without_autocast

@@ -10,20 +10,12 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
+from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import readable
 from hstu_sparse.core.launch import on_device
 from hstu_sparse.core.precision import widened, without_autocast, working_dtype
 from hstu_sparse.core.registration import once_only
-from hstu_sparse.core.validation import (
-    INTEGER,
-    check_int,
-    check_kernel,
-    check_normalizer,
-    check_qkv,
-    check_scale,
-    check_tensor,
-    choose_backend,
-)
+from hstu_sparse.core.validation import INTEGER, check_int, check_kernel, check_qkv, check_tensor, choose_backend
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.hstu_reference import Block, hstu_block
 from hstu_sparse.ring.plan import RingPlan, check_plan, check_plan_fits, ring_plan
@@ -94,7 +86,7 @@ def ring_hstu_attention(
         raise ValueError(f"positions must be from 0 to N-1={max_seq_len - 1}, got {extremes.min} to {extremes.max}")
     check_int("window_size", window_size, 0)
     check_plan(plan)
-    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
+    scale, normalizer = validation.check_factors(scale, normalizer, sizes["D"], max_seq_len)
     bias = check_bias(bias, max_seq_len, q.shape[0], q.device)
     backend = choose_backend(backend, q, name)
     if backend == "triton":
@@ -145,7 +137,7 @@ class RingHSTU(torch.autograd.Function):
         for source, (key, value, *rest) in call.ring.blocks(_payload(k, v, positions, timestamps), call.plan.tokens):
             block = call.block(source, bias, positions, *rest)
             if call.backend == "triton":
-                from hstu_sparse.ring.hstu_launch import block_forward
+                from hstu_sparse.ring.hstu_kernels import block_forward
 
                 with on_device(q.device):
                     block_forward(q, key, value, block, out)
@@ -166,7 +158,7 @@ class RingHSTU(torch.autograd.Function):
         sums = [None if x is None else torch.zeros_like(x, dtype=working_dtype(x.dtype)) for x in tables]
 
         if call.backend == "triton":
-            from hstu_sparse.ring.hstu_launch import block_dkv, block_dq
+            from hstu_sparse.ring.hstu_kernels import block_dkv, block_dq
 
             def add_dq(source, tensors):
                 key, value, *rest = tensors

@@ -14,7 +14,7 @@ import torch
 from hstu_sparse.core.jagged import check_jagged, check_offset_values, check_storage, readable
 from hstu_sparse.core.registration import cached_constant
 from hstu_sparse.core.validation import check_bool, check_int
-from hstu_sparse.flash.problem import Layout
+from hstu_sparse.flash.reference import Layout
 from hstu_sparse.ring.communication import Ring
 
 MOST_RANKS = 1 << 16

@@ -16,7 +16,7 @@ from data.options import chosen
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.jagged import sequence_ids
 from hstu_sparse.core.launch import next_power_of_2
-from hstu_sparse.indexer import MOST_CHOSEN, MOST_KEY_CHANNELS, MOST_SHARING
+from hstu_sparse.indexer.api import MOST_CHOSEN, MOST_KEY_CHANNELS, MOST_SHARING
 from models.attention.contract import AuxLoss, LayerSizes
 from models.attention.shared import (
     AutoCount,

@@ -8,8 +8,9 @@ import torch
 
 from hstu_sparse.flash import cute
 from hstu_sparse.flash.api import check_options
-from hstu_sparse.ring import cut_sequences, softmax, softmax_cute, whole_plan
+from hstu_sparse.ring import softmax
 from hstu_sparse.ring.communication import Ring
+from hstu_sparse.ring.plan import cut_sequences, whole_plan
 from tests.operators import ring_cases
 
 
@@ -101,7 +102,7 @@ def check_parts(form: str, option: str, device: str) -> None:
         lse = whole_lse[:, mine].float().contiguous()
         for source, other in enumerate(places):
             k, v = (x[other] for x in tensors[1:])
-            for part in softmax_cute.step_parts(plan, source, options):
+            for part in softmax.step_parts(plan, source, options):
                 more, more_lse = torch.zeros_like(q), torch.full_like(lse, -torch.inf)
                 cute.forward(q, k, v, part, options.scale, more, more_lse)
                 share = (more_lse - lse.masked_fill(lse.isneginf(), 0)).exp().T[..., None]

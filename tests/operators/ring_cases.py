@@ -4,9 +4,10 @@ of each on a rank, T tokens, H heads of queries, Hkv of keys, D head size, W ran
 
 import torch
 
-import hstu_sparse.ring as ring
+import hstu_sparse.ring.hstu as ring
 from hstu_sparse import RelativeBias, compat, hstu_attention
-from hstu_sparse.ring import cut_sequences, flash_attention
+from hstu_sparse.flash.api import flash_attention
+from hstu_sparse.ring.plan import cut_sequences
 from tests.support.budgets import make_jagged, make_offsets, make_timestamps
 
 OPTIONS = {

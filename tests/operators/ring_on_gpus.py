@@ -8,7 +8,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from hstu_sparse.ring import cut_sequences, softmax
+from hstu_sparse.ring import softmax
+from hstu_sparse.ring.plan import cut_sequences
 from tests.operators import ring_cases
 from tests.operators.ring_cases import expected, hstu_expected, hstu_inputs
 

@@ -26,7 +26,7 @@ def diagonals_kernel(tile, sums, first, M: tl.constexpr, N: tl.constexpr):
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 32), (64, 64), (16, 32)])
 def test_diagonals_of_a_tile(rows, columns, monkeypatch):
-    monkeypatch.setattr(gradients, "ring_add", add_in_memory)
+    monkeypatch.setattr(gradients.sums, "ring_add", add_in_memory)
     tile, sums = torch.randn(rows, columns), torch.zeros(rows + columns - 1)
     diagonals_kernel[(1,)](tile, sums, 4 * (columns - 1), rows, columns)
     expected = [tile.double().diagonal(-d).sum() for d in range(1 - columns, rows)]

@@ -154,9 +154,9 @@ def few_near_blocks(monkeypatch):
     """The map holds the buckets of two blocks for each tile, so that the loops of all others are reached."""
     import triton.language as tl
 
-    from hstu_sparse.dense import kernels, plan, plan_kernels, ranges
+    from hstu_sparse.dense import kernels, plan
 
-    for module in (kernels, plan, plan_kernels, ranges):
+    for module in (kernels, plan):
         monkeypatch.setattr(module, "NEAR", tl.constexpr(2))
 
 

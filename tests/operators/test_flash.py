@@ -8,8 +8,7 @@ import torch
 
 from hstu_sparse import flash_attention
 from hstu_sparse.core.launch import LaunchConfig, override
-from hstu_sparse.flash.problem import Layout, Options
-from hstu_sparse.flash.reference import flash_attention_reference, philox
+from hstu_sparse.flash.reference import Layout, Options, flash_attention_reference, philox
 from tests.random.cases import flash
 from tests.support.budgets import EDGE_CASES, make_jagged, make_offsets
 

@@ -10,7 +10,7 @@ import torch
 
 from hstu_sparse import flash_attention, ring_flash_attention
 from hstu_sparse.flash import cute
-from hstu_sparse.flash.problem import Options
+from hstu_sparse.flash.reference import Options
 from tests.operators import cute_stand_in
 from tests.operators.distributed import run_ranks
 from tests.operators.ring_on_gpus import capture
@@ -84,8 +84,8 @@ def test_the_calls_of_a_ring_make_the_whole_attention(world, cases, single_heads
 
 def test_the_rows_of_a_call():
     """FlashAttention-4 takes offsets and lengths of stride 1, which a tensor of one number need not have."""
-    from hstu_sparse.ring import whole_plan
-    from hstu_sparse.ring.softmax_cute import step_parts
+    from hstu_sparse.ring.plan import whole_plan
+    from hstu_sparse.ring.softmax import step_parts
 
     plan = whole_plan(make_offsets([8]), 0, 2, zigzag=True)
     (part,) = step_parts(plan, 1, Options(1.0, -1, 0))  # the later half of this rank's rows sees all of the other's
@@ -95,8 +95,8 @@ def test_the_rows_of_a_call():
 
 
 def test_a_window_wants_sequences_of_one_length():
-    from hstu_sparse.ring import whole_plan
-    from hstu_sparse.ring.softmax_cute import check_plan_for_cute
+    from hstu_sparse.ring.plan import whole_plan
+    from hstu_sparse.ring.softmax import check_plan_for_cute
 
     for lengths in ([8, 8], [8], []):
         check_plan_for_cute("f", whole_plan(make_offsets(lengths), 0, 2, zigzag=True), Options(1.0, 5, 0))

@@ -132,8 +132,8 @@ def test_a_device_that_is_not_the_current_one():
 def test_steps_of_a_ring_add_up(parts, dtype):
     """Keys in zigzag parts one after another, as a ring brings them: forward and gradients of the whole."""
     from hstu_sparse.flash.launch import Launch
-    from hstu_sparse.flash.problem import Options
-    from hstu_sparse.ring import cut_sequences, whole_plan
+    from hstu_sparse.flash.reference import Options
+    from hstu_sparse.ring.plan import cut_sequences, whole_plan
 
     lengths = [1000, 3, 700]
     inputs, call = attention_of(lengths, dtype)

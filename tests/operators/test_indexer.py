@@ -225,22 +225,23 @@ def test_the_loss_gradient_of_a_retained_graph(backend):
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_blocks_of_key_heads_are_powers_of_two(width, monkeypatch):
     """Also where their number is none; the interpreter has blocks of its own."""
-    from hstu_sparse.indexer import launch, launch_attention, launch_loss
+    from hstu_sparse.indexer import attention, choices
+    from hstu_sparse.indexer import loss as losses
 
-    monkeypatch.setattr(launch, "INTERPRET", False)
-    monkeypatch.setattr(launch_loss, "INTERPRET", False)
+    monkeypatch.setattr(choices, "INTERPRET", False)
+    monkeypatch.setattr(losses, "INTERPRET", False)
     for key_heads, dtype, top_k in itertools.product((2, 3, 5, 12, 31), (torch.bfloat16, torch.float32), (9, 40, 300)):
-        loss = launch_loss.loss_config.__wrapped__(dtype, width, 32, top_k, 90, key_heads)
+        loss = losses.loss_config.__wrapped__(dtype, width, 32, top_k, 90, key_heads)
         assert loss.BLOCK in (16, 32, 64) and (not loss.HELD or top_k <= loss.HELD * loss.BLOCK)
         for kernel in ("fwd", "bwd"):
-            config = launch_attention.attention_config.__wrapped__(kernel, dtype, 2 * width, 32, 7, top_k, key_heads)
+            config = attention.attention_config.__wrapped__(kernel, dtype, 2 * width, 32, 7, top_k, key_heads)
             assert {config.BLOCK, config.NEAR} <= {16, 32, 64}
 
 
 @interpreter
 def test_scores_kept_and_gathered_again_give_one_loss():
     from hstu_sparse.core.launch import LaunchConfig, override
-    from hstu_sparse.indexer.launch_loss import loss_config
+    from hstu_sparse.indexer.loss import loss_config
 
     lengths = (5, 2)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
@@ -565,7 +566,8 @@ def test_key_heads_are_attention_by_themselves(group):
 @pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["sparse_attention", "lightning_indexer", "index_loss", "index_scores"])
 def test_opcheck(name, group):
-    from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
+    from hstu_sparse.indexer import attention, launch_indexer
+    from hstu_sparse.indexer import loss as losses
     from hstu_sparse.indexer.choices import choice_rows
 
     lengths = (4, 0, 2)
@@ -580,13 +582,13 @@ def test_opcheck(name, group):
     indexer = (x["iq"], x["ik"], x["w"])
     operator, arguments = {
         "sparse_attention": (
-            launch_attention.sparse_attention_jagged,
+            attention.sparse_attention_jagged,
             (x["q"], x["k"], x["v"], indices, *rest, 0.4, group),
         ),
         "lightning_indexer": (launch_indexer.lightning_indexer_jagged, (*indexer, offsets, *rest, 3, group)),
         "index_scores": (launch_indexer.index_scores_jagged, (*indexer, indices, *rest, group)),
         "index_loss": (
-            launch_loss.indexer_loss_jagged,
+            losses.indexer_loss_jagged,
             (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, group, True),
         ),
     }[name]

@@ -70,9 +70,8 @@ def test_an_order_of_candidates_does_not_matter_bit_for_bit(options, count, acti
 
 
 def test_batches_do_not_recompile_kernels():
-    from hstu_sparse.cache.bias import candidate_bias_kernel
     from hstu_sparse.cache.encode import write_codes_kernel, write_pages_kernel
-    from hstu_sparse.cache.paged.kernel import paged_attention_fwd_kernel
+    from hstu_sparse.cache.paged.kernel import candidate_bias_kernel, paged_attention_fwd_kernel
 
     kernels = paged_attention_fwd_kernel, candidate_bias_kernel, write_codes_kernel, write_pages_kernel
 

@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 
-from hstu_sparse.ring import cut_sequences, softmax
+from hstu_sparse.ring import softmax
+from hstu_sparse.ring.plan import cut_sequences
 from tests.operators.distributed import run_ranks
 from tests.operators.ring_cases import CASES, FORMS, OPTIONS, all_of_rank, expected, lengths_of, of_rank
 from tests.support.budgets import make_offsets

@@ -9,7 +9,8 @@ import torch
 
 from hstu_sparse.compat import triton_ring_flash_attn_func
 from hstu_sparse.core import jagged
-from hstu_sparse.ring import ring_flash_attention, ring_hstu_attention
+from hstu_sparse.ring.api import ring_flash_attention
+from hstu_sparse.ring.hstu import ring_hstu_attention
 from tests.operators.distributed import run_ranks
 
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from hstu_sparse.ring import cut_sequences
+from hstu_sparse.ring.plan import cut_sequences
 from tests.operators.distributed import run_ranks
 from tests.operators.ring_cases import HSTU_CASES, all_hstu_of_rank, hstu_expected, hstu_inputs, hstu_of_rank
 

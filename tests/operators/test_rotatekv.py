@@ -18,7 +18,7 @@ from hstu_sparse import (
     rotatekv_round_trip,
     rotatekv_self_attention,
 )
-from hstu_sparse.cache import packing, store
+from hstu_sparse.cache import store
 from hstu_sparse.cache.format import PageFormat, Side
 from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.compat import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse
@@ -75,18 +75,18 @@ def test_codes_by_hand():
     """Two bits, one group of 16: from -1 to 2 in steps of 1; a half goes to the even code; a constant has scale 0."""
     x = torch.tensor([-1.0, 0.0, 1.0, 2.0, -0.5, 0.5, 1.5, 0.2] * 2)
     side = Side.of(16, 64, 2)
-    coded = packing.quantise(torch.stack((x, torch.full((16,), 3.0)))[:, None], side, 2, None)
+    coded = store.quantise(torch.stack((x, torch.full((16,), 3.0)))[:, None], side, 2, None)
     assert coded.codes[0, 0, :8].tolist() == [0, 1, 2, 3, 0, 2, 2, 1]
     assert (coded.scale.flatten().tolist(), coded.zero.flatten().tolist()) == ([1.0, 0.0], [-1.0, 3.0])
     assert (coded.codes[1] == 0).all()
-    assert torch.equal(packing.dequantise(coded, side, torch.float32)[1], torch.full((1, 16), 3.0))
+    assert torch.equal(store.dequantise(coded, side, torch.float32)[1], torch.full((1, 16), 3.0))
 
 
 def test_clipped_codes_by_hand():
     """Three quarters of a range from -1 to 7 reach from 0 to 6 in steps of 2; what lies outside becomes 0 or 6."""
     x = torch.tensor([-1.0, 7.0, 0.0, 6.0, 0.9, 1.1, 3.2, 5.2] * 2)[None, None]
     side, options = Side.of(16, 64, 2), PageFormat(2, 16, 16, bits=2, clip=0.75)
-    coded = packing.quantise(x, side, 2, None, options.inset)
+    coded = store.quantise(x, side, 2, None, options.inset)
     assert (coded.zero.item(), coded.scale.item()) == (0.0, 2.0)
     assert coded.codes[0, 0, :8].tolist() == [0, 3, 0, 3, 0, 1, 2, 3]
 
@@ -103,7 +103,7 @@ def test_clipping_helps_few_codes():
 def test_codes_are_of_the_stored_scale():
     x = torch.linspace(0, 1000.3, 64)[None, None]
     side = Side.of(64, 64, 8)
-    coded = packing.quantise(x, side, 8, None)
+    coded = store.quantise(x, side, 8, None)
     scale, zero = coded.scale.float(), coded.zero.float()
     assert scale.item() != 1000.3 / 255
     assert torch.equal(coded.codes[0, 0], ((x[0, 0] - zero) / scale).flatten().clamp(0, 255).round().long())
@@ -111,7 +111,7 @@ def test_codes_are_of_the_stored_scale():
 
 def test_pruning_keeps_the_greatest_and_the_first_of_equals():
     x = torch.tensor([[[1.0, -3.0, 2.0, -2.0, 2.0, 0.0, 3.0, -1.0]]])
-    assert packing.prune(x, 4)[0, 0].nonzero().flatten().tolist() == [1, 2, 3, 6]
+    assert store.prune(x, 4)[0, 0].nonzero().flatten().tolist() == [1, 2, 3, 6]
     assert PageFormat(2, 64, 64, bits=2, sparsity=0.7).num_kept == 39  # ceil(0.3 * 128)
     assert PageFormat(2, 64, 64, bits=2, sparsity=0.9).num_kept == 13  # ceil(0.1 * 128)
 
@@ -120,8 +120,8 @@ def test_pruning_keeps_the_greatest_and_the_first_of_equals():
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packing_is_exact_and_dense(bits, width):
     codes = torch.randint(2**bits, (5, 3, 4 * width), generator=torch.Generator().manual_seed(0))
-    words = packing.pack(codes, width, bits)
-    assert torch.equal(packing.unpack(words, width, bits), codes)
+    words = store.pack(codes, width, bits)
+    assert torch.equal(store.unpack(words, width, bits), codes)
     if width * bits % 32 == 0 and (bits != 3 or width >= 32):
         assert words.numel() * 32 == codes.numel() * bits
 
@@ -130,17 +130,17 @@ def test_packing_order_by_hand():
     """The channel at place (field * words + word) * 2 + half is at bit half * 16 + field * 2 of its word."""
     codes = torch.zeros(64, dtype=torch.long)
     codes[(5 * 4 + 3) * 2 + 1] = 2
-    words = packing.pack(codes, 64, 2)
+    words = store.pack(codes, 64, 2)
     assert words.tolist() == [[0, 0, 0, 2 << (16 + 10)]]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packing_of_what_is_kept(bits):
-    mask = packing.prune(torch.randn(7, 2, 64, generator=torch.Generator().manual_seed(1)), 13)
+    mask = store.prune(torch.randn(7, 2, 64, generator=torch.Generator().manual_seed(1)), 13)
     codes = torch.randint(2**bits, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
-    words = packing.pack_kept(codes, mask, 13, bits)
+    words = store.pack_kept(codes, mask, 13, bits)
     assert words.shape[-1] == sum(-(-13 * plane // 32) for plane in ((2, 1) if bits == 3 else (bits,)))
-    assert torch.equal(packing.unpack_kept(words, mask, 13, bits), codes)
+    assert torch.equal(store.unpack_kept(words, mask, 13, bits), codes)
 
 
 @pytest.mark.parametrize("options", [{}, dict(head_group=4), dict(head_group=1, quant_group=16), dict(sink_tokens=5)])

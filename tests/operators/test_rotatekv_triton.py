@@ -11,7 +11,7 @@ from hstu_sparse import (
     rotatekv_decompress,
     rotatekv_self_attention,
 )
-from hstu_sparse.cache import packing
+from hstu_sparse.cache import store
 from tests.random.cases.rotatekv import check, check_self_attention
 from tests.support.budgets import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 
@@ -156,5 +156,5 @@ def test_hadamard(n):
     x = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(n))[:, ::2]
     run = lambda backend: lambda x: hadamard_transform(x, backend=backend)
     compare_with_reference(run("triton"), run("reference"), {"x": x}, factor=4.0)
-    matrix = packing.hadamard_reference(torch.eye(n))
+    matrix = store.hadamard_reference(torch.eye(n))
     torch.testing.assert_close(hadamard_transform(x, backend="triton"), x @ matrix, atol=1e-4, rtol=1e-4)

@@ -18,7 +18,7 @@ def check(row_tensor, x):
 @pytest.mark.parametrize("tokens", [0, 37])
 @pytest.mark.parametrize(("d", "v", "heads"), [(50, 50, 1), (25, 7, 2), (16, 50, 3), (32, 32, 1), (1, 1, 1)], ids=str)
 def test_heads_of_several_tensors(tokens, d, v, heads):
-    from hstu_sparse.core.rows import as_rows
+    from hstu_sparse.tiles.rows import as_rows
 
     wide = torch.randn(tokens, heads, 2 * d + 3, device=DEVICE)
     k, values = (torch.randn(tokens, heads, size, device=DEVICE) for size in (d, v))
@@ -29,7 +29,7 @@ def test_heads_of_several_tensors(tokens, d, v, heads):
 
 def test_what_no_kernel_pads_for_all():
     """Other tokens or heads, other dimensions, channels that are apart, five tensors."""
-    from hstu_sparse.core.rows import as_rows
+    from hstu_sparse.tiles.rows import as_rows
 
     x = torch.randn(6, 2, 5, device=DEVICE)
     others = x[:4], x[:, :1], x[:, 0], x.transpose(0, 2), x.transpose(1, 2), torch.randn(2, 6, 2, 5, device=DEVICE)
@@ -39,7 +39,7 @@ def test_what_no_kernel_pads_for_all():
 
 
 def test_copies_only_what_cannot_be_read():
-    from hstu_sparse.core.rows import as_rows
+    from hstu_sparse.tiles.rows import as_rows
 
     x = torch.randn(4, 2, 96, device=DEVICE)
     view, shifted, expanded = x[..., 16:48], x[..., 1:33], x[:, :1].expand(4, 2, 96)

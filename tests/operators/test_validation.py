@@ -108,7 +108,7 @@ def scaled():
         forward=_scaled,
         backward=_scaled_gradients,
         fake=lambda x, table, index, *_: (x.new_empty(x.shape), table.new_empty(index.shape)),
-        differentiable=("x", "table"),
+        differentiable="x table",
         outputs=2,
     )
 

@@ -28,8 +28,8 @@ def walk_kernel(
 
     The choices are a list for the layers 1, 2, ... of [T, Hkv, S] int64 nodes, ascending, -1 last.
     """
-    from hstu_sparse.core.rows import as_rows
     from hstu_sparse.htree import launch
+    from hstu_sparse.tiles.rows import as_rows
 
     launch.check_supported(q, k, v, compression_rate, top_k)
     arguments = q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, selection_group, scale, rope_base

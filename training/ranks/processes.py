@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data.batch import Batch, Cut
 from data.errors import ConfigError
 from data.types import shown
-from hstu_sparse.ring import cut_sequences, whole_plan
+from hstu_sparse.ring.plan import cut_sequences, whole_plan
 from training.config import RunConfig
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
-from hstu_sparse.cache.paged.call import Queries, check_scoring
+from hstu_sparse.cache.paged.reference import Queries, check_scoring, paged_reference
 from hstu_sparse.cache.pool import PagePool
 from hstu_sparse.core.jagged import check_jagged, readable
 from hstu_sparse.core.precision import without_autocast
@@ -119,8 +119,6 @@ def paged_attention(
     scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"])
     queries = Queries(q, k, v, q_offsets, lengths, candidates)
     if choose_backend(backend, q, "paged_attention") == "reference":
-        from hstu_sparse.cache.paged.reference import paged_reference
-
         return paged_reference(queries, pool, layer, pages, scoring)
     from hstu_sparse.cache.paged.launch import attend_to_pool
 

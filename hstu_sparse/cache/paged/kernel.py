@@ -28,6 +28,37 @@ from hstu_sparse.cache.codec import Pages, halves_of, load_codes, sign
 from hstu_sparse.cache.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles.rows import in_registers, load_rows, locate, opaque, silu
 
+
+@triton.jit(do_not_specialize=["P"])
+def candidate_bias_kernel(
+    out, pages, lengths, timestamps, bias, P, PAGE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write out[b, s], fp32: the candidates' bias with token s of sequence b, at s = lengths[b] with themselves.
+
+    out: [B, P * PAGE + 1]; entries after lengths[b] are not written. Each program writes BLOCK positions.
+
+    Candidates have one position and one time, so their bias depends on the key alone. If the kernel of attention looked
+    it up in the tables, Triton (3.6, 3.7) would have every thread look up each of its columns of a tile: PTX for 128
+    candidates then has 230 loads of 4 bytes in place of 5.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + b).to(tl.int32)
+    position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) * BLOCK > length:
+        return
+    candidate_time = 0
+    times = 0
+    if bias.time is not None:
+        candidate_time = tl.load(bias.query_times + b)
+        cached = position < length
+        page = tl.load(pages + b * P + (1 if SINKS else 0) + position // PAGE, cached, 0).to(tl.int64)
+        times = tl.load(timestamps + page * PAGE + position % PAGE, cached, 0)
+        times = tl.where(cached, times, tl.load(bias.key_times + b))
+    inside = position <= length
+    values = table_bias(bias, length - position, inside, candidate_time, times)[0]
+    tl.store(out + b * (P * PAGE + 1) + position, values, inside)
+
+
 # Signs of the matrices of a channel order, of all channels, that may be in shared memory throughout the loop, where the
 # compiler puts loop invariants: 64 KB. For 1,024 channels it is 512 KB.
 MOST_SIGNS = tl.constexpr(32768)

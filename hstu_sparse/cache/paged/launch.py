@@ -7,27 +7,21 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.scores import KernelBias
-from hstu_sparse.cache.bias import candidate_bias_kernel
 from hstu_sparse.cache.codec import Form, Pages
 from hstu_sparse.cache.format import PageFormat
 from hstu_sparse.cache.launch import code_offset, form_of, tile_tokens
-from hstu_sparse.cache.paged.call import Queries, Scoring
-from hstu_sparse.cache.paged.kernel import History, merge_parts_kernel, paged_attention_fwd_kernel
-from hstu_sparse.cache.pool import PagePool
-from hstu_sparse.core.launch import (
-    LaunchConfig,
-    cdiv,
-    configuration,
-    multiprocessors,
-    next_power_of_2,
-    on_device,
-    padded_head,
-    precision,
-    run,
+from hstu_sparse.cache.paged.kernel import (
+    History,
+    candidate_bias_kernel,
+    merge_parts_kernel,
+    paged_attention_fwd_kernel,
 )
-from hstu_sparse.core.rows import as_rows
+from hstu_sparse.cache.paged.reference import Queries, Scoring
+from hstu_sparse.cache.pool import PagePool
+from hstu_sparse.core import launch
+from hstu_sparse.core.launch import LaunchConfig, cdiv, configuration, next_power_of_2, padded_head, precision, run
 from hstu_sparse.core.validation import check_kernel
-from hstu_sparse.tiles.rows import Rows
+from hstu_sparse.tiles.rows import Rows, as_rows
 
 BIAS_BLOCK = 256  # positions of a program of `candidate_bias_kernel`
 FEW, SOME = 8, 48  # new tokens of a sequence on average, from which on programs take 64 of them, and 128
@@ -67,7 +61,7 @@ def splits_of(programs: int, tiles: int, at_once: int, device: torch.device) -> 
 
     at_once: programs of a processor; further ones would wait for these to end.
     """
-    return max(1, min(at_once * multiprocessors(device) // max(1, programs), tiles // 4))
+    return max(1, min(at_once * launch.multiprocessors(device) // max(1, programs), tiles // 4))
 
 
 def candidate_bias(new: Queries, history: History, form: Form, bias: KernelBias) -> Tensor:
@@ -123,7 +117,7 @@ def attend(
     rows = [None if x is None else Rows.of(x) for x in as_rows(new.q, new.k, new.v, align=False)]
     bias, by_position = KernelBias.of(scoring.bias), None
     columns = 0 if history.table is None else history.table.shape[1]
-    with on_device(q.device):
+    with launch.on_device(q.device):
         if candidates and looked_up:
             by_position, bias = candidate_bias(new, history, form, bias), KernelBias()
         run(

@@ -12,23 +12,15 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
-from hstu_sparse.cache import packing
+from hstu_sparse.cache import store
 from hstu_sparse.cache.format import PageFormat, Side, check_codes, check_heads
-from hstu_sparse.cache.paged.call import Scoring, check_scoring
+from hstu_sparse.cache.paged.reference import Scoring, check_scoring
 from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.cache.rotatekv.cache import RotateKVCache, check_kv
+from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import (
-    FLOATING_DTYPES,
-    check_int,
-    check_normalizer,
-    check_qkv,
-    check_scale,
-    check_some,
-    check_tensor,
-    choose_backend,
-)
+from hstu_sparse.core.validation import FLOATING_DTYPES, check_int, check_qkv, check_some, check_tensor, choose_backend
 from hstu_sparse.dense import hstu_attention
 
 if typing.TYPE_CHECKING:
@@ -65,7 +57,7 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
     if n < 1 or n & (n - 1):
         raise ValueError(f"the last dimension of x must be a power of two, got shape {list(x.shape)}")
     if choose_backend(backend, x, "hadamard_transform") == "reference":
-        return packing.hadamard_reference(x)
+        return store.hadamard_reference(x)
     if n > MOST_HADAMARD:
         raise ValueError(f"the kernel takes n up to {MOST_HADAMARD}, got {n}; use backend='reference'")
     from hstu_sparse.cache.rotatekv.hadamard import hadamard_operator
@@ -104,7 +96,7 @@ def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tenso
         raise ValueError("k must have sample tokens, got T=0")
     check_heads(sizes["H"], sizes["D"], head_group)
     keys = Side.of(sizes["D"] * head_group, quant_group, 2)
-    strength = packing.grouped(k.detach(), head_group).double().square().mean(0)
+    strength = store.grouped(k.detach(), head_group).double().square().mean(0)
     ranked = strength.sort(dim=-1, descending=True, stable=True).indices
     return ranked.unflatten(-1, (keys.group, keys.groups)).transpose(1, 2).flatten(1).contiguous()
 
@@ -303,7 +295,7 @@ def rotatekv_self_attention(
     """
     backend = choose_backend(backend, q, "rotatekv_self_attention")
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
-    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
+    scale, normalizer = validation.check_factors(scale, normalizer, sizes["D"], max_seq_len)
     bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
     codes: dict[str, typing.Any] = dict(bits=bits, head_group=head_group, quant_group=quant_group)
     codes |= dict(sparsity=float(sparsity), sink_tokens=sink_tokens, clip=clip)

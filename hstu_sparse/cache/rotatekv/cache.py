@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hstu_sparse.cache import files, packing, store
+from hstu_sparse.cache import files, store
 from hstu_sparse.cache.format import PageFormat, check_codes, check_heads
 from hstu_sparse.cache.pool import PagePool, new_tokens
 from hstu_sparse.core.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
@@ -134,7 +134,7 @@ class RotateKVCache:
         if chosen == "reference" or readable(k):
             packed = position >= format.sink_tokens
             # Values that do not fit are refused here, before anything changes.
-            packing.encode(k[packed], v[packed], format, self.channel_order)
+            store.encode(k[packed], v[packed], format, self.channel_order)
         self._grow(seq_offsets.diff().tolist())
         if chosen == "reference":
             store.write(self.tensors, format, k, v, self.pages, sequence, position, self.channel_order)

@@ -79,11 +79,5 @@ def _backward(grad, x):
     return [_forward(grad)]
 
 
-hadamard_operator = Operator(
-    "hadamard_transform",
-    "Tensor x",
-    forward=_forward,
-    backward=_backward,
-    fake=lambda x: x.new_empty(x.shape),
-    differentiable=("x",),
-)
+_SCHEMA = "Tensor x"
+hadamard_operator = Operator("hadamard_transform", _SCHEMA, _forward, _backward, lambda x: x.new_empty(x.shape), "x")

@@ -11,9 +11,9 @@ from torch import Tensor
 from hstu_sparse.cache.codec import Pages
 from hstu_sparse.cache.format import TILE, PageFormat
 from hstu_sparse.cache.launch import inverse, write_timestamps
-from hstu_sparse.cache.paged.call import Queries, Scoring
 from hstu_sparse.cache.paged.kernel import History
 from hstu_sparse.cache.paged.launch import attend
+from hstu_sparse.cache.paged.reference import Queries, Scoring
 from hstu_sparse.cache.rotatekv.cache import RotateKVCache
 from hstu_sparse.core.jagged import sequence_ids
 from hstu_sparse.core.launch import next_power_of_2, on_device

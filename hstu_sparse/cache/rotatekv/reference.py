@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.cache import store
 from hstu_sparse.cache.format import PageFormat
-from hstu_sparse.cache.packing import decode, encode
 from hstu_sparse.cache.rotatekv.cache import RotateKVCache
+from hstu_sparse.cache.store import decode, encode
 from hstu_sparse.core.jagged import jagged_to_padded, padded_index, padded_to_jagged
 from hstu_sparse.core.precision import widened
 

@@ -19,12 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse.bias.buckets import MAX_BUCKETS
-from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.bias.relative import BIAS, RelativeBias, bundled
 from hstu_sparse.bias.scores import KernelBias, load_times, table_bias
 from hstu_sparse.core.launch import cdiv, multiprocessors, padded_head, run
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.rows import as_rows
-from hstu_sparse.tiles.rows import Rows, load_head, load_rows, silu, silu_and_grad, store_rows
+from hstu_sparse.tiles.rows import Rows, as_rows, load_head, load_rows, silu, silu_and_grad, store_rows
 
 # Tokens of a tile; programs of the backward kernel per multiprocessor; columns of a program's sums for the tables.
 _TOKENS, _RESIDENT, _SUMS = 16, 8, 256
@@ -105,17 +104,14 @@ def rotatekv_self_term_bwd_kernel(
 
 
 class Arguments(NamedTuple):
-    """The operator's arguments: see `reference.self_term`; those of the bias are `RelativeBias`'s."""
+    """The operator's arguments: see `reference.self_term`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     coded_k: Tensor
     coded_v: Tensor
-    position: Tensor | None
-    time: Tensor | None
-    timestamps: Tensor | None
-    query_timestamps: Tensor | None
+    bias: RelativeBias
     scale: float
     normalizer: float
 
@@ -125,56 +121,47 @@ class Arguments(NamedTuple):
         return *map(Rows.of, as_rows(self.q, self.k, self.v, align=False)), self.coded_k, self.coded_v
 
     @property
-    def bias(self) -> KernelBias:
-        return KernelBias.of(RelativeBias(self.position, self.time, self.timestamps, self.query_timestamps))
-
-    @property
     def constants(self) -> dict[str, int]:
         (_, heads, d), size = self.q.shape, self.v.shape[2]
         return dict(H=heads, D=d, V=size, PAD_D=padded_head(d), PAD_V=padded_head(size), R=_TOKENS, num_warps=4)
 
 
 def _forward(*arguments):
-    a = Arguments(*arguments)
+    a = bundled(Arguments, arguments)
     self_term = torch.empty(a.v.shape, dtype=a.v.dtype, device=a.v.device)
     tokens = len(a.q)
     if self_term.numel():
         run(
-            rotatekv_self_term_fwd_kernel, cdiv(tokens, _TOKENS), *a.inputs, self_term, a.bias, a.scale,
+            rotatekv_self_term_fwd_kernel, cdiv(tokens, _TOKENS), *a.inputs, self_term, KernelBias.of(a.bias), a.scale,
             1.0 / a.normalizer, tokens, **a.constants,
         )  # fmt: skip
     return self_term
 
 
 def _backward(grad, *arguments):
-    a = Arguments(*arguments)
+    a = bundled(Arguments, arguments)
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a.q, a.k, a.v)]
-    tables = [torch.zeros_like(table) for table in (a.position, a.time) if table is not None]
+    tables = [torch.zeros_like(table) for table in a.bias[:2] if table is not None]
     tokens, device = len(a.q), a.q.device
     programs = min(_RESIDENT * multiprocessors(device), cdiv(tokens, _TOKENS))
     sums = torch.zeros(programs, _SUMS, dtype=torch.float32, device=device) if tables else None
     if a.q.numel():
         (grad,) = as_rows(grad, align=False)
         run(
-            rotatekv_self_term_bwd_kernel, programs, *a.inputs, Rows.of(grad), *gradients, a.bias, sums, a.scale,
-            1.0 / a.normalizer, tokens, **a.constants, SUMS=_SUMS,
+            rotatekv_self_term_bwd_kernel, programs, *a.inputs, Rows.of(grad), *gradients, KernelBias.of(a.bias), sums,
+            a.scale, 1.0 / a.normalizer, tokens, **a.constants, SUMS=_SUMS,
         )  # fmt: skip
     if sums is not None:
         total = sums.sum(0)
-        if a.position is not None:
+        if a.bias.position is not None:
             tables[0][:1] = total[_POSITION.value :]
-        if a.time is not None:
-            used = min(a.time.shape[0], MAX_BUCKETS + 1)
+        if a.bias.time is not None:
+            used = min(a.bias.time.shape[0], MAX_BUCKETS + 1)
             tables[-1][:used] = total[:used]
     return gradients + tables
 
 
+_SCHEMA = f"Tensor q, Tensor k, Tensor v, Tensor coded_k, Tensor coded_v, {BIAS}, float scale, float normalizer"
 self_term_operator = Operator(
-    "rotatekv_self_term",
-    "Tensor q, Tensor k, Tensor v, Tensor coded_k, Tensor coded_v, Tensor? position, Tensor? time, Tensor? timestamps, "
-    "Tensor? query_timestamps, float scale, float normalizer",
-    forward=_forward,
-    backward=_backward,
-    fake=lambda q, k, v, *_: v.new_empty(v.shape),
-    differentiable=("q", "k", "v", "position", "time"),
+    "rotatekv_self_term", _SCHEMA, _forward, _backward, lambda q, k, v, *_: v.new_empty(v.shape), "q k v position time"
 )

@@ -102,7 +102,7 @@ def dense_attention_fwd_hopper_kernel(
 
 @gluon.jit
 def silu_slope(half):
-    """Return twice SiLU's derivative minus 1 of a tile of scores, which are passed halved: see ranges.py."""
+    """Return twice SiLU's derivative minus 1 of a tile of scores, which are passed halved: see dense/kernels.py."""
     u = tanh_approx(half)
     return (half - half * u * u) + u
 
@@ -181,7 +181,7 @@ def dense_attention_bwd_dq_hopper_kernel(
 
 @gluon.jit
 def weigh(half):
-    """Return (SiLU, twice its slope minus 1) of a tile of scores, which are passed halved: see ranges.py."""
+    """Return (SiLU, twice its slope minus 1) of a tile of scores, which are passed halved: see dense/kernels.py."""
     u = tanh_approx(half)
     z = half * u
     return half + z, (half - z * u) + u

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from hstu_sparse.ring import flash_attention
+from hstu_sparse.flash.api import flash_attention
 from tests.random.cases import Launches
 from tests.random.terms import sizes_under_softmax
 from tests.support.budgets import assert_within_budget, gradients, make_jagged, make_offsets
@@ -98,7 +98,7 @@ def check(device, backend="triton", **case):
 
 def launches():
     from hstu_sparse.flash.launch import Launch
-    from hstu_sparse.flash.problem import Layout, Options
+    from hstu_sparse.flash.reference import Layout, Options
 
     def case(
         size, dtype, *, group=1, left=-1, right=-1, pieces=1, add=False, alibi=False, dropout=0.0, v=None, many=False,

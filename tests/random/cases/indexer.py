@@ -303,7 +303,9 @@ def check_choice(device, inputs, tables, lengths, top_k, group, exact):
 
 
 def launches():
-    from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
+    from hstu_sparse.indexer import attention as attending
+    from hstu_sparse.indexer import launch_indexer
+    from hstu_sparse.indexer import loss as losses
     from hstu_sparse.indexer.choices import choice_rows
 
     def case(label, dtype, heads, size, index_heads, top_k, *, bias, deterministic, group=1, key_heads=1):
@@ -328,9 +330,9 @@ def launches():
                 launch_indexer.lightning_indexer_jagged.forward(*indexer)
                 launch_indexer.index_scores_jagged.forward(*indexer[:3], indices, *indexer[4:-2], group)
                 launch_indexer.lightning_indexer_jagged.backward(grad, *indexer, indices)
-                launch_attention.sparse_attention_jagged.forward(*attention)
-                launch_attention.sparse_attention_jagged.backward(x, *attention, x, lse)
-                launch_loss.indexer_loss_jagged.forward(*loss)
+                attending.sparse_attention_jagged.forward(*attention)
+                attending.sparse_attention_jagged.backward(x, *attention, x, lse)
+                losses.indexer_loss_jagged.forward(*loss)
 
         return Launches(label, call, spills)
 
@@ -363,7 +365,7 @@ def launches():
             1,
             True,
         )
-        launch_loss.indexer_loss_jagged.forward(*arguments)
+        losses.indexer_loss_jagged.forward(*arguments)
 
     return [
         Launches("loss, 2,048 kept", loss_with_saved_scores, architectures=(80, 90, 100)),

@@ -6,8 +6,7 @@ import torch
 
 from hstu_sparse import PageFormat, PagePool, RelativeBias, paged_attention
 from hstu_sparse.bias.relative import check_bias
-from hstu_sparse.cache.paged.call import Queries, Scoring
-from hstu_sparse.cache.paged.reference import paged_reference
+from hstu_sparse.cache.paged.reference import Queries, Scoring, paged_reference
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS
 from tests.support.budgets import assert_within_budget, make_jagged, make_offsets, make_timestamps

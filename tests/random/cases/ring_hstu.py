@@ -72,7 +72,7 @@ def check(device, *, lengths, gap, heads, size, value_size, dtype, window, posit
 
 
 def launches():
-    from hstu_sparse.ring.hstu_launch import block_dkv, block_dq, block_forward
+    from hstu_sparse.ring.hstu_kernels import block_dkv, block_dq, block_forward
     from hstu_sparse.ring.hstu_reference import Block
 
     def case(size, dtype, biased, window, *, value_size=None, **more):

@@ -13,8 +13,8 @@ from hstu_sparse import (
     rotatekv_self_attention,
 )
 from hstu_sparse.bias.relative import check_bias
-from hstu_sparse.cache import packing, store
-from hstu_sparse.cache.paged.call import Scoring
+from hstu_sparse.cache import store
+from hstu_sparse.cache.paged.reference import Scoring
 from hstu_sparse.cache.rotatekv import reference
 from hstu_sparse.compat import mustafar_attention_with_rope
 from tests.random.cases import Launches
@@ -229,8 +229,8 @@ def codes_are_right(cache, k, v):
     levels = 2**format.bits - 1
     where = store.place(format, cache.pages, sequence[packed], position[packed])
     codes = store.read_codes(cache.tensors, format, *where)
-    rotated = packing.rotate(k[packed].double(), format.head_group, cache.channel_order)
-    plain = packing.grouped(v[packed].double(), format.head_group)
+    rotated = store.rotate(k[packed].double(), format.head_group, cache.channel_order)
+    plain = store.grouped(v[packed].double(), format.head_group)
     for name, coded, x, side in (("k", codes[0], rotated, format.keys), ("v", codes[1], plain, format.values)):
         real = torch.ones_like(x, dtype=torch.bool)
         if coded.mask is not None:
