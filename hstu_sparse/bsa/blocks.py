@@ -202,17 +202,17 @@ class Lists:
         )  # fmt: skip
 
 
-def invert(p, indices: Tensor, entries: Tensor | None, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
+def invert(p, chosen: tuple[Tensor, Tensor | None], chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
     """Build Lists; their sizes are upper bounds that the host knows.
 
     Args:
         p: the launcher's `Problem`.
-        indices: [NG, H, S] int32, the chosen blocks.
-        entries: [NG, H, S] int16 with a time bias, see `BlockPlan`.
+        chosen: the launcher's `Chosen`.
         chunk_rows: tokens of a chunk.
         by_slot: build a set of lists for each slot of the choice except the group's own block.
         stable: order lists by token, the same in every run.
     """
+    indices, entries = chosen
     int32 = dict(dtype=torch.int32, device=indices.device)
     M = p.H * p.NB
     turns = p.S - 1 if by_slot else 1

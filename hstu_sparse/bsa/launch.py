@@ -13,7 +13,7 @@ and for small groups the choice is processed slot by slot, so that no two progra
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ class Chosen(NamedTuple):
     entries  int16, with a time bias: the entry of the group's tile and the block, see `BlockPlan`
     """
 
-    indices: object
-    entries: object = None
+    indices: Any
+    entries: Any = None
 
 
 class Gates(NamedTuple):
@@ -54,9 +54,9 @@ class Gates(NamedTuple):
     Without a window `swa` is another one that is not read.
     """
 
-    cmp: object
-    slc: object
-    swa: object
+    cmp: Any
+    slc: Any
+    swa: Any
 
 
 class Call(NamedTuple):
@@ -67,34 +67,34 @@ class Call(NamedTuple):
     window  the window's size, or 0
     """
 
-    scale: object
-    inv_n: object
-    H: object
-    S: object
-    window: object
+    scale: Any
+    inv_n: Any
+    H: Any
+    S: Any
+    window: Any
 
 
 class KeyGradients(NamedTuple):
     """Gradients of mean keys and values [NB, H, ..], of keys and values [T, H, ..], parts [.., BS, D + V] fp32."""
 
-    dkbar: object
-    dvbar: object
-    dk: object
-    dv: object
-    parts: object
+    dkbar: Any
+    dvbar: Any
+    dk: Any
+    dv: Any
+    parts: Any
 
 
 class Strides(NamedTuple):
     """Strides of q, k, v and, in the backward pass, do, between tokens and between heads."""
 
-    q_t: object
-    q_h: object
-    k_t: object
-    k_h: object
-    v_t: object
-    v_h: object
-    do_t: object = None
-    do_h: object = None
+    q_t: Any
+    q_h: Any
+    k_t: Any
+    k_h: Any
+    v_t: Any
+    v_h: Any
+    do_t: Any = None
+    do_h: Any = None
 
     @classmethod
     def of(cls, *tensors) -> "Strides":
@@ -167,7 +167,8 @@ class Arguments(NamedTuple):
 
 def padded(a: Arguments) -> Arguments:
     """Copy q, k and v where kernels cannot read their rows, padding the head sizes to multiples of 16."""
-    return a._replace(**dict(zip("qkv", as_rows(a.q, a.k, a.v))))
+    q, k, v = as_rows(a.q, a.k, a.v)
+    return a._replace(q=q, k=k, v=v)
 
 
 def cut(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
@@ -216,7 +217,8 @@ class Problem:
         keys = (self.S - 1) * self.BS if self.query_major else 0
         keys += 2 * tile + self.BS + (self.window + tile if self.window else 0)
         terms = (min(keys, self.max_seq_len + 2 * tile), self.max_seq_len // self.BS + tile)
-        return tuple(max(0, (tile * x // 32 + 1).bit_length() - 10) for x in terms)
+        of_keys, of_means = (max(0, (tile * x // 32 + 1).bit_length() - 10) for x in terms)
+        return of_keys, of_means
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
@@ -323,7 +325,7 @@ def launch_forward(*arguments):
         **config,
     )  # fmt: skip
     if not p.query_major and p.S > 1:
-        lists = invert(p, *chosen, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
+        lists = invert(p, chosen, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
         for turn in range(lists.turns):
             run(
                 key_major.bsa_select_fwd_kernel, (lists.chunks_per_turn,),
@@ -346,14 +348,14 @@ def fake_forward(*arguments):
 
 def launch_backward(do, *arguments):
     """Return the gradients of q, k, v, g_cmp, g_slc and, if they exist, g_swa and the tables."""
-    *arguments, indices, kbar, vbar, halves, entries = arguments
-    unpadded = Arguments(*arguments)
+    *inputs, indices, kbar, vbar, halves, entries = arguments
+    unpadded = Arguments(*inputs)
     a = padded(unpadded)
     p = Problem(a)
     present_gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
     if p.T == 0 or p.H == 0:
-        inputs = *unpadded[:3], *present_gates, *(x for x in (a.position, a.time) if x is not None)
-        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        graded = *unpadded[:3], *present_gates, *(x for x in (a.position, a.time) if x is not None)
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in graded]
     (do,), q, k, v = as_rows(do), a.q, a.k, a.v
     gates, strides = contiguous_gates(a), Strides.of(q, k, v, do)
     bias = a.tables.kernel_bias(halves, *BlockPlan.from_flat(a.plan)[:2])
@@ -363,7 +365,7 @@ def launch_backward(do, *arguments):
     sums = table_sums(RelativeBias(a.position, a.time), do, v, present_gates, terms, p.deterministic)
     tables = sums.arguments
 
-    fp32 = dict(dtype=torch.float32, device=q.device)
+    fp32: dict[str, Any] = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     dgates = Gates(*(torch.empty(shape, **fp32) for shape in [(p.T, p.H)] * 2 + [(p.T, p.H) if p.window else (0,)]))
     config = p.config("query_dq")
@@ -395,7 +397,7 @@ def launch_backward(do, *arguments):
     )  # fmt: skip
 
     atomic_dq = not p.query_major and not p.deterministic
-    lists = invert(p, *chosen, 8 * p.S * p.BS, by_slot=False, stable=p.deterministic)
+    lists = invert(p, chosen, 8 * p.S * p.BS, by_slot=False, stable=p.deterministic)
     dk, dv = (
         torch.empty(p.T, p.H, p.D, **fp32 | dict(dtype=k.dtype)),
         torch.empty(p.T, p.H, p.V, **fp32 | dict(dtype=v.dtype)),
@@ -419,7 +421,7 @@ def launch_backward(do, *arguments):
     del parts, lists
 
     if not p.query_major and p.deterministic and p.S > 1:
-        lists = invert(p, *chosen, 2 * p.S * p.BS, by_slot=True, stable=True)
+        lists = invert(p, chosen, 2 * p.S * p.BS, by_slot=True, stable=True)
         for turn in range(lists.turns):
             run(
                 key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_turn,),

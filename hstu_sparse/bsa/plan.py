@@ -3,7 +3,7 @@
 Letters: T tokens of the batch, B sequences, BS block size. tiles/rows.py explains the slots of blocks and tiles.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -65,7 +65,7 @@ class BlockPlan(NamedTuple):
         return [] if self.entries is None else [*self.keys, *self.queries, self.entries]
 
     @staticmethod
-    def from_flat(tensors: list[torch.Tensor]) -> tuple[TokenTimes | None, TokenTimes | None, torch.Tensor | None]:
+    def from_flat(tensors: list[Any]) -> tuple[TokenTimes | None, TokenTimes | None, Any]:
         """Return the times of keys and queries and the entries of what `flat` returned."""
         return (TokenTimes(*tensors[:2]), TokenTimes(*tensors[2:4]), tensors[4]) if tensors else (None, None, None)
 

@@ -9,6 +9,7 @@ matrix.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -309,7 +310,7 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     end = rows.OutputsEnd(logits, call.items, call.items.stride(0), item_sum, grad, inverse_count, dout, along)
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
-    partial = call.new(splits, call.T, call.E) if splits > 1 else None
+    partial: Any = call.new(splits, call.T, call.E) if splits > 1 else None
     walk, lengths, settings = _walk(config, matrix, item_scale)
     run(
         products.catalogue_loss_bwd_dout_kernel, cdiv(call.T, config.BLOCK_M) * splits,
@@ -349,7 +350,8 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
 
 
 def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
-    shares = sums = None
+    shares: Any = None
+    sums: Any = None
     table, item_scale = call.gathered()
     if 4 * call.I * call.E > ATOMIC_BYTES or torch.are_deterministic_algorithms_enabled():
         shares = call.new(call.T * (1 + call.K))

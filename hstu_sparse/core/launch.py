@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -132,6 +133,10 @@ class LaunchConfig:
         settings |= {name: value for name, value in options.items() if value is not None}
         self.__dict__.update(settings, programs=programs)
         self.__dict__["_settings"] = settings
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value):
         raise AttributeError(f"a LaunchConfig is immutable: use replace({name}=...)")

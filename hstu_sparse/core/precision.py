@@ -12,7 +12,7 @@ moment.
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -47,6 +47,6 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def widened(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def widened(*tensors: torch.Tensor | None) -> list[Any]:
     """Convert each floating point tensor to the dtype in which references compute; None stays None. Differentiable."""
     return [None if x is None else x.to(working_dtype(x.dtype)) for x in tensors]

@@ -220,8 +220,8 @@ def _forward(q, k, v, *layout_and_options):
 
 
 def _backward(grad, q, k, v, *layout_and_options):
-    *layout_and_options, out, lse = layout_and_options
-    launch = _launch(q, k, v, *layout_and_options)
+    *inputs, out, lse = layout_and_options
+    launch = _launch(q, k, v, *inputs)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     rows = launch.rows(out, grad, lse)
     launch.dkv(grad, rows, dk, dv)

@@ -270,16 +270,17 @@ def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
 
 def launch_backward(grad, q, k, v, seq_offsets, *options):
     """Return [dq, dk, dv]."""
-    *options, out, lse, table = options
+    *inputs, out, lse, table = options
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.shape[0] == 0:
         return [dq, dk, dv]
-    p = Problem(q, k, v, seq_offsets, Options(*options))
+    p = Problem(q, k, v, seq_offsets, Options(*inputs))
     q, grad = as_rows(q, grad, align=False)
     fixed = torch.are_deterministic_algorithms_enabled()
     units = fixed_units(p, grad, q, v) if fixed else None
     kind = torch.int64 if fixed else torch.float32
-    sums = NodeGradients(*(torch.zeros(p.H, p.rows, n, dtype=kind, device=p.device) for n in (p.D, p.V)), units)
+    sum_k, sum_v = (torch.zeros(p.H, p.rows, n, dtype=kind, device=p.device) for n in (p.D, p.V))
+    sums = NodeGradients(sum_k, sum_v, units)
     keys = build_tree(p, k, True)
     nodes = p.nodes(keys, build_tree(p, v, False))
     for begin, slots, choices in p.choices(q, keys, table):
@@ -289,8 +290,8 @@ def launch_backward(grad, q, k, v, seq_offsets, *options):
             p.scale / math.log(2.0), p.scale, p.B, p.T, p.top, p.rows, len(choices) - 1, begin, slots, FIXED=fixed,
             **constants,
         )  # fmt: skip
-    push_gradients(p, sums.dk, dk, units, True)
-    push_gradients(p, sums.dv, dv, units, False)
+    push_gradients(p, sum_k, dk, units, True)
+    push_gradients(p, sum_v, dv, units, False)
     return [dq, dk, dv]
 
 
