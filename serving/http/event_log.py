@@ -1,7 +1,7 @@
 """Store accepted events in an append-only log, which outlives the process.
 
 New records are lines of the file. Once it is full, it becomes a segment (`segments.py`), in a thread, and the log goes
-on in a new file, which begins with its number and the last list of each name.
+on in a new file, which begins with its number, the last list of each name, and whatever else is no event and no mark.
 
 `compact` removes events of deleted users from all files, and all but the last list of each name. The last mark of each
 user stays in them, since the run's data still hold the user's events.
@@ -31,6 +31,8 @@ from serving.http.log_reader import LogError, LogReader, line_of
 from serving.http.segments import Segments, new_file
 
 FULL = 2**23  # bytes of lines, after which a log goes on in a new file
+# What a new file does not begin with: what becomes a segment, and lists, of which the last ones are carried on.
+NOT_CARRIED = b'{"users":', b'{"forget":', b'{"segment":', b'{"list":'
 PARSED_TOGETHER = 2**16  # bytes of lines that are parsed while a service answers; it waits for a millisecond
 logger = logging.getLogger("hstu_sparse.serve")
 
@@ -196,7 +198,11 @@ class EventLog(LogReader):
             out.write(line_of({"segment": self.number + 1}))
             carried, first = set(self.listed.values()), 1
             for lines in self._read():
-                out.writelines(line for number, line in enumerate(lines, first) if number in carried)
+                out.writelines(
+                    line
+                    for number, line in enumerate(lines, first)
+                    if number in carried or not line.startswith(NOT_CARRIED, 9)
+                )
                 first += len(lines)
 
         def place(temporary: Path) -> None:
