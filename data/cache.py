@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data.atomic import replace_folder, sweep
-from data.features.features import ENTITIES, KINDS, Feature
+from data.features.features import ENTITIES, KINDS, VECTOR, Feature
 from data.types import Dataset, shown
 
 LAYOUT = 2  # raise it when the files are laid out differently; what they hold has a version of its own (prepare.py)
@@ -57,7 +57,7 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
         for column, array in _columns_of(dataset).items():
             file = temporary / f"{column}.npy"
             stage(f"writing the cache: {column}")
-            _save(file, array)
+            save_array(file, array)
             files[column] = {"size": file.stat().st_size, "crc32": _file_crc32(file)}
         meta = {
             **meta,
@@ -80,7 +80,7 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
         (temporary / "meta.json").write_text(text, encoding="utf-8")
 
 
-def _save(file: Path, array: np.ndarray) -> None:
+def save_array(file: Path, array: np.ndarray) -> None:
     """Save the array as a .npy file; if it is a memory map of such a file, link that instead of copying it."""
     if isinstance(array, np.memmap) and array.filename is not None:
         with contextlib.suppress(OSError):  # on another disk, or one without links
@@ -99,8 +99,9 @@ def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, d
     if unknown := meta["files"].keys() - known:
         raise CacheError(f"meta.json: unknown column {shown(min(unknown))}")
     arrays: dict[str, Any] = dict.fromkeys(known)
+    vectors = {f"feature-{number}-values" for number, (*_, kind) in enumerate(described) if kind == VECTOR}
     for column, expected in meta["files"].items():
-        arrays[column] = _read_column(folder, column, expected)
+        arrays[column] = _read_column(folder, column, expected, column in vectors)
     if missing := [c for c in COLUMNS if arrays[c] is None and c != "actions"]:
         raise CacheError(f"no column {', '.join(missing)}")
     names = meta.get("action_names")
@@ -150,7 +151,8 @@ def _read_meta(folder: Path) -> dict:
     if not isinstance(meta.get("events_fingerprint", ""), str):
         raise CacheError(f"meta.json: events_fingerprint: expected str, got {shown(repr(meta['events_fingerprint']))}")
     for item in _listed(meta.get("stored_features", [])):
-        if len(_listed(item)) != 3 or item[0] not in ENTITIES or not isinstance(item[1], str) or item[2] not in KINDS:
+        known = len(_listed(item)) == 3 and item[0] in ENTITIES and isinstance(item[1], str)
+        if not known or item[2] not in (*KINDS, *([VECTOR] if item[0] == "items" else [])):
             raise CacheError(
                 f"meta.json: stored_features: expected an entity, a name and a kind, got {shown(repr(item))}"
             )
@@ -163,7 +165,7 @@ def _listed(value: object) -> list:
     return value
 
 
-def _read_column(folder: Path, column: str, expected: object) -> np.ndarray:
+def _read_column(folder: Path, column: str, expected: object, vectors: bool = False) -> np.ndarray:
     file = folder / f"{column}.npy"
     if not isinstance(expected, dict) or expected.keys() != {"size", "crc32"}:
         raise CacheError(f"meta.json: files.{column}: expected size and crc32")
@@ -174,7 +176,7 @@ def _read_column(folder: Path, column: str, expected: object) -> np.ndarray:
         if _file_crc32(file) != expected["crc32"]:
             raise CacheError(f"{file.name}: wrong checksum")
         # "c": torch wants writable memory; what is written into it does not reach the file.
-        array = np.lib.format.open_memmap(file, mode="c").view(np.ndarray)
+        mapped = np.lib.format.open_memmap(file, mode="c")
     except (
         OSError,
         ValueError,
@@ -183,6 +185,12 @@ def _read_column(folder: Path, column: str, expected: object) -> np.ndarray:
         SyntaxError,
     ) as error:  # EOFError, SyntaxError: the header is not valid
         raise CacheError(f"{file.name}: {type(error).__name__}: {shown(error, 200)}") from error
+    if vectors:
+        if mapped.ndim != 2 or mapped.dtype != np.float16:
+            shape = list(mapped.shape)
+            raise CacheError(f"{file.name}: expected vectors of float16, got shape {shape}, {mapped.dtype}")
+        return mapped  # still a memory map, whose file a run's folder can share
+    array = mapped.view(np.ndarray)
     if array.ndim != 1:
         raise CacheError(f"{file.name}: expected one dimension, got shape {list(array.shape)}")
     expected = INTEGERS.get(column) or FEATURE.get(column.rpartition("-")[2])
@@ -258,6 +266,11 @@ def _check_feature(file: str, feature: Feature, rows: int) -> None:
         raise CacheError(f"{file}-offsets.npy: more than one value in a row of kind {feature.kind}")
     if len(codes) and not 0 <= codes.min() <= codes.max() < len(values):
         raise CacheError(f"{file}-codes.npy: expected 0..{len(values) - 1}")
+    if feature.kind == VECTOR:
+        rows = max(1, CHUNK // max(1, values.shape[1]))
+        if not all(np.isfinite(values[begin : begin + rows]).all() for begin in range(0, len(values), rows)):
+            raise CacheError(f"{file}-values.npy: expected finite numbers")
+        return
     number = feature.kind == "number"
     if number != (values.dtype == np.float64) or (number and not np.isfinite(values).all()):
         raise CacheError(f"{file}-values.npy: expected {'finite numbers' if number else 'text'}")

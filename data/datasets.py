@@ -119,7 +119,8 @@ def load_dataset(
         tables = find_tables(features, None if cache_dir is None else local_path(cache_dir, "data.cache_dir"))
         read = read_tables(tables, dataset, bad_rows_limit)
         if features is not None:
-            key = f"{dataset.fingerprint}/{features.recipe()}/{[file_sha256(table.source.path) for table in tables]}"
+            sums = [file_sha256(one.path) for table in tables for one in table.sources]
+            key = f"{dataset.fingerprint}/{features.recipe()}/{sums}"
             digest = hashlib.sha256(key.encode()).hexdigest()
             dataset = dataclasses.replace(dataset, fingerprint=digest, events_fingerprint=dataset.fingerprint)
         if vocabulary is None:

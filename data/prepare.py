@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from data.atomic import remove_temporaries
+from data.atomic import remove_temporaries, sweep, temporary_beside
 from data.cache import CacheError, read_cache, write_cache
 from data.features.files import FeatureSource, find_tables, read_tables, with_tables
 from data.features.options import Features
@@ -74,7 +74,13 @@ def load_or_prepare(
     place: list[Path] = []
 
     def work() -> Dataset:
-        return _prepare(name, fmt, sources, tables, cache_dir, recipe, handling, progress, place, partitions, expected)
+        vectors = None if cache_dir is None else temporary_beside(cache_dir / "vectors")
+        options = handling, progress, place, partitions, expected, vectors
+        try:
+            return _prepare(name, fmt, sources, tables, cache_dir, recipe, *options)
+        finally:
+            if vectors is not None:
+                shutil.rmtree(vectors, ignore_errors=True)
 
     def clean() -> None:
         for folder in place:
@@ -135,12 +141,13 @@ def _prepare(
     place: list[Path],
     partitions: int | None,
     expected: str | None,
+    vectors: Path | None,
 ) -> Dataset:
     """Do the work of `load_or_prepare` on existing files; folders with temporary files beside them are added to
-    `place`.
+    `place`. vectors: a temporary folder for vectors of items.
     """
     try:
-        inputs = [*((s, fmt) for s in sources), *((table.source, table.fmt) for table in tables)]
+        inputs = [*((s, fmt) for s in sources), *((file, table.fmt) for table in tables for file in table.sources)]
         checked = [check_source(source, fmt_) for source, fmt_ in inputs]
         sums = []
         for source, _ in inputs:
@@ -152,6 +159,9 @@ def _prepare(
         if folder is not None and (cached := _open(folder, fingerprint)) is not None:
             return cached
         place += [(cache_dir or Path(tempfile.gettempdir())) / "unpacked", *([folder] if folder else [])]
+        if cache_dir is not None:
+            sweep(cache_dir, "vectors")
+            place.append(cache_dir / "vectors")
         dataset, read = None, []
         parts = None if folder is None else folder.with_name(f"{folder.name}.partitions")
         if partitions != 1 and parts is not None and not tables and not fmt.features:
@@ -169,13 +179,13 @@ def _prepare(
             read = read_tables(tables, dataset, handling.bad_rows_limit, cache_dir, progress.stage)
             progress.stage("filtering")
             dataset = filter_dataset(dataset, **recipe["options"])
+        dataset = with_tables(dataset, read, vectors, progress.stage)
         if [check_source(source, fmt_) for source, fmt_ in inputs] != checked:
             raise DataError(f"{sources[0].name}: the source changed while it was being read; try again")
     except OSError as error:
         raise DataError(
             f"{shown(error.filename or sources[0].path, 200)}: cannot be read: {error.strerror or error}"
         ) from error
-    dataset = with_tables(dataset, read)
     if "features" in recipe:
         plain = {key: value for key, value in recipe.items() if key != "features"}
         dataset = dataclasses.replace(dataset, events_fingerprint=_fingerprint(plain, sums[: len(sources)]))

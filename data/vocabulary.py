@@ -144,7 +144,8 @@ def united(dataset: Dataset, known: Vocabulary) -> Dataset:
     if actions is not None and names is not None and dataset.action_names is not None:
         actions = index_of(np.array(dataset.action_names), np.array(names))[actions].astype(np.int32)
     place, known_place = index_of(item_ids, ids), index_of(item_ids, known_ids)
-    stored = {} if known.features is None else {(one.name, one.kind): one for one in known.features.items}
+    of_known_items = () if known.features is None else (*known.features.items, *known.features.vectors)
+    stored = {(one.name, one.kind): one for one in of_known_items}
     features = []
     for feature in dataset.features:
         if feature.entity == "items":

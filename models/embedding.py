@@ -34,7 +34,8 @@ class InputEmbedding(nn.Module):
     the positions again, Xavier normal: no gain after 101 epochs, docs/notes/2026-11-23-quality.md.)
 
     With features, the embeddings of the features of the item, the user, the event and its time are added to x[t] before
-    * sqrt(E). The rows of items without a training event then are and stay zero, since no loss includes them.
+    * sqrt(E). The rows of items without a training event then are and stay zero, since no loss includes them. With an
+    `id_dropout` of 1 no item has a row.
     """
 
     def __init__(
@@ -48,14 +49,17 @@ class InputEmbedding(nn.Module):
         features: FeatureVocabulary | None = None,
         id_dropout: float = 0.0,
         table: ItemTable | None = None,
+        vector_correction: int = 0,
     ):
         super().__init__()
         self.scale, self.num_items, self.sharded = embedding_dim**0.5, num_items, table
         self.dropout, self.id_dropout = dropout, id_dropout
-        sizes = {"item": num_items} | ({"action": num_actions} if num_actions else {})
+        self.has_ids = id_dropout < 1  # otherwise an item is its features alone
+        sizes = ({"item": num_items} if self.has_ids else {}) | ({"action": num_actions} if num_actions else {})
         if table is not None and num_items * embedding_dim > DRAWN_WHOLE:
             del sizes["item"]
-        dtype, trained = getattr(torch, table_dtype), None if features is None else features.trained
+        self.dtype = dtype = getattr(torch, table_dtype)
+        trained = None if features is None else features.trained
         self.tables: Any = None  # torchrec's collection of the tables that are not sharded
         if sizes:
             from torchrec import EmbeddingCollection, EmbeddingConfig  # takes as long as all other imports together
@@ -91,7 +95,7 @@ class InputEmbedding(nn.Module):
         truncated_normal_(self.position, embedding_dim**-0.5)
         self.items = self.context = None
         if features is not None and features.trained is not None:
-            self.items = ItemFeatures(features, embedding_dim, dtype)
+            self.items = ItemFeatures(features, embedding_dim, dtype, vector_correction)
             if table is not None:  # the places, among the items with a training event, of those of this rank
                 self.local_places = [int(features.trained[:row].sum()) for row in (table.begin[0], table.end[0])]
         if features is not None and (features.of("users") or features.of("events") or features.calendar):
@@ -99,7 +103,7 @@ class InputEmbedding(nn.Module):
 
     @property
     def item_weight(self) -> Tensor:
-        """The item table, [num_items, E], if it is not sharded."""
+        """The item table, [num_items, E], if it is not sharded and there is one."""
         return self.tables.embeddings["item"].weight
 
     @property
@@ -117,6 +121,8 @@ class InputEmbedding(nn.Module):
             return self.item_weight if ids is None else F.embedding(ids, self.item_weight)
         if ids is not None:
             return self._drawn_rows(ids)
+        if not self.has_ids:
+            return self.items.of_all().to(self.dtype)
         rows = self.items.rows(self.item_weight)
         return without(rows, self._left_out(len(rows))) + self.items.of_all().to(rows.dtype)
 
@@ -163,7 +169,12 @@ class InputEmbedding(nn.Module):
     def _drawn_rows(self, ids: Tensor) -> Tensor:
         """Compute `item_rows` of some items in the way that sums fewer values of features."""
         assert self.items is not None
-        numbers, left_out = self.items.numbers(ids), self._left_out(len(ids))
+        numbers = self.items.numbers(ids)
+        if not self.has_ids:
+            if self.items.all_is_less(len(ids)):
+                return F.embedding(numbers, self.items.of_all()).to(self.dtype)
+            return self.items.of(numbers).to(self.dtype)
+        left_out = self._left_out(len(ids))
         if not self.items.all_is_less(len(ids)):
             rows = F.embedding(ids, self.item_weight)
             return without(rows, left_out) + self.items.of(numbers).to(rows.dtype)

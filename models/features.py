@@ -6,7 +6,7 @@ W items with a training event, E embedding size, T tokens, B sequences.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
 from data.features.zones import offsets_of
 from hstu_sparse.core.jagged import sequence_ids
 from models.sparse_product import SparseProduct
+from models.vectors import ItemVectors
 
 DAY, HOUR, THURSDAY = 86_400, 3_600, 3  # seconds; the weekday of 1970-01-01, Monday being 0
 
@@ -156,24 +157,32 @@ class ItemFeatures(nn.Module):
     trained: Tensor
     place: Tensor
 
-    def __init__(self, known: FeatureVocabulary, embedding_dim: int, dtype: torch.dtype):
+    def __init__(self, known: FeatureVocabulary, embedding_dim: int, dtype: torch.dtype, correction: int = 0):
         super().__init__()
         assert known.trained is not None
-        tables = sizes_of(known.of("items"))
-        self.tables = FeatureTables(tables, embedding_dim, dtype)
-        trained, sizes = np.flatnonzero(known.trained), list(tables.values())
-        self.all = ValueLists(known.item_rows, sizes, np.arange(len(known.trained)))
-        # Separate lists for training: the features of other items must not change a sum of training, not even its
-        # rounding.
-        has_untrained = len(trained) < len(known.trained)
-        self.seen = ValueLists(known.item_rows, sizes, trained) if has_untrained else self.all
+        sizes = sizes_of(known.of("items"))
+        self.tables = FeatureTables(sizes, embedding_dim, dtype) if sizes else None
+        trained, items = np.flatnonzero(known.trained), np.arange(len(known.trained))
+        self.has_untrained = len(trained) < len(items)
+        self.all = self.seen = None
+        if sizes:
+            self.all = ValueLists(known.item_rows, [*sizes.values()], items)
+            # Separate lists for training: the features of other items must not change a sum of training, not even its
+            # rounding.
+            self.seen = ValueLists(known.item_rows, [*sizes.values()], trained) if self.has_untrained else self.all
+        self.vectors: Any = nn.ModuleList(ItemVectors(one, embedding_dim, correction) for one in known.vectors)
         place = np.where(known.trained, np.cumsum(known.trained) - 1, -1)
         for name, value in (("trained", trained), ("place", place)):
             self.register_buffer(name, torch.from_numpy(value), persistent=False)
 
     @property
-    def lists(self) -> ValueLists:
+    def lists(self) -> ValueLists | None:
         return self.seen if self.training else self.all
+
+    @property
+    def only_trained(self) -> bool:
+        """Whether the numbers are those of a part of the items."""
+        return self.training and self.has_untrained
 
     def numbers(self, ids: Tensor) -> Tensor:
         """Return the numbers of the items `ids`; in training, an item without training events (padding) gets number
@@ -183,19 +192,34 @@ class ItemFeatures(nn.Module):
 
     def rows(self, item_weight: Tensor) -> Tensor:
         """Return the rows of an item table [I, E] by number: in training those of the trained items, [W, E]."""
-        return item_weight if self.lists is self.all else item_weight.index_select(0, self.trained)
+        return item_weight.index_select(0, self.trained) if self.only_trained else item_weight
 
     def of_all(self) -> Tensor:
         """Sum the features of every number: [I, E], in training [W, E], in fp32."""
-        return self.lists.of_all(self.tables.whole())
+        parts = [] if self.tables is None or self.lists is None else [self.lists.of_all(self.tables.whole())]
+        items = self.trained if self.only_trained else None
+        return summed([*parts, *(vectors(items) for vectors in self.vectors)])
 
     def of(self, numbers: Tensor) -> Tensor:
-        """Sum the features of `numbers` [R]: [R, E], in fp32, with the bits of `of_all`."""
-        return self.lists.of(numbers, self.tables.whole())
+        """Sum the features of `numbers` [R]: [R, E], in fp32, with the bits of `of_all` but for vectors."""
+        parts = [] if self.tables is None or self.lists is None else [self.lists.of(numbers, self.tables.whole())]
+        items = self.trained[numbers] if self.only_trained else numbers
+        return summed([*parts, *(vectors(items) for vectors in self.vectors)])
 
     def all_is_less(self, count: int) -> bool:
         """Return whether the features of all items have fewer values to sum than those of `count` drawn ones."""
-        return count * self.lists.longest > self.lists.num_values + count
+        longest, values = (0, 0) if self.lists is None else (self.lists.longest, self.lists.num_values)
+        width = sum(vectors.width for vectors in self.vectors)
+        of_all = width * (len(self.trained) if self.only_trained else len(self.place))
+        return count * (longest + width) > values + of_all + count
+
+
+def summed(parts: list[Tensor]) -> Tensor:
+    """Add up tensors, of which there is at least one."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 class ContextFeatures(nn.Module):

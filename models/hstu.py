@@ -221,6 +221,7 @@ class SequenceModel(nn.Module):
             features,
             config.id_dropout,
             table,
+            config.vector_correction,
         )
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)

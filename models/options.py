@@ -65,8 +65,12 @@ class ModelConfig(Options):
     """The dropout of the input; absent, `dropout`."""
     action_embedding: bool = False
     """Whether an event's action is embedded and added to its item."""
-    id_dropout: float = Field(0.0, ge=0, lt=1)
-    """The share of items whose own row a training step leaves out, so that their features must stand for them."""
+    id_dropout: float = Field(0.0, ge=0, le=1)
+    """The share of items whose own row a training step leaves out, so that their features must stand for them; with 1
+    no item has a row."""
+    vector_correction: int = Field(0, ge=0, le=1024)
+    """The numbers of its own that each item has in addition to each of its vectors, which are not trained; 0 for none.
+    """
     table_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the tables of items and actions and of their gradients. In training a weight takes 12 bytes with
     bfloat16 and 16 with float32, as moments are float32 in any case; updates below 1/256 of a weight are lost."""
@@ -100,8 +104,13 @@ class ModelConfig(Options):
     def check_run(self, run: RunOptions) -> None:
         for part in (*self.attention, self.head):
             part.check_run(run)
-        if self.id_dropout and not (run.data.features and run.data.features.items):
+        items = run.data.features.items if run.data.features else None
+        if self.id_dropout and items is None:
             raise ValueError("model.id_dropout: needs data.features.items, which stand for what is left out")
+        if self.id_dropout == 1 and run.parallel.sharded:
+            raise ValueError("model.id_dropout=1: leaves no table of items that parallel.embedding could divide")
+        if self.vector_correction and not (items and items.vectors):
+            raise ValueError("model.vector_correction: needs a vector among data.features.items.columns")
 
     @property
     def layer_sizes(self) -> LayerSizes:

@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(self, model: SequenceModel, config: RunConfig, window: Window, options: ServingOptions):
         self.model, self.window = model.eval(), window
-        self.device = model.item_weight.device
+        self.device = model.embedding.position.device
         task = served_form(config)
         self.ranking, self.per_event = task.candidates, task.tokens_per_event
         self.autocast = config.train.autocast == "bf16"
@@ -263,7 +263,8 @@ class Engine:
             outputs.append(self._ask(requests[chunk], windows[chunk]))
         if len(outputs) == 1:
             return outputs[0]
-        return torch.cat(outputs) if outputs else torch.zeros(0, self.model.item_weight.shape[1], device=self.device)
+        size = self.model.embedding.position.shape[1]
+        return torch.cat(outputs) if outputs else torch.zeros(0, size, device=self.device)
 
     def _ask(self, requests: list[Ask], windows: list[Seen]) -> Tensor:
         histories, at = [request.history for request in requests], [request.at for request in requests]

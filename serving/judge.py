@@ -85,7 +85,7 @@ class ServedModel:
         keys = np.array([f"{user}" for user in users[order[starts]].tolist()])
         everyone = np.arange(len(starts))
         self._append(keys.tolist(), users[order[starts]], first, None, 0)
-        out = torch.zeros(batch.num_tokens, self.model.item_weight.shape[1], device=tokens.device)
+        out = torch.zeros(batch.num_tokens, self.model.embedding.position.shape[1], device=tokens.device)
         for turn in range(int(counts.max(initial=0))):
             active = everyone[counts > turn]
             mine = order[starts[active] + turn]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cli.terminal import terminal
 from data.errors import ConfigError
-from training.changes import FREE, changes, stored_config
+from training.changes import changes, stored_config
 from training.checkpoints import Checkpoints, Progress
 from training.config import RunConfig
 from training.run import check_of_this_run
@@ -57,6 +57,6 @@ def take_over_best(config: RunConfig, folder: Path, progress: Progress) -> None:
         return
     _, facts = load_folder(best, checked=slice(None))
     check_of_this_run(facts.get("run"), folder, best)
-    if any(change.option not in FREE for change in changes(stored_config(facts.get("config"), best), config)):
+    if any(not change.free for change in changes(stored_config(facts.get("config"), best), config)):
         tensors, facts = load_folder(best, "model")
         save_folder(best, tensors, facts | {"config": progress.config, "value": progress.best})

@@ -3,6 +3,7 @@
 `config.yaml` says what a run's weights were trained with. Each option is in one class of the table RULES.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ RULES = {
         "the weights were trained with it",
     ),
 }
+VECTOR_FILE = re.compile(r"data\.features\.items\.columns\.[^.]+\.(path|ids)")
 CLASSES = {option: name for name, rule in RULES.items() for option in rule.options.split()}
 # The options in which two configurations of one run may differ: its place, its device, how often it saves.
 FREE = {option for option, name in CLASSES.items() if name in ("places", "devices", "saving")}
@@ -95,8 +97,16 @@ class Change(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The option's class in RULES; layers (`model.attention.0`) are left out of its name."""
-        return class_of(".".join(part for part in self.option.split(".") if not part.isdigit())) or "training"
+        """The option's class in RULES; layers (`model.attention.0`) are left out of its name, and the files of vectors
+        are places like those of other features.
+        """
+        option = VECTOR_FILE.sub("data.features.items.path", self.option)
+        return class_of(".".join(part for part in option.split(".") if not part.isdigit())) or "training"
+
+    @property
+    def free(self) -> bool:
+        """Whether two configurations of one run may differ in it."""
+        return self.option in FREE or VECTOR_FILE.fullmatch(self.option) is not None
 
 
 def class_of(option: str) -> str | None:
@@ -124,7 +134,7 @@ def _changes(before: dict, after: dict, prefix: str = "") -> Iterable[Change]:
 
 def differences(before: dict, after: dict) -> list[str]:
     """Return the differences of two configurations (`model_dump`) that make another run: `train.lr: 0.001 -> 0.01`."""
-    return [str(change) for change in _changes(before, after) if change.option not in FREE]
+    return [str(change) for change in _changes(before, after) if not change.free]
 
 
 def stored_config(stored: object, source: Path) -> RunConfig:
@@ -140,7 +150,8 @@ def stored_config(stored: object, source: Path) -> RunConfig:
 
 def moved_data(before: RunConfig, after: RunConfig) -> list[str]:
     """Return the options that name other places of the data, which must then be the same by checksum."""
-    return [change.option for change in changes(before, after) if change.group == "places" and ".path" in change.option]
+    places = [change.option for change in changes(before, after) if change.group == "places"]
+    return [option for option in places if ".path" in option or VECTOR_FILE.fullmatch(option)]
 
 
 def check_resumed(progress: Progress, config: RunConfig, folder: Path, *, opened: bool) -> None:

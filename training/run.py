@@ -416,10 +416,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     if config.data.path:
         paths["path"] = absolute_path(config.data.path)
     if (features := config.data.features) is not None:
-        files = {
-            entity: file.model_copy(update={"path": absolute_path(file.path)})
-            for entity, file in features.files().items()
-        }
+        files = {entity: file.with_paths(absolute_path) for entity, file in features.files().items()}
         paths["features"] = features.model_copy(update=files)
     return config.model_copy(update={"data": config.data.model_copy(update=paths)})
 

@@ -17,7 +17,7 @@ from data.errors import ConfigError
 from models.hstu import SequenceModel
 from training import advice
 from training.average import WeightAverage
-from training.changes import FREE, changes, check_resumed, moved_data, stored_config
+from training.changes import changes, check_resumed, moved_data, stored_config
 from training.checkpoints import Checkpoints, Progress, checkpoints, last_progress
 from training.config import RunConfig
 from training.graph import Step
@@ -265,7 +265,7 @@ def _opened(
         watched=watched,
         started=time.monotonic() - progress.seconds,
         saved_place=(progress.epoch, progress.batch) if saved else None,
-        changed=before is not None and any(change.option not in FREE for change in changes(before, config)),
+        changed=before is not None and any(not change.free for change in changes(before, config)),
     )
 
 

@@ -139,7 +139,7 @@ def inherit(
     if update.source.name != "best":  # the last checkpoint, which has the weights of training too
         weights = {name: saved[f"model.{name}"] for name in averages}
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    if vocabulary.features is not None and vocabulary.features.trained is not None:
+    if vocabulary.features is not None and vocabulary.features.trained is not None and TABLE in state:
         state[TABLE].zero_()
 
     def fill(name: str, new: torch.Tensor, old: torch.Tensor | None) -> None:

@@ -7,6 +7,8 @@ else a model is built from. With it a run can be used without its data.
 import hashlib
 import io
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from data.atomic import find_folder, replace_folder
-from data.features.features import ENTITIES, KINDS, Feature
+from data.cache import save_array
+from data.features.features import ENTITIES, KINDS, VECTOR, Feature
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
 from data.features.zones import checked_zone
+from data.prepare import file_sha256
 from data.types import DataError, Dataset
 from data.update import NewEvents
 from data.vocabulary import Vocabulary
@@ -24,6 +28,7 @@ from training.folder import FolderError, access, read_regular
 
 NAME = "vocabulary"
 MOST = 2**36  # bytes of a file of ids
+VECTORS = re.compile(r"vectors-\d+-values")  # the names of files that may be larger than memory
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,18 @@ def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary, events: NewE
         arrays |= feature_arrays(known.features)
         described = [[feature.entity, feature.name, feature.kind, feature.known] for feature in known.features.features]
         facts |= {"features": described, "calendar": known.features.calendar}
+        facts["vectors"] = [feature.name for feature in known.features.vectors]
         facts["time_zone"] = known.features.time_zone
     if events is not None:
         arrays |= {"new_events": events.new, "late_events": events.late}
         facts["after"] = events.after
     with access(run / NAME, "written"), replace_folder(run / NAME) as folder:
         for name, array in arrays.items():
-            np.save(folder / f"{name}.npy", np.asarray(array), allow_pickle=False)
-            facts["sha256"][name] = hashlib.sha256((folder / f"{name}.npy").read_bytes()).hexdigest()
+            if VECTORS.fullmatch(name):
+                save_array(folder / f"{name}.npy", array)
+            else:
+                np.save(folder / f"{name}.npy", np.asarray(array), allow_pickle=False)
+            facts["sha256"][name] = file_sha256(folder / f"{name}.npy")
         (folder / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
 
@@ -76,6 +85,9 @@ def load_vocabulary(run: Path) -> Known:
         arrays = {}
         for name in facts["sha256"].keys() | {"item_ids", "user_ids"}:
             path = folder / f"{name}.npy"
+            if VECTORS.fullmatch(name):
+                arrays[name] = _mapped(path, facts["sha256"][name])
+                continue
             with access(path, "read"):
                 content = read_regular(path, MOST)
             if hashlib.sha256(content).hexdigest() != facts["sha256"][name]:
@@ -84,7 +96,8 @@ def load_vocabulary(run: Path) -> Known:
         names, ids = facts["action_names"], arrays["item_ids"]
         features = None
         if "features" in facts:
-            features = features_of(facts["features"], facts["calendar"], arrays, facts.get("time_zone"))
+            described, vectors = facts["features"], facts.get("vectors", [])
+            features = features_of(described, facts["calendar"], arrays, facts.get("time_zone"), vectors)
         known = Vocabulary(ids, facts["num_actions"], None if names is None else tuple(names), features)
         events = None
         if "after" in facts:
@@ -103,11 +116,17 @@ def feature_arrays(known: FeatureVocabulary) -> dict[str, np.ndarray]:
         arrays |= {f"items-{number}-offsets": offsets, f"items-{number}-rows": rows}
     for number, feature in enumerate(known.items):
         arrays |= {f"items-{number}-values": feature.values, f"items-{number}-codes": feature.codes}
+    for number, feature in enumerate(known.vectors):
+        arrays |= {f"vectors-{number}-{part}": getattr(feature, part) for part in ("values", "codes", "offsets")}
     return arrays if known.trained is None else arrays | {"trained": known.trained}
 
 
 def features_of(
-    described: list, calendar: list, arrays: dict[str, np.ndarray], time_zone: str | None = None
+    described: list,
+    calendar: list,
+    arrays: dict[str, np.ndarray],
+    time_zone: str | None = None,
+    vectors: Sequence[str] = (),
 ) -> FeatureVocabulary:
     """Rebuild the vocabulary of `feature_arrays`; KeyError, TypeError or ValueError if something is missing."""
     features = tuple(
@@ -133,4 +152,29 @@ def features_of(
         for number, (one, (offsets, _)) in enumerate(zip((f for f in features if f.entity == "items"), item_rows))
         if f"items-{number}-codes" in arrays  # runs of version 0.2.0 have none
     )
-    return FeatureVocabulary(features, tuple(calendar), item_rows, arrays["trained"] if count else None, zone, of_items)
+    of_vectors = tuple(_vectors(name, number, arrays, items) for number, name in enumerate(vectors))
+    trained = arrays["trained"] if count or of_vectors else None
+    if trained is not None and len(trained) != items:
+        raise ValueError(f"features of items are not those of {items} items")
+    return FeatureVocabulary(features, tuple(calendar), item_rows, trained, zone, of_items, of_vectors)
+
+
+def _vectors(name: str, number: int, arrays: dict[str, np.ndarray], items: int) -> Feature:
+    """Return the vectors of items that were stored; KeyError or ValueError if they do not fit."""
+    values, codes, offsets = (arrays[f"vectors-{number}-{part}"] for part in ("values", "codes", "offsets"))
+    fits = values.ndim == 2 and values.dtype == np.float16 and codes.dtype == np.int32
+    fits &= len(offsets) == items + 1 and offsets[0] == 0 and offsets[-1] == len(codes)
+    if not fits or not np.isin(np.diff(offsets), (0, 1)).all():
+        raise ValueError(f"vectors {name} are not those of {items} items")
+    if len(codes) and not 0 <= codes.min() <= codes.max() < len(values):
+        raise ValueError(f"vectors {name}: an item has none of them")
+    return Feature("items", str(name), VECTOR, values, codes, offsets)
+
+
+def _mapped(path: Path, checksum: str) -> np.ndarray:
+    """Return the array of a file, memory-mapped; FolderError if its checksum is wrong."""
+    with access(path, "read"):
+        if not path.is_file() or file_sha256(path) != checksum:
+            raise FolderError(f"{path}: damaged (its checksum differs from the one it was written with)")
+        # "c": torch wants writable memory; what is written into it does not reach the file.
+        return np.lib.format.open_memmap(path, mode="c")

@@ -45,10 +45,11 @@ class Places(NamedTuple):
         table; return whether `old` fits.
         """
         feature = FEATURE_TABLE.fullmatch(name)
-        table = name.startswith("embedding.tables.embeddings.") or name == "targets" or feature is not None
+        of_items = name in (TABLE, "targets") or name.endswith(".correction")
+        table = of_items or name.startswith("embedding.tables.embeddings.") or feature is not None
         if new.shape[table:] != old.shape[table:]:
             return False
-        if name in (TABLE, "targets") or (feature is not None and feature[1] in self.features):
+        if of_items or (feature is not None and feature[1] in self.features):
             new_rows, old_rows = self.items if feature is None else self.features[feature[1]]
             new[new_rows.to(new.device)] = old[old_rows.to(old.device)].to(new)
         elif table:

@@ -1,6 +1,7 @@
 """Hold the features of items, users or events as they were read: the values of each row, numbered.
 
-Requires only numpy. Letters: R rows (items, users or events), S values of all rows, n distinct values.
+Requires only numpy. Letters: R rows (items, users or events), S values of all rows, n distinct values, W the size of a
+vector.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.errors import UserError
+
 ENTITIES = ("items", "users", "events")
 KINDS = ("category", "list", "number")
+VECTOR = "vector"  # the kind of a feature whose values are vectors
 
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """The values of one feature, jagged by row; a row of a category or a number has at most one.
+    """The values of one feature, jagged by row; a row of a category, a number or a vector has at most one.
 
     entity   items, users or events
     name     the name of the feature
-    kind     category, list or number
-    values   [n] distinct values, ascending: text, or float64 for numbers
+    kind     category, list, number or vector
+    values   [n] distinct values, ascending: text, or float64 for numbers; of vectors [n, W] float16, of length one or
+             zero, in the order of the items, often memory-mapped
     codes    [S] int32, indices into `values`
     offsets  [R+1] int64: the codes of row r are offsets[r] .. offsets[r+1]-1
     """
@@ -52,6 +57,15 @@ class Feature:
         """Return the feature in which each row has the values of both; `other` has as many rows."""
         rows = np.concatenate([self.rows, other.rows])
         order = np.argsort(rows, kind="stable")
+        if self.kind == VECTOR:
+            if not len(other.codes):
+                return self
+            if self.values.shape[1] != other.values.shape[1]:
+                widths = self.values.shape[1], other.values.shape[1]
+                raise UserError(f"{self.name}: vectors of {widths[0]}, those that are known have {widths[1]} numbers")
+            values = np.concatenate([self.values, other.values[other.codes]])
+            codes = np.concatenate([self.codes, len(self.values) + np.arange(len(other.codes))])
+            return numbered(self.entity, self.name, self.kind, len(self.offsets) - 1, rows[order], codes[order], values)
         values = np.concatenate([self.values[self.codes], other.values[other.codes]])
         return feature_of(self.entity, self.name, self.kind, len(self.offsets) - 1, rows[order], values[order])
 
@@ -76,7 +90,7 @@ def numbered(
         _, first = np.unique(rows * max(1, len(values)) + codes, return_index=True)
         rows, codes = rows[np.sort(first)], codes[np.sort(first)]
     offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=count))).astype(np.int64)
-    if kind != "number" and values.dtype.kind != "U":
+    if kind in ("category", "list") and values.dtype.kind != "U":
         values = values.astype(np.str_)
     return Feature(entity, name, kind, values, codes, offsets)
 

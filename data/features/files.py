@@ -1,7 +1,7 @@
 """Read files of features as the features of a data set's items and users.
 
-CSV and Parquet files are read by the readers of events, with the same checks. MovieLens' own files and the JSON files
-of S3-Rec are known formats.
+CSV and Parquet files are read by the readers of events, with the same checks. MovieLens' own files, the JSON files of
+S3-Rec and .npy files of vectors are known formats.
 
 Letters: R rows of a file.
 """
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from data.features.features import Feature, feature_of, numbered
-from data.features.options import FeatureFile, FeatureOptions, Features
+from data.features.options import FeatureFile, FeatureOptions, Features, ItemFile
+from data.features.vectors import VectorFile, ids_next_to, open_npy, open_parquet, packed, read_ids
 from data.options import checked_separator
 from data.progress import Progress
 from data.reading.bad_rows import LIMIT, BadRows
@@ -42,6 +43,7 @@ _FIXED: dict[str, Any] = {"header": False, "integer_ids": False, "other_text": T
 FILES: dict[str, RawFormat] = {
     "csv": dataclasses.replace(FORMATS["csv"], columns={}, all_files=False),
     "parquet": dataclasses.replace(FORMATS["parquet"], columns={}, all_files=False),
+    "npy": RawFormat("vectors, with the items' ids next to them", kind="npy", files=("*.npy",)),
     "attributes": RawFormat("{item: [attribute, ...]} in JSON, as of the S3-Rec data", kind="json", files=("*.json",)),
     # The genres are flags, a column each; the year is in the date of release.
     "u.item": RawFormat(
@@ -83,12 +85,22 @@ YEARS = {"u.item": ("category:release", r"(\d{4})$"), "movies.dat": ("list:title
 
 
 class FeatureSource(NamedTuple):
-    """An existing file of features: whose they are (items, users), its options, its format and its path."""
+    """An existing file of features: whose they are (items, users), its options, its format and its path.
+
+    vector, ids: of a .npy file the name of its feature, and the file of the ids
+    """
 
     entity: str
     file: FeatureFile
     fmt: RawFormat
     source: RawFile
+    vector: str = ""
+    ids: RawFile | None = None
+
+    @property
+    def sources(self) -> list[RawFile]:
+        """The files that are read."""
+        return [self.source] if self.ids is None else [self.source, self.ids]
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,7 @@ class Table:
     ids    [R] text, distinct; the features belong to these rows
     added  [R] bool, True for rows whose id is added to the catalogue although no event has it
     notes  sentences about how the file was read
+    vectors  features that are vectors, in the file's rows
     """
 
     entity: str
@@ -106,6 +119,7 @@ class Table:
     features: tuple[Feature, ...]
     added: np.ndarray | None = None
     notes: tuple[str, ...] = ()
+    vectors: tuple[VectorFile, ...] = ()
 
 
 def format_of(entity: str, file: FeatureFile) -> RawFormat:
@@ -118,7 +132,8 @@ def format_of(entity: str, file: FeatureFile) -> RawFormat:
     if file.separator is not None:
         fmt = dataclasses.replace(fmt, separator=checked_separator(file.separator), detect_separator=False)
     fmt = dataclasses.replace(fmt, columns={ID[entity]: file.id or ID[entity]})
-    return with_features(file.format, fmt, file.columns or {}, f"{key}.columns")
+    columns = file.others if isinstance(file, ItemFile) else file.columns or {}
+    return with_features(file.format, fmt, columns, f"{key}.columns")
 
 
 def find_tables(features: Features | None, cache_dir: Path | None = None) -> list[FeatureSource]:
@@ -132,8 +147,29 @@ def find_tables(features: Features | None, cache_dir: Path | None = None) -> lis
         sources, _ = find_sources(file.format, fmt, path)
         if len(sources) > 1:
             raise DataError(f"{fmt.path_option}: {len(sources)} files match; give the path of one")
-        existing.append(FeatureSource(entity, file, fmt, sources[0]))
+        if file.format != "npy":
+            existing.append(FeatureSource(entity, file, fmt, sources[0]))
+        if isinstance(file, ItemFile):
+            existing += _vector_sources(entity, file, sources[0])
     return existing
+
+
+def _vector_sources(entity: str, file: ItemFile, main: RawFile) -> list[FeatureSource]:
+    """Return the .npy files of vectors of items, of which `main` may be one."""
+    sources = []
+    for name, options in file.vectors.items():
+        key = f"data.features.{entity}.columns.{name}"
+        if options.path is None and file.format != "npy":
+            continue
+        fmt = dataclasses.replace(FILES["npy"], option=f"{key}.columns", path_option=f"{key}.path")
+        source = main
+        if options.path is not None:
+            if is_remote(options.path):
+                raise DataError(f"{key}.path: {shown(options.path)}: only csv and parquet are read from a store")
+            (source, *_), _ = find_sources("npy", fmt, options.path)
+        ids = ids_next_to(source.path, options.ids, key)
+        sources.append(FeatureSource(entity, file, fmt, source, name, RawFile(ids, shown(ids.name, 200))))
+    return sources
 
 
 def read_tables(
@@ -150,21 +186,40 @@ def read_tables(
     description of each step; it may raise.
     """
     read = []
-    for entity, file, fmt, source in tables:
-        stage(f"reading {source.name}")
-        bad, notes = BadRows(file.on_bad_row == "drop", bad_rows_limit, f"data.features.{entity}"), []
-        with unpacked([source], scratch, fmt) as (plain,):
-            if fmt.kind == "json":
-                table = _read_json(entity, plain)
-            else:
-                frame, _, notes = (read_parquet if fmt.kind == "parquet" else read_text)(plain, fmt, bad)
-                bad.check_limit(source.name)
-                table = _table_of(entity, file.format, source, frame)
-            notes = [*notes, *plain.notes(fmt), *([bad.note()] if bad.count else [])]
-        unknown = _unknown_rows(table, file, dataset)
-        added = unknown if file.unknown == "add" else None
-        read.append(dataclasses.replace(_chosen(table, file), added=added, notes=tuple(notes)))
+    for one in tables:
+        table = _read(one, bad_rows_limit, scratch, stage)
+        unknown = _unknown_rows(table, one.file, dataset)
+        read.append(dataclasses.replace(table, added=unknown if one.file.unknown == "add" else None))
     return read
+
+
+def _read(source_of: FeatureSource, bad_rows_limit: float, scratch: Path | None, stage: Callable[[str], None]) -> Table:
+    """Read a file of features."""
+    entity, file, fmt, source, vector, ids = source_of
+    stage(f"reading {source.name}")
+    if ids is not None:
+        vectors = open_npy(source, vector)
+        return Table(entity, source.name, read_ids(ids, vectors.rows, source.name), (), vectors=(vectors,))
+    bad, notes = BadRows(file.on_bad_row == "drop", bad_rows_limit, f"data.features.{entity}"), []
+    with unpacked([source], scratch, fmt) as (plain,):
+        if fmt.kind == "json":
+            table = _read_json(entity, plain)
+        else:
+            frame, _, notes = (read_parquet if fmt.kind == "parquet" else read_text)(plain, fmt, bad)
+            bad.check_limit(source.name)
+            table = _table_of(entity, file.format, source, frame)
+        notes = [*notes, *plain.notes(fmt), *([bad.note()] if bad.count else [])]
+    vectors_of = _of_parquet(source, file, fmt) if isinstance(file, ItemFile) and fmt.kind == "parquet" else ()
+    return _chosen(dataclasses.replace(table, notes=tuple(notes), vectors=vectors_of), file)
+
+
+def _of_parquet(source: RawFile, file: ItemFile, fmt: RawFormat) -> tuple[VectorFile, ...]:
+    """Open the columns of vectors of a Parquet file."""
+    return tuple(
+        open_parquet(source, name, one.column or name, f"{fmt.option}.{name}")
+        for name, one in file.vectors.items()
+        if one.path is None
+    )
 
 
 def _table_of(entity: str, format: str, source: RawFile, frame) -> Table:
@@ -265,7 +320,7 @@ def _chosen(table: Table, file: FeatureFile) -> Table:
         return table
     key, features = f"data.features.{table.entity}.columns", []
     known = {feature.name: feature for feature in table.features}
-    for name, column in file.columns.items():
+    for name, column in (file.others if isinstance(file, ItemFile) else file.columns).items():
         column_options: FeatureOptions = column
         feature = known.get(column_options.column or name)
         if feature is None:
@@ -282,7 +337,7 @@ def _unknown_rows(table: Table, file: FeatureFile, dataset: Dataset) -> np.ndarr
     """Return a mask [R] of rows whose id no event of `dataset` has; DataError if the options make that an error."""
     unknown = index_of(table.ids, dataset.item_ids if table.entity == "items" else dataset.user_ids) < 0
     # MovieLens' own files list more items and users than have ratings.
-    handling = file.unknown or ("error" if file.format in ("csv", "parquet", "attributes") else "drop")
+    handling = file.unknown or ("error" if file.format in ("csv", "parquet", "npy", "attributes") else "drop")
     if handling == "error" and unknown.any():
         examples = ", ".join(shown(repr(str(id_))) for id_ in table.ids[unknown][:5])
         hint = ", add makes them part of the catalogue" if table.entity == "items" else ""
@@ -295,22 +350,37 @@ def _unknown_rows(table: Table, file: FeatureFile, dataset: Dataset) -> np.ndarr
     return unknown
 
 
-def with_tables(dataset: Dataset, tables: Sequence[Table]) -> Dataset:
+def with_tables(
+    dataset: Dataset,
+    tables: Sequence[Table],
+    folder: Path | None = None,
+    stage: Callable[[str], None] = lambda _: None,
+) -> Dataset:
     """Return the data set with the features of these tables and the items that they add to it.
 
-    Items and users without a row have no values.
+    Items and users without a row have no values. folder: where vectors are written, which are then memory-mapped; None
+    keeps them in memory. stage: called with a description of each step; it may raise.
     """
-    for table in tables:
+    for table in tables:  # first, since every table's features are those of all items
         if table.added is not None and table.added.any():
             dataset = _with_items(dataset, table.ids[table.added])
+    for table in tables:
         ids = dataset.item_ids if table.entity == "items" else dataset.user_ids
         place = index_of(np.asarray(ids).astype(np.str_), table.ids)
-        features = tuple(feature.take(place) for feature in table.features)
+        features = [feature.take(place) for feature in table.features]
+        vectors, without = [], []
+        for file in table.vectors:
+            stage(f"writing the vectors of {file.source.name}")
+            feature, missing = packed(file, place, folder)
+            vectors.append(feature)
+            if missing:
+                without.append(f"; {missing:,} of {len(place):,} items have no vector {feature.name}: zeros")
+        features += vectors
         note = f"{table.name}: {', '.join(feature.name for feature in features)} of {table.entity}"
-        if missing := int((place < 0).sum()):
+        if (missing := int((place < 0).sum())) and not without:
             note += f"; {missing:,} of {len(place):,} {table.entity} have no row in it"
-        notes = (*dataset.notes, *table.notes, note)
-        dataset = dataclasses.replace(dataset, features=dataset.features + features, notes=notes)
+        notes = (*dataset.notes, *table.notes, note + "".join(without))
+        dataset = dataclasses.replace(dataset, features=(*dataset.features, *features), notes=notes)
     return dataset
 
 
@@ -322,6 +392,8 @@ def _with_items(dataset: Dataset, ids: np.ndarray) -> Dataset:
     else:
         known_ids = known_ids.astype(np.str_)
     item_ids = np.union1d(known_ids, ids)
+    if len(item_ids) == len(known_ids):  # another file has added them
+        return dataset
     return dataclasses.replace(
         dataset,
         items=np.searchsorted(item_ids, known_ids)[dataset.items].astype(np.int32),

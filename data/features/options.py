@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -33,6 +34,25 @@ class FeatureOptions(Options):
     """The number of parts of equal size that the training data's numbers are cut into."""
 
 
+class ItemFeatureOptions(FeatureOptions):
+    """One feature of items."""
+
+    kind: Literal["category", "list", "number", "vector"]  # type: ignore[assignment]
+    """`category` is one value, text or an integer; `list` any number of them; `number` is cut into quantiles; `vector`
+    is a list of numbers, as many for each item."""
+    path: str | None = Field(None, min_length=1)
+    """The .npy file with the vectors, one in a row; absent, they are in a column of the Parquet file."""
+    ids: str | None = Field(None, min_length=1)
+    """The file with the items' ids in the order of the vectors, .npy or text with one a line; absent, `NAME.ids.npy` or
+    `NAME.ids.txt` next to `NAME.npy`."""
+
+    @model_validator(mode="after")
+    def _of_a_vector(self) -> Self:
+        if self.kind != "vector" and (self.path or self.ids):
+            raise ValueError(f"path, ids: only a vector has a file of its own, got kind {self.kind}")
+        return self
+
+
 class EventFeatureOptions(FeatureOptions):
     """One feature of events."""
 
@@ -42,8 +62,10 @@ class EventFeatureOptions(FeatureOptions):
 
 Named = Annotated[str, Field(pattern=NAME, max_length=60)]
 Column = Annotated[FeatureOptions, BeforeValidator(_by_kind)]
+ItemColumn = Annotated[ItemFeatureOptions, BeforeValidator(_by_kind)]
 EventColumn = Annotated[EventFeatureOptions, BeforeValidator(_by_kind)]
 Columns = Annotated[dict[Named, Column], Field(min_length=1, max_length=MOST_FEATURES)]
+ItemColumns = Annotated[dict[Named, ItemColumn], Field(min_length=1, max_length=MOST_FEATURES)]
 
 
 class FeatureFile(Options):
@@ -68,10 +90,14 @@ class FeatureFile(Options):
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be read stops the preparation or is left out and reported."""
 
+    def with_paths(self, changed: Callable[[str], str]) -> Self:
+        """Return the options with changed paths."""
+        return self.model_copy(update={"path": changed(self.path)})
+
     @model_validator(mode="after")
     def _own_columns(self) -> Self:
         has_columns = self.format in ("csv", "parquet")
-        if has_columns and not self.columns:
+        if (has_columns or self.format == "npy") and not self.columns:
             raise ValueError("columns: missing, name the file's columns and their kinds (brand: category)")
         if not has_columns and (self.id or self.separator):
             raise ValueError("id, separator: only format csv or parquet has columns of your own")
@@ -83,11 +109,48 @@ class FeatureFile(Options):
 class ItemFile(FeatureFile):
     """Features of items."""
 
-    format: Literal["csv", "parquet", "attributes", "u.item", "movies.dat"]
-    """The form of the file: csv, parquet, S3-Rec's JSON (`attributes`) or MovieLens' own."""
+    format: Literal["csv", "parquet", "npy", "attributes", "u.item", "movies.dat"]
+    """The form of the file: csv, parquet, npy (vectors alone), S3-Rec's JSON (`attributes`) or MovieLens' own."""
+    columns: ItemColumns | None = None  # type: ignore[assignment]
+    """The features by name; absent, all that a format with fixed columns has."""
     unknown: Literal["error", "drop", "add"] | None = None
     """What happens to a row whose id is in no event: `add` makes it an item of the catalogue; absent, `error`, but
     `drop` in MovieLens' own files."""
+
+    def with_paths(self, changed: Callable[[str], str]) -> Self:
+        """Return the options with changed paths, those of vectors, too."""
+        columns = self.columns
+        for name, one in self.vectors.items():
+            paths = {key: changed(path) for key in ("path", "ids") if (path := getattr(one, key)) is not None}
+            columns = {**(columns or {}), name: one.model_copy(update=paths)}
+        return super().with_paths(changed).model_copy(update={"columns": columns})
+
+    @property
+    def vectors(self) -> dict[str, ItemFeatureOptions]:
+        """The features that are vectors, ascending by name."""
+        return {name: one for name, one in sorted((self.columns or {}).items()) if one.kind == "vector"}
+
+    @property
+    def others(self) -> dict[str, ItemFeatureOptions]:
+        """The features that are no vectors."""
+        return {name: one for name, one in (self.columns or {}).items() if one.kind != "vector"}
+
+    @model_validator(mode="after")
+    def _places_of_vectors(self) -> Self:
+        if self.format == "npy" and (len(self.columns or {}) != 1 or not self.vectors):
+            raise ValueError("columns: a .npy file is one feature, expected NAME: vector")
+        for name, one in self.vectors.items():
+            if one.path is None and self.format not in ("parquet", "npy"):
+                raise ValueError(f"columns.{name}.path: missing, a {self.format} file has no vectors: name a .npy file")
+            if self.format == "npy" and one.path is not None:
+                raise ValueError(f"columns.{name}.path: the vectors are in the file of data.features.items.path")
+            if one.path is not None and one.column is not None:
+                raise ValueError(f"columns.{name}.column: a .npy file has no columns")
+            if one.path is None and self.format == "parquet" and one.ids is not None:
+                raise ValueError(f"columns.{name}.ids: the ids of a Parquet file are in the column of `id`")
+            if one.path is None and self.on_bad_row == "drop":
+                raise ValueError(f"on_bad_row: drop is not for files with vectors ({name}): a bad vector is an error")
+        return self
 
 
 class UserFile(FeatureFile):

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from data.features.features import Feature
+from data.features.features import VECTOR, Feature
 from data.features.options import FeatureOptions, Features
 from data.splits import train_events
 from data.types import DataError, Dataset, shown
@@ -67,6 +67,7 @@ class FeatureVocabulary:
     time_zone  the zone of the calendar; None is UTC
     items      the features of items with all of their values, also those that share the unknown row, for filters of
                items; empty for a run that stored none
+    vectors    the features of items that are vectors, which have no table
     """
 
     features: tuple[KnownFeature, ...]
@@ -75,6 +76,7 @@ class FeatureVocabulary:
     trained: np.ndarray | None = None
     time_zone: str | None = None
     items: tuple[Feature, ...] = ()
+    vectors: tuple[Feature, ...] = ()
 
     def of(self, entity: str) -> list[KnownFeature]:
         return [feature for feature in self.features if feature.entity == entity]
@@ -92,7 +94,9 @@ def fit_features(
     items[dataset.items[in_training]] = True
     rows = {"items": items, "users": train_end > dataset.user_offsets[:-1], "events": in_training}
     known = []
-    for feature in dataset.features:
+    vectors = tuple(feature for feature in dataset.features if feature.kind == VECTOR)
+    in_tables = [feature for feature in dataset.features if feature.kind != VECTOR]
+    for feature in in_tables:
         chosen = _options_of(options, feature)
         part = feature.take(np.flatnonzero(rows[feature.entity]))
         if feature.kind == "number":
@@ -107,12 +111,12 @@ def fit_features(
         raise DataError(f"data.features.events.calendar: {dataset.name} has no timestamps")
     item_rows = [
         (feature.offsets, known_feature.rows_of(feature.values)[feature.codes])
-        for feature, known_feature in zip(dataset.features, known)
+        for feature, known_feature in zip(in_tables, known)
         if feature.entity == "items"
     ]
-    trained = items if item_rows else None
-    of_items = tuple(feature for feature in dataset.features if feature.entity == "items")
-    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), trained, time_zone, of_items)
+    trained = items if item_rows or vectors else None
+    of_items = tuple(feature for feature in in_tables if feature.entity == "items")
+    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), trained, time_zone, of_items, vectors)
 
 
 def grown(fitted: FeatureVocabulary, known: FeatureVocabulary, place: np.ndarray) -> FeatureVocabulary:
@@ -121,7 +125,7 @@ def grown(fitted: FeatureVocabulary, known: FeatureVocabulary, place: np.ndarray
     Known values stay, new ones are added; numbers keep the parts into which they were cut. place: [I] int64, the
     number in `known` of each item of `fitted`, or -1. DataError for other features.
     """
-    forms = [[(one.entity, one.name, one.kind) for one in these.features] for these in (known, fitted)]
+    forms = [_forms(these) for these in (known, fitted)]
     if forms[0] != forms[1]:
         other = next(iter([one for one in forms[1] if one not in forms[0]] + forms[0]))
         raise DataError(f"data.features: {shown(other[1])} of {other[0]}, a {other[2]}: other features than the run's")
@@ -136,6 +140,12 @@ def grown(fitted: FeatureVocabulary, known: FeatureVocabulary, place: np.ndarray
     if trained is not None and known.trained is not None:
         trained = trained | ((place >= 0) & known.trained[place])
     return dataclasses.replace(fitted, features=tuple(features), item_rows=item_rows, trained=trained)
+
+
+def _forms(known: FeatureVocabulary) -> list[tuple[str, str, str]]:
+    """Return the entity, name and kind of each feature."""
+    vectors = [(one.entity, one.name, f"vector of {one.values.shape[1]}") for one in known.vectors]
+    return [*((one.entity, one.name, one.kind) for one in known.features), *vectors]
 
 
 def _options_of(options: Features, feature: Feature) -> FeatureOptions:

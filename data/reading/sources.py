@@ -31,7 +31,7 @@ from data.types import DataError, shown
 
 GZIP, ZSTD, BZIP2, XZ, ZIP = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\x00", b"PK\x03\x04"
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # of a folder with rows whose column has no value
-MOST_HOLE = 1 << 26  # bytes of the largest accepted hole in a Parquet file: a copy may leave out runs of zeros
+MOST_HOLE = 1 << 26  # bytes of the largest accepted hole in a binary file: a copy may leave out runs of zeros
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
                 end = os.lseek(f.fileno(), hole, os.SEEK_DATA)
             except OSError:  # there is no data after the hole
                 end = status.st_size
-            if end - hole > (MOST_HOLE if fmt.kind == "parquet" else 0):
+            if end - hole > (MOST_HOLE if fmt.kind in ("parquet", "npy") else 0):
                 raise DataError(f"{source.name}: {end - hole:,} bytes from byte {hole:,} on were never written")
     return status.st_size, status.st_mtime_ns
 
