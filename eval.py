@@ -3,6 +3,7 @@
 python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 100]      the held-out events
 python eval.py RUN --data NEW                                  the same on other data, with the items of the run
 python eval.py RUN --recommend OUT.csv [--users FILE | --history FILE.csv]        what comes next after whole histories
+python eval.py RUN --recommend OUT.csv --items NEW.csv         the same with new items, known by their features
 python eval.py RUN --export-items OUT                                                        item vectors and their ids
 python eval.py RUN --serve [2bit] [--slide 1]                  as a service that gets events one by one
 """
@@ -17,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from training.changes import evaluation_notes, moved_data
 from training.config import ParallelConfig, RunConfig, load_config
 from training.folder import access, as_json, read_regular, write_file
 from training.monitor import explain_faults
+from training.new_items import add_items_of
 from training.outputs import check_export, check_table, export_items, recommendations, whole_histories, write_table
 from training.ranks.processes import Ranks
 from training.report import print_result
@@ -197,13 +200,20 @@ def recommend(
     without the items of the history unless `eval.filter_seen` is `none`.
     """
     interrupts.stage = "preparing the data; nothing was written"
+    of_run = known
+    if options.items:
+        if ranks is not None:
+            raise ConfigError("--items runs in one process, without torchrun")
+        known = add_items_of(options.items, config, known, model)
+        new = len(known.vocabulary.item_ids) - len(of_run.vocabulary.item_ids)
+        terminal.say(f"{options.items}: {new:,} new items")
     passing = item_filter(options, known)
     if options.history:
         dataset = load_history(config, known, options.history)
     elif options.data:
         dataset = load_data(config, vocabulary=known.vocabulary)
     else:
-        dataset = find_data(config, known, moved)
+        dataset = replace(find_data(config, of_run, moved), item_ids=known.vocabulary.item_ids)
     if known.vocabulary.features is not None:
         dataset = with_rows(dataset, known.vocabulary.features)
     config = for_data(config, dataset)

@@ -101,6 +101,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         body=options.max_body,
         filter_body=options.max_filter_body,
         events=options.max_events,
+        items=options.max_items,
         candidates=options.max_candidates,
         users=options.max_request_users,
         list=options.max_list,

@@ -181,14 +181,10 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     )
     add("--data", metavar="NEW", help="other data of the same format; items that the run does not know are left out")
     add("--predict", type=Path, metavar="OUT", help="write the top-k items of each user of the split")
-    add(
-        "--recommend",
-        type=Path,
-        metavar="OUT",
-        help="write each user's next items after all events, without evaluation",
-    )
+    add("--recommend", type=Path, metavar="OUT", help="write each user's next items, without evaluation")
     add("--users", type=Path, metavar="FILE", help="with --recommend: a file of user ids, one a line; by default all")
     add("--history", type=Path, metavar="FILE", help="with --recommend: events to use instead of the data's")
+    add("--items", type=Path, metavar="FILE", help="with --recommend: new items, which the run knows by their features")
     add(
         "--at",
         type=int,
@@ -244,7 +240,7 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         parser.error(f"--seed: expected 0 to {2**63 - 1}, got {options.seed}")
     if options.at is not None and not 0 <= options.at < 2**62:
         parser.error(f"--at: expected seconds since 1970, got {options.at}")
-    for name in ("users", "history", "at", "exclude_seen", "allow", "deny", "where", "at_most"):
+    for name in ("users", "history", "items", "at", "exclude_seen", "allow", "deny", "where", "at_most"):
         if getattr(options, name) is not None and not options.recommend:
             parser.error(f"--{name.replace('_', '-')} belongs to --recommend")
     for name in ("where", "at_most"):
@@ -305,8 +301,9 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     _add_serving(add)
     limits = (
         ("body", 2**20, "bytes of a body"),
-        ("filter-body", 2**26, "bytes of the body of a named list"),
+        ("filter-body", 2**26, "bytes of the body of a named list or of new items"),
         ("events", 10_000, "events of a request"),
+        ("items", 1_000, "new items of a request"),
         ("candidates", 10_000, "candidates of a request"),
         ("request-users", 1_000, "users of a request for recommendations"),
         ("list", 1_000, "items of a list of recommendations"),

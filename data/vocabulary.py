@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.features.features import select_features
+from data.features.new_items import NewItems
 from data.features.vocabulary import FeatureVocabulary
 from data.filtering import offsets_of
 from data.types import ACTION_CODES, DataError, Dataset, shown
@@ -37,6 +38,18 @@ def vocabulary_of(dataset: Dataset, features: FeatureVocabulary | None = None) -
     """Return the vocabulary of a model trained on this data set; its arrays can be stored beside the model."""
     num_actions = None if dataset.actions is None else int(dataset.actions.max(initial=-1)) + 1
     return Vocabulary(np.asarray(dataset.item_ids), num_actions, dataset.action_names, features)
+
+
+def with_items(vocabulary: Vocabulary, ids: np.ndarray, items: NewItems) -> Vocabulary:
+    """Return the vocabulary of a model to whose items, which keep their rows, new ones are added; ids: [M].
+
+    The rows of their features are not in it: the model gets these apart.
+    """
+    assert vocabulary.features is not None
+    by_name = {feature.name: feature for feature in items.features}
+    features = tuple(feature.followed_by(by_name[feature.name]) for feature in vocabulary.features.items)
+    known = dataclasses.replace(vocabulary.features, items=features)
+    return dataclasses.replace(vocabulary, item_ids=np.concatenate([vocabulary.item_ids, ids]), features=known)
 
 
 def index_of(ids: np.ndarray, known: np.ndarray) -> np.ndarray:

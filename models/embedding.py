@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
+from data.features.new_items import NewItems
 from data.features.vocabulary import FeatureVocabulary
 from models.features import ContextFeatures, ItemFeatures, convert_parameters, truncated_normal_
 from models.protocols import ItemTable
@@ -37,6 +38,8 @@ class InputEmbedding(nn.Module):
     * sqrt(E). The rows of items without a training event then are and stay zero, since no loss includes them. With an
     `id_dropout` of 1 no item has a row.
     """
+
+    added: Tensor | None  # [M, E], the representations of items that were added
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class InputEmbedding(nn.Module):
             self.items = ItemFeatures(features, embedding_dim, dtype, vector_correction)
             if table is not None:  # the places, among the items with a training event, of those of this rank
                 self.local_places = [int(features.trained[:row].sum()) for row in (table.begin[0], table.end[0])]
+        self.register_buffer("added", None, persistent=False)
         if features is not None and (features.of("users") or features.of("events") or features.calendar):
             self.context = ContextFeatures(features, embedding_dim, dtype)
 
@@ -111,12 +115,32 @@ class InputEmbedding(nn.Module):
         """The table of actions, or None."""
         return self.tables.embeddings["action"].weight if self.tables and "action" in self.tables.embeddings else None
 
+    @torch.no_grad()
+    def add_items(self, items: NewItems) -> None:
+        """Add items that have no row, for evaluation: they are known by their features, and numbered behind all
+        others.
+        """
+        assert self.items is not None and not self.training and self.sharded is None
+        rows = self.items.of_new(items).to(self.dtype)
+        self.added = rows if self.added is None else torch.cat([self.added, rows])
+
     def item_rows(self, ids: Tensor | None = None) -> Tensor:
         """Return the representations of the items `ids` [R] int64 as [R, E], or of all, [num_items, E].
 
         A representation is the sum of the item's row and its features. With features of items, "all" in training are
-        only the items with a training event.
+        only the items with a training event; in evaluation those of `add_items` follow.
         """
+        if self.added is None:
+            return self._rows_of_catalogue(ids)
+        if ids is None:
+            return torch.cat([self._rows_of_catalogue(), self.added])
+        known = ids < self.num_items
+        rows = self._rows_of_catalogue(torch.where(known, ids, 0))
+        of_added = F.embedding((ids - self.num_items).clamp(min=0), self.added)
+        return torch.where(known[:, None], rows, of_added)
+
+    def _rows_of_catalogue(self, ids: Tensor | None = None) -> Tensor:
+        """Return `item_rows` without items that were added."""
         if self.items is None:
             return self.item_weight if ids is None else F.embedding(ids, self.item_weight)
         if ids is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.batch import Batch
+from data.features.new_items import NewItems
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
 from data.features.zones import offsets_of
 from hstu_sparse.core.jagged import sequence_ids
@@ -205,6 +206,18 @@ class ItemFeatures(nn.Module):
         parts = [] if self.tables is None or self.lists is None else [self.lists.of(numbers, self.tables.whole())]
         items = self.trained[numbers] if self.only_trained else numbers
         return summed([*parts, *(vectors(items) for vectors in self.vectors)])
+
+    def of_new(self, items: NewItems) -> Tensor:
+        """Sum the features of items that are not in the catalogue: [M, E], in fp32."""
+        device = self.place.device
+        parts = []
+        if self.tables is not None:
+            whole = self.tables.whole()
+            sizes = [len(self.tables.tables.embedding_bags[name].weight) for name in self.tables.names]
+            parts.append(ValueLists(items.item_rows, sizes, np.arange(items.count)).to(device).of_all(whole))
+        for module, vectors in zip(self.vectors, items.vectors):
+            parts.append(module.of_new(torch.from_numpy(vectors).to(device)))
+        return summed(parts)
 
     def all_is_less(self, count: int) -> bool:
         """Return whether the features of all items have fewer values to sum than those of `count` drawn ones."""

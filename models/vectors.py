@@ -61,6 +61,11 @@ class ItemVectors(nn.Module):
         assert self.correction_weight is not None
         return corrections @ self.correction_weight
 
+    def of_new(self, vectors: Tensor) -> Tensor:
+        """Return [R, E] fp32 of items that are not in the catalogue, by their vectors [R, W]."""
+        rows = torch.arange(len(vectors), device=vectors.device)
+        return _Projection.apply(self.weight, vectors, rows)
+
 
 def _drawn(rows: int, columns: int) -> Tensor:
     """Draw a matrix; products with vectors of length one have the deviation of the rows of other features."""

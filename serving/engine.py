@@ -129,6 +129,11 @@ class Engine:
         """The number of bytes of all pages and of the sums of their blocks."""
         return self.caches.pool.nbytes + (0 if self.sums is None else self.sums.nbytes)
 
+    def catalogue_changed(self) -> None:
+        """Capture the passes again, whose graphs have the representations of all items."""
+        if self.graphs is not None:
+            self.graphs = Graphs(self.device)
+
     def restored(self) -> None:
         """Compute the sums of blocks for pages that were read from a file."""
         entries = [entry for entry in self.caches.entries.values() if entry.length]
@@ -139,6 +144,21 @@ class Engine:
         for one in range(len(entries)):
             for layer in self.sums.sizes:
                 self.sums.write(layer, pages[one : one + 1], torch.zeros_like(lengths[:1]), lengths[one : one + 1])
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Count users with pages, pinned ones, pages in use, bytes of pages, and so on."""
+        caches, pool = self.caches, self.caches.pool
+        return {
+            "users_with_pages": len(caches.entries),
+            "users_pinned": len(caches.pinned),
+            "pages": pool.num_pages,
+            "pages_in_use": pool.num_pages - pool.free_pages,
+            "page_bytes": self.page_bytes,
+            "bytes_per_user": self.bytes_per_user,
+            "evictions": caches.evictions,
+            "tokens_encoded": self.encoded,
+        }
 
     @property
     def description(self) -> dict:

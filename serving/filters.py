@@ -38,19 +38,33 @@ class FilterLists:
         self.items = items
         features = () if vocabulary.features is None else vocabulary.features.items
         self._filters = ItemFilters(len(items), features)
-        self._lists: dict[str, tuple[np.ndarray, int]] = {}  # name -> (mask, number of items)
+        # name -> (mask, number of items, the ids that no item has)
+        self._lists: dict[str, tuple[np.ndarray, int, np.ndarray]] = {}
 
-    def rows(self, name: str, ids: Any) -> tuple[np.ndarray, int]:
-        """Return (the rows of the known ones of `ids`, the number of the others)."""
-        rows, known = self.items.lookup(array_of_ids(name, list(ids) if isinstance(ids, set | frozenset) else ids))
-        return rows[known], int((~known).sum())
+    def with_items(self, items: ItemIds, vocabulary: Vocabulary) -> "FilterLists":
+        """Return the filters of a larger catalogue, with the same lists: they have new items that they name."""
+        filters = FilterLists(items, vocabulary)
+        for name, (mask, _, unknown) in self._lists.items():
+            rows = np.flatnonzero(np.unpackbits(mask, count=len(self.items), bitorder="little"))
+            more, known = items.lookup(unknown)
+            filters._store(name, np.concatenate([rows, more[known]]), unknown[~known])
+        return filters
+
+    def rows(self, name: str, ids: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return (the rows of the known ones of `ids`, the others)."""
+        ids = array_of_ids(name, list(ids) if isinstance(ids, set | frozenset) else ids)
+        rows, known = self.items.lookup(ids)
+        return rows[known], ids[~known]
 
     def put(self, name: str, ids: Any) -> tuple[int, int]:
         """Store a list under a name, in place of an earlier one; return the numbers of (its items, unknown ids)."""
         rows, unknown = self.rows("items", ids)
+        return self._store(name, rows, unknown), len(unknown)
+
+    def _store(self, name: str, rows: np.ndarray, unknown: np.ndarray) -> int:
         count = len(np.unique(rows))
-        self._lists[name] = self._filters.mask(rows), count
-        return count, unknown
+        self._lists[name] = self._filters.mask(rows), count, unknown
+        return count
 
     def drop(self, name: str) -> bool:
         """Delete a list; return whether there was one."""
@@ -64,7 +78,7 @@ class FilterLists:
     @property
     def sizes(self) -> dict[str, int]:
         """The names of the stored lists with the numbers of their items."""
-        return {name: count for name, (_, count) in self._lists.items()}
+        return {name: count for name, (_, count, _) in self._lists.items()}
 
     def build(self, requested: Filter) -> ItemFilter:
         """Return the filter in the search's form; UnknownFilter for a name without a list, InvalidRequest."""
@@ -77,7 +91,8 @@ class FilterLists:
         unknown: dict[str, int] = {}
         for name, ids in (("allow", requested.allow), ("deny", requested.deny)):
             if ids is not None:
-                rows[name], unknown[name] = self.rows(name, ids)
+                rows[name], others = self.rows(name, ids)
+                unknown[name] = len(others)
         where = {name: _texts(name, values) for name, values in (requested.where or {}).items()}
         for name, most in (requested.at_most or {}).items():
             if isinstance(most, bool) or not isinstance(most, int | np.integer) or most < 0:

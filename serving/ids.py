@@ -78,7 +78,7 @@ class ItemIds:
 
     def lookup(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (rows, int64; which ids are known, bool) of int64 or text ids; rows of unknown ids mean nothing."""
-        comparable, valid = self._comparable(ids)
+        comparable, valid = self.comparable(ids)
         place = np.searchsorted(self.ids, comparable, sorter=self._order).clip(max=len(self.ids) - 1)
         if self._order is not None:
             place = self._order[place]
@@ -89,7 +89,11 @@ class ItemIds:
         known = self.ids[np.maximum(rows, 0)]
         return np.where(rows >= 0, known, np.array(self.missing, self.ids.dtype))
 
-    def _comparable(self, requested: np.ndarray) -> tuple[np.ndarray, np.ndarray | bool]:
+    def with_more(self, ids: np.ndarray) -> "ItemIds":
+        """Return the ids with those of further rows, which are of the same type."""
+        return ItemIds(np.concatenate([self.ids, ids]))
+
+    def comparable(self, requested: np.ndarray) -> tuple[np.ndarray, np.ndarray | bool]:
         """Return (ids of the catalogue's type, which of them can be ids of that type at all)."""
         if requested.dtype.kind == self.ids.dtype.kind:
             return requested, np.ones(requested.shape, bool)

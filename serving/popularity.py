@@ -22,6 +22,10 @@ class Popularity:
         self._counts = np.zeros(num_items)  # as of the time `_time`
         self._time = self._latest = 0
 
+    def extend(self, num_items: int) -> None:
+        """Count events of more items, `num_items` in all."""
+        self._counts = np.append(self._counts, np.zeros(num_items - len(self._counts)))
+
     def clear(self) -> None:
         """Take all events back."""
         self._counts[:] = 0

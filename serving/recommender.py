@@ -6,7 +6,7 @@ Letters: E events of a call, B users, M candidates of a user, A kinds of action,
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from data.types import Dataset, shown
-from data.vocabulary import Vocabulary
+from data.vocabulary import Vocabulary, with_items
 from evaluation.item_filters import ALL_ITEMS, ItemFilter
 from models.heads import normalized
 from models.hstu import SequenceModel
@@ -28,9 +28,10 @@ from serving.filters import Filter, FilterLists
 from serving.histories import Histories, History, UserHistory, no_garbage_collection
 from serving.ids import ItemIds, user_keys
 from serving.inspection import Inspection, check_length, list_frame
+from serving.new_items import Additions, checked_items
 from serving.options import ServingOptions, served_form, window_of
 from serving.popularity import Popularity
-from serving.search import Search, item_scores, probabilities, windows_of
+from serving.search import Search, candidate_scores, windows_of
 from serving.times import event_times, request_times
 from training.config import RunConfig
 from training.folder import read_manifest
@@ -79,7 +80,7 @@ class Recommender(Inspection):
         self.dataset: Dataset | None = None  # of `history`, until a log was replayed
         self.has_timestamps = has_timestamps
         self.ranking, self._task = served_form(config).candidates, build_task(config)
-        self.items = ItemIds(vocabulary.item_ids)
+        self.items, self.vocabulary = ItemIds(vocabulary.item_ids), vocabulary
         self.actions = ActionCodes(config, vocabulary) if config.embeds_actions else None
         self.window = window_of(config, options.slide)
         self._histories = Histories(self.window, config.embeds_actions, options.most_users, options.most_events)
@@ -126,8 +127,6 @@ class Recommender(Inspection):
     @property
     def model(self) -> SequenceModel:
         return self._engine.model
-
-    # Events.
 
     def append(self, users, items, timestamps=None, actions=None, *, encode: bool = True) -> None:
         """Add events.
@@ -243,7 +242,39 @@ class Recommender(Inspection):
         actions = None if self.actions is None else dataset.actions
         self.add_many(users, places, dataset.items, dataset.timestamps, actions)
 
-    # Lists.
+    def add_items(self, items, features: Mapping[str, Sequence]) -> int:
+        """Add items that the run was not trained on, known by their features; return how many are new.
+
+        They are candidates at once, and events may have them. An item that there is already stays as it is.
+
+        Args:
+            items: [n] ids.
+            features: the run's features of items by name, each with a value for every item: text, an integer or a
+                boolean for a category, a list of these, a number, the numbers of a vector, or None.
+
+        Raises InvalidRequest, with nothing changed, for a run without features of items among others.
+        """
+        with self._lock:
+            return self.add_checked(self.check_items(items, features))
+
+    def check_items(self, items, features: Mapping[str, Sequence], strict: bool = True) -> Additions:
+        """Return the new ones of `add_items`. strict: otherwise what the run cannot know is left out."""
+        return checked_items(self.items, self.vocabulary, items, features, strict)
+
+    def add_checked(self, added: Additions) -> int:
+        """Add what `check_items` returned; return the number of items."""
+        if not len(added.ids):
+            return 0
+        with self._lock:
+            self.vocabulary = with_items(self.vocabulary, added.ids, added.items)
+            self.model.embedding.add_items(added.items)
+            self.items = self.items.with_more(added.ids)
+            self.filters = self.filters.with_items(self.items, self.vocabulary)
+            self._facts["items"] = len(self.items)
+            self._popularity.extend(len(self.items))
+            self._engine.catalogue_changed()
+            self._search = None if self.ranking else Search(self._engine, len(self.items))
+        return len(added.ids)
 
     def recommend(
         self,
@@ -354,20 +385,8 @@ class Recommender(Inspection):
 
     def score_checked(self, requests: list[Ask], candidates: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the scores of candidates, rows of the item table, for each request of `check_requests`."""
-        # Sorted and distinct, so that their order does not change the arithmetic of their scores.
-        unique = [np.unique(mine, return_inverse=True) for mine in candidates]
-        distinct = [mine for mine, _ in unique]
-        if self.ranking:
-            requests = [request._replace(candidates=mine) for request, mine in zip(requests, distinct)]
         with self._lock:
-            out, of_users = self._engine.answer(requests), windows_of(self._engine, requests)
-            windows = None if of_users is None else of_users(np.arange(len(requests)))
-        if self.ranking:
-            scores = probabilities(self.model, self._task, out)
-        else:
-            scores = item_scores(self.model, normalized(out), distinct, windows)
-        parts = np.split(scores, np.cumsum([len(mine) for mine in distinct])[:-1])
-        return [values[place] for values, (_, place) in zip(parts, unique)] if distinct else []
+            return candidate_scores(self._engine, self._task, requests, candidates)
 
     def outputs(self, users: Sequence[str], at=None) -> Tensor:
         """Return the model's outputs for users (their ids as texts) at the time `at`: [B, E] of length one."""
@@ -408,8 +427,6 @@ class Recommender(Inspection):
         if self.ranking or not self.config.model.head.has_item_vectors:
             raise ServingError("the run has no single vector for an item whose product is the score")
         return export_items(Path(folder), self.model, self.items.ids)
-
-    # Users.
 
     def history(self, user) -> UserHistory:
         """Return what the model sees of a user; NoHistory for one without events."""
@@ -455,26 +472,12 @@ class Recommender(Inspection):
     def statistics(self) -> dict[str, int]:
         """Count users, those with pages, pinned ones, pages in use, bytes of pages and of events, and so on."""
         with self._lock:
-            caches = self._engine.caches
-            pool = caches.pool
-            return {
-                "users": len(self._histories),
-                "users_with_pages": len(caches.entries),
-                "users_pinned": len(caches.pinned),
-                "pages": pool.num_pages,
-                "pages_in_use": pool.num_pages - pool.free_pages,
-                "page_bytes": self._engine.page_bytes,
-                "bytes_per_user": self._engine.bytes_per_user,
-                "evictions": caches.evictions,
-                "tokens_encoded": self._engine.encoded,
-            }
+            return {"users": len(self._histories)} | self._engine.statistics
 
     @property
     def description(self) -> dict:
         """The pages' format, the bytes of a full window in it and in bf16, the events of a window, and the slide."""
         return self._engine.description | {"events_of_a_window": self.window.capacity, "slide": self.window.slide}
-
-    # The store.
 
     def save(self, folder: str | Path) -> None:
         """Write events and pages of all users into `folder`, whole or not at all; StoreError where that cannot be."""

@@ -119,6 +119,24 @@ def windows_of(engine: Engine, requests: Sequence[Ask]) -> Callable[[np.ndarray]
     return windows
 
 
+def candidate_scores(
+    engine: Engine, task: Task, requests: Sequence[Ask], candidates: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Return the scores of candidates, rows of the item table, for each request."""
+    # Sorted and distinct, so that their order does not change the arithmetic of their scores.
+    unique = [np.unique(mine, return_inverse=True) for mine in candidates]
+    distinct = [mine for mine, _ in unique]
+    if engine.ranking:
+        requests = [request._replace(candidates=mine) for request, mine in zip(requests, distinct)]
+        scores = probabilities(engine.model, task, engine.answer(requests))
+    else:
+        out, of_users = engine.answer([*requests]), windows_of(engine, requests)
+        windows = None if of_users is None else of_users(np.arange(len(requests)))
+        scores = item_scores(engine.model, normalized(out), distinct, windows)
+    parts = np.split(scores, np.cumsum([len(mine) for mine in distinct])[:-1])
+    return [values[place] for values, (_, place) in zip(parts, unique)] if distinct else []
+
+
 @torch.no_grad()
 def probabilities(model: SequenceModel, task: Task, out: Tensor) -> np.ndarray:
     """Return the probabilities of the actions by outputs [M, E] of a ranking run: [M], or [M, A] if A > 1."""

@@ -53,6 +53,13 @@ class Feature:
         places = np.repeat(begin - offsets[:-1], lengths) + np.arange(offsets[-1])
         return dataclasses.replace(self, codes=self.codes[places], offsets=offsets)
 
+    def followed_by(self, other: Feature) -> Feature:
+        """Return the feature of the rows of both, first those of this one; no vectors."""
+        values = np.union1d(self.values, other.values)
+        both = [np.searchsorted(values, one.values)[one.codes] for one in (self, other)]
+        offsets = np.concatenate([self.offsets, self.offsets[-1] + other.offsets[1:]])
+        return dataclasses.replace(self, values=values, codes=np.concatenate(both).astype(np.int32), offsets=offsets)
+
     def joined(self, other: Feature) -> Feature:
         """Return the feature in which each row has the values of both; `other` has as many rows."""
         rows = np.concatenate([self.rows, other.rows])

@@ -193,6 +193,24 @@ def read_tables(
     return read
 
 
+def read_new_items(file: ItemFile, known_ids: np.ndarray) -> tuple[np.ndarray, list[Feature]]:
+    """Read the items of a file of features that are not among `known_ids`: (their ids [M], as text; the features).
+
+    DataError as in `read_tables`, and if no item is new.
+    """
+    tables = [_read(one, LIMIT, None, lambda _: None) for one in find_tables(Features(items=file))]
+    ids = np.unique(np.concatenate([table.ids for table in tables]))
+    ids = ids[index_of(ids, known_ids) < 0]
+    if not len(ids):
+        raise DataError(f"{tables[0].name}: the run knows all of its {len(tables[0].ids):,} items")
+    features = []
+    for table in tables:
+        place = index_of(ids, table.ids)
+        features += [feature.take(place) for feature in table.features]
+        features += [packed(vectors, place, None)[0] for vectors in table.vectors if (place >= 0).any()]
+    return ids, features
+
+
 def _read(source_of: FeatureSource, bad_rows_limit: float, scratch: Path | None, stage: Callable[[str], None]) -> Table:
     """Read a file of features."""
     entity, file, fmt, source, vector, ids = source_of

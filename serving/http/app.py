@@ -1,4 +1,4 @@
-"""The routes of the service: events in, recommendations and scores out, filters, users, health, metrics."""
+"""The routes of the service: events and items in, recommendations and scores out, filters, users, health, metrics."""
 
 import asyncio
 import time
@@ -25,7 +25,18 @@ from serving.http.event_log import EventLog
 from serving.http.limits import ANSWERED_BY, Guard, Metrics
 from serving.http.page import API_PAGE
 from serving.http.redis_store import SharedUsers
-from serving.http.requests import ACCEPTED, REPEATED, UNKNOWN_ITEM, DropList, Forget, Lists, Read, Recommend
+from serving.http.requests import (
+    ACCEPTED,
+    ADDED,
+    KNOWN,
+    REPEATED,
+    UNKNOWN_ITEM,
+    DropList,
+    Forget,
+    Lists,
+    Read,
+    Recommend,
+)
 from serving.http.routing import EncodedRoute, answer_errors, check_query
 from serving.http.swap import ModelRefused, Models, Watch
 from serving.http.worker import Worker
@@ -157,6 +168,16 @@ def create_app(
             model=events.model, accepted=counts[ACCEPTED], repeated=counts[REPEATED], unknown=counts[UNKNOWN_ITEM],
             events=states,
         )  # fmt: skip
+
+    @app.post("/items", **secured(507), openapi_extra=bodies.items_body(recommender, limits.items))
+    async def add_items(request: Request) -> bodies.ItemsAdded:
+        """Add items that the model was not trained on and knows by their features. They are in the log when this
+        answers, and every request from then on may have them. An item that there is already stays as it is.
+        """
+        items = await parsed(request, lambda content: bodies.parse_items(content, limits))
+        states = await answer(items)
+        counts = Counter(states)
+        return bodies.ItemsAdded(model=items.model, added=counts[ADDED], known=counts[KNOWN], items=states)
 
     @app.get("/users/{user}/recommendations", **secured(), **lists_out)
     async def recommend(user: bodies.UserPath, query: ListQuery) -> bodies.Recommendations:

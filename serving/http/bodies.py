@@ -26,7 +26,7 @@ from data.explain import custom
 from data.types import shown
 from serving.errors import InvalidRequest
 from serving.filters import Filter
-from serving.http.requests import Events, PutList, Recommend, Score, UserList
+from serving.http.requests import AddItems, Events, PutList, Recommend, Score, UserList
 from serving.recommender import Recommender
 
 LONGEST_ID = 256
@@ -69,8 +69,9 @@ class Limits:
     """The limits of one request.
 
     body        bytes of a body
-    filter_body  bytes of the body of a named list of items
+    filter_body  bytes of the body of a named list of items, and of new items
     events      events of a request
+    items       new items of a request
     candidates  candidates of a request
     users       users of a request for recommendations
     list        items of a list of recommendations
@@ -80,6 +81,7 @@ class Limits:
     body: int = 2**20
     events: int = 10_000
     filter_body: int = 2**26
+    items: int = 1_000
     candidates: int = 10_000
     users: int = 1_000
     list: int = 1_000
@@ -124,6 +126,27 @@ class Accepted(Reply):
     repeated: int = Field(description="events whose id the user already has; nothing was changed")
     unknown: int = Field(description="events of items that the model does not know")
     events: list[Literal["accepted", "repeated", "unknown item"]]
+
+
+class ItemIn(Strict):
+    """One item, with the values of its features."""
+
+    item: Id
+    features: dict[str, Any]
+
+
+class ItemsIn(Strict):
+    """Items to add."""
+
+    items: list[ItemIn] = Field(min_length=1)
+
+
+class ItemsAdded(Reply):
+    """The answer to added items: how many of each kind, and what became of each in their order."""
+
+    added: int
+    known: int = Field(description="items that there are already; nothing was changed")
+    items: list[Literal["added", "known"]]
 
 
 class Recommended(BaseModel):
@@ -306,6 +329,15 @@ def parse_events(content: bytes, limits: Limits, now: int) -> Events:
     )
 
 
+def parse_items(content: bytes, limits: Limits) -> AddItems:
+    """Parse the body of POST /items."""
+    body = ItemsIn.model_validate_json(content)
+    _check("items", len(body.items), limits.items)
+    names = dict.fromkeys(name for each in body.items for name in each.features)
+    features = {name: [each.features.get(name) for each in body.items] for name in names}
+    return AddItems(_ids([each.item for each in body.items]), features)
+
+
 def parse_scores(content: bytes, limits: Limits) -> Score:
     """Parse the body of POST /scores."""
     body = ScoresIn.model_validate_json(content)
@@ -376,6 +408,24 @@ def events_body(recommender: Recommender, most: int) -> dict[str, Any]:
             "multipleOf": 1 / actions.scale,
         }  # fmt: skip
         event["required"].append("action")
+    return _json_body(schema)
+
+
+def items_body(recommender: Recommender, most: int) -> dict[str, Any]:
+    """Return the part of the OpenAPI document about items to add: of the run's features, `most` at most."""
+    schema, known = _inlined(ItemsIn.model_json_schema()), recommender.vocabulary.features
+    schema["properties"]["items"]["maxItems"] = most
+    text: dict[str, Any] = {"type": ["string", "integer", "boolean"], "maxLength": LONGEST_ID}
+    kinds: dict[str, dict[str, Any]] = {
+        "category": text, "list": {"type": "array", "items": text}, "number": {"type": "number"},
+    }  # fmt: skip
+    values = {} if known is None else {one.name: kinds[one.kind] for one in known.of("items")}
+    for vector in () if known is None else known.vectors:
+        size = vector.values.shape[1]
+        values[vector.name] = {"type": "array", "items": {"type": "number"}, "minItems": size, "maxItems": size}
+    schema["properties"]["items"]["items"]["properties"]["features"] = {
+        "type": "object", "properties": values, "additionalProperties": False, "minProperties": 1,
+    }  # fmt: skip
     return _json_body(schema)
 
 

@@ -113,7 +113,8 @@ class Guard:
                 await refuse(send, 401, "Unauthorized", message, (b"www-authenticate", b"Bearer"), close=close)
                 return
         length = headers.get(b"content-length", b"0")
-        most_body = self.limits.filter_body if scope["path"].startswith("/filters/") else self.limits.body
+        long = scope["path"].startswith("/filters/") or scope["path"] == "/items"
+        most_body = self.limits.filter_body if long else self.limits.body
         if length.isdigit() and int(length[:20]) > most_body:
             await refuse(send, 413, "BodyTooLarge", f"a body may have {most_body:,} bytes", close=close)
             return

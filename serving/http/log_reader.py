@@ -7,6 +7,7 @@ A line a record: the CRC-32 of its text in hex, a space, and the text, which is 
     {"forget": user}                                                                    the mark of a deleted user
     {"list": name, "items": [...] or null}                          a list of items for filters, or its deletion
     {"segment": number}                       the first line of a file that is not the log's first: its number, from 1
+    {"new_items": [...], "features": {name: [...]}}                 items that were added, with a value for each
 
 A mark deletes all events of the user before it, those of the run's data included; later events count.
 """
@@ -25,7 +26,7 @@ from serving.http.event_columns import Builder, Columns
 from serving.http.event_ids import EventIds
 
 COLUMNS = {"users", "items", "timestamps", "actions"}
-MARKS = b'{"forget":', b'{"list":', b'{"segment":'
+MARKS = b'{"forget":', b'{"list":', b'{"segment":', b'{"new_items":'
 TOGETHER = 2**24  # bytes of lines that are parsed together
 
 
@@ -43,6 +44,7 @@ class LogReader:
     forgotten   each deleted user, and the number of the line of the user's last mark, 0 for a mark in a segment
     listed      each named list, and the number of the line of its last record
     lists       the items of each named list, as `events` read them
+    new_items   the records of items that were added, by the numbers of their lines
     ids         the ids of events, as `parts` read them
     stale       events in the files of users who were deleted later, as `parts` counted them
     replaced    records of lists in the file that later ones replace
@@ -84,6 +86,7 @@ class LogReader:
         """Count the complete lines and their bytes, and read the marks."""
         self.forgotten: dict[str, int] = {}
         self.listed: dict[str, int] = {}
+        self.new_items: dict[int, dict] = {}
         self._lines = self.replaced = size = 0
         self.number = 1
         for lines in self._read():
@@ -96,7 +99,7 @@ class LogReader:
         self.size = size
 
     def _note(self, record: dict, number: int) -> None:
-        """Note the line of a mark or a list."""
+        """Note the line of a mark or a list, and items that were added."""
         if "forget" in record:
             self.forgotten[record["forget"]] = number
         elif "list" in record:
@@ -104,6 +107,8 @@ class LogReader:
             self.listed[record["list"]] = number
         elif "segment" in record:
             self.number = record["segment"]
+        elif "new_items" in record:
+            self.new_items[number] = record
 
     def _read(self) -> Iterator[list[bytes]]:
         """Yield the lines of the first `size` bytes, many at a time."""
@@ -244,6 +249,8 @@ def _parsed(lines: list[bytes]) -> list[dict] | None:
 
 def _valid(record: dict) -> bool:
     """Return whether a record is a mark, a list, a number, or has columns of one length."""
+    if record.keys() == {"new_items", "features"}:
+        return all(len(column) == len(record["new_items"]) for column in record["features"].values())
     if record.keys() - {"ids"} != COLUMNS:
         return record.keys() in ({"forget"}, {"list", "items"}, {"segment"})
     count, actions = len(record["users"]), record["actions"]

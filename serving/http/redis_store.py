@@ -6,7 +6,8 @@ For each user, behind the prefix `hstu:`
     ids:USER         a set, the ids that clients gave to events
     deleted:USER     how often the user was deleted; the events of the run's data count only while it is 0
 
-and for all of them `lists`, a hash of named lists (JSON), and `lists:version`, which each change increases.
+and for all of them `lists`, a hash of named lists (JSON), and `lists:version`, which each change increases, and
+`items`, a list of items that were added (JSON, as in the log of `log_reader.py`), in their order.
 
 A service reads the users of a round from the version that it has of them, in one transaction, before it answers. It
 applies its own events from there only, so that a user's events have one order everywhere, and a service that dies loses
@@ -23,8 +24,8 @@ from data.types import shown
 from serving.errors import RequestError, ServingError
 from serving.http.appending import Plan, planned
 from serving.http.event_ids import EventIds
-from serving.http.replay import in_data, known_rows, user_numbers
-from serving.http.requests import REPEATED, DropList, Events, Forget, PutList
+from serving.http.replay import add_items, in_data, known_rows, user_numbers
+from serving.http.requests import REPEATED, AddItems, DropList, Events, Forget, PutList
 from serving.recommender import Recommender
 
 PREFIX = "hstu:"
@@ -82,6 +83,7 @@ class SharedUsers:
         self._append_new = client.register_script(APPEND)
         self._versions: dict[str, tuple[int, bytes]] = {}  # user -> (deletions, the last event of the stream)
         self._lists_version: bytes | None = None
+        self._item_records = 0  # that were read
         self._data_users = {} if recommender.dataset is None else user_numbers(recommender.dataset)
 
     def beside(self, recommender: Recommender) -> Self:
@@ -104,12 +106,14 @@ class SharedUsers:
         """Bring the recommender up to date with these users and the named lists; return the users who changed."""
         distinct = list(dict.fromkeys(users))
         pipeline = self.client.pipeline(transaction=True)
+        pipeline.lrange(PREFIX + "items", self._item_records, -1)
         pipeline.get(PREFIX + "lists:version")
         for user in distinct:
             _, last = self._versions.get(user, (0, b""))
             pipeline.get(_key("deleted", user))
             pipeline.xrange(_key("events", user), min=b"(" + last if last else b"-")
-        version, *answers = self._answer(pipeline.execute)
+        records, version, *answers = self._answer(pipeline.execute)
+        self._add_items(records)
         deletions = {user: int(count or 0) for user, count in zip(distinct, answers[::2])}
         entries = dict(zip(distinct, answers[1::2]))
         deleted = [user for user in distinct if deletions[user] != self._versions.get(user, (0, b""))[0]]
@@ -164,11 +168,25 @@ class SharedUsers:
         for name, items in lists.items():
             filters.put(name, items)
 
+    def _add_items(self, records: list[bytes]) -> None:
+        """Add the items of records of the store to the recommender."""
+        self._item_records += len(records)
+        add_items(self.recommender, map(json.loads, records))
+
     def _all_lists(self) -> dict[bytes, bytes]:
         return self.client.hgetall(PREFIX + "lists")
 
     def append(self, requests: list[Events]) -> None:
         """Write the events of requests and acknowledge them; `refresh` brings the recommender up to date with them."""
+        lookup = self.recommender.items.lookup
+        try:
+            if not all(lookup(np.array(request.items))[1].all() for request in requests):
+                # Another service may have added it.
+                self._add_items(self._answer(lambda: self.client.lrange(PREFIX + "items", self._item_records, -1)))
+        except RequestError as error:
+            for request in requests:
+                request.done.set_exception(error)
+            return
         plans = planned(self.recommender, EventIds(), requests)  # Redis knows the ids
         if not plans:
             return
@@ -202,9 +220,17 @@ class SharedUsers:
             self._append_new(keys=[_key("events", user), _key("ids", user)], args=arguments, client=pipeline)
         return list(places.values())
 
-    def change(self, request: Forget | PutList | DropList) -> Any:
-        """Delete a user, or store or delete a named list; return what the request asks for."""
+    def change(self, request: Forget | PutList | DropList | AddItems) -> Any:
+        """Delete a user, store or delete a named list, or add items; return what the request asks for."""
         pipeline = self.client.pipeline(transaction=True)
+        if isinstance(request, AddItems):
+            self.refresh([])
+            new = request.checked(self.recommender)
+            if len(new.ids):
+                pipeline.rpush(PREFIX + "items", json.dumps(request.record_of(new)))
+                self._answer(pipeline.execute)
+                self.refresh([])
+            return request.states(new)
         if isinstance(request, Forget):
             pipeline.delete(_key("events", request.user), _key("ids", request.user))
             pipeline.incr(_key("deleted", request.user))
@@ -222,7 +248,7 @@ class SharedUsers:
         if isinstance(request, DropList):
             return bool(changed)
         _, unknown = self.recommender.filters.rows("items", request.items)
-        return self.recommender.filters.sizes[request.name], unknown
+        return self.recommender.filters.sizes[request.name], len(unknown)
 
 
 def _key(kind: str, user: str) -> bytes:

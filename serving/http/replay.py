@@ -1,5 +1,6 @@
 """Bring a recommender up to date with a log."""
 
+from collections.abc import Iterable
 from itertools import compress
 from typing import Any
 
@@ -15,11 +16,13 @@ from serving.recommender import Recommender
 def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
     """Add the events of a log to a recommender, without encoding them; return the numbers taken and left out.
 
-    Named lists are stored. Users whom the log forgets lose what the recommender has of them, such as the events of the
-    run's data. Events are left out whose items or actions the run does not know: the log may be older than the run, or
-    shared by two runs. So are events that the run's data have, too: of the same user, item and second.
+    Items that were added are added first, and named lists are stored. Users whom the log forgets lose what the
+    recommender has of them, such as the events of the run's data. Events are left out whose items or actions the run
+    does not know: the log may be older than the run, or shared by two runs. So are events that the run's data have,
+    too: of the same user, item and second.
     LimitReached if there are more users or events than the recommender may hold, LogError for a damaged log.
     """
+    add_items(recommender, log.new_items.values())
     places: dict[str, int] = {}
     parts: list[tuple] = []
     counts = {"taken": 0, "left_out": 0, "repeated": 0}
@@ -56,6 +59,25 @@ def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
     return counts
 
 
+def add_items(recommender: Recommender, records: Iterable[dict]) -> None:
+    """Add the items of records of a log or a store to a recommender, those that it can know by their features."""
+    records = [*records]
+    if not records:
+        return
+    items = [item for record in records for item in record["new_items"]]
+    names = dict.fromkeys(name for record in records for name in record["features"])
+    features = {
+        name: [value for record in records for value in record["features"].get(name, [None] * len(record["new_items"]))]
+        for name in names
+    }
+    recommender.add_checked(recommender.check_items(original_ids(items), features, strict=False))
+
+
+def original_ids(items: list) -> list:
+    """Return items of a log, integers or text, as ids of one type."""
+    return items if all(isinstance(item, int) for item in items) else [str(item) for item in items]
+
+
 def known_rows(
     recommender: Recommender, items: list, actions: list
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
@@ -68,9 +90,7 @@ def known_rows(
 
 def item_rows(recommender: Recommender, items: list) -> tuple[np.ndarray, np.ndarray]:
     """Return (rows of the item table, which items the run knows) of integers or text."""
-    if not all(isinstance(item, int) for item in items):
-        items = [str(item) for item in items]
-    return recommender.items.lookup(np.array(items or np.zeros(0, np.int64)))
+    return recommender.items.lookup(np.array(original_ids(items) or np.zeros(0, np.int64)))
 
 
 def action_codes(recommender: Recommender, actions: list) -> tuple[np.ndarray | None, np.ndarray]:
@@ -117,6 +137,8 @@ def catch_up(recommender: Recommender, log: LogReader, size: int) -> None:
         if "forget" in record:
             log.left_out.discard(record["forget"])
             recommender.forget(record["forget"])
+        elif "new_items" in record:
+            add_items(recommender, [record])
         elif "list" in record:
             if record["items"] is None:
                 recommender.filters.drop(record["list"])

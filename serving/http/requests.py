@@ -6,8 +6,11 @@ from typing import Any
 
 from serving.errors import RequestError
 from serving.filters import Filter
+from serving.new_items import Additions
+from serving.recommender import Recommender
 
 ACCEPTED, REPEATED, UNKNOWN_ITEM = "accepted", "repeated", "unknown item"
+ADDED, KNOWN = "added", "known"
 
 
 @dataclass(kw_only=True)
@@ -120,3 +123,31 @@ class DropList(Request):
     @property
     def record(self) -> dict:
         return {"list": self.name, "items": None}
+
+
+@dataclass
+class AddItems(Request):
+    """A request to add items. The answer says for each whether it was ADDED, or KNOWN before.
+
+    features: by name a value for each item
+    """
+
+    items: list
+    features: dict[str, list]
+
+    def checked(self, recommender: Recommender) -> Additions:
+        """Return the new ones; InvalidRequest."""
+        return recommender.check_items(self.items, self.features)
+
+    def record_of(self, new: Additions) -> dict:
+        """Return the record of the new items for a log or a store."""
+        places = new.places.tolist()
+        features = {name: [column[place] for place in places] for name, column in self.features.items()}
+        return {"new_items": [self.items[place] for place in places], "features": features}
+
+    def states(self, new: Additions) -> list[str]:
+        """Return what became of each item."""
+        states = [KNOWN] * len(self.items)
+        for place in new.places.tolist():
+            states[place] = ADDED
+        return states

@@ -127,6 +127,8 @@ class Models:
             self._loading.release()
         self.refused.pop(name, None)
         logger.warning("the model %s serves in place of %s", new.label, old.label)
+        if lost := int((~new.items.lookup(old.items.ids)[1]).sum()):
+            logger.warning("%d items of %s are not known to %s", lost, old.label, new.label)
         return old.label
 
     def _serve(self, new: Recommender, source: LogReader | SharedUsers, users: list[str], worker: Worker) -> None:
@@ -195,8 +197,9 @@ def check_requests(old: Recommender, new: Recommender, most_missing: float) -> N
     ):
         if before != after:
             raise ModelRefused(f"{new.label}: one of it and {old.label} {what} and the other does not")
-    _, known = new.items.lookup(old.items.ids)
-    missing = np.asarray(old.items.ids)[~known]
+    ids = np.asarray(old.items.ids)[: old.model.embedding.num_items]  # those that were added are added to the new one
+    _, known = new.items.lookup(ids)
+    missing = ids[~known]
     if len(missing) > most_missing * len(known):
         some = ", ".join(shown(item) for item in missing[:5].tolist())
         raise ModelRefused(

@@ -20,6 +20,7 @@ from serving.http.log_reader import LogReader
 from serving.http.redis_store import SharedUsers
 from serving.http.replay import catch_up
 from serving.http.requests import (
+    AddItems,
     DropList,
     Events,
     Forget,
@@ -142,7 +143,7 @@ class Worker(threading.Thread):
         for request in requests:
             if isinstance(request, Events):
                 pending.append(request)
-            elif isinstance(request, Forget | PutList | DropList | Exchange):
+            elif isinstance(request, Forget | PutList | DropList | AddItems | Exchange):
                 stale += self._append(pending)
                 pending = []
                 self._one(request, self._exchange if isinstance(request, Exchange) else self._change)
@@ -241,10 +242,16 @@ class Worker(threading.Thread):
             plan.request.done.set_result(plan.states)
         return stale
 
-    def _change(self, request: Forget | PutList | DropList) -> Any:
+    def _change(self, request: Forget | PutList | DropList | AddItems) -> Any:
         """Write a change of something else than events into the log, then make it."""
         if self.store is not None:
             return self.store.change(request)
+        if isinstance(request, AddItems):
+            new = request.checked(self.recommender)
+            if self.log is not None and len(new.ids):
+                self.log.append([request.record_of(new)])
+            self.recommender.add_checked(new)
+            return request.states(new)
         if self.log is not None:
             self.log.append([request.record])
         filters = self.recommender.filters

@@ -74,6 +74,15 @@ class Memory:
         stream = self.values.get(key, [])
         return stream[int(min[1:].split(b"-")[0]) if min != b"-" else 0 :]
 
+    def lrange(self, key, start, stop):
+        assert stop == -1
+        self.ping()
+        return self.values.get(key, [])[start:]
+
+    def rpush(self, key, value):
+        self.values.setdefault(key, []).append(value.encode())
+        return len(self.values[key])
+
     def hset(self, key, name, value):
         self.values.setdefault(key, {})[name.encode()] = value.encode()
         return 1

@@ -1,0 +1,164 @@
+"""Describe items that a trained model has no row for, by their features, in the model's terms.
+
+Requires only numpy. Letters: M new items, W the size of a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.features.features import VECTOR, Feature, feature_of
+from data.features.vectors import normalized
+from data.features.vocabulary import FeatureVocabulary
+from data.reading.values import MAX_ID_LENGTH
+from data.types import DataError, did_you_mean, shown
+
+MOST = float(np.finfo(np.float64).max)  # of numbers
+
+
+@dataclass(frozen=True)
+class NewItems:
+    """The features of new items, as a model needs them.
+
+    count      M
+    item_rows  for each feature with a table (offsets [M+1], rows [S] int64), in the order of the model's
+    vectors    for each feature that is a vector [M, W] float16 of length one, or zeros
+    features   the features with all of their values, for filters of items
+    """
+
+    count: int
+    item_rows: tuple[tuple[np.ndarray, np.ndarray], ...]
+    vectors: tuple[np.ndarray, ...]
+    features: tuple[Feature, ...]
+
+    @property
+    def described(self) -> np.ndarray:
+        """Whether each item has a value of any feature, [M] bool."""
+        some = np.zeros(self.count, bool)
+        for offsets, _ in self.item_rows:
+            some |= np.diff(offsets) > 0
+        for vectors in self.vectors:
+            some |= vectors.any(1)
+        return some
+
+
+def check_known_by_features(known: FeatureVocabulary | None) -> FeatureVocabulary:
+    """Return the features that a model knows; DataError if none of them is of items."""
+    if known is None or known.trained is None:
+        raise DataError(
+            "new items: the run has no features of items (data.features.items), and knows an item by its training "
+            "events alone"
+        )
+    return known
+
+
+def new_items(known: FeatureVocabulary, count: int, features: Sequence[Feature]) -> NewItems:
+    """Return `count` items with these features, in a model's terms; a feature that is not among them has no value."""
+    by_name = {(feature.name, feature.kind): feature for feature in features}
+    none = np.zeros(count + 1, np.int64)
+    item_rows, vectors, values = [], [], []
+    for one in known.of("items"):
+        empty = np.empty(0, np.float64 if one.kind == "number" else "U1")
+        feature = by_name.get((one.name, one.kind)) or Feature(
+            "items", one.name, one.kind, empty, np.zeros(0, np.int32), none
+        )
+        item_rows.append((feature.offsets, one.rows_of(feature.values)[feature.codes]))
+        values.append(feature)
+    for vector in known.vectors:
+        width = vector.values.shape[1]
+        rows = np.zeros((count, width), np.float16)
+        if (of_new := by_name.get((vector.name, VECTOR))) is not None and len(of_new.codes):
+            if of_new.values.shape[1] != width:
+                raise DataError(f"{shown(vector.name)}: expected vectors of {width}, got {of_new.values.shape[1]}")
+            rows[of_new.rows] = of_new.values[of_new.codes]
+        vectors.append(rows)
+    return NewItems(count, tuple(item_rows), tuple(vectors), tuple(values))
+
+
+def features_of_columns(
+    known: FeatureVocabulary, count: int, columns: Mapping[str, Sequence[Any]], strict: bool = True
+) -> list[Feature]:
+    """Return the features of `count` items whose values are given by name: for each item text, an integer or a boolean
+    for a category, a list of these, a number, a list of numbers for a vector, or None.
+
+    strict: DataError for a feature that the model does not have, and for a value that does not fit; otherwise such
+    values are left out.
+    """
+    kinds = {one.name: one.kind for one in known.of("items")} | {one.name: VECTOR for one in known.vectors}
+    widths = {one.name: one.values.shape[1] for one in known.vectors}
+    features = []
+    for name, column in columns.items():
+        if name not in kinds:
+            if strict:
+                raise DataError(
+                    f"features: {shown(name)} is no feature of the run{did_you_mean(name, kinds)} "
+                    f"(there are {', '.join(map(shown, kinds))})"
+                )
+            continue
+        if len(column) != count:
+            raise DataError(f"features: {shown(name)}: expected a value for each of {count} items, got {len(column)}")
+        rows, values = [], []
+        for row, value in enumerate(column):
+            try:
+                parts = _values(kinds[name], value, widths.get(name, 0))
+            except DataError as error:
+                if strict:
+                    raise DataError(f"features: {shown(name)} of item {row + 1}: {error}") from None
+                continue
+            rows += [row] * len(parts)
+            values += parts
+        features.append(_feature(name, kinds[name], count, rows, values))
+    return features
+
+
+def _feature(name: str, kind: str, count: int, rows: list[int], values: list) -> Feature:
+    of_rows = np.array(rows, np.int64)
+    if kind != VECTOR:
+        empty = np.float64 if kind == "number" else "U1"
+        return feature_of("items", name, kind, count, of_rows, np.array(values) if values else np.empty(0, empty))
+    vectors = normalized(np.stack(values))[0] if values else np.zeros((0, 0), np.float16)
+    offsets = np.append(0, np.cumsum(np.bincount(of_rows, minlength=count))).astype(np.int64)
+    return Feature("items", name, VECTOR, vectors, np.arange(len(values), dtype=np.int32), offsets)
+
+
+def _values(kind: str, value: Any, width: int) -> list:
+    """Return the values of one item; DataError for one that does not fit."""
+    if value is None:
+        return []
+    if kind == VECTOR:
+        return [_vector(value, width)]
+    if kind == "number":
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not -MOST < value < MOST:
+            raise DataError(f"expected a number, got {shown(repr(value))}")
+        return [float(value)]
+    if kind == "list":
+        if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
+            raise DataError(f"expected a list, got {shown(repr(value))}")
+        return [text for one in value if (text := _text(one))]
+    text = _text(value)
+    return [text] if text else []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool | np.bool_):
+        return str(value).lower()  # as in a Parquet file
+    if not isinstance(value, str | int | np.integer):
+        raise DataError(f"expected text or an integer, got {shown(repr(value))}")
+    text = str(value).strip()
+    if len(text) > MAX_ID_LENGTH or "\0" in text:
+        raise DataError(f"expected at most {MAX_ID_LENGTH} characters, none of them NUL, got {shown(repr(value))}")
+    return text
+
+
+def _vector(value: Any, width: int) -> np.ndarray:
+    try:
+        vector = np.asarray(value)
+    except ValueError:
+        vector = np.zeros(0)
+    if vector.dtype.kind not in "fiu" or vector.shape != (width,) or not np.isfinite(vector).all():
+        raise DataError(f"expected {width} numbers, got {shown(repr(value))}")
+    return vector.astype(np.float64)

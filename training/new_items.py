@@ -1,0 +1,41 @@
+"""Add the items of a file to a trained model, which knows them by their features alone."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from data.features.files import read_new_items
+from data.features.new_items import check_known_by_features, new_items
+from data.types import DataError, shown
+from data.vocabulary import with_items
+from models.hstu import SequenceModel
+from training.config import RunConfig
+from training.vocabulary import Known
+
+NAMED = 5  # items that an error names
+
+
+def add_items_of(path: Path, config: RunConfig, known: Known, model: SequenceModel) -> Known:
+    """Add the items of a file, of the form of data.features.items, to the model; return what is known then.
+
+    Items that the run knows stay as they are. DataError for a run without features of items, for an item without a
+    value that the run knows, and for a file in which no item is new.
+    """
+    vocabulary = known.vocabulary
+    features = check_known_by_features(vocabulary.features)
+    assert config.data.features is not None and config.data.features.items is not None
+    file = config.data.features.items.model_copy(update={"path": str(path)})
+    ids, columns = read_new_items(file, vocabulary.item_ids)
+    items = new_items(features, len(ids), columns)
+    if not items.described.all():
+        nothing = ids[~items.described]
+        some = ", ".join(map(shown, nothing[:NAMED].tolist()))
+        raise DataError(f"{shown(path, 200)}: {len(nothing):,} items have no feature that the run knows: {some}")
+    if vocabulary.item_ids.dtype.kind == "i":
+        if wrong := [one for one in ids.tolist() if not re.fullmatch(r"0|-?[1-9]\d{0,17}", one)]:
+            raise DataError(f"{shown(path, 200)}: expected whole numbers, as the run's ids are, got {shown(wrong[0])}")
+        ids = ids.astype(np.int64)
+    model.embedding.add_items(items)
+    return replace(known, vocabulary=with_items(vocabulary, ids, items))
