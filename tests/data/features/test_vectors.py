@@ -1,13 +1,16 @@
 """Vectors of items: files -> unit vectors in the order of the catalogue, in few bytes of memory; what is refused."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from data.features.features import VECTOR
 from data.features.options import Features
-from data.features.vectors import AT_ONCE, normalized
+from data.features.vectors import AT_ONCE, normalized, open_npy, packed
 from data.features.vocabulary import fit_features, grown
 from data.options import parse_options
+from data.reading.sources import RawFile
 from data.types import DataError
 from data.vocabulary import united, vocabulary_of
 from tests.data.raw_files import error_of
@@ -115,6 +118,19 @@ def test_many_vectors_are_read_in_parts(with_vectors):
     many[-3:] = np.arange(3)[:, None] + 1
     ids = [f"x{n}" for n in range(len(many) - 3)] + ["i2", "i0", "i1"]
     assert rows_of(with_vectors(many, ids).features[0])[:, 0].tolist() == [0.125, 0.125, 0.125, 0, 0]
+
+
+def test_memory_does_not_grow_with_the_vectors(monkeypatch, tmp_path):
+    """Must-hold: 15 GB of vectors need no 15 GB of memory. Here 5 MB and a part of 16 KiB at a time."""
+    monkeypatch.setattr("data.features.vectors.AT_ONCE", 2**12)
+    np.save(tmp_path / "v.npy", np.ones((20_000, 64), np.float32))
+    file = open_npy(RawFile(tmp_path / "v.npy", "v.npy"), "title")
+    place = np.arange(20_000)[::-1]
+    tracemalloc.start()
+    feature, _ = packed(file, place, tmp_path / "out")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1_000_000 < feature.values.nbytes and feature.values[-1, 0] == 0.125  # 8 bytes an item, and a part
 
 
 def test_lengths_that_no_float_has():
