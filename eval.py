@@ -5,6 +5,7 @@ python eval.py RUN --data NEW                                  the same on other
 python eval.py RUN --recommend OUT.csv [--users FILE | --history FILE.csv]        what comes next after whole histories
 python eval.py RUN --recommend OUT.csv --items NEW.csv         the same with new items, known by their features
 python eval.py RUN --export-items OUT                                                        item vectors and their ids
+python eval.py RUN --export-model OUT.pt2                    the model as a file that torch loads without this package
 python eval.py RUN --serve [2bit] [--slide 1]                  as a service that gets events one by one
 """
 
@@ -81,7 +82,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     of_run = load_config(options.run / "config.yaml")
     moved, notes = moved_data(of_run, config), evaluation_notes(of_run, config)
     config, ranks = of_ranks(config, options)
-    lists = options.predict or options.recommend or options.export_items
+    lists = options.predict or options.recommend or options.export_items or options.export_model
     if lists or options.sampled:
         config.task.check_lists()
     for out, name in ((options.predict, "--predict"), (options.recommend, "--recommend")):
@@ -95,7 +96,15 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         for out, name in ((options.predict, "--predict"), (options.recommend, "--recommend")):
             if out:
                 check_table(out, name, config, options.overwrite)
-    if options.export_items:
+    if options.export_model:
+        from training.portable import check_model, export_model
+
+        check_model(options.export_model, config, known, options.overwrite)
+        interrupts.stage = "compiling the model; nothing was written"
+        model = trained_model(config.model_copy(update={"device": "cpu"}), known, weights, source)
+        export_model(options.export_model, model, config, known, options.top_k)
+        terminal.say(f"Written: {options.export_model}")
+    elif options.export_items:
         interrupts.stage = "exporting the items; nothing was written"
         model = trained_model(config, known, weights, source, ranks)
         count, size = export_items(options.export_items, model, known.vocabulary.item_ids, ranks)

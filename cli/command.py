@@ -220,6 +220,12 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         metavar="OUT",
         help="write item vectors and ids into this folder, without evaluation",
     )
+    add(
+        "--export-model",
+        type=Path,
+        metavar="OUT.pt2",
+        help="compile the model into a file that torch loads without this package: a history in, --top-k items out",
+    )
     add("--overwrite", action="store_true", help="replace an output that exists")
     add("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
     add("--seed", type=int, default=0, help="the seed that draws the items of --sampled; by default 0")
@@ -253,17 +259,20 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
             parser.error(f"--at-most {feature}: expected a whole number, got {','.join(numbers)}")
         options.at_most[feature] = int(numbers[0])
     for name in ("predict", "sampled", "serve"):
-        if getattr(options, name) is not None and (options.recommend or options.export_items):
-            parser.error(f"--{name.replace('_', '-')} judges a split, --recommend and --export-items judge nothing")
+        if getattr(options, name) is not None and (options.recommend or options.export_items or options.export_model):
+            parser.error(f"--{name.replace('_', '-')} judges a split, --recommend and the exports judge nothing")
     if options.split == "new" and (not options.data or options.recommend or options.export_items):
         parser.error("--split new judges the new events of --data NEW")
     for option, conflicting, reason in (
         ("recommend", "export_items", ""),
+        ("recommend", "export_model", ""),
+        ("export_items", "export_model", ""),
         ("users", "history", " (the former chooses users of the data, the latter brings its own)"),
         ("history", "data", ""),
     ):
         if getattr(options, option) and getattr(options, conflicting):
-            parser.error(f"--{option} and --{conflicting.replace('_', '-')}: give one of them{reason}")
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in (option, conflicting))
+            parser.error(f"{names}: give one of them{reason}")
     if options.serve is None and (serving := serving_options(options)):
         parser.error(f"--{next(iter(serving)).replace('_', '-')} is an option of --serve, which is not given")
     return options

@@ -6,6 +6,7 @@ import html
 import json
 import re
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -101,7 +102,7 @@ def fit(
     config: str | Path | Mapping[str, Any] = "default",
     items: Any = None,
     users: Any = None,
-    run: str | Path | None = None,
+    run: str | PathLike[str] | None = None,
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:

@@ -219,7 +219,8 @@ class InputEmbedding(nn.Module):
 
     def _looked_up(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Look up the representations of the batch's items and the rows of its actions, both [T, E]."""
-        if self.sharded is not None or self.items is not None:
+        # In evaluation without torchrec, whose look-up has the same result, and which torch.export does not take.
+        if self.sharded is not None or self.items is not None or not self.training:
             actions = self.action_weight
             if self.sharded is not None:
                 ids, inverse = torch.unique(batch.item_ids, return_inverse=True)

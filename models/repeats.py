@@ -61,7 +61,8 @@ class Earlier(NamedTuple):
             torch.empty_like(order).scatter_(0, order, x) for x in (before, tokens - start + 1, following)
         )
         second = torch.where(previous < 0, -1, previous[previous.clamp(min=0)])
-        successors = [torch.where(p < 0, -1, items[(p + 1).clamp(max=max(total - 1, 0))]) for p in (previous, second)]
+        last = torch.sym_max(total - 1, 0)  # max() and len() would tie torch.export to one length
+        successors = [torch.where(p < 0, -1, items[(p + 1).clamp(max=last)]) for p in (previous, second)]
         begins = batch.seq_offsets[sequence].long()
         times = batch.timestamps, batch.query_timestamps
         return cls(items, *times, begins, counts, next_tokens, torch.stack(successors, 1), longest)
@@ -94,7 +95,7 @@ class RepeatTerm(nn.Module):
 
         An item of the window has a term at its latest token; all other entries are item 0 with a term of 0.
         """
-        t, last = tokens[:, None], max(len(earlier.items) - 1, 0)
+        t, last = tokens[:, None], torch.sym_max(earlier.items.shape[0] - 1, 0)
         places = earlier.begins[t] + torch.arange(earlier.longest, device=tokens.device)
         inside, places = places <= t, places.clamp(max=last)
         latest = inside & (earlier.following[places] > t)

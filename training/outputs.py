@@ -39,7 +39,7 @@ def check_table(path: Path, option: str, config: RunConfig, overwrite: bool) -> 
     with access(path, "written"):
         if path.suffix not in TABLES or path.is_dir():
             raise ConfigError(f"{option} {shown(path, 200)}: expected the name of a file that ends in .parquet or .csv")
-        _check_place(path, option, config)
+        check_place(path, option, config)
         if not os.path.lexists(path):
             return
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -56,7 +56,7 @@ def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
     if not config.model.head.has_item_vectors:
         raise ConfigError(f"{option}: model.head has no single vector for an item whose product is the score")
     with access(path, "written"):
-        _check_place(path, option, config)
+        check_place(path, option, config)
         if not os.path.lexists(path):
             return
         if path.is_symlink() or not path.is_dir() or {file.name for file in path.iterdir()} - {INDEX} != EXPORTED:
@@ -65,7 +65,7 @@ def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
             raise ConfigError(f"{option} {shown(path, 200)}: there is an earlier export; --overwrite replaces it")
 
 
-def _check_place(path: Path, option: str, config: RunConfig) -> None:
+def check_place(path: Path, option: str, config: RunConfig) -> None:
     """Raise ConfigError unless the folder to write into exists and is not the run's source."""
     check_path(path)
     parent = path.absolute().parent

@@ -142,7 +142,8 @@ def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Te
     0 times NaN is NaN, so a product alone would pass non-finite values to queries that must not see them. On a CPU they
     reach only those that see them.
     """
-    out = weights @ values
+    one = weights.dim() == values.dim() == 3 and weights.shape[0] == values.shape[0]
+    out = torch.bmm(weights, values) if one else weights @ values  # see hstu_attention_reference
     if (
         not readable(values) or values.detach().sum().isfinite()
     ):  # the sum is finite only if all values are, and costs little

@@ -39,6 +39,10 @@ def hstu_attention_reference(
         # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
         tables = sum(x.sum() for x in bias[:2] if x is not None)
         return (v * (q.sum() + k.sum() + tables)).to(dtype)
+    if batch == 1:  # without a look at values, which torch.export does not have
+        targets = None if num_targets is None else num_targets[0]
+        length = seq_offsets.diff().long()[0]
+        return _attend(q, k, v, None, length, scale, normalizer, targets, window_size, bias).to(dtype)
     check_storage("seq_offsets", seq_offsets, values=True)
     alike, tokens = _groups(seq_offsets.tolist())
     parts = []
@@ -67,37 +71,47 @@ def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:
 
 
 def _attend(q, k, v, begins, lengths, scale, normalizer, num_targets, window_size, bias):
-    """Return the outputs, end to end, of the sequences at `begins` with these `lengths`, padded to the longest."""
-    batch, heads, longest = begins.shape[0], q.shape[1], int(lengths.max())
+    """Return the outputs, end to end, of the sequences at `begins` with these `lengths`, padded to the longest.
+
+    begins: None for a batch of one sequence, whose length [] and number of candidates [] have no dimension.
+    """
+    one = begins is None
+    longest = q.shape[0] if one else int(lengths.max())
     step = torch.arange(longest, device=q.device)
-    inside = step < lengths[:, None]  # [B, n]
-    index = (begins[:, None] + step).masked_fill(~inside, 0).flatten()
+    inside = step < lengths[..., None]  # [B, n]
+    index = None if one else (begins[:, None] + step).masked_fill(~inside, 0).flatten()
+
+    def padded(x):  # [T, ...] -> [B, n, ...], of one sequence [n, ...]
+        return x if one else x.index_select(0, index).view(-1, longest, *x.shape[1:])
 
     def pad(x):  # [T, H, X] -> [B, H, n, X]
-        return x.index_select(0, index).view(batch, longest, heads, -1).transpose(1, 2)
+        return padded(x).transpose(-3, -2)
 
     history = lengths if num_targets is None else lengths - num_targets
-    position = torch.minimum(step, history[:, None])  # [B, n]: all candidates have the position of the first one
+    position = torch.minimum(step, history[..., None])  # [B, n]: all candidates have the position of the first one
     if num_targets is None:
         distance = step[:, None] - step  # [n, n], the same for all sequences
         visible = distance >= 0
     else:
-        distance = position[:, :, None] - position[:, None, :]  # [B, n, n]
-        visible = ((step[:, None] > step) & (step < history[:, None])[:, None, :]) | (step[:, None] == step)
+        distance = position[..., :, None] - position[..., None, :]  # [B, n, n]
+        before = (step[:, None] > step) & (step < history[..., None])[..., None, :]
+        visible = before | (step[:, None] == step)
     if window_size > 0:
         visible = visible & (distance < window_size)
     # Padding needs no mask of its own: causality hides padded keys from real queries, and padded queries are dropped.
-    hidden = ~visible if num_targets is None else ~visible[:, None]
+    hidden = ~visible if num_targets is None else ~visible[..., None, :, :]
 
-    scores = torch.matmul(pad(q * scale), pad(k).transpose(2, 3))  # [B, H, n, n]
+    product = torch.bmm if one else torch.matmul  # the latter would keep torch.export from sequences of one token
+    scores = product(pad(q * scale), pad(k).transpose(-2, -1))  # [B, H, n, n]
     if bias.position is not None or bias.time is not None:
         query_times = key_times = None
         if bias.time is not None:
-            query_times = bias.query_timestamps.index_select(0, index).view(batch, longest, 1)
-            key_times = bias.timestamps.index_select(0, index).view(batch, 1, longest)
+            query_times = padded(bias.query_timestamps)[..., :, None]
+            key_times = padded(bias.timestamps)[..., None, :]
         pair_biases = pair_bias(bias, distance, query_times, key_times)  # [n, n] or [B, n, n]
         scores = scores + (pair_biases if pair_biases.dim() == 2 else pair_biases[:, None])
     weights = F.silu(scores).masked_fill(hidden, 0).to(v.dtype)
-    padded = masked_product(weights, pad(v / normalizer), hidden)
-    padded = padded.transpose(1, 2).reshape(batch * longest, heads, v.shape[2])
-    return padded.index_select(0, inside.flatten().nonzero()[:, 0])
+    out = masked_product(weights, pad(v / normalizer), hidden)  # [B, H, n, V]
+    if one:
+        return torch.stack(out.unbind(), 1)  # contiguous, without a look at strides, of which some depend on n
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, inside.flatten().nonzero()[:, 0])

@@ -97,6 +97,7 @@ class AttentionKind(nn.Module):
         """The kind's options. The checks raise ValueError; its message begins with the option that it is about."""
 
         across_ranks: ClassVar[bool] = False  # whether tokens see those of other processes, with parallel.context
+        portable: ClassVar[bool] = False  # whether eval.py --export-model can write a model of the kind
 
         kind: str
         """The attention kind: one of the table below, or a class of your own as `module:Class`."""

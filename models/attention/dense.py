@@ -1,6 +1,6 @@
 """The kind `dense`."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -17,6 +17,8 @@ class DenseAttention(HSTUAttention):
     """Pointwise SiLU attention with relative position and time bias (arXiv 2402.17152, section 3.1)."""
 
     class Config(HSTUAttention.Config):
+        portable: ClassVar[bool] = True
+
         kind: Literal["dense"]
         """The attention kind."""
         window_size: int = Field(0, ge=0)

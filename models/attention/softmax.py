@@ -1,6 +1,7 @@
 """The kind `softmax`. Letters: T tokens, B sequences."""
 
-from typing import Literal, cast
+from collections.abc import Callable
+from typing import ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -27,6 +28,8 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
     """Causal softmax attention as in the transformer (arXiv 1706.03762), with dropout on the attention weights."""
 
     class Config(SharedKeys.Config, BiasedAttention.Config):
+        portable: ClassVar[bool] = True
+
         kind: Literal["softmax"]
         """The attention kind."""
         dropout: float = Field(0.0, ge=0, lt=1)
@@ -69,15 +72,19 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
     def padded(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Compute attention [T, H, V] with torch's own operator, over sequences padded to one length."""
         # On a GPU, padding to max_seq_len saves the host from waiting for the batch's longest length.
-        longest = self.sizes.max_seq_len
-        if not q.is_cuda:
-            longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
+        longest, one = self.sizes.max_seq_len, batch.num_sequences == 1 and not q.is_cuda
+        if not q.is_cuda:  # of one sequence without a look at values, which torch.export does not have
+            longest = batch.num_tokens if one else int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
 
         def pad(y: Tensor) -> Tensor:  # [T, ...] -> [B, longest, ...]
+            if one:
+                return y[None]
+            if y.dim() == 1:
+                return jagged_to_padded(y, batch.seq_offsets, longest)
             return jagged_to_padded(y.flatten(1), batch.seq_offsets, longest).unflatten(-1, y.shape[1:])
 
         # Sequences start at 0, so the causal mask alone hides the padding behind them.
-        mask = self.mask(batch, longest, q)
+        mask = self.mask(batch, longest, q, pad)
         out = F.scaled_dot_product_attention(
             pad(q).transpose(1, 2),
             pad(k).transpose(1, 2),
@@ -87,11 +94,16 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
             is_causal=mask is None,
             enable_gqa=k.shape[1] != q.shape[1],
         )
+        if one:
+            return out[0].transpose(0, 1)
         out = padded_to_jagged(out.transpose(1, 2).flatten(2), batch.seq_offsets, q.shape[0])
         return out.unflatten(-1, (q.shape[1], v.shape[2]))
 
-    def mask(self, batch: Batch, longest: int, q: Tensor) -> Tensor | None:
-        """Return the relative bias as an additive mask [B or 1, 1, longest, longest], -inf for invisible keys."""
+    def mask(self, batch: Batch, longest: int, q: Tensor, pad: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return the relative bias as an additive mask [B or 1, 1, longest, longest], -inf for invisible keys.
+
+        pad: [T] -> [B, longest].
+        """
         bias = self.bias(batch)
         if bias is None:
             return None
@@ -100,8 +112,7 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         query_times = key_times = None
         if bias.time is not None:
             queries, keys = (cast(Tensor, y) for y in (bias.query_timestamps, bias.timestamps))
-            query_times = jagged_to_padded(queries, batch.seq_offsets, longest)[:, :, None]
-            key_times = jagged_to_padded(keys, batch.seq_offsets, longest)[:, None, :]
+            query_times, key_times = pad(queries)[:, :, None], pad(keys)[:, None, :]
         added = cast(Tensor, pair_bias(bias, distance, query_times, key_times))
         added = added[:, None] if added.dim() == 3 else added[None, None]
         return added.to(q.dtype).masked_fill(distance < 0, float("-inf"))
