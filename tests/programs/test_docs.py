@@ -327,9 +327,10 @@ def test_examples_of_operators_run(page):
         exec(compile(text, page, "exec"), {})
 
 
-def test_the_kernel_page_quotes_the_kernel():
-    kernel = (ROOT / "hstu_sparse" / "bsa" / "query_major.py").read_text()
-    blocks = [text for _, _, text in BLOCK.findall((ROOT / "docs" / "bsa_kernel.md").read_text())]
+@pytest.mark.parametrize(("page", "file"), [("bsa", "bsa/query_major.py"), ("dense", "dense/kernels.py")])
+def test_the_kernel_page_quotes_the_kernel(page, file):
+    kernel = (ROOT / "hstu_sparse" / file).read_text()
+    blocks = [text for _, _, text in BLOCK.findall((ROOT / "docs" / f"{page}_kernel.md").read_text())]
     assert blocks and not (wrong := [line for text in blocks for line in text.split("\n") if line not in kernel]), wrong
 
 
