@@ -3,6 +3,7 @@
 MkDocs calls `on_page_markdown` for each page.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from posixpath import normpath
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+NOTEBOOK = re.compile(r"<!-- notebook (\S+) -->")
 INCLUDED = re.compile(r"<!-- include (\S+) -->")
 IMAGE = re.compile(r"^(!\[[^\]]*\]\(([^)\s]+\.png)\))$", re.MULTILINE)
 LINK = re.compile(r"\[([^\]\[]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
@@ -24,8 +26,16 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     if included := INCLUDED.search(markdown):
         text = (ROOT / included[1]).read_text().replace("](docs/", "](")
         markdown = markdown.replace(included[0], text)
+    if notebook := NOTEBOOK.search(markdown):
+        markdown = markdown.replace(notebook[0], _cells(ROOT / notebook[1]))
     markdown = LINK.sub(lambda link: _link(link, Path(page.file.src_uri).parent), markdown)
     return IMAGE.sub(r"[\1](\2)", markdown)  # a figure opens in full, which phones need
+
+
+def _cells(notebook: Path) -> str:
+    """The text and code of a notebook, without outputs."""
+    cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(notebook.read_text())["cells"])
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells)
 
 
 def _link(link: re.Match, folder: Path) -> str:

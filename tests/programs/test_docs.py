@@ -327,6 +327,23 @@ def test_examples_of_operators_run(page):
         exec(compile(text, page, "exec"), {})
 
 
+def test_the_page_for_python_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "python.md").read_text()
+    blocks = [block for language, _, block in BLOCK.findall(text) if language == "python" and "compare" not in block]
+    assert len(blocks) == 2
+    exec(compile("\n".join(blocks), "python.md", "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_page_for_python_runs_in_a_new_process_and_folder(tmp_path):
+    text = (ROOT / "docs" / "python.md").read_text()
+    blocks = [block for language, _, block in BLOCK.findall(text) if language == "python"]
+    code = f"import sys; sys.path.append({str(ROOT)!r})\n" + "\n".join(blocks)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "effect" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(("page", "file"), [("bsa", "bsa/query_major.py"), ("dense", "dense/kernels.py")])
 def test_the_kernel_page_quotes_the_kernel(page, file):
     kernel = (ROOT / "hstu_sparse" / file).read_text()
