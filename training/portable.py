@@ -69,6 +69,8 @@ def check_model(path: Path, config: RunConfig, known: Known, overwrite: bool) ->
     features = known.vocabulary.features
     if features is not None and (features.of("users") or features.of("events")):
         raise ConfigError(f"{OPTION}: the model reads features of users or events; only those of items are supported")
+    if features is not None and features.vectors:
+        raise ConfigError(f"{OPTION}: the model reads vectors of items, which are not supported")
     for attention in config.model.attention:
         if not attention.portable:
             raise ConfigError(f"{OPTION}: model.attention.kind={attention.kind}: expected dense or softmax")

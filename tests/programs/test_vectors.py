@@ -172,3 +172,8 @@ def test_places_of_vectors_may_change(place):
     assert config.data.features.items.vectors["title"].ids == f"{place}/titles.ids.npy"
     option = f"{columns}.ids={place}/titles.ids.npy"
     assert train.main(["--resume", str(place / "run"), option, "train.epochs=10"]) == 0
+
+
+def test_vectors_are_in_no_exported_model(place, capsys):
+    assert evaluation.main([str(place / "run"), "--export-model", str(place / "model.pt2")]) == 2
+    assert "the model reads vectors of items, which are not supported" in capsys.readouterr().err
