@@ -55,9 +55,13 @@ def store(frame: Any, name: str, cache_dir: str | Path) -> Path:
 
 
 def feature_kind(dtype: Any) -> str | None:
-    """Return the kind of feature that a column of a polars type is: category, number or list; None for other types."""
+    """Return the kind of feature that a column of a polars type is, of which only items have vectors; None for other
+    types.
+    """
     import polars as pl
 
     if dtype in (pl.String, pl.Categorical, pl.Boolean) or isinstance(dtype, pl.Enum):
         return "category"
+    if isinstance(dtype, pl.List | pl.Array) and dtype.inner in (pl.Float32, pl.Float64):
+        return "vector"
     return "number" if dtype.is_numeric() else "list" if isinstance(dtype, pl.List) else None

@@ -116,7 +116,8 @@ def fit(
             configuration in configs/, the path of a YAML file, or what such a file holds as a dict.
         items, users: features, a row for each item or user, in the same forms. The columns of a frame that
             `data.features` does not name are features by their types: text is a category, a number a number, a
-            list a list; the ids are in the column item or user, or in one called as that of the events.
+            list a list, one of fractions a vector; the ids are in the column item or user, or in one called as that
+            of the events.
         run: the run's folder; by default a new one below `run_dir`. In a folder that has a run of the same
             configuration and data, this run is continued, or is returned if it is finished.
         quiet: print nothing.

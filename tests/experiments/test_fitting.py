@@ -117,6 +117,18 @@ def test_features_are_named_by_their_types():
     assert "id: sku" in text and "price:\n          kind: number" in text
 
 
+def test_a_list_of_fractions_is_a_vector():
+    import polars as pl
+
+    from data.frames import feature_kind
+
+    for dtype, kind in (
+        (pl.List(pl.Float32), "vector"), (pl.Array(pl.Float64, 3), "vector"), (pl.List(pl.Int64), "list"),
+        (pl.Float32, "number"), (pl.Enum(["a"]), "category"), (pl.Boolean, "category"), (pl.Date, None),
+    ):  # fmt: skip
+        assert feature_kind(dtype) == kind
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
