@@ -171,6 +171,7 @@ def launch(job: Job, parallel: int) -> subprocess.Popen:
     does.
     """
     environment = dict(os.environ)
+    environment.pop("FORCE_COLOR", None)  # which notebooks set: into a log rich would draw bars in place of lines
     if parallel > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // parallel)))
     with access(job.log, "written"), job.log.open("ab") as log:
