@@ -2,6 +2,7 @@
 
 python benchmarks/serving.py --capacity                      users with full windows in a GB, by format
 python benchmarks/serving.py --cpu                           recommend over 50,000 items and append, N = 200, on a CPU
+python benchmarks/serving.py --filters                       recommend over 1,000,000 items with filters, on a CPU
 python benchmarks/serving.py --gpu [--seconds 150]           against recomputing the history, on a GPU
 python benchmarks/serving.py --http URL --run RUN --rate 100 --seconds 300     mixed routes at a fixed rate
 python benchmarks/serving.py --start 1000000 --run RUN       the start of serve.py with a log of so many events
@@ -156,6 +157,20 @@ def cpu(results: Results) -> None:
         ("score 100", lambda: recommender.score([3], [rng.integers(0, 50_000, 100)], at=now[0])),
     ):
         results(part="cpu", route=route, threads=2, items=50_000, **timed(call, 300, warmup=20))
+
+
+def filtered(results: Results, items: int = 1_000_000) -> None:
+    """Time lists of all items, and of a thousandth of them: a named list, and ids in the request."""
+    import torch
+
+    torch.set_num_threads(2)
+    recommender = make("large-200", "cpu", items=items, cache_bytes=GB // 10)
+    now = fill(recommender, 8, 150)
+    stock = recommender.items.original(np.random.default_rng(1).choice(items, items // 1000, replace=False))
+    recommender.filters.put("stock", stock)
+    for filters in ({}, {"filters": ["stock"]}, {"allow": stock}, {"deny": stock}):
+        called = timed(lambda: recommender.recommend([3], at=now, **filters), 100, warmup=5)  # noqa: B023
+        results(part="filters", filter=next(iter(filters), None), threads=2, items=items, **called)
 
 
 def recomputed(recommender):
@@ -466,6 +481,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--capacity", action="store_true")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--filters", action="store_true")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--http", metavar="URL")
     parser.add_argument("--run", type=Path, help="with --http and --start: the run's folder")
@@ -475,8 +491,8 @@ def main() -> None:
     parser.add_argument("--token-file", type=Path)
     parser.add_argument("--out", type=Path, help="the file that JSON lines are added to")
     options = parser.parse_args()
-    if not (options.capacity or options.cpu or options.gpu or options.http or options.start):
-        parser.error("give --capacity, --cpu, --gpu, --http or --start")
+    if not (options.capacity or options.cpu or options.filters or options.gpu or options.http or options.start):
+        parser.error("give --capacity, --cpu, --filters, --gpu, --http or --start")
     if (options.http or options.start) and options.run is None:
         parser.error("--http and --start need --run RUN")
     results = Results(options.out)
@@ -484,6 +500,8 @@ def main() -> None:
         capacity(results)
     if options.cpu:
         cpu(results)
+    if options.filters:
+        filtered(results)
     if options.gpu:
         import torch
 
