@@ -153,6 +153,8 @@ def create_app(
     ListQuery = Annotated[Callable[[str], Recommend], Depends(list_query)]
     ListName = Annotated[str, Path(min_length=1, max_length=bodies.LONGEST_ID, description="the list's name")]
     lists_out: dict[str, Any] = {"include_in_schema": not recommender.ranking}
+    known = recommender.vocabulary.features
+    items_in: dict[str, Any] = {"include_in_schema": known is not None and known.trained is not None}
 
     @app.post("/events", **secured(507), openapi_extra=bodies.events_body(recommender, limits.events))
     async def append_events(request: Request) -> bodies.Accepted:
@@ -169,7 +171,7 @@ def create_app(
             events=states,
         )  # fmt: skip
 
-    @app.post("/items", **secured(507), openapi_extra=bodies.items_body(recommender, limits.items))
+    @app.post("/items", **secured(507), **items_in, openapi_extra=bodies.items_body(recommender, limits.items))
     async def add_items(request: Request) -> bodies.ItemsAdded:
         """Add items that the model was not trained on and knows by their features. They are in the log when this
         answers, and every request from then on may have them. An item that there is already stays as it is.
