@@ -4,6 +4,7 @@ python examples/load_exported.py OUT.pt2 AT ITEM=TIME ...      the next items af
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -18,14 +19,26 @@ def load(path):
 
     def recommend(items, times, at):
         known = [(rows[str(item)], int(time)) for item, time in zip(items, times) if str(item) in rows][-longest:]
+        if not known:
+            return [], []
         best, scores = model(*(torch.tensor(column) for column in zip(*known)), torch.tensor(int(at)))
         return [ids[row] for row in best[scores > -torch.inf].tolist()], scores[scores > -torch.inf].tolist()
 
     return recommend
 
 
-if __name__ == "__main__":
+def main():
+    if len(sys.argv) < 4:
+        sys.exit("error: expected OUT.pt2 AT ITEM=TIME ...")
     path, at, *events = sys.argv[1:]
+    if not os.path.isfile(path):
+        sys.exit(f"error: {path}: no such file")
     items, times = zip(*(event.rpartition("=")[::2] for event in events))
+    if not all(time.isdecimal() for time in (at, *times)):
+        sys.exit("error: AT and each TIME are whole seconds")
     for item, score in zip(*load(path)(items, times, at)):
         print(item, f"{score:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -140,8 +140,7 @@ def markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
 
 def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline: dict[str, float]) -> list[str]:
     """Plot the curves, with the baseline's metrics as lines; return the names of the files."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from training.plots import Figure, MaxNLocator  # of matplotlib, which then has a valid backend
 
     evaluated = [row for row in history if plotted[0] in row]
     split = evaluated[0]["split"] if evaluated else ""

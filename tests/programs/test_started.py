@@ -42,11 +42,14 @@ WRONG = {
         ("ml-100k --to OUT --url nonsense", "nonsense: expected an address"),
         ("ml-100k --to README.md", "README.md"),
     ],
+    "examples/load_exported.py": [("absent.pt2 1 a=1", "absent.pt2: no such file"), ("", "expected OUT.pt2 AT ITEM=")],
     "examples/recommend.py": [
         ("absent absent.csv", "absent: not a run folder"),
         ("absent", "the following arguments are required: events"),
     ],
+    "examples/vectors.py": [("items.csv titles", "titles: expected a name that ends in .npy")],
     "tools/doctor.py": [],
+    "tools/forget.py": [("user --data absent", "--data: absent: no such folder"), ("", "arguments are required")],
 }
 
 
