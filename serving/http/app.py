@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
+from pydantic.json_schema import SkipJsonSchema
 from starlette.exceptions import HTTPException
 
 from serving.errors import RequestError
@@ -130,7 +131,7 @@ def create_app(
         return lists
 
     Length = Annotated[int, Query(ge=1, le=limits.list)]
-    At = Annotated[bodies.QuerySeconds | None, Query(description="seconds since 1970; by default now")]
+    At = Annotated[bodies.QuerySeconds | SkipJsonSchema[None], Query(description="seconds since 1970; by default now")]
 
     features = recommender.filters.features
     where_schema, most_schema = (bodies.pairs_schema(features, value) for value in (".+", "[0-9]{1,9}"))
@@ -138,10 +139,10 @@ def create_app(
     async def list_query(
         k: Length = 10,
         at: At = None,
-        exclude_seen: Annotated[bool | None, Query(description=bodies.SEEN)] = None,
+        exclude_seen: Annotated[bool | SkipJsonSchema[None], Query(description=bodies.SEEN)] = None,
         cold: Annotated[bodies.Cold, Query(description=bodies.COLD)] = "popular",
-        allow: Annotated[list[str] | None, Query(description="only these items")] = None,
-        deny: Annotated[list[str] | None, Query(description="none of these items")] = None,
+        allow: Annotated[list[str], Query(description="only these items")] = [],  # noqa: B006
+        deny: Annotated[list[str], Query(description="none of these items")] = [],  # noqa: B006
         where: Annotated[list[str], Query(description=bodies.WHERE, json_schema_extra=where_schema)] = [],  # noqa: B006
         at_most: Annotated[list[str], Query(description=bodies.AT_MOST, json_schema_extra=most_schema)] = [],  # noqa: B006
         filters: Annotated[list[str], Query(description="names of uploaded lists")] = [],  # noqa: B006

@@ -57,7 +57,9 @@ def _seconds(value: Any) -> int:
 
 SECONDS = WithJsonSchema({"type": "integer", "minimum": 0, "exclusiveMaximum": LATEST})
 Text = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_ID, pattern=r"^[^\x00]*$")]
-Id = Annotated[int, BeforeValidator(_id), WithJsonSchema({"type": "integer"})] | Text
+WholeId = Annotated[int, BeforeValidator(_id), WithJsonSchema({"type": "integer"})]
+Id = WholeId | Text
+Whole = Annotated[int, BeforeValidator(lambda value: _whole(value, "a whole number"))]
 Seconds = Annotated[int, BeforeValidator(_seconds), SECONDS]
 QuerySeconds = Annotated[int, AfterValidator(_seconds), SECONDS]
 UserPath = Annotated[str, Path(min_length=1, max_length=LONGEST_ID, description="the user's id, percent-encoded")]
@@ -177,7 +179,7 @@ class FilterIn(Strict):
     allow: list[Id] | None = Field(None, description="only these items")
     deny: list[Id] | None = Field(None, description="none of these items")
     where: dict[str, list[Id]] | None = Field(None, description="feature -> values, one of which an item must have")
-    at_most: dict[str, Annotated[StrictInt, Field(ge=0)]] | None = Field(
+    at_most: dict[str, Annotated[Whole, Field(ge=0)]] | None = Field(
         None, description="feature -> how many items of one value a list may have"
     )
     filters: list[Text] = Field([], description="names of uploaded lists, all of which must have the item")
@@ -191,7 +193,7 @@ class ListsIn(FilterIn):
     """Users to recommend items for."""
 
     users: list[Id] = Field(min_length=1)
-    k: StrictInt = Field(10, ge=1)
+    k: Whole = Field(10, ge=1)
     at: Seconds | None = Field(None, description="seconds since 1970; by default now")
     exclude_seen: StrictBool | None = Field(None, description=SEEN)
     cold: Cold = Field("popular", description=COLD)
@@ -223,7 +225,7 @@ class ListsOut(Reply):
 class NamedListIn(Strict):
     """The items of a named list."""
 
-    items: list[StrictInt | Text]  # a long list: ids are not looked at in Python
+    items: list[StrictInt | Text | WholeId]  # a long list: only 7.0 is looked at in Python
 
 
 class NamedListOut(BaseModel):
@@ -364,9 +366,7 @@ def parse_named_list(name: str, content: bytes) -> PutList:
     return PutList(name, _ids(NamedListIn.model_validate_json(content).items))
 
 
-def query_filter(
-    allow: list[str] | None, deny: list[str] | None, where: list[str], at_most: list[str], filters: list[str]
-) -> Filter:
+def query_filter(allow: list[str], deny: list[str], where: list[str], at_most: list[str], filters: list[str]) -> Filter:
     """Build the filter of a query: where as `feature:value` and at_most as `feature:number`, each many times."""
     values: dict[str, list[str]] = {}
     for feature, value in _pairs("where", where):
@@ -375,7 +375,7 @@ def query_filter(
     for text in numbers.values():
         if not text.isdecimal() or len(text) > 9:
             raise InvalidRequest(f"at_most: expected feature:number, got {shown(repr(text))}")
-    return Filter(allow, deny, values, {feature: int(number) for feature, number in numbers.items()}, filters)
+    return Filter(allow or None, deny, values, {feature: int(number) for feature, number in numbers.items()}, filters)
 
 
 def _pairs(name: str, pairs: list[str]) -> list[tuple[str, str]]:
