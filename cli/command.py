@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+from cli.environment import check_environment, open_standard_files
 from cli.interrupt import leave
 from data.errors import UserError
 from hstu_sparse_checkout import commit
@@ -62,11 +63,6 @@ SERVING_OPTIONS = (
     ("slide", int, "how many events leave a full window together; by default a quarter of the window"),
     ("cuda_graphs", true_or_false, "on a GPU: replay passes of few tokens as CUDA graphs; by default true"),
 )
-
-
-# Numbers of threads that polars or OpenMP would refuse with a panic, a message of their own or silently.
-THREADS = ("POLARS_MAX_THREADS", "OMP_NUM_THREADS")
-MOST_THREADS = 1024
 
 
 class Parser(argparse.ArgumentParser):
@@ -438,9 +434,9 @@ def answer_early(
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)
-    _open_standard_files()
+    open_standard_files()
     options = parse(description)
-    _check_environment()
+    check_environment(Parser().exit)
     try:
         text = None if check is None else check(options)
     except UserError as error:
@@ -482,30 +478,3 @@ def _print(text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
             Parser().exit(2, f"error: standard output cannot be written: {error.strerror}\n")
-
-
-def _open_standard_files() -> None:
-    """Open /dev/null where standard input, output or errors are closed: a file of the run would get their number, and
-    what libraries print would be written into it.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
-
-
-def _check_environment() -> None:
-    """Exit with one line of error if the environment has a value with which a library cannot start."""
-    for name in THREADS:
-        value = os.environ.get(name, "").strip() or "1"
-        if not all(part.strip().isdecimal() and 1 <= int(part) <= MOST_THREADS for part in value.split(",")):
-            Parser().exit(2, f"error: {name} in the environment: expected 1 to {MOST_THREADS:,}, got {value!r}\n")
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        Parser().exit(
-            1, "error: torch is not installed in this Python; run `make setup`, then `source .venv/bin/activate`\n"
-        )
-    except ValueError as error:  # an environment variable such as TORCH_LOGS
-        Parser().exit(2, f"error: torch cannot be imported: {' '.join(str(error).split())[:200]}\n")
