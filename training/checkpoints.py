@@ -17,12 +17,9 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from data.atomic import find_folder, replace_folder
 from data.explain import explain
@@ -42,7 +39,7 @@ from training.saved import (
     save_folder,
     write_facts,
 )
-from training.weights import TABLE, checked_facts, read_tensors, reading, reason, saved_tensors, sharded, whole_weights
+from training.weights import TABLE, checked_facts, whole_weights
 
 KEEP = 2
 STEP = re.compile(r"step-\d{8,}")  # the name of a checkpoint
@@ -139,17 +136,18 @@ class Checkpoints:
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint, or begin to, with several ranks; one of the same step is replaced, the last two stay."""
+        from training import dcp
+
         self.wait()
         folder, state = self.run / "checkpoints" / f"step-{progress.step:08d}", dict(self._state())
         place: Any = replace_folder(folder) if self.ranks.first else nullcontext()
         with _writing(folder, place):
             temporary = self.ranks.of_first(place.__enter__())
-            if self.group is None:
+            saved = dcp.write_tensors(temporary, state, self.group)
+            if saved is None:
                 written: Future = Future()
-                dcp.save(state, checkpoint_id=temporary, no_dist=True)
                 written.set_result({path.name: checksum(path) for path in temporary.iterdir()})
             else:
-                saved: Any = dcp.async_save(state, checkpoint_id=temporary, process_group=self.group)
                 written = self.background.submit(self._checksums, saved, temporary)
         self.pending = written, place, temporary, {**progress.model_dump(), "tensors": sorted(state)}
         if self.group is None:
@@ -203,10 +201,12 @@ class Checkpoints:
 
     def _state(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor) of all that a checkpoint has, without copying it."""
+        from training import dcp
+
         names, table = {id(p): name for name, p in self.model.named_parameters()}, self.table
 
         def cut(value: Tensor) -> Any:
-            return value if table is None or self.mesh is None else sharded(table, self.mesh, value)
+            return value if table is None or self.mesh is None else dcp.sharded(table, self.mesh, value)
 
         for name, value in self.model.state_dict().items():
             yield f"model.{name}", value
@@ -231,8 +231,10 @@ class Checkpoints:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of what this rank holds of a checkpoint."""
+        from training import dcp
+
         for name, value in self._state():
-            yield name, value.to_local() if isinstance(value, DTensor) else value
+            yield name, dcp.local(value)
 
     def load(self, seed: int = 0) -> Progress:
         """Load the last checkpoint into model, table, optimiser, average and torch's generators; return its progress.
@@ -253,7 +255,9 @@ class Checkpoints:
         return progress
 
     def _load(self, source: Path, names: object, seed: int, step: int) -> None:
-        saved = saved_tensors(source)
+        from training import dcp
+
+        saved = dcp.saved_tensors(source)
         if names != sorted(saved):
             raise CheckpointError(f"{source}: not complete, its tensors are not those that state.json names")
         if (averaged := any(name.startswith("average.") for name in saved)) != (self.average is not None):
@@ -276,14 +280,14 @@ class Checkpoints:
                 "tensors do not fit"
             )
         # Copies into these tensors, which are those of the model, the table, the optimiser and the average.
-        read_tensors(source, state)
+        dcp.read_tensors(source, state)
         if (bad := not_finite(self.tensors())) is not None:
             raise CheckpointError(f"{source}: {bad} is not finite")
         for entries in self.optimizer.state.values():
             if any((value < 0).any() for key, value in entries.items() if key != "exp_avg"):
                 raise CheckpointError(f"{source}: not valid, a second moment is below 0")
         if "random.cpu" in state:
-            with reading(source):
+            with dcp.reading(source):
                 set_random_state(state)
         elif not self.ranks.engine:
             torch.manual_seed(seed_of(seed, step))
@@ -292,15 +296,17 @@ class Checkpoints:
 @contextmanager
 def _writing(folder: Path, place: Any) -> Iterator[None]:
     """After an error inside remove what was written, and report it as one of `folder`."""
+    from training import dcp
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that one process writes, which is meant
             yield
     except BaseException as error:
         place.__exit__(type(error), error, error.__traceback__)
-        if isinstance(error, (Exception, CheckpointException)):
+        if isinstance(error, (Exception, dcp.CheckpointException)):
             raise CheckpointError(
-                f"{folder}: cannot be written: {reason(error)}; what was saved before is as it was"
+                f"{folder}: cannot be written: {dcp.reason(error)}; what was saved before is as it was"
             ) from error
         raise
 

@@ -29,7 +29,7 @@ from training.run import Data, confined, open_data, open_weights, trained_model
 from training.saved import CheckpointError, load_folder
 from training.vocabulary import Known
 from training.warm_start import Places
-from training.weights import TABLE, load_weights, read_tensors, saved_tensors
+from training.weights import TABLE, load_weights
 
 
 @dataclass
@@ -126,15 +126,17 @@ def inherit(
 
     Rows of new items are as initialised or, where items have features, zero: such items begin as their features.
     """
+    from training import dcp
+
     last = checkpoints(update.folder)[-1:]
     if not last:
         raise CheckpointError(f"{update.folder}: no checkpoint, which has the optimiser's moments")
     load_folder(last[0], checked=slice(None))
     vocabulary = update.data.vocabulary
     places = Places.of(vocabulary, update.known.vocabulary)
-    forms = {name: form for name, form in saved_tensors(last[0]).items() if not name.startswith("random.")}
+    forms = {name: form for name, form in dcp.saved_tensors(last[0]).items() if not name.startswith("random.")}
     saved = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in forms.items()}
-    read_tensors(last[0], saved)
+    dcp.read_tensors(last[0], saved)
     weights = averages = update.weights
     if update.source.name != "best":  # the last checkpoint, which has the weights of training too
         weights = {name: saved[f"model.{name}"] for name in averages}

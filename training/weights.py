@@ -4,21 +4,15 @@ best/ is one safetensors file. A checkpoint is a folder of torch.distributed.che
 whatever number of ranks wrote them; any number of ranks, or none, can read them.
 """
 
-import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
 
 from data.atomic import find_folder
 from data.types import shown
@@ -28,76 +22,6 @@ from training.ranks.tables import ShardedTable, sharded_table
 from training.saved import CheckpointError, load_folder
 
 TABLE = "embedding.tables.embeddings.item.weight"  # the item table's name, as one process saves it
-# What a checkpoint's .metadata is pickled from.
-PICKLED = {(metadata.__name__, name) for name, of in vars(metadata).items() if isinstance(of, type)}
-PICKLED = {(module, name) for module, name in PICKLED if getattr(metadata, name).__module__ == module}
-PICKLED |= {("torch", str(of).removeprefix("torch.")) for of in vars(torch).values() if isinstance(of, torch.dtype)}
-PICKLED |= {("torch", "Size"), ("torch.serialization", "_get_layout")}
-PICKLED |= {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
-PICKLED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in PICKLED:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
-        return super().find_class(module, name)
-
-
-class Reader(dcp.FileSystemReader):
-    """Read a checkpoint; its .metadata, a pickle, cannot run code."""
-
-    def read_metadata(self, *args: Any, **options: Any) -> metadata.Metadata:
-        with Path(self.path, ".metadata").open("rb") as file:
-            _Unpickler(file).load()
-        return super().read_metadata(*args, **options)
-
-
-@contextmanager
-def reading(source: Path) -> Iterator[None]:
-    """Report an error inside as one of `source`, whose files are as they were written."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that one process reads, which is meant
-            yield
-    except CheckpointError:
-        raise
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{source}: cannot be read ({reason(error)})") from error
-
-
-def reason(error: BaseException) -> str:
-    """Return the cause of an error of torch.distributed.checkpoint, in one line."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return shown(getattr(error, "strerror", None) or str(error).strip().split("\n")[0], 300)
-
-
-def saved_tensors(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the shape and dtype of each tensor of a checkpoint by name."""
-    with reading(source):
-        entries: Any = Reader(source).read_metadata().state_dict_metadata
-        return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
-
-
-def read_tensors(source: Path, tensors: dict[str, Any]) -> None:
-    """Fill tensors, or this rank's shards of them, with what a checkpoint has under their names."""
-    with reading(source):
-        dcp.load(tensors, storage_reader=Reader(source), no_dist=True)
-
-
-def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
-    """Return `local`, [rows, columns] or [rows], as this rank's shard of a tensor that all ranks share.
-
-    For [rows], one number for each row of a shard, the whole tensor has a column for each cut of the columns.
-    """
-    cells, world = local if local.dim() == 2 else local[:, None], table.ranks.world
-    if table.kind == "table_wise":  # one rank has all
-        return cells
-    rows, columns = (table.num_items, cells.shape[1]), (table.num_items, cells.shape[1] * world)
-    size, dimension = (rows, 0) if table.kind == "row_wise" else (columns, 1)
-    stride = (size[1], 1)
-    return DTensor.from_local(cells, mesh, [Shard(dimension)], run_check=False, shape=torch.Size(size), stride=stride)
 
 
 def whole_weights(model: nn.Module, table: ShardedTable | None, first: bool) -> dict[str, Tensor]:
@@ -118,7 +42,9 @@ def is_one_file(source: Path) -> bool:
 
 def judged_names(source: Path) -> dict[str, tuple[str, torch.Size, torch.dtype]]:
     """Map each weight's name to (its name in a checkpoint, shape, dtype): averages in place of weights if there are."""
-    saved = saved_tensors(source)
+    from training import dcp
+
+    saved = dcp.saved_tensors(source)
     names = {}
     for name in saved:
         kind, _, weight = name.partition(".")
@@ -133,10 +59,12 @@ def saved_weights(source: Path) -> tuple[dict[str, Tensor], dict]:
     if is_one_file(source):
         tensors, facts = load_folder(source, "model")
         return tensors["model"], facts
+    from training import dcp
+
     _, facts = load_folder(source, checked=slice(None))
     names = judged_names(source)
     weights = {name: torch.empty(size, dtype=dtype) for name, (_, size, dtype) in names.items()}
-    read_tensors(source, {names[name][0]: weight for name, weight in weights.items()})
+    dcp.read_tensors(source, {names[name][0]: weight for name, weight in weights.items()})
     return weights, facts
 
 
@@ -191,13 +119,15 @@ def load_slices(model: SequenceModel, source: Path, ranks: RankGroup) -> None:
                     raise CheckpointError(f"{source}: belongs to another model, {TABLE} does not fit")
                 table.fill(rows)
         return
+    from training import dcp
+
     tensors, names = model.state_dict(), judged_names(source)
     mesh = None if table is None else init_device_mesh(table.device.type, (ranks.world,))
     if table is not None and mesh is not None and table.kernel is not None:
-        tensors[TABLE] = sharded(table, mesh, table.weight)
+        tensors[TABLE] = dcp.sharded(table, mesh, table.weight)
     if wrong := sorted(name for name in tensors if name not in names or names[name][1] != tensors[name].size()):
         raise CheckpointError(f"{source}: belongs to another model, {wrong[0]} does not fit")
-    read_tensors(source, {names[name][0]: value for name, value in tensors.items()})
+    dcp.read_tensors(source, {names[name][0]: value for name, value in tensors.items()})
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:

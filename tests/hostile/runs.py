@@ -28,8 +28,8 @@ import train
 from tests.hostile.configs import BASE
 from tests.hostile.harness import EITHER, ERROR, WORKS, Case, Process, judge, signalled
 from training import loop
+from training.dcp import read_tensors, saved_tensors
 from training.saved import checksum, facts_checksum
-from training.weights import read_tensors, saved_tensors
 
 LONG = ["train.epochs=6", "train.batch_size=4", "data.synthetic.num_users=80"]
 STEP = 48  # of such a run of 120 steps, at which it is stopped: in the third of six epochs

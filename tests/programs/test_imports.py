@@ -165,10 +165,11 @@ def test_the_operators_are_imported_without_what_takes_long():
 
 @pytest.mark.parametrize("program", ["train", "eval", "serve"])
 def test_programs_start_without_libraries_that_take_seconds(program):
-    """Functions that need torchrec, matplotlib or scipy.stats import them: a program that only reports an error must
-    not wait for them.
+    """Functions that need torchrec, matplotlib, scipy.stats or checkpoints import them: a program that only reports an
+    error must not wait for them.
     """
-    slow, reached, waiting = {"torchrec", "matplotlib", "scipy.stats"}, set(), {program}
+    slow = {"torchrec", "matplotlib", "scipy.stats", "torch.distributed.checkpoint", "torch.distributed.tensor"}
+    reached, waiting = set(), {program}
     while waiting:
         module = waiting.pop()
         reached.add(module)

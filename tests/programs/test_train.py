@@ -24,9 +24,10 @@ import train
 from training import loop
 from training.checkpoints import checkpoints
 from training.config import load_config
+from training.dcp import read_tensors, saved_tensors
 from training.run import TrainingError
 from training.saved import load_folder
-from training.weights import read_tensors, saved_tensors, saved_weights
+from training.weights import saved_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = {

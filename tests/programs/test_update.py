@@ -12,9 +12,10 @@ from data.update import new_events
 from tests.training.test_changes import refuses
 from training.checkpoints import checkpoints
 from training.config import load_config
+from training.dcp import read_tensors, saved_tensors
 from training.run import open_data
 from training.vocabulary import load_vocabulary
-from training.weights import TABLE, read_tensors, saved_tensors
+from training.weights import TABLE
 
 CONFIG = """
 name: t

@@ -145,7 +145,7 @@ def test_new_items_of_an_update(place, tmp_path):
 
 
 def saved(run):
-    from training.weights import read_tensors, saved_tensors
+    from training.dcp import read_tensors, saved_tensors
 
     checkpoint = checkpoints(run)[-1] if run.parent.name.startswith("vectors") else checkpoints(run)[0]
     tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved_tensors(checkpoint).items()}

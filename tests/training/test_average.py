@@ -11,8 +11,8 @@ from tests.programs.test_train import ROOT, fails, final, run, start
 from training.average import WeightAverage
 from training.checkpoints import checkpoints
 from training.config import load_config
+from training.dcp import read_tensors, saved_tensors
 from training.step import set_lr
-from training.weights import read_tensors, saved_tensors
 
 OPTIONS = ["train.ema_decay=0.9", "train.decay=cosine", "train.warmup_steps=7", "data.protocol=published"]
 

@@ -15,9 +15,10 @@ from training import saved
 from training.average import WeightAverage
 from training.checkpoints import Checkpoints, Progress, checkpoints, set_aside_damaged
 from training.config import load_config
+from training.dcp import read_tensors, saved_tensors
 from training.ranks.processes import Ranks
 from training.saved import CheckpointError, exists, load_folder, not_finite, save_folder
-from training.weights import read_tensors, saved_tensors, saved_weights
+from training.weights import saved_weights
 
 ROOT = Path(__file__).parents[2]
 RANKS = Ranks(load_config(ROOT / "configs/synthetic-hstu.yaml", []))  # of one process

@@ -10,10 +10,10 @@ from training import optimizer as optimizers
 from training.average import WeightAverage
 from training.checkpoints import Checkpoints, Progress, checkpoints
 from training.config import load_config
+from training.dcp import saved_tensors
 from training.optimizer import AdamW, bytes_in_training
 from training.ranks.processes import Ranks
 from training.saved import CheckpointError
-from training.weights import saved_tensors
 
 CONFIG = Path(__file__).parents[2] / "configs/synthetic-hstu.yaml"
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1}

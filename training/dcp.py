@@ -1,0 +1,110 @@
+"""Read and write folders of torch.distributed.checkpoint, whose tensors are whole by name.
+
+torch.distributed.checkpoint takes longer to import than most programs need it: functions import this module.
+"""
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from data.types import shown
+from training.ranks.tables import ShardedTable
+from training.saved import CheckpointError
+
+# What a checkpoint's .metadata is pickled from.
+PICKLED = {(metadata.__name__, name) for name, of in vars(metadata).items() if isinstance(of, type)}
+PICKLED = {(module, name) for module, name in PICKLED if getattr(metadata, name).__module__ == module}
+PICKLED |= {("torch", str(of).removeprefix("torch.")) for of in vars(torch).values() if isinstance(of, torch.dtype)}
+PICKLED |= {("torch", "Size"), ("torch.serialization", "_get_layout")}
+PICKLED |= {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+PICKLED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in PICKLED:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """Read a checkpoint; its .metadata, a pickle, cannot run code."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> metadata.Metadata:
+        with Path(self.path, ".metadata").open("rb") as file:
+            _Unpickler(file).load()
+        return super().read_metadata(*args, **options)
+
+
+@contextmanager
+def reading(source: Path) -> Iterator[None]:
+    """Report an error inside as one of `source`, whose files are as they were written."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that one process reads, which is meant
+            yield
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{source}: cannot be read ({reason(error)})") from error
+
+
+def reason(error: BaseException) -> str:
+    """Return the cause of an error of torch.distributed.checkpoint, in one line."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return shown(getattr(error, "strerror", None) or str(error).strip().split("\n")[0], 300)
+
+
+def saved_tensors(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the shape and dtype of each tensor of a checkpoint by name."""
+    with reading(source):
+        entries: Any = Reader(source).read_metadata().state_dict_metadata
+        return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
+
+
+def read_tensors(source: Path, tensors: dict[str, Any]) -> None:
+    """Fill tensors, or this rank's shards of them, with what a checkpoint has under their names."""
+    with reading(source):
+        dcp.load(tensors, storage_reader=Reader(source), no_dist=True)
+
+
+def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
+    """Return `local`, [rows, columns] or [rows], as this rank's shard of a tensor that all ranks share.
+
+    For [rows], one number for each row of a shard, the whole tensor has a column for each cut of the columns.
+    """
+    cells, world = local if local.dim() == 2 else local[:, None], table.ranks.world
+    if table.kind == "table_wise":  # one rank has all
+        return cells
+    rows, columns = (table.num_items, cells.shape[1]), (table.num_items, cells.shape[1] * world)
+    size, dimension = (rows, 0) if table.kind == "row_wise" else (columns, 1)
+    stride = (size[1], 1)
+    return DTensor.from_local(cells, mesh, [Shard(dimension)], run_check=False, shape=torch.Size(size), stride=stride)
+
+
+def write_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> Future | None:
+    """Write tensors to a folder; with a group each rank writes its shards in the background, until the future ends."""
+    if group is None:
+        dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+        return None
+    saved: Any = dcp.async_save(tensors, checkpoint_id=folder, process_group=group)
+    return saved
+
+
+def local(value: Any) -> Tensor:
+    """Return this rank's shard of a tensor that all ranks share; other tensors as they are."""
+    return value.to_local() if isinstance(value, DTensor) else value
