@@ -44,11 +44,16 @@ class Caches:
     """The entries of all users who have pages, the least recently used first.
 
     group: number of tokens by which a length may be cut, 1 but for bsa, whose open groups would lack their choice.
+
+    ahead: the entries of windows to which those of their users will slide; their pages are the first to go.
+    soon: the users whose next events are to be encoded in such a window, too.
     """
 
     def __init__(self, pool: hstu_sparse.PagePool, group: int = 1):
         self.pool, self.group = pool, group
         self.entries: OrderedDict[str, Entry] = OrderedDict()
+        self.ahead: OrderedDict[str, Entry] = OrderedDict()
+        self.soon: OrderedDict[str, None] = OrderedDict()
         self.pinned: set[str] = set()
         self.evictions = 0
 
@@ -57,20 +62,27 @@ class Caches:
 
     def length(self, user: str, begin: int) -> int:
         """Return the number of tokens in the pages for the window that begins at event `begin`; drop those of another
-        window.
+        window, for which the one ahead comes if that is it.
         """
         entry = self.entries.get(user)
         if entry is None:
             return 0
         if entry.begin != begin:
-            self.cut(user, 0)
-            entry.begin = begin
+            following = self.ahead.pop(user, None)
+            if following is not None and following.begin != begin:
+                self.pool.shrink(following.row, 0)
+                following = None
+            if following is None:
+                self.cut(entry, 0)
+                entry.begin = begin
+            else:
+                self.pool.shrink(entry.row, 0)
+                self.entries[user] = entry = following
         return entry.length
 
-    def cut(self, user: str, length: int) -> None:
-        """Drop the user's tokens after the first `length` from the pages."""
-        entry = self.entries.get(user)
-        if entry is None or length >= entry.length:
+    def cut(self, entry: Entry, length: int) -> None:
+        """Drop the tokens after the first `length` from the pages of an entry."""
+        if length >= entry.length:
             return
         entry.length = max(0, length - length % self.group)
         entry.row = self.pool.shrink(entry.row, entry.length)
@@ -78,10 +90,34 @@ class Caches:
 
     def drop(self, user: str) -> bool:
         """Free a user's pages; return whether there were any."""
+        self.drop_ahead(user)
+        self.soon.pop(user, None)
         entry = self.entries.pop(user, None)
         if entry is not None:
             self.pool.shrink(entry.row, 0)
         return entry is not None
+
+    def drop_ahead(self, user: str) -> None:
+        """Free the pages of the window to which the user's window will slide."""
+        following = self.ahead.pop(user, None)
+        if following is not None:
+            self.pool.shrink(following.row, 0)
+
+    def reserve_ahead(self, user: str, begin: int, tokens: int) -> Entry | None:
+        """Return the entry of a window to which the user's will slide, with room for `tokens` of it; None if too few
+        pages are free.
+        """
+        following = self.ahead.get(user)
+        if following is None or following.begin != begin:
+            self.drop_ahead(user)
+            following = Entry(begin=begin)
+        try:
+            following.row = self.pool.reserve(following.row, tokens)
+        except hstu_sparse.PoolFull:
+            self.drop_ahead(user)
+            return None
+        self.ahead[user] = following
+        return following
 
     def fitting(self, users: Sequence[str], tokens: Sequence[int]) -> int:
         """Return how many of `users`, from the first on, can have pages for `tokens` at the same time.
@@ -136,6 +172,9 @@ class Caches:
                     entry.row = self.pool.reserve(entry.row, max(length, entry.length))
                     break
                 except hstu_sparse.PoolFull:
+                    if self.ahead:
+                        self.drop_ahead(next(iter(self.ahead)))
+                        continue
                     other = next((x for x in entries if x not in chosen and x not in self.pinned), None)
                     if other is None:
                         raise

@@ -7,6 +7,7 @@ Letters: B users, T new tokens, E embedding size, M candidates of a user.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -30,6 +31,8 @@ from serving.tokens import Columns, single_tokens, window_tokens
 from training.config import RunConfig
 
 TOKENS = {"cpu": 2**14, "cuda": 2**17}  # new tokens of one pass
+AHEAD = {"cpu": 32, "cuda": 1024}  # the same, of windows that are encoded ahead: a request may wait for the pass
+MARGIN = 16  # the next window is encoded over the last 1 / 16 of the events before a window slides
 
 
 class Ask(NamedTuple):
@@ -114,7 +117,9 @@ class Engine:
         self.padded = options.cuda_graphs and self.device.type == "cuda" and not sparse
         self.graphs = Graphs(self.device) if self.padded else None
         self._widest = form.num_pages(longest) + (form.sink_tokens > 0)
-        self.encoded = 0  # tokens that were written into pages, for metrics
+        # Where windows slide at every few events, each event would need a whole window ahead.
+        self._margin = margin if (margin := max(1, window.capacity // MARGIN)) < window.slide else 0
+        self.encoded = self.ahead = 0  # tokens that were written into pages, and those of them ahead, for metrics
 
     @property
     def bytes_per_user(self) -> int:
@@ -158,6 +163,8 @@ class Engine:
             "bytes_per_user": self.bytes_per_user,
             "evictions": caches.evictions,
             "tokens_encoded": self.encoded,
+            "tokens_encoded_ahead": self.ahead,
+            "windows_ahead": len(caches.ahead),
         }
 
     @property
@@ -187,8 +194,42 @@ class Engine:
         begin = self.window.begin(history.count)
         if entry.begin != begin:
             self.caches.length(user, begin)
-        if entry.length >= self.per_event * (unchanged - begin):
-            self.caches.cut(user, max(0, self.per_event * (unchanged - begin) - 1))
+        for entry in (self.caches.entries[user], self.caches.ahead.get(user)):
+            if entry is not None and entry.length >= self.per_event * (unchanged - entry.begin):
+                self.caches.cut(entry, max(0, self.per_event * (unchanged - entry.begin) - 1))
+
+    def encode_ahead(self, history_of: Callable[[str], History | None], most: int | None = None) -> int:
+        """Encode up to `most` tokens (by default AHEAD) of windows to which users' windows will slide within a few
+        events, so that no request waits for it; return how many, 0 if there is nothing to do.
+
+        Only free pages are used. history_of: returns a user's history.
+        """
+        caches, per_event, most = self.caches, self.per_event, most or AHEAD[self.device.type]
+        pieces: list[Piece] = []
+        while caches.soon and most:
+            user, _ = caches.soon.popitem(last=False)
+            history, entry = history_of(user), caches.entries[user]
+            if history is None or entry.begin != self.window.begin(history.count):
+                continue
+            begin = entry.begin + self.window.slide
+            window = Seen(user, history, begin, per_event * (history.count - begin))
+            following = caches.reserve_ahead(user, begin, window.tokens)
+            if following is not None and following.length < window.tokens - 1:
+                stop = min(window.tokens - 1, following.length + most)
+                pieces.append(Piece(window, following, following.length, stop))
+                most -= stop - following.length
+        if not pieces:
+            return 0
+        self._write(pieces)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that requests wait for one pass at most
+        window, *_, stop = pieces[-1]
+        if stop < window.tokens - 1:
+            caches.soon[window.user] = None
+            caches.soon.move_to_end(window.user, last=False)
+        count = sum(stop - start for *_, start, stop in pieces)
+        self.ahead += count
+        return count
 
     def update(self, users: list[str], histories: list[History]) -> None:
         """Bring the pages of distinct users up to date; other users' pages are evicted if needed."""
@@ -228,6 +269,8 @@ class Engine:
             if start >= end or window.user in done:
                 continue
             done.add(window.user)
+            if window.tokens > self.per_event * (self.window.capacity - self._margin):
+                self.caches.soon[window.user] = None
             while start < end:
                 stop = min(end, start + room)
                 # A window is encoded in one piece if it fits (`Part.whole`).

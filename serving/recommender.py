@@ -219,6 +219,11 @@ class Recommender(Inspection):
             with suppress(CacheFull):
                 self._engine.update(keys, [self._history(key) for key in keys])
 
+    def encode_ahead(self, tokens: int | None = None) -> int:
+        """Encode tokens of windows to which users' windows will slide soon, in idle time; return how many, or 0."""
+        with self._lock:
+            return self._engine.encode_ahead(self._histories.get, tokens)
+
     def add_many(
         self, users: list[str], places: np.ndarray, rows: np.ndarray, times: np.ndarray, codes: np.ndarray | None
     ) -> None:
@@ -398,10 +403,8 @@ class Recommender(Inspection):
         normalised.
         """
         with self._lock:
-            requests = self.check_requests(users, at)
-            return self._engine.answer(
-                [request._replace(candidates=mine) for request, mine in zip(requests, candidates)]
-            )
+            requests = zip(self.check_requests(users, at), candidates)
+            return self._engine.answer([request._replace(candidates=mine) for request, mine in requests])
 
     def _history(self, user: str) -> History:
         """Return the history of a user; NoHistory if there is none."""
@@ -432,8 +435,7 @@ class Recommender(Inspection):
         """Return what the model sees of a user; NoHistory for one without events."""
         (key,) = user_keys([user])
         with self._lock:
-            (request,) = self.check_requests([key], None)
-            h = request.history
+            h = self._history(key)
             cut = self.window.begin(h.count) - h.first
             actions = None if h.actions is None else h.actions[cut:].copy()
             return UserHistory(self.items.original(h.items[cut:]), h.timestamps[cut:].copy(), actions, h.count)
@@ -444,8 +446,7 @@ class Recommender(Inspection):
         with self._lock:
             self._engine.caches.pinned.discard(key)
             self._engine.caches.drop(key)
-            history = self._histories.get(key)
-            if history is not None:
+            if (history := self._histories.get(key)) is not None:
                 self._popularity.add(history.items, history.timestamps, -1)
             return self._histories.forget(key)
 
@@ -454,8 +455,7 @@ class Recommender(Inspection):
         keys = user_keys(users)
         with self._lock:
             for key in keys:
-                if key not in self._histories:
-                    raise NoHistory(f"user {shown(key)} has no event")
+                self._history(key)
             self._engine.caches.pinned.update(keys)
 
     def unpin(self, users) -> None:

@@ -111,7 +111,7 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         while True:
-            requests = [self._queue.get()]
+            requests = [self._next()]
             lists = 0
             while len(requests) < MOST_TOGETHER and requests[-1] is not None and lists < MOST_LISTS:
                 try:
@@ -134,6 +134,22 @@ class Worker(threading.Thread):
                     raise
             if last:
                 return
+
+    def _next(self) -> Any:
+        """Wait for a request; meanwhile the windows that users need next are encoded, some tokens at a time."""
+        while True:
+            try:
+                return self._queue.get_nowait()
+            except queue.Empty:
+                if not self._encode_ahead():
+                    return self._queue.get()
+
+    def _encode_ahead(self) -> int:
+        try:
+            return self.recommender.encode_ahead()
+        except Exception:  # no request depends on it
+            logger.exception("internal error while windows were encoded ahead")
+            return 0
 
     def answer(self, requests: list) -> None:
         """Set the answer of every request, or its error."""

@@ -34,7 +34,7 @@ class Campaign:
         self.plain = Plain(config, self.model, options.get("slide"))
         self.pinned: set[int] = set()
         self.worst = 0.0
-        self.now = 0
+        self.now = self.ahead = 0
 
     def run(self, operations: int) -> None:
         names, weights = list(WEIGHTS), np.array(list(WEIGHTS.values()), float)
@@ -61,6 +61,8 @@ class Campaign:
         reads = self.config.task.kind == "ranking" or self.config.model.action_embedding
         actions = self.rng.integers(0, NUM_ACTIONS, count) if reads else None
         self.served.append(users, items, times, actions, encode=bool(self.rng.random() < 0.8))
+        for tokens in self.rng.integers(1, 20, self.rng.integers(0, 4)).tolist():
+            self.ahead += self.served.encode_ahead(tokens)
         self.plain.append(users, items, times, actions)
 
     def at(self, user: int) -> int:
