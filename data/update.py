@@ -22,11 +22,14 @@ class NewEvents:
     after  the time of the last event that the run was trained on
     new    later events, and unseen ones of that very second
     late   earlier events that the run's data did not have
+    lost   events of the run's data, by their indices there, that the data set lacks, though it has events of the user
+           and of the item; None where it is not known
     """
 
     after: int
     new: np.ndarray
     late: np.ndarray
+    lost: np.ndarray | None = None
 
 
 def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewEvents:
@@ -41,6 +44,7 @@ def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewE
     users = np.repeat(index_of(before.user_ids, dataset.user_ids), np.diff(before.user_offsets))
     items = index_of(before.item_ids, dataset.item_ids)[before.items]
     still = (users >= 0) & (items >= 0)
+    still &= (np.bincount(dataset.items, minlength=dataset.num_items) > 0)[items]
     old = users[still], items[still], before.timestamps[still]
     now = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets)), dataset.items, dataset.timestamps
     is_now = np.repeat([False, True], [len(old[0]), len(now[0])])
@@ -49,13 +53,14 @@ def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewE
     user, item, time, is_now = user[order], item[order], time[order], is_now[order]
     begins = np.append(True, (np.diff(user) != 0) | (np.diff(item) != 0) | (np.diff(time) != 0))
     group = np.cumsum(begins) - 1
-    count = np.bincount(group[~is_now], minlength=int(group[-1]) + 1)[group]
+    before_count, now_count = (np.bincount(group[of], minlength=int(group[-1]) + 1)[group] for of in (~is_now, is_now))
     place = np.arange(len(group)) - np.flatnonzero(begins)[group]
     known = np.zeros(dataset.num_events, bool)
-    known[order[is_now] - len(old[0])] = (place < 2 * count)[is_now]
+    known[order[is_now] - len(old[0])] = (place < 2 * before_count)[is_now]
+    lost = np.flatnonzero(still)[order[~is_now & (place >= now_count)]]
     times = dataset.timestamps
     new = (times > after) | ((times == after) & ~known)
-    return NewEvents(after, np.flatnonzero(new), np.flatnonzero((times < after) & ~known))
+    return NewEvents(after, np.flatnonzero(new), np.flatnonzero((times < after) & ~known), np.sort(lost))
 
 
 def update_split(

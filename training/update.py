@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from cli.terminal import terminal
 from data.errors import ConfigError
-from data.types import DataError
-from data.update import judging_splits, new_events
+from data.types import DataError, Dataset, shown
+from data.update import NewEvents, judging_splits, new_events
 from data.vocabulary import index_of
 from models.hstu import SequenceModel
 from training.average import WeightAverage
@@ -66,7 +67,7 @@ def updated_config(folder: Path, overrides: list[str]) -> RunConfig:
 def begin_update(folder: Path, config: RunConfig) -> Update:
     """Open the run in `folder` and the data of its update by `config`, and judge the run on the new events.
 
-    DataError unless the data have at least as many events as those of the run, and new ones to train on.
+    DataError unless the data have the run's events, but for those of whole users and items, and new ones to train on.
     """
     config_before, known, weights, source, _ = open_weights(folder, [])
     # The machine and the options of evaluation are the update's.
@@ -74,12 +75,8 @@ def begin_update(folder: Path, config: RunConfig) -> Update:
     config_before = config_before.model_copy(update=options)
     before, data = open_data(config_before, trained_on=known), open_data(config, extends=known.vocabulary)
     dataset, events_before = data.dataset, before.dataset.num_events
-    if dataset.num_events < events_before:
-        raise DataError(
-            f"{dataset.name}: {dataset.num_events:,} events, {folder} was trained on data with {events_before:,}: "
-            "expected all events, old and new"
-        )
     events = new_events(dataset, before.dataset, before.splits.train_end)
+    check_all_are_there(events, before.dataset, dataset.name, folder)
     data = confined(data, events)
     first = {"generation": 0, "run": read_manifest(folder)["run"], "events": events_before}
     lines = read_lineage(folder) or [first | {"fingerprint": known.fingerprint}]
@@ -104,6 +101,18 @@ def begin_update(folder: Path, config: RunConfig) -> Update:
         headline = "  ".join(f"{name} {metrics[name]:.4f}" for name in judged.task.headline)
         terminal.say(f"{folder} on the {len(events.new):,} new events, before training: {headline}")
     return Update(folder, known, weights, source, before, data, [*lines, with_nulls(line)])
+
+
+def check_all_are_there(events: NewEvents, before: Dataset, name: str, folder: Path) -> None:
+    """Raise DataError if the data `name` lack events that the run in `folder` had of users and items that they have."""
+    if events.lost is not None and len(events.lost):
+        event = int(events.lost[0])
+        user = before.user_ids[np.searchsorted(before.user_offsets, event, side="right") - 1]
+        item, at = shown(str(before.item_ids[before.items[event]])), before.timestamps[event]
+        raise DataError(
+            f"{name}: lacks {len(events.lost):,} of the events of {folder}, like that of user {shown(str(user))}, item "
+            f"{item}, at {at}: expected all events, old and new, except those of users who were deleted"
+        )
 
 
 def new_data(config: RunConfig, known: Known, before: Data, ranks: Ranks | None = None) -> Data:

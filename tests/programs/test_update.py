@@ -150,7 +150,8 @@ def test_a_resumed_update_ends_as_one_that_was_not_stopped(place, tmp_path):
     ("content", "more", "message"),
     [
         ("who,what\na,b\n", (), "who"),
-        (table(OLD[:-1]), (), "199 events, "),
+        (table(OLD[:-1] + FRESH), (), "lacks 1 of the events of "),
+        (table(FRESH), (), "user u16, item i01, at 6"),
         (table(OLD), (), "no event to train on is later than the run's last one, at 9"),
         (table(FIRST), ("model.embedding_dim=16",), "an update cannot change model.embedding_dim: 8 -> 16"),
     ],
@@ -162,6 +163,25 @@ def test_what_makes_no_update_is_refused_and_leaves_nothing(place, tmp_path, cap
     assert "not a run folder" in refuses(tmp_path, capsys, train.main, "--update", place / "nothing", *options)
     assert message in refuses(tmp_path, capsys, train.main, "--update", place / "run", *options)
     assert not out.parent.exists()
+
+
+def test_events_of_deleted_users_may_be_gone(place, tmp_path):
+    """Check that data with fewer events than the run had make an update, if whole users are gone."""
+    gone = {"u00", "u01", "u02"}
+    rest = [row for row in OLD if row[0] not in gone] + [("u05", "i01", 20), ("u06", "i02", 20)]
+    assert len(rest) < len(OLD)
+    (tmp_path / "new.csv").write_text(table(rest))
+    assert (
+        train.main(
+            [
+                str(x)
+                for x in ("--update", place / "run", f"data.path={tmp_path / 'new.csv'}", "--run", tmp_path / "run")
+            ]
+        )
+        == 0
+    )
+    line = json.loads((tmp_path / "run" / "lineage.jsonl").read_text().splitlines()[1])
+    assert (line["new_events"], line["late_events"], line["events"]) == (2, 0, len(rest))
 
 
 def test_items_with_features_begin_as_their_features(tmp_path):
