@@ -34,8 +34,13 @@ WRONG = {
     "benchmarks/scale_tables.py": [("absent.jsonl", "absent.jsonl: No such file")],
     "benchmarks/scaling.py": [("--measured absent.jsonl", "absent.jsonl: No such file")],
     "benchmarks/serving.py": [("--http http://127.0.0.1:1", "need --run RUN"), ("--start 5 --run absent", "absent/")],
+    "benchmarks/slides.py": [("--model absent", "invalid choice: 'absent'")],
     "benchmarks/train.py": [("absent.yaml", "absent.yaml: No such file"), ("--parts --kinds dens", "dens is none of")],
     "benchmarks/trials.py": [("absent.yaml --out OUT", "absent.yaml: No such file"), ("--out OUT", "give a plan")],
+    "benchmarks/updates.py": [
+        ("run absent --out OUT", "absent: No such file"),
+        ("table absent", "updates.jsonl: No such"),
+    ],
     "data/download.py": [
         ("ml-1k", "invalid choice: 'ml-1k'"),
         ("ml-100k --to OUT --url http://127.0.0.1:PORT/x.zip", "is this machine offline?"),
