@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, shown
+from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, readable, shown
 from hstu_sparse.core.launch import INTERPRET, is_imagined
 from hstu_sparse.core.registration import plain
 
@@ -84,6 +84,18 @@ def check_tensor(
         raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} is on {x.device}, expected on {device}")
+
+
+def check_targets(num_targets: torch.Tensor | None, seq_offsets: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless `num_targets` is None or [B], from 0 to each sequence's length."""
+    if num_targets is None:
+        return
+    num_seqs = seq_offsets.shape[0] - 1
+    check_tensor("num_targets", num_targets, "B", {"B": num_seqs}, dtype=INTEGER, device=seq_offsets.device)
+    if readable(num_targets) and readable(seq_offsets):
+        for b, (targets, length) in enumerate(zip(num_targets.tolist(), seq_offsets.diff().tolist())):
+            if not 0 <= targets <= length:
+                raise ValueError(f"num_targets of sequence {b} must be 0 to its length {length}, got {targets}")
 
 
 def check_qkv(

@@ -10,9 +10,9 @@ import torch
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.core import validation
-from hstu_sparse.core.jagged import check_jagged, readable
+from hstu_sparse.core.jagged import check_jagged
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import INTEGER, check_int, check_kernel, check_qkv, check_tensor, choose_backend
+from hstu_sparse.core.validation import check_int, check_kernel, check_qkv, check_tensor, choose_backend
 from hstu_sparse.dense.reference import hstu_attention_reference
 
 if typing.TYPE_CHECKING:
@@ -182,11 +182,5 @@ def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias) -> None:
 
 def _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, tokens) -> RelativeBias:
     check_int("window_size", window_size, 0)
-    if num_targets is not None:
-        num_seqs = seq_offsets.shape[0] - 1
-        check_tensor("num_targets", num_targets, "B", {"B": num_seqs}, dtype=INTEGER, device=seq_offsets.device)
-        if readable(num_targets) and readable(seq_offsets):
-            for b, (targets, length) in enumerate(zip(num_targets.tolist(), seq_offsets.diff().tolist())):
-                if not 0 <= targets <= length:
-                    raise ValueError(f"num_targets of sequence {b} must be 0 to its length {length}, got {targets}")
+    validation.check_targets(num_targets, seq_offsets)
     return check_bias(bias, max_seq_len, tokens, seq_offsets.device)

@@ -32,12 +32,15 @@ def embed_inputs(
     seq_offsets: torch.Tensor,
     *,
     scale: float = 1.0,
+    num_targets: torch.Tensor | None = None,
     more: torch.Tensor | None = None,
     dropout: float = 0.0,
     seed: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Compute dropout(rows * scale + position[t] + more), t being the position of each token in its sequence.
+
+    With `num_targets` the last m_b tokens of sequence b are candidates, which all have the position of the first one.
 
     In Triton this is one kernel forward and two backward, for the tokens and for the positions, which save only their
     inputs. Gradients have the same bits in every run: a position's is summed over the sequences in a fixed order.
@@ -47,6 +50,7 @@ def embed_inputs(
         position: [N, E], a row for each position, of any floating dtype.
         seq_offsets: [B+1], int32 or int64, from 0 to T; no sequence is longer than N.
         scale: factor of rows.
+        num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
         more: [T, E], added without a factor, or None.
         dropout, seed: as `norm_gate`'s.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
@@ -73,19 +77,27 @@ def embed_inputs(
         check_tensor("more", more, "T E", sizes, device=rows.device)
     check_some(sizes, "E", "N")
     check_jagged(seq_offsets, sizes["N"], rows=rows)
+    validation.check_targets(num_targets, seq_offsets)
     scale, dropout = check_number("scale", scale), validation.check_dropout(dropout)
     if backend == "reference":
-        return embed_inputs_reference(rows, position, seq_offsets, scale=scale, more=more, dropout=dropout)
+        return embed_inputs_reference(
+            rows, position, seq_offsets, scale=scale, num_targets=num_targets, more=more, dropout=dropout
+        )
     check_kernel("embed_inputs", rows, {"E": sizes["E"]}, most=MAX_SIZE, products=False)
     if dropout:
         check_seed(seed, rows.device)
-    return embed_inputs_operator(rows, position, seq_offsets, more, seed if dropout else None, scale, dropout)
+    return embed_inputs_operator(
+        rows, position, seq_offsets, num_targets, more, seed if dropout else None, scale, dropout
+    )
 
 
-def embed_inputs_reference(rows, position, seq_offsets, *, scale, more, dropout) -> torch.Tensor:
+def embed_inputs_reference(rows, position, seq_offsets, *, scale, num_targets, more, dropout) -> torch.Tensor:
     """Compute dropout(rows * scale + position[place in the sequence] + more); torch's own generator draws the mask."""
     tokens = torch.arange(rows.shape[0], device=rows.device)
-    places = tokens - seq_offsets[sequence_ids(seq_offsets, rows.shape[0])]
+    sequences = sequence_ids(seq_offsets, rows.shape[0])
+    places = tokens - seq_offsets[sequences]
+    if num_targets is not None:
+        places = torch.minimum(places, (seq_offsets.diff() - num_targets)[sequences])
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (rows, position, more) if x is not None))
     rows, position, more = widened(rows, position, more)
     x = rows * scale + position.index_select(0, places)
@@ -101,21 +113,24 @@ _WALKED, _SHARING = 8, 16
 
 
 @triton.jit
-def _tile(seq_offsets, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
+def _tile(seq_offsets, num_targets, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
     """Return (tokens [ROWS, 1], their positions, channels [1, PAD_E], mask) of a program's tile."""
-    _b, start, length, tile = locate(seq_offsets, tl.program_id(0), B, ROWS)
+    b, start, length, tile = locate(seq_offsets, tl.program_id(0), B, ROWS)
     place = tile * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PAD_E)[None, :]
-    return start + place, place, column, (place < length) & (column < E)
+    token, inside = start + place, (place < length) & (column < E)
+    if num_targets is not None:
+        place = tl.minimum(place, length - tl.load(num_targets + b).to(tl.int32))
+    return token, place, column, inside
 
 
-@triton.jit(do_not_specialize=["B", "N", "scale", "dropout"], do_not_specialize_on_alignment=["seed"])
+@triton.jit(do_not_specialize=["B", "N", "scale", "dropout"], do_not_specialize_on_alignment=["seed", "num_targets"])
 def embed_inputs_fwd_kernel(
-    rows, position, seq_offsets, more, seed, out, scale, dropout, B, N, E: tl.constexpr, PAD_E: tl.constexpr,
-    ROWS: tl.constexpr,
+    rows, position, seq_offsets, num_targets, more, seed, out, scale, dropout, B, N, E: tl.constexpr,
+    PAD_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of tokens: the sum of the given tensors, with dropout."""
-    token, place, column, inside = _tile(seq_offsets, B, E, PAD_E, ROWS)
+    token, place, column, inside = _tile(seq_offsets, num_targets, B, E, PAD_E, ROWS)
     at = token * E + column
     x = tl.load(rows + at, inside, 0.0).to(tl.float32) * scale
     x += tl.load(position + place * E + column, inside & (place < N), 0.0).to(tl.float32)
@@ -126,12 +141,12 @@ def embed_inputs_fwd_kernel(
     tl.store(out + at, x.to(out.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["B", "scale", "dropout"], do_not_specialize_on_alignment=["seed"])
+@triton.jit(do_not_specialize=["B", "scale", "dropout"], do_not_specialize_on_alignment=["seed", "num_targets"])
 def embed_inputs_bwd_rows_kernel(
     grad, seq_offsets, seed, drows, dmore, scale, dropout, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
 ):
     """Compute the gradients of rows and, if given, more for a tile of tokens."""
-    token, _place, column, inside = _tile(seq_offsets, B, E, PAD_E, ROWS)
+    token, _place, column, inside = _tile(seq_offsets, None, B, E, PAD_E, ROWS)
     at = token * E + column
     x = tl.load(grad + at, inside, 0.0).to(tl.float32)
     if seed is not None:
@@ -141,10 +156,21 @@ def embed_inputs_bwd_rows_kernel(
         tl.store(dmore + at, x.to(dmore.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["B", "N", "sharing", "dropout"], do_not_specialize_on_alignment=["seed"])
+@triton.jit
+def _gradient(grad, seed, token, inside, dropout, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
+    """Return the gradient [ROWS, PAD_E] before dropout of the tokens [ROWS, 1]."""
+    column = tl.arange(0, PAD_E)[None, :]
+    x = tl.load(grad + token * E + column, inside, 0.0).to(tl.float32)
+    if seed is not None:
+        x = drop(x, seed, token.to(tl.int32), dropout, ROWS, PAD_E)
+    return x
+
+
+@triton.jit(do_not_specialize=["B", "N", "sharing", "dropout"], do_not_specialize_on_alignment=["seed", "num_targets"])
 def embed_inputs_bwd_position_kernel(
-    grad, seq_offsets, seed, parts, dropout, B, N, sharing, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
-):
+    grad, seq_offsets, num_targets, seed, parts, dropout, B, N, sharing, E: tl.constexpr, PAD_E: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     """Compute parts [sharing, N, E]: a tile of positions, summed over every `sharing`-th sequence."""
     first = tl.program_id(0) // sharing * ROWS
     share = tl.program_id(0) % sharing
@@ -154,12 +180,18 @@ def embed_inputs_bwd_position_kernel(
     for b in range(share, B, sharing):
         start = tl.load(seq_offsets + b).to(tl.int64)
         length = (tl.load(seq_offsets + b + 1) - start).to(tl.int32)
-        if first < length:
-            token = start + place
-            x = tl.load(grad + token * E + column, (place < length) & (column < E), 0.0).to(tl.float32)
-            if seed is not None:
-                x = drop(x, seed, token.to(tl.int32), dropout, ROWS, PAD_E)
-            total += x
+        history = length
+        if num_targets is not None:
+            history -= tl.load(num_targets + b).to(tl.int32)
+        if first < history:
+            total += _gradient(grad, seed, start + place, (place < history) & (column < E), dropout, E, PAD_E, ROWS)
+        if num_targets is not None:  # noqa: SIM102  known to the compiler
+            if (history >= first) & (history < first + ROWS):
+                for begin in range(history, length, ROWS):
+                    candidate = begin + tl.arange(0, ROWS)[:, None]
+                    inside = (candidate < length) & (column < E)
+                    x = _gradient(grad, seed, start + candidate, inside, dropout, E, PAD_E, ROWS)
+                    total += tl.where(place == history, tl.sum(x, 0)[None, :], 0.0)
     at = (share * N + place).to(tl.int64) * E + column
     tl.store(parts + at, total, (place < N) & (column < E))
 
@@ -174,19 +206,19 @@ def _result(rows, position, more) -> torch.dtype:
     return dtype if more is None else torch.promote_types(dtype, more.dtype)
 
 
-def _forward(rows, position, seq_offsets, more, seed, scale, dropout):
+def _forward(rows, position, seq_offsets, num_targets, more, seed, scale, dropout):
     out = torch.empty(rows.shape, dtype=_result(rows, position, more), device=rows.device)
     sequences, config = len(seq_offsets) - 1, _config(rows.shape[1])
     if len(rows):
         run(
             embed_inputs_fwd_kernel, len(rows) // config.ROWS + sequences,
-            rows.contiguous(), position.contiguous(), seq_offsets, None if more is None else more.contiguous(), seed,
-            out, scale, dropout, sequences, len(position), **config,
+            rows.contiguous(), position.contiguous(), seq_offsets, num_targets,
+            None if more is None else more.contiguous(), seed, out, scale, dropout, sequences, len(position), **config,
         )  # fmt: skip
     return out
 
 
-def _backward(grad, rows, position, seq_offsets, more, seed, scale, dropout):
+def _backward(grad, rows, position, seq_offsets, num_targets, more, seed, scale, dropout):
     """Return the gradients of rows, position and, if given, more."""
     drows, dposition, *dmore = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (rows, position, more) if x is not None
@@ -202,15 +234,18 @@ def _backward(grad, rows, position, seq_offsets, more, seed, scale, dropout):
     direct = sharing == 1 and position.dtype == torch.float32
     parts = dposition if direct else torch.empty(sharing, *position.shape, dtype=torch.float32, device=grad.device)
     run(
-        embed_inputs_bwd_position_kernel, cdiv(len(position), config.ROWS) * sharing, grad, seq_offsets, seed,
-        parts, dropout, sequences, len(position), sharing, **config,
+        embed_inputs_bwd_position_kernel, cdiv(len(position), config.ROWS) * sharing, grad, seq_offsets,
+        num_targets, seed, parts, dropout, sequences, len(position), sharing, **config,
     )  # fmt: skip
     return [drows, dposition if direct else parts.sum(0).to(position.dtype), *dmore]
 
 
-def _fake(rows, position, seq_offsets, more, *_):
+def _fake(rows, position, seq_offsets, num_targets, more, *_):
     return rows.new_empty(rows.shape, dtype=_result(rows, position, more))
 
 
-_SCHEMA = "Tensor rows, Tensor position, Tensor seq_offsets, Tensor? more, Tensor? seed, float scale, float dropout"
+_SCHEMA = (
+    "Tensor rows, Tensor position, Tensor seq_offsets, Tensor? num_targets, Tensor? more, Tensor? seed, float scale, "
+    "float dropout"
+)
 embed_inputs_operator = Operator("embed_inputs", _SCHEMA, _forward, _backward, _fake, "rows position more")

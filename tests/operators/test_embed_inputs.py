@@ -13,9 +13,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
 
-def check_dropout(lengths, n, size, p=0.3):
+def check_dropout(lengths, n, size, p=0.3, targets=False):
     """Values that dropout keeps are divided by 1 - p, the rest are 0, and gradients have the same mask."""
-    x = inputs(lengths, n, size, more=True, device=DEVICE)
+    x = inputs(lengths, n, size, more=True, targets=targets, device=DEVICE)
     leaves = [x[name].requires_grad_() for name in ("rows", "position", "more")]
     run = functools.partial(kernel, **x, scale=3.0)
     whole, out = run(), run(dropout=p, seed=torch.tensor([7], device=DEVICE))
@@ -33,6 +33,9 @@ def test_reference():
     rows, position, more = torch.randn(5, 3), torch.randn(4, 3), torch.randn(5, 3)
     actual = embed_inputs(rows, position, torch.tensor([0, 2, 2, 5]), scale=2.0, more=more)
     torch.testing.assert_close(actual, 2 * rows + position[[0, 1, 0, 1, 2]] + more)
+    offsets, targets = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 0, 2])
+    actual = embed_inputs(rows, position, offsets, scale=2.0, more=more, num_targets=targets)
+    torch.testing.assert_close(actual, 2 * rows + position[[0, 1, 0, 1, 1]] + more)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,7 @@ def test_reference():
         ({"more": torch.zeros(4, 3)}, ValueError, r"more must be \[T=5, E=3\], got shape \[4, 3\]"),
         ({"position": torch.zeros(2, 3)}, ValueError, "more than max_seq_len=2"),
         ({"seq_offsets": torch.tensor([0, 4])}, ValueError, "seq_offsets must end at T=5, got 4"),
+        ({"num_targets": torch.tensor([0, 4])}, ValueError, "num_targets of sequence 1 must be 0 to its length 3"),
         ({"scale": float("nan")}, ValueError, "scale must be a finite number"),
         ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and less than 1"),
     ],
@@ -63,6 +67,14 @@ def test_kernels(name, more):
 
 
 @interpreter
+def test_candidates_have_the_position_of_the_first_of_them():
+    """Tiles of 32 positions: histories of no token, of parts of a tile and of whole ones, and candidates of two."""
+    lengths = (70, 0, 40, 33, 1)
+    check("cpu", lengths=lengths, longer=3, size=50, dtype="float32", more=True, strided=True, seed=0, targets=True)
+    check_dropout((37, 0, 13), 40, 50, targets=True)
+
+
+@interpreter
 def test_many_sequences_and_dropout():
     check("cpu", lengths=[3, 0, 5, 1] * 9, longer=2, size=16, dtype="float32", more=False, strided=False, seed=0)
     check_dropout((37, 0, 13), 40, 50)
@@ -71,7 +83,7 @@ def test_many_sequences_and_dropout():
 @interpreter
 def test_opcheck():
     x = inputs((2, 3), 4, 6)
-    rest = (x["seq_offsets"], None, torch.tensor([3]), 2.0, 0.3)
+    rest = (x["seq_offsets"], torch.tensor([1, 2]), None, torch.tensor([3]), 2.0, 0.3)
     leaves = x["rows"].requires_grad_(), x["position"].requires_grad_()
     torch.library.opcheck(torch.ops.hstu_sparse.embed_inputs_fwd.default, (*leaves, *rest))
     plain = (y.detach() for y in leaves)
@@ -88,7 +100,8 @@ def test_the_kernels_need_a_seed():
 @pytest.mark.parametrize(("count", "length", "size"), [(8, 1000, 256), (300, 90, 50), (1, 5000, 64)])
 def test_kernels_on_gpu(count, length, size, dtype):
     lengths = [length - 7 * (i % 11) for i in range(count)]
-    check("cuda", lengths=lengths, longer=3, size=size, dtype=dtype, more=count == 8, strided=False, seed=0)
+    options = dict(more=count == 8, strided=False, seed=0, targets=count != 300)
+    check("cuda", lengths=lengths, longer=3, size=size, dtype=dtype, **options)
 
 
 @pytest.mark.gpu

@@ -12,11 +12,13 @@ kernel = functools.partial(embed_inputs, backend="triton")
 reference = functools.partial(embed_inputs, backend="reference")
 
 
-def inputs(lengths, n, size, *, dtype=torch.float32, more=False, device="cpu", seed=0, **options):
+def inputs(lengths, n, size, *, dtype=torch.float32, more=False, targets=False, device="cpu", seed=0, **options):
+    counts = torch.tensor([length - (length * place) // (len(lengths) or 1) for place, length in enumerate(lengths)])
     return dict(
         rows=make_jagged(lengths, (size,), dtype=dtype, device=device, seed=seed, **options),
         position=make_jagged((n,), (size,), device=device, seed=seed + 1),
         seq_offsets=make_offsets(lengths, device=device),
+        num_targets=counts.long().to(device) if targets else None,
         more=make_jagged(lengths, (size,), dtype=dtype, device=device, seed=seed + 2) if more else None,
     )
 
@@ -30,6 +32,7 @@ def draw(random, small):
         size=random.choice([1, 16, 50, 64] if small else [1, 7, 50, 64, 128, 256, 1000]),
         dtype="float32" if small else random.choice(["float32", "float16", "bfloat16"]),
         more=random.random() < 0.4,
+        targets=random.random() < 0.4,
         strided=random.random() < 0.5,
         seed=random.randrange(2**31),
     )
@@ -39,9 +42,9 @@ def reference_bytes(*, lengths, longer, size, **_):
     return 80 * size * (sum(lengths) + longer + max([1, *lengths]))
 
 
-def check(device, *, lengths, longer, size, dtype, more, strided, seed):
+def check(device, *, lengths, longer, size, dtype, more, strided, seed, targets=False):
     n = max([1, *lengths]) + longer
-    x = inputs(lengths, n, size, dtype=getattr(torch, dtype), more=more, device=device, seed=seed,
+    x = inputs(lengths, n, size, dtype=getattr(torch, dtype), more=more, targets=targets, device=device, seed=seed,
                contiguous=not strided)  # fmt: skip
     functions = (functools.partial(f, scale=size**0.5) for f in (kernel, reference))
     compare_with_reference(*functions, x, factor=4.0, floor={"grad of position": 1e-6})
@@ -50,16 +53,17 @@ def check(device, *, lengths, longer, size, dtype, more, strided, seed):
 def launches():
     from hstu_sparse.layer.embed_inputs import embed_inputs_operator as operator
 
-    def case(size, dtype, more, dropout):
+    def case(size, dtype, more, dropout, targets=False):
         def call():
-            x = inputs((40, 56), 100, size, dtype=dtype, more=more)
+            x = inputs((40, 56), 100, size, dtype=dtype, more=more, targets=targets)
             arguments = (*x.values(), torch.zeros(1, dtype=torch.int64) if dropout else None, 2.0, dropout)
             operator.backward(operator.forward(*arguments), *arguments)
 
-        return Launches(f"{dtype} E={size} more={more} dropout={dropout}", call)
+        return Launches(f"{dtype} E={size} more={more} dropout={dropout} targets={targets}", call)
 
     return [
         case(256, torch.float32, False, 0.5),
         case(50, torch.float32, True, 0.5),
+        case(64, torch.float32, False, 0.5, targets=True),
         case(128, torch.bfloat16, False, 0.0),
     ]
