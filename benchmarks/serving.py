@@ -250,7 +250,7 @@ def whole_batch(recommender, users, at, candidates=None):
         seq_offsets=offsets, users=torch.arange(len(lengths), device=engine.device), actions=actions,
         cut=Cut(None, positions, to(np.array(origins)), None, None),
     )  # fmt: skip
-    batch = ServedBatch(is_action=positions % 2 == 1 if engine.ranking else None, **common)
+    batch = ServedBatch(has_action=positions % 2 == 1 if engine.ranking else None, **common)
     count = 0 if candidates is None else candidates.shape[1]
     batch.more, batch.num_targets = count, None
     if count:

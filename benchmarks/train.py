@@ -122,8 +122,12 @@ def measure_step(config) -> dict:
     wait()
     seconds = time.perf_counter() - started
     memory = torch.cuda.max_memory_allocated() if gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    served = config.task.served()
+    tokens_per_event = 1 if served is None else served.tokens_per_event
     return {
-        "events_per_second": sum(batch.num_tokens for batch in batches) / seconds,
+        "events_per_second": sum(batch.num_tokens for batch in batches) / tokens_per_event / seconds,
+        "step_seconds": seconds / len(batches),
+        "tokens_per_step": sum(batch.num_tokens for batch in batches) / len(batches),
         "peak_memory_bytes": memory,
         "steps": len(batches),
         "environment": environment(data.device),

@@ -102,8 +102,10 @@ class Batch:
     user_features     [B, F, L] int64 or None: for each feature of users the rows of its table, padded with -1
     event_features    [T, F, L] int64 or None: likewise for events
     rows              [T] int64 or None: the place of each token in the batch of all ranks, of which this one is a part
-    is_action         [T] bool or None: True for tokens of actions, where an event has one for its item and one for its
-                      action (data/ranking.py); None where an event has one token
+    has_action        [T] bool or None: whether a token includes its event's action; None where the model decides that
+                      alone: all of them or none (data/ranking.py has both in a batch)
+    num_targets       [B] int64 or None: how many of the last tokens of each sequence are candidates, which have the
+                      position of the first of them, and see the tokens before them all and themselves
     phase             the training step at which the current phase of training began, a host-side int: whatever changes
                       at a certain step compares that step with it; the default is greater than any step
     cut               a `Cut` if the batch holds a part of each sequence, else None
@@ -128,7 +130,8 @@ class Batch:
     user_features: Tensor | None = field(default=None, metadata=per_sequence(padding=-1))
     event_features: Tensor | None = field(default=None, metadata=per_token(padding=-1))
     rows: Tensor | None = field(default=None, metadata=per_token())
-    is_action: Tensor | None = field(default=None, metadata=per_token(padding=False))
+    has_action: Tensor | None = field(default=None, metadata=per_token(padding=False))
+    num_targets: Tensor | None = field(default=None, metadata=per_sequence())
     phase: int = sys.maxsize
     cut: Cut | None = None
     whole: Whole | None = None
@@ -158,8 +161,11 @@ class Batch:
         """The position of each token, [T] int64, in its whole sequence even if the batch holds a part of it."""
         if self.cut is not None:
             return self.cut.positions
-        begins = self.seq_offsets[sequence_ids(self.seq_offsets, self.num_tokens)]
-        return torch.arange(self.num_tokens, device=begins.device) - begins
+        sequences = sequence_ids(self.seq_offsets, self.num_tokens)
+        places = torch.arange(self.num_tokens, device=sequences.device) - self.seq_offsets[sequences]
+        if self.num_targets is None:
+            return places
+        return torch.minimum(places, (self.seq_offsets.diff() - self.num_targets)[sequences])
 
     @property
     def origins(self) -> Tensor:

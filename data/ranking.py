@@ -1,7 +1,9 @@
-"""Cut ranking samples and batches: an item token and an action token for each event.
+"""Cut ranking samples and batches, in one of two layouts.
 
-A user's events become the tokens item, action, item, action, ... At an item token a model predicts the action that
-follows. Histories are cut between events, never between an item and its action.
+interleaved  A user's events become the tokens item, action, item, action, ... At an item token a model predicts the
+             action that follows. Histories are cut between events, never between an item and its action.
+targets      An event is one token, of its item and its action; the last ones of a sequence are candidates, without
+             their actions, which a model predicts there.
 
 Letters: T tokens of the batch, B sequences, A kinds of action, M samples, U users, C events of a window.
 """
@@ -9,7 +11,7 @@ Letters: T tokens of the batch, B sequences, A kinds of action, M samples, U use
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from data.batch import Batch, per_token
 from data.batches import Batches, ranges
 from data.splits import FUTURE_NOTE, Split, Splits
 from data.types import DataError, Dataset
+from hstu_sparse.core.jagged import sequence_ids
 
 RANKING_PROTOCOLS = ("last_tenth", "all")
 
@@ -27,11 +30,11 @@ RANKING_PROTOCOLS = ("last_tenth", "all")
 class RankingBatch(Batch):
     """Sequences of item and action tokens; `item_ids`, `actions` and `timestamps` are those of a token's event.
 
-    No token has an item as its target: target_ids is -1 throughout. The query time of an item token is its own event's,
-    that of an action token the next event's (its own event's if it is the sample's last).
+    No token has an item as its target: target_ids is -1 throughout. The query time of a token that predicts is its own
+    event's, that of another one, which has its event's action, the next event's (its own if it is the sample's last).
 
-    labels     [T, A] int8 at item tokens whose label counts: 1 for each kind of action that happened, else 0; -1 at
-               tokens without a prediction
+    labels     [T, A] int8 at tokens whose label counts, without their actions: 1 for each kind of action that happened,
+               else 0; -1 at tokens without a prediction
     events     [T] int64, the index in the data set of a token's event
     """
 
@@ -53,43 +56,76 @@ class RankingBatches(Batches):
         return 2 * (end - begin)
 
     def _assemble(self, first, last, total, seen, users, begin, scored, seen_begin, offsets, seen_offsets):
-        columns, count = self._columns, total // 2
         seq_offsets = offsets[first : last + 1] - offsets[first]
-        event_offsets = seq_offsets // 2
-        events = ranges(begin[first:last], event_offsets, count)
-        sequence = torch.repeat_interleave(
-            torch.arange(last - first, device=events.device), event_offsets.diff(), output_size=count
-        )
-
-        def take(name, index=events):
-            column = columns[name]
-            return None if column is None else column.index_select(0, index).long()
-
-        times, codes = take("timestamps"), take("actions")
-        after = torch.arange(1, count + 1, device=events.device)
-        following = torch.minimum(after, event_offsets[1:].index_select(0, sequence) - 1)
-        labels = self._labels.index_select(0, codes)
-        counts = events >= scored[first:last].index_select(0, sequence)
-        if (counted := columns["counted"]) is not None:
-            counts &= counted.index_select(0, events)
-        labels = torch.where(counts[:, None], labels, -1)
+        events, times, following, labels = self._events(first, last, total // 2, seq_offsets // 2, begin, scored)
 
         def both(x: Any) -> Any:  # a tensor, or None for what is not there
             return None if x is None else x.repeat_interleave(2, 0)
 
         return RankingBatch(
-            item_ids=both(take("items")),
+            item_ids=both(self._taken("items", events)),
             timestamps=both(times),
             target_ids=torch.full((total,), -1, device=events.device),
-            query_timestamps=torch.stack([times, times.index_select(0, following)], 1).flatten(),
+            query_timestamps=torch.stack([times, following], 1).flatten(),
             seq_offsets=seq_offsets,
             users=users[first:last],
-            actions=both(codes),
-            user_features=take("user_rows", users[first:last]),
-            event_features=both(take("event_rows")),
-            is_action=torch.arange(total, device=events.device) % 2 == 1,
+            actions=both(self._taken("actions", events)),
+            user_features=self._taken("user_rows", users[first:last]),
+            event_features=both(self._taken("event_rows", events)),
+            has_action=torch.arange(total, device=events.device) % 2 == 1,
             labels=torch.stack([labels, torch.full_like(labels, -1)], 1).flatten(0, 1),
             events=both(events),
+        )
+
+    def _taken(self, name: str, index: Tensor) -> Any:
+        column = self._columns[name]
+        return None if column is None else column.index_select(0, index).long()
+
+    def _events(self, first: int, last: int, count: int, event_offsets: Tensor, begin: Tensor, scored: Tensor):
+        """Return (events, their times, those of the next events of their samples, labels) of samples first .. last-1.
+
+        count: the events of these samples; event_offsets: [B+1] where those of each begin among them.
+        """
+        events = ranges(begin[first:last], event_offsets, count)
+        sequence = torch.repeat_interleave(
+            torch.arange(last - first, device=events.device), event_offsets.diff(), output_size=count
+        )
+        times, codes = self._taken("timestamps", events), self._taken("actions", events)
+        after = torch.arange(1, count + 1, device=events.device)
+        following = torch.minimum(after, event_offsets[1:].index_select(0, sequence) - 1)
+        counts = events >= scored[first:last].index_select(0, sequence)
+        if (counted := self._columns["counted"]) is not None:
+            counts &= counted.index_select(0, events)
+        labels = torch.where(counts[:, None], self._labels.index_select(0, codes), -1)
+        return events, times, times.index_select(0, following), labels
+
+
+class TargetBatches(RankingBatches):
+    """The samples of one ranking split whose events scored[i] .. end[i]-1 are candidates; see `RankingBatches`."""
+
+    def _tokens(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        return end - begin
+
+    def _assemble(self, first, last, total, seen, users, begin, scored, seen_begin, offsets, seen_offsets):
+        seq_offsets = offsets[first : last + 1] - offsets[first]
+        events, times, following, labels = self._events(first, last, total, seq_offsets, begin, scored)
+        num_targets = begin[first:last] + seq_offsets.diff() - scored[first:last]
+        sequence = sequence_ids(seq_offsets, total)
+        history = events < scored[first:last].index_select(0, sequence)
+        return RankingBatch(
+            item_ids=self._taken("items", events),
+            timestamps=times,
+            target_ids=torch.full((total,), -1, device=events.device),
+            query_timestamps=torch.where(history, following, times),
+            seq_offsets=seq_offsets,
+            users=users[first:last],
+            actions=self._taken("actions", events),
+            user_features=self._taken("user_rows", users[first:last]),
+            event_features=self._taken("event_rows", events),
+            has_action=history,
+            num_targets=num_targets,
+            labels=labels,
+            events=events,
         )
 
 
@@ -127,8 +163,46 @@ def scoring_windows(users: np.ndarray, begin: np.ndarray, scored: np.ndarray, en
     return Split(users[window_user], start, stop, np.maximum(new, scored[window_user]))
 
 
-def ranking_splits(dataset: Dataset, protocol: str, *, max_seq_len: int, train_on_valid: bool = False) -> Splits:
-    """Cut a dataset into ranking samples of at most max_seq_len tokens, two an event.
+def target_windows(
+    users: np.ndarray, begin: np.ndarray, scored: np.ndarray, end: np.ndarray, capacity: int, targets: int
+) -> Split:
+    """Cut samples of at most C = `capacity` events in which each of the events scored .. end-1 of each user is scored
+    once: up to `targets` at a time, starting from the end, with as many of the user's earlier events as there is room.
+
+    users, begin, scored, end: [U] int64; begin: the users' first events.
+    """
+    blocks = training_windows(users, scored, end, targets)
+    of_user = np.searchsorted(users, blocks.users)
+    start = np.maximum(begin[of_user], blocks.end - capacity)
+    return Split(blocks.users, start, blocks.end, blocks.begin)
+
+
+class Layout(NamedTuple):
+    """Describe how ranking lays out its tokens.
+
+    capacity  the events of a sequence, C
+    targets   the candidates at the end of a training sequence, m; None for the interleaved layout. An evaluation has
+              one in a sequence, which sees all that happened before, of which there are C - m events as in training.
+    """
+
+    capacity: int
+    targets: int | None = None
+
+    def training(self, users: np.ndarray, begin: np.ndarray, scored: np.ndarray, end: np.ndarray) -> Split:
+        """Cut samples for training on the events scored .. end-1 of each user, [U] each."""
+        if self.targets is None:
+            return training_windows(users, scored, end, self.capacity)
+        return target_windows(users, begin, scored, end, self.capacity, self.targets)
+
+    def scoring(self, users: np.ndarray, begin: np.ndarray, scored: np.ndarray, end: np.ndarray) -> Split:
+        """Cut samples in which the events scored .. end-1 of each user, [U] each, are judged."""
+        if self.targets is None:
+            return scoring_windows(users, begin, scored, end, self.capacity)
+        return target_windows(users, begin, scored, end, self.capacity - self.targets + 1, 1)
+
+
+def ranking_splits(dataset: Dataset, protocol: str, layout: Layout, *, train_on_valid: bool = False) -> Splits:
+    """Cut a dataset into ranking samples of a layout.
 
     last_tenth: of a user's n events the last floor(n / 10) are the test, the floor(n / 10) before them the validation,
     and the others train; with `train_on_valid` the validation events train too, and valid is None. all: everything
@@ -139,16 +213,16 @@ def ranking_splits(dataset: Dataset, protocol: str, *, max_seq_len: int, train_o
     if protocol not in RANKING_PROTOCOLS:
         raise DataError(f"data.protocol: ranking takes {' or '.join(RANKING_PROTOCOLS)}, got {protocol!r}")
     first, last = dataset.user_offsets[:-1], dataset.user_offsets[1:]
-    users, capacity = np.arange(dataset.num_users), max_seq_len // 2
+    users = np.arange(dataset.num_users)
     tenth = (last - first) // 10
     if protocol == "all":
         notes = ["Protocol all: training uses every event; nothing is held out, so that nothing can be judged."]
-        return Splits(protocol, training_windows(users, first, last, capacity), None, None, {}, notes, last)
+        return Splits(protocol, layout.training(users, first, first, last), None, None, {}, notes, last)
     test_start = last - tenth
     valid_start = test_start - tenth
     train_end = test_start if train_on_valid else valid_start
-    valid = None if train_on_valid else scoring_windows(users, first, valid_start, test_start, capacity)
-    test = scoring_windows(users, first, test_start, last, capacity)
+    valid = None if train_on_valid else layout.scoring(users, first, valid_start, test_start)
+    test = layout.scoring(users, first, test_start, last)
     if not len(test):
         raise DataError(f"{dataset.name}: protocol last_tenth leaves no test event: no user has 10 events")
     held_out = int((tenth == 0).sum())
@@ -164,4 +238,4 @@ def ranking_splits(dataset: Dataset, protocol: str, *, max_seq_len: int, train_o
         "of events in the same second are visible to later ones of that second.",
         FUTURE_NOTE,
     ]
-    return Splits(protocol, training_windows(users, first, train_end, capacity), valid, test, skipped, notes, train_end)
+    return Splits(protocol, layout.training(users, first, first, train_end), valid, test, skipped, notes, train_end)

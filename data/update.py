@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.ranking import scoring_windows, training_windows
+from data.ranking import Layout, training_windows
 from data.splits import Split, Splits, hide_same_time, train_events
 from data.types import DataError, Dataset
 from data.vocabulary import index_of
@@ -64,18 +64,29 @@ def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewE
 
 
 def update_split(
-    dataset: Dataset, splits: Splits, events: NewEvents, *, replay: float, max_seq_len: int, seed: int
+    dataset: Dataset,
+    splits: Splits,
+    events: NewEvents,
+    *,
+    replay: float,
+    max_seq_len: int,
+    seed: int,
+    layout: Layout | None = None,
 ) -> Split:
     """Return training samples whose targets are the new events, and `replay` known older ones for each of these.
 
     The older ones fill windows of random users and times, so that few sequences hold them. Only training events of the
-    splits are targets. DataError if none of them is new.
+    splits are targets. layout: of a ranking task. DataError if no training event is new.
     """
-    ranking = splits.train.scored is not None
-    lead, capacity = (0, max_seq_len // 2) if ranking else (1, max_seq_len)
+    lead = int(layout is None)
     first, end = dataset.user_offsets[:-1] + lead, splits.train_end
     users = np.flatnonzero(end > first)
-    windows = training_windows(users, first[users], end[users], capacity)
+    first, end = first[users], end[users]
+    if layout is None:
+        windows = training_windows(users, first, end, max_seq_len)
+    else:
+        windows = layout.training(users, first, first, end)
+    assert windows.scored is not None
     possible = np.zeros(dataset.num_events + 1, bool)
     possible[:-1] = train_events(dataset, splits.train_end)
     if lead:
@@ -91,33 +102,40 @@ def update_split(
 
     def inside(mask: np.ndarray) -> np.ndarray:
         total = np.append(0, np.cumsum(mask))
-        return total[windows.end] - total[windows.begin]
+        return total[windows.end] - total[windows.scored]
 
     chosen, budget, of_windows = inside(counted) > 0, round(replay * int(counted.sum())), inside(older)
     for window in np.random.default_rng([seed, 2]).permutation(np.flatnonzero(of_windows)):
         if budget <= 0:
             break
-        more = windows.begin[window] + np.flatnonzero(older[windows.begin[window] : windows.end[window]])
+        more = windows.scored[window] + np.flatnonzero(older[windows.scored[window] : windows.end[window]])
         counted[more[-budget:]] = True
         budget -= len(more)
         chosen[window] = True
-    begin = windows.begin[chosen]
-    return Split(windows.users[chosen], begin - lead, windows.end[chosen], begin if ranking else None, counted=counted)
+    scored = None if layout is None else windows.scored[chosen]
+    return Split(windows.users[chosen], windows.begin[chosen] - lead, windows.end[chosen], scored, counted=counted)
 
 
 def judging_splits(
-    dataset: Dataset, splits: Splits, events: NewEvents, *, max_seq_len: int, targets: str, same_time: str
+    dataset: Dataset,
+    splits: Splits,
+    events: NewEvents,
+    *,
+    max_seq_len: int,
+    targets: str,
+    same_time: str,
+    layout: Layout | None = None,
 ) -> Splits:
     """Return splits whose test judges a model on the new events, with all earlier events of their user as history.
 
-    targets: `first` takes each user's first new event, `all` every one; a ranking split has all.
+    targets: `first` takes each user's first new event, `all` every one, as a ranking task does, which has a layout.
     """
     first, last = dataset.user_offsets[:-1], dataset.user_offsets[1:]
     of_event = np.searchsorted(dataset.user_offsets, events.new, side="right") - 1
     train_end = last.copy()
     np.minimum.at(train_end, of_event, events.new)
-    if splits.train.scored is not None:
-        test = scoring_windows(np.arange(dataset.num_users), first, train_end, last, max_seq_len // 2)
+    if layout is not None:
+        test = layout.scoring(np.arange(dataset.num_users), first, train_end, last)
         counted = np.zeros(dataset.num_events, bool)
         counted[events.new] = True
         test = Split(test.users, test.begin, test.end, test.scored, counted=counted)

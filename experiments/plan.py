@@ -156,4 +156,4 @@ def _not_comparable(settings: dict[str, RunConfig]) -> list[str]:
 def _judged_by(config: RunConfig) -> dict:
     tree = config.model_dump(mode="json")
     del tree["data"]["train_on_valid"], tree["data"]["cache_dir"], tree["data"]["features"]
-    return {"task": tree["task"], "data": tree["data"], "eval": {"filter_seen": tree["eval"]["filter_seen"]}}
+    return {"task": config.task.judged_by(), "data": tree["data"], "eval": {"filter_seen": tree["eval"]["filter_seen"]}}

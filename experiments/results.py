@@ -171,7 +171,7 @@ def _simple(base: Setting, metric: str) -> dict[str, dict[str, float | None]]:
 
 
 def _check_comparable(first: Run, run: Run) -> None:
-    if run.config.task != first.config.task:
+    if run.config.task.judged_by() != first.config.task.judged_by():
         raise ConfigError(f"{shown(run.folder, 200)}: another task than {shown(first.folder, 200)}")
     if run.config.eval.filter_seen != first.config.eval.filter_seen:
         raise ConfigError(

@@ -29,8 +29,8 @@ DRAWN_WHOLE = 2**28  # numbers of a sharded table up to which each rank draws al
 class InputEmbedding(nn.Module):
     """Compute x[t] = item embedding * sqrt(E) (+ action embedding) + position embedding, then dropout: [T, E].
 
-    In a ranking batch x[t] of an item token is its item's embedding, of an action token the sum of its action's and its
-    item's, * sqrt(E), + position embedding. Positions count from the oldest event of the window. Tables start truncated
+    In a ranking batch x[t] is the item's embedding, plus its action's where the token has that, * sqrt(E), + position
+    embedding. Positions count from the oldest event of the window. Tables start truncated
     normal, items (and actions) with standard deviation 0.02, positions with E ** -0.5. (The published HSTU then draws
     the positions again, Xavier normal: no gain after 101 epochs, docs/notes/2026-11-23-quality.md.)
 
@@ -258,15 +258,14 @@ class InputEmbedding(nn.Module):
             more = None if actions is None or batch.actions is None else F.embedding(batch.actions, actions)
         if self.context is not None:
             rows = rows + self.context(batch).to(rows.dtype)
-        if batch.is_action is not None and more is not None:
-            rows, more = torch.where(batch.is_action[:, None], more + rows, rows), None
+        if batch.has_action is not None and more is not None:
+            rows, more = torch.where(batch.has_action[:, None], more + rows, rows), None
         dropout = self.dropout if self.training else 0.0
         if rows.is_cuda and batch.cut is None:
             # The kernels draw their mask from a seed of their own.
             seed = torch.randint(2**62, (1,), device=rows.device) if dropout else None
-            return hstu_sparse.embed_inputs(
-                rows, self.position, batch.seq_offsets, scale=self.scale, more=more, dropout=dropout, seed=seed
-            )
+            options: dict[str, Any] = {"num_targets": batch.num_targets, "more": more, "dropout": dropout, "seed": seed}
+            return hstu_sparse.embed_inputs(rows, self.position, batch.seq_offsets, scale=self.scale, **options)
         x = rows * self.scale + self.position.index_select(0, batch.positions)
         if more is not None:
             x = x + more

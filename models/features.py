@@ -268,8 +268,8 @@ class ContextFeatures(nn.Module):
             parts: list[Tensor] = []
             if self.num_events:
                 rows = checked_rows(batch.event_features, self.num_events, "events")
-                if batch.is_action is not None:  # the item token comes before the action
-                    rows = torch.where((batch.is_action[:, None] | self.before)[:, :, None], rows, -1)
+                if batch.has_action is not None:  # the item token comes before the action
+                    rows = torch.where((batch.has_action[:, None] | self.before)[:, :, None], rows, -1)
                 parts += rows.unbind(1)
             clock = self.clock(batch.timestamps) if self.calendar else batch.timestamps
             parts += [calendar_rows(name, clock)[:, None] for name in self.calendar]

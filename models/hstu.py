@@ -40,7 +40,7 @@ def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Ten
             times=times if config.rotary.time else None,
             origins=batch.origins if config.rotary.time else None,
             position=config.rotary.position,
-            positions=None if batch.cut is None else batch.positions,
+            positions=None if batch.cut is None and batch.num_targets is None else batch.positions,
         )
         for x, times in ((q, batch.query_timestamps), (k, batch.timestamps))
     )

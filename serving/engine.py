@@ -77,7 +77,7 @@ class Engine:
         self.model, self.window = model.eval(), window
         self.device = model.embedding.position.device
         task = served_form(config)
-        self.ranking, self.per_event = task.candidates, task.tokens_per_event
+        self.ranking, self.per_event = task.candidates > 0, task.tokens_per_event
         self.autocast = config.train.autocast == "bf16"
         context = model.embedding.context
         if context is not None and (context.num_users or context.num_events):
@@ -385,7 +385,12 @@ class Engine:
             cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank has no plan
             served=served,
         )
-        batch = ServedBatch(is_action=positions % 2 == 1 if self.per_event == 2 else None, **common)
+        has_action = None
+        if self.per_event == 2:
+            has_action = positions % 2 == 1
+        elif self.ranking:  # candidates follow behind a token of each user
+            has_action = ones[:-1] < (users if kind == "rank" else total)
+        batch = ServedBatch(has_action=has_action, **common)
 
         def part(tokens: slice, mine: slice, begins: Tensor, candidates: bool, whole: bool = False) -> Part:
             part_times = times[tokens], query_times[tokens]

@@ -79,7 +79,7 @@ class Recommender(Inspection):
         self.label = label or config.name
         self.dataset: Dataset | None = None  # of `history`, until a log was replayed
         self.has_timestamps = has_timestamps
-        self.ranking, self._task = served_form(config).candidates, build_task(config)
+        self.ranking, self._task = served_form(config).candidates > 0, build_task(config)
         self.items, self.vocabulary = ItemIds(vocabulary.item_ids), vocabulary
         self.actions = ActionCodes(config, vocabulary) if config.embeds_actions else None
         self.window = window_of(config, options.slide)

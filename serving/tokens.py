@@ -1,8 +1,8 @@
 """Compute the tokens of a window as the model's inputs, with numpy.
 
-Retrieval has one token an event; ranking two, the item's and then the action's. The query time of a token is when what
-it predicts happens: the next event's time, or, of a ranking batch's item token, its own. For the last token that is the
-request's time, since the next event has not come yet.
+An event has one token, or two in ranking's interleaved layout, the item's and then the action's. The query time of a
+token is when what it predicts happens: the next event's time, or, of an item token in that layout, its own. For the
+last token that is the request's time, since the next event has not come yet.
 
 Letters: n events of a user, T tokens.
 """

@@ -167,7 +167,8 @@ def confined(data: Data, events: NewEvents) -> Data:
     """Return the data of an update: training is confined to the new events and to older ones that are replayed."""
     config = data.config
     replay, longest = config.train.update.replay, config.model.max_seq_len
-    train = update_split(data.dataset, data.splits, events, replay=replay, max_seq_len=longest, seed=config.seed)
+    options: dict[str, Any] = {"max_seq_len": longest, "seed": config.seed, "layout": data.task.layout}
+    train = update_split(data.dataset, data.splits, events, replay=replay, **options)
     assert train.counted is not None
     new = int(train.counted[events.new].sum())
     note = (

@@ -123,7 +123,8 @@ def new_data(config: RunConfig, known: Known, before: Data, ranks: Ranks | None 
     data = open_data(config, vocabulary=known.vocabulary, ranks=ranks)
     events = new_events(data.dataset, before.dataset, before.splits.train_end)
     options: dict[str, Any] = {"targets": config.data.targets, "same_time": config.eval.same_time}
-    splits = judging_splits(data.dataset, data.splits, events, max_seq_len=config.model.max_seq_len, **options)
+    options |= {"max_seq_len": config.model.max_seq_len, "layout": data.task.layout}
+    splits = judging_splits(data.dataset, data.splits, events, **options)
     return replace(data, splits=splits)
 
 

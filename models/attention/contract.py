@@ -84,14 +84,18 @@ class PagedForm(NamedTuple):
 class AttentionKind(nn.Module):
     """Base of the attention modules: `__init__(config, sizes)`, `forward(x, q, k, v, batch)`.
 
-    The module stores nothing of one call for the next.
+    The module stores nothing of one call for the next. candidates: whether batches may have `num_targets`; as `paged`,
+    not inherited with another `forward`.
     """
+
+    candidates: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
-        if "forward" in vars(cls) and "paged" not in vars(cls):
-            # It computes something else than its base, whose form in pages would give other results.
-            cls.paged = AttentionKind.paged  # type: ignore[method-assign]
+        # It computes something else than its base, whose form in pages would give other results.
+        for name in ("paged", "candidates") if "forward" in vars(cls) else ():
+            if name not in vars(cls):
+                setattr(cls, name, getattr(AttentionKind, name))
 
     class Config(Options):
         """The kind's options. The checks raise ValueError; its message begins with the option that it is about."""

@@ -16,6 +16,7 @@ from data.batch import Batch
 from data.batches import Batches
 from data.errors import ConfigError
 from data.options import Options
+from data.ranking import Layout
 from data.reading.formats import FORMATS
 from data.splits import Split, Splits, make_splits
 from data.types import Dataset
@@ -40,14 +41,14 @@ class Table(NamedTuple):
 class Served(NamedTuple):
     """The form in which a service has a user's events as tokens, and what it answers (serving/).
 
-    tokens_per_event  1, the event's, or 2, the item's and then the action's
-    candidates        whether a request scores the items that it names, each a token behind the user's; else all items
-                      are ranked by the last token's output
+    tokens_per_event  1, the event's (with its action where there are candidates), or 2, the item's and the action's
+    candidates        tokens of a sequence that are left for the items that a request names and whose scores it gets,
+                      each a token behind the user's; with 0 all items are ranked by the last token's output
     splits            the splits whose targets all have an earlier event, which a service needs to answer
     """
 
     tokens_per_event: int = 1
-    candidates: bool = False
+    candidates: int = 0
     splits: tuple[str, ...] = ("train", "valid", "test")
 
 
@@ -69,8 +70,10 @@ class Task:
     plotted   the metrics that a report plots over the epochs
     plotted_baseline  what `baseline` is called in these plots
     ranks     the ranks that evaluate together, each calling the same methods; None for a single process
+    layout    how the tokens of ranking are laid out; None for other tasks
     """
 
+    layout: Layout | None = None
     headline: tuple[str, ...]
     plotted: tuple[str, ...]
     plotted_baseline: str = "baseline"
@@ -112,6 +115,10 @@ class Task:
         def served(self) -> Served | None:
             """Return how the task is served; None if it cannot be."""
             return None
+
+        def judged_by(self) -> dict[str, Any]:
+            """Return the options that must agree where runs are compared, those of what is learned left out."""
+            return self.model_dump(mode="json")
 
         def metric_names(self) -> list[str]:
             """Return the metrics of an evaluation; the first one chooses the best weights by default."""

@@ -1,6 +1,6 @@
-"""The task `ranking`: predict the actions that a user takes on an item, from items and actions in turn.
+"""The task `ranking`: predict the actions that a user takes on an item, from earlier items and their actions.
 
-Letters: T tokens, E embedding size, A kinds of action, M scored events.
+Letters: T tokens, E embedding size, A kinds of action, K experts, M scored events.
 """
 
 import io
@@ -18,7 +18,7 @@ from data.batch import Batch
 from data.batches import Batches
 from data.errors import ConfigError
 from data.options import Options
-from data.ranking import RANKING_PROTOCOLS, RankingBatch, RankingBatches, ranking_splits
+from data.ranking import RANKING_PROTOCOLS, Layout, RankingBatch, RankingBatches, TargetBatches, ranking_splits
 from data.reading.formats import FORMATS
 from data.splits import Split, Splits
 from data.types import Dataset, shown
@@ -26,6 +26,7 @@ from evaluation import binary_metrics
 from evaluation.binary_metrics import auc_difference, curves, metrics_by_history
 from evaluation.ranking_baseline import fit_logistic, history_features, predict_logistic
 from evaluation.ranking_metrics import LENGTH_EDGES
+from models.attention import ATTENTION_KINDS
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share
@@ -47,18 +48,23 @@ class ActionConfig(Options):
 class ActionHeads(nn.Module):
     """Compute a logit for each kind of action from an output: [T, E] -> [T, A], with one head of one or two layers
     each; hidden_dim: 0 for one layer.
+
+    experts: K hidden layers that all actions share, in place of one each; an action's gate mixes them. Source: Ma et
+    al., Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts, KDD 2018.
     """
 
-    def __init__(self, count: int, hidden_dim: int, dropout: float, embedding_dim: int):
+    def __init__(self, count: int, hidden_dim: int, dropout: float, embedding_dim: int, experts: int = 0):
         super().__init__()
         self.norm = nn.LayerNorm(embedding_dim)
-        self.hidden = None
+        self.hidden = self.gates = None
         size = embedding_dim
         if hidden_dim:
             size = hidden_dim
-            self.hidden = nn.Parameter(torch.empty(count, embedding_dim, size))
+            self.hidden = nn.Parameter(torch.empty(experts or count, embedding_dim, size))
             for weight in self.hidden:
                 nn.init.xavier_uniform_(weight)
+        if experts:
+            self.gates = nn.Parameter(torch.zeros(count, embedding_dim, experts))
         self.dropout = dropout
         self.weight = nn.Parameter(torch.empty(count, size))
         self.bias = nn.Parameter(torch.zeros(count))
@@ -67,7 +73,11 @@ class ActionHeads(nn.Module):
     def forward(self, out: Tensor) -> Tensor:
         x = self.norm(out)[:, None]  # [T, 1, E]
         if self.hidden is not None:
-            x = F.silu(torch.einsum("toe,aeh->tah", x, self.hidden))
+            hidden = F.silu(torch.einsum("toe,aeh->tah", x, self.hidden))
+            if self.gates is not None:
+                mix = torch.einsum("toe,aek->tak", x, self.gates).softmax(-1)
+                hidden = torch.einsum("tak,tkh->tah", mix.to(hidden), hidden)
+            x = hidden
         x = F.dropout(x, self.dropout, self.training)
         return (x * self.weight).sum(-1) + self.bias
 
@@ -85,8 +95,8 @@ class Predictions:
 
 
 class Ranking(Task):
-    """Predict the actions that the user takes on an item, from items and actions in turn: an item's token predicts, an
-    action's is only an input.
+    """Predict the actions that the user takes on an item, from earlier items and their actions: a token without its
+    action predicts, one with it is only an input.
     """
 
     class Config(Task.Config):
@@ -102,8 +112,16 @@ class Ranking(Task):
         """The task."""
         actions: list[ActionConfig] = Field(min_length=1)
         """The actions that are predicted."""
+        layout: Literal["interleaved", "targets"] = "interleaved"
+        """`interleaved`: an event has a token for its item and one for its action, and all items predict. `targets`: an
+        event is one token, and the last ones of a sequence are candidates, which predict and do not see one another."""
+        num_targets: int = Field(16, ge=1)
+        """With `targets`, the candidates of a training sequence, behind up to max_seq_len - num_targets events; an
+        evaluation has one."""
         hidden_dim: int = Field(0, ge=0)
         """The hidden size of each action's head, a network of two layers; 0 is one layer."""
+        experts: int = Field(0, ge=0, le=1000)
+        """The number of hidden layers that all actions share, mixed by a gate of each action; 0: each has its own."""
         dropout: float = Field(0.0, ge=0, lt=1)
         """The dropout of the heads' hidden layer."""
 
@@ -112,7 +130,14 @@ class Ranking(Task):
             names = [action.name for action in self.actions]
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"actions: {', '.join(twice)} named twice")
+            if self.experts and not self.hidden_dim:
+                raise ValueError("experts: hidden layers, whose size hidden_dim is missing")
+            if self.layout != "targets" and self.num_targets != type(self).model_fields["num_targets"].default:
+                raise ValueError(f"num_targets is for layout=targets, got layout={self.layout}")
             return self
+
+        def judged_by(self) -> dict[str, Any]:
+            return {"kind": self.kind, "actions": [a.model_dump(exclude={"weight"}) for a in self.actions]}
 
         def metric_names(self) -> list[str]:
             """Return the mean of each metric over the actions and, if there are several, each action's own
@@ -132,7 +157,8 @@ class Ranking(Task):
 
         def served(self) -> Served:
             # A user's first event is scored in training, without a history that a service could know.
-            return Served(tokens_per_event=2, candidates=True, splits=("valid", "test"))
+            each, left = (1, self.num_targets) if self.layout == "targets" else (2, 1)
+            return Served(each, left, splits=("valid", "test"))
 
         def check_run(self, run: RunOptions) -> None:
             super().check_run(run)
@@ -141,8 +167,22 @@ class Ranking(Task):
                     f"eval.best_metric: {run.best_metric} is best at 1, not at its greatest or least value: choose "
                     "weights by another one"
                 )
-            if run.model.max_seq_len < 2:
-                raise ValueError("model.max_seq_len counts tokens, two for each event: ranking needs at least 2")
+            longest = run.model.max_seq_len
+            if self.layout == "interleaved":
+                if longest < 2:
+                    raise ValueError("model.max_seq_len counts tokens, two for each event: ranking needs at least 2")
+                return
+            if longest <= self.num_targets:
+                raise ValueError(
+                    f"model.max_seq_len={longest} counts events, of which task.num_targets={self.num_targets} are "
+                    "candidates: expected more"
+                )
+            for kind in (attention.kind for attention in run.model.attention):
+                if not ATTENTION_KINDS.class_of(kind).candidates:
+                    raise ValueError(
+                        f"task.layout=targets: model.attention.kind={kind} has no candidates that do not see one "
+                        "another: use dense, or layout=interleaved"
+                    )
 
     headline = ("auc", "gauc", "log_loss")
     plotted = ("auc", "gauc")
@@ -150,6 +190,13 @@ class Ranking(Task):
     @property
     def actions(self) -> list[ActionConfig]:
         return self.config.task.actions
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]  # of a run's configuration
+        c = self.config
+        if c.task.layout == "targets":
+            return Layout(c.model.max_seq_len, c.task.num_targets)
+        return Layout(c.model.max_seq_len // 2)
 
     def check_data(self, dataset: Dataset) -> None:
         if dataset.actions is None:
@@ -195,18 +242,17 @@ class Ranking(Task):
         return table
 
     def splits(self, dataset: Dataset) -> Splits:
-        c = self.config
-        return ranking_splits(
-            dataset, c.data.protocol, max_seq_len=c.model.max_seq_len, train_on_valid=c.data.train_on_valid
-        )
+        c = self.config.data
+        return ranking_splits(dataset, c.protocol, self.layout, train_on_valid=c.train_on_valid)
 
     def batches(self, dataset: Dataset, split: Split, **options) -> RankingBatches:
         options.pop("with_seen", None)  # ranking filters no seen items
-        return RankingBatches(dataset, split, label_table=self.label_table(dataset), **options)
+        batches = RankingBatches if self.layout.targets is None else TargetBatches
+        return batches(dataset, split, label_table=self.label_table(dataset), **options)
 
     def head(self) -> ActionHeads:
         c = self.config.task
-        return ActionHeads(len(c.actions), c.hidden_dim, c.dropout, self.config.model.embedding_dim)
+        return ActionHeads(len(c.actions), c.hidden_dim, c.dropout, self.config.model.embedding_dim, c.experts)
 
     def loss(
         self,

@@ -64,7 +64,7 @@ def naive(dataset, split, order, with_seen):
     out["event_features"] = dataset.event_rows[places].tolist() if features else None
     if not with_seen:
         out["seen_items"] = out["seen_offsets"] = None
-    out["is_action"] = None  # only with two tokens an event
+    out["has_action"] = out["num_targets"] = None  # only for ranking
     out["relevant_items"] = out["relevant_offsets"] = None  # only where a split has targets of its own
     return out
 
@@ -73,7 +73,7 @@ def as_lists(batch):
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if "layout" in f.metadata}
     assert fields.pop("real").tolist() == [True] * batch.num_tokens and (fields.pop("rows") is None or batch.whole)
     for name, value in fields.items():
-        if name == "is_action":
+        if name == "has_action":
             continue
         assert value is None or (value.dtype == torch.int64 and value.ndim == (3 if "features" in name else 1)), name
     return {name: None if value is None else value.tolist() for name, value in fields.items()}
@@ -207,7 +207,7 @@ def test_to_moves_every_field():
     split = make_splits(dataset, "published", max_seq_len=3).test
     batch = next(Batches(dataset, split, batch_size=4, with_seen=True, deal=Deal(0, 1, 1.0)).epoch(0))
     relevant = {"relevant_items": batch.item_ids[:5], "relevant_offsets": torch.tensor([0, 2, 3, 4, 5])}
-    batch = dataclasses.replace(batch, phase=7, is_action=batch.real, **relevant)
+    batch = dataclasses.replace(batch, phase=7, has_action=batch.real, num_targets=batch.users, **relevant)
     moved = batch.to("meta")
     tensors = [getattr(moved, f.name) for f in dataclasses.fields(moved) if "layout" in f.metadata]
     assert all(x.device.type == "meta" for x in tensors)

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from data.ranking import RankingBatches, ranking_splits, scoring_windows, training_windows
+from data.ranking import (
+    Layout,
+    RankingBatches,
+    TargetBatches,
+    ranking_splits,
+    scoring_windows,
+    target_windows,
+    training_windows,
+)
 from data.splits import Split
 from data.types import DataError, Dataset
 
@@ -47,21 +55,38 @@ def test_every_event_is_scored_once_in_the_window_that_shows_most_history(capaci
         assert (training.end - training.begin <= capacity).all()
 
 
+@pytest.mark.parametrize(("capacity", "targets"), [(2, 1), (5, 3), (8, 7)])
+def test_every_event_is_a_candidate_once_behind_as_many_earlier_events_as_fit(capacity, targets):
+    rng = np.random.default_rng(capacity)
+    for _ in range(30):
+        lengths = rng.integers(1, 40, rng.integers(1, 6))
+        offsets, users = np.append(0, np.cumsum(lengths)), np.arange(len(lengths))
+        scored = offsets[1:] - rng.integers(0, lengths + 1)
+        split = target_windows(users, offsets[:-1], scored, offsets[1:], capacity, targets)
+        assert sorted(covered(split)) == [e for a, b in zip(scored, offsets[1:]) for e in range(a, b)]
+        assert ((split.end - split.scored >= 1) & (split.end - split.scored <= targets)).all()
+        assert split.begin.tolist() == np.maximum(offsets[split.users], split.end - capacity).tolist()
+
+
 def test_last_tenth():
     data = dataset([9, 10, 35])
-    splits = ranking_splits(data, "last_tenth", max_seq_len=100)
+    splits = ranking_splits(data, "last_tenth", Layout(50))
     assert covered(splits.test) == [18, 51, 52, 53]
     assert covered(splits.valid) == [17, 48, 49, 50]
     assert sorted(covered(splits.train)) == [*range(17), *range(19, 48)]
     assert splits.skipped == {"test: fewer than ten events, which all train": 1}
-    joined = ranking_splits(data, "last_tenth", max_seq_len=100, train_on_valid=True)
+    joined = ranking_splits(data, "last_tenth", Layout(50), train_on_valid=True)
     assert joined.valid is None and sorted(covered(joined.train)) == [*range(18), *range(19, 51)]
-    everything = ranking_splits(data, "all", max_seq_len=100)
+    single = ranking_splits(data, "last_tenth", Layout(50, 4))  # judges the same events, each by itself
+    assert sorted(covered(single.train)) == sorted(covered(splits.train))
+    assert single.test.scored.tolist() == [18, 53, 52, 51] and (single.test.end == single.test.scored + 1).all()
+    assert (single.test.end - single.test.begin).max() == 35
+    everything = ranking_splits(data, "all", Layout(50))
     assert everything.test is None and sorted(covered(everything.train)) == list(range(54))
     with pytest.raises(DataError, match="ranking takes last_tenth or all, got 'temporal'"):
-        ranking_splits(data, "temporal", max_seq_len=100)
+        ranking_splits(data, "temporal", Layout(50))
     with pytest.raises(DataError, match="leaves no test event"):
-        ranking_splits(dataset([9]), "last_tenth", max_seq_len=100)
+        ranking_splits(dataset([9]), "last_tenth", Layout(50))
 
 
 def test_the_tokens_of_a_batch():
@@ -72,7 +97,7 @@ def test_the_tokens_of_a_batch():
     assert batch.seq_offsets.tolist() == [0, 6, 12]
     assert batch.item_ids.tolist() == [0, 0, 1, 1, 2, 2, 4, 4, 0, 0, 1, 1]
     assert batch.actions.tolist() == [0, 0, 1, 1, 2, 2, 1, 1, 2, 2, 0, 0]
-    assert batch.is_action.tolist() == [False, True] * 6
+    assert batch.has_action.tolist() == [False, True] * 6
     assert batch.timestamps.tolist() == [100, 100, 110, 110, 120, 120, 140, 140, 150, 150, 160, 160]
     # An item token asks at its event's time, an action token at the next event's, the last at its own.
     assert batch.query_timestamps.tolist() == [100, 110, 110, 120, 120, 120, 140, 150, 150, 160, 160, 160]
@@ -83,3 +108,20 @@ def test_the_tokens_of_a_batch():
     padded = batch.padded(16, 4, 4)
     assert (padded.labels[12:] == -1).all() and (padded.events[12:] == -1).all() and not padded.real[12:].any()
     assert torch.equal(padded.labels[:12], batch.labels)
+
+
+def test_the_tokens_of_a_batch_of_candidates():
+    data = dataset([3, 4])
+    split = Split(np.array([0, 1]), np.array([0, 4]), np.array([3, 7]), np.array([1, 4]))
+    table = np.array([[0, 0], [1, 0], [1, 1]])
+    (batch,) = TargetBatches(data, split, label_table=table, batch_size=2, shuffle=False).epoch(0)
+    assert batch.seq_offsets.tolist() == [0, 3, 6] and batch.num_targets.tolist() == [2, 3]
+    assert batch.item_ids.tolist() == [0, 1, 2, 4, 0, 1] and batch.actions.tolist() == [0, 1, 2, 1, 2, 0]
+    assert batch.has_action.tolist() == [True, *[False] * 5]
+    assert batch.positions.tolist() == [0, 1, 1, 0, 0, 0]
+    # A candidate asks at its event's time, an event of the history at the next event's.
+    assert batch.query_timestamps.tolist() == [110, 110, 120, 140, 150, 160]
+    assert batch.labels.T.tolist() == [[-1, 1, 1, 1, 1, 0], [-1, 0, 1, 0, 1, 0]]
+    assert batch.events.tolist() == [0, 1, 2, 4, 5, 6]
+    padded = batch.padded(8, 4, 4)
+    assert padded.num_targets.tolist() == [2, 3, 0, 0] and padded.positions.tolist() == [0, 1, 1, 0, 0, 0, 0, 1]

@@ -74,3 +74,14 @@ def test_errors_of_a_plan(tmp_path, old, new, message):
     with pytest.raises(ConfigError) as raised:
         planned(tmp_path, old, new, quick=True)
     assert any(message in line for line in str(raised.value).split("\n")), raised.value
+
+
+def test_layouts_of_ranking_are_compared_and_its_actions_are_not():
+    base = "configs/synthetic-ranking.yaml"
+    targets = {"task.layout": "targets", "task.hidden_dim": 4}
+    weighted = {"task.actions": [{"name": "liked", "at_least": 1, "weight": 2}]}
+    plan = load_plan({"base": base, "settings": {"interleaved": {}, "targets": targets, "weighted": weighted}})
+    assert plan.settings["targets"].task.layout == "targets"
+    other = {"task.actions": [{"name": "liked", "at_least": 2}]}
+    with pytest.raises(ConfigError, match="settings of a comparison must be judged by the same events"):
+        load_plan({"base": base, "settings": {"interleaved": {}, "other": other}})

@@ -243,7 +243,7 @@ def test_what_ranking_knows_of_an_event_before_the_user_acts(known_at):
     (batch,) = task.batches(dataset, split, batch_size=1, shuffle=False).epoch(0)
 
     def predictions(batch):
-        return model.task_head(model.raw_output(batch)[0])[~batch.is_action]
+        return model.task_head(model.raw_output(batch)[0])[~batch.has_action]
 
     before, event = predictions(batch), 3
     rows = batch.event_features.clone()
@@ -276,7 +276,7 @@ def test_ranking_knows_features_of_users_and_items():
     batch = next(task.batches(dataset, splits.test, batch_size=1, shuffle=False).epoch(0))
 
     def predictions(batch):
-        return model.task_head(model.raw_output(batch)[0])[~batch.is_action]
+        return model.task_head(model.raw_output(batch)[0])[~batch.has_action]
 
     before = predictions(batch)
     assert (predictions(replace(batch, user_features=batch.user_features % 3 + 1)) != before).all()

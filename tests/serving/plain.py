@@ -23,6 +23,11 @@ RANKING = {
     "task": {"kind": "ranking", "actions": [{"name": "liked", "at_least": 4}]},
     "data": {"format": "ml-100k", "protocol": "last_tenth"},
 }
+TASKS = {
+    "retrieval": {},
+    "ranking": RANKING,
+    "targets": RANKING | {"task": RANKING["task"] | {"layout": "targets", "num_targets": 3}},
+}
 
 
 def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", loss=None, **model) -> RunConfig:
@@ -34,7 +39,7 @@ def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", loss=None,
         "model": sizes | {"attention": attention} | model,
         "train": {"epochs": 1},
     } | ({"loss": loss} if loss else {})
-    return RunConfig.model_validate(tree | (RANKING if task == "ranking" else {}))
+    return RunConfig.model_validate(tree | TASKS[task])
 
 
 def make_model(config: RunConfig, seed=0):
@@ -73,8 +78,11 @@ class Plain:
     def __init__(self, config, model, slide=None):
         self.config, self.model = config, model
         self.ranking = config.task.kind == "ranking"
+        self.targets = self.ranking and config.task.layout == "targets"
         longest = config.model.max_seq_len
         self.capacity = (longest - 1) // 2 if self.ranking else longest
+        if self.targets:
+            self.capacity = longest - config.task.num_targets
         self.slide = slide or max(1, self.capacity // 4)
         self.users: dict[str, list[tuple[int, int, int]]] = {}
 
@@ -120,17 +128,18 @@ class Plain:
 
     def probability(self, user, candidate, at):
         times, items, actions = (torch.tensor(x) for x in zip(*self.window(user), (at, candidate, 0)))
-        items, count = (items - 100) // 3, 2 * len(items) - 1
-        both = lambda x: x.repeat_interleave(2)[:-1]
         following = torch.cat([times[1:], times[-1:]])
+        each, count = (1, len(items)) if self.targets else (2, 2 * len(items) - 1)
+        both = lambda x: x.repeat_interleave(each)[:count]
         batch = RankingBatch(
-            item_ids=both(items),
+            item_ids=both((items - 100) // 3),
             timestamps=both(times),
             target_ids=torch.full((count,), -1),
-            query_timestamps=torch.stack([times, following], 1).flatten()[:-1],
+            query_timestamps=following if self.targets else torch.stack([times, following], 1).flatten()[:-1],
             seq_offsets=torch.tensor([0, count]),
             users=torch.zeros(1, dtype=torch.int64),
             actions=both(actions),
-            is_action=torch.arange(count) % 2 == 1,
+            has_action=torch.arange(count) < count - 1 if self.targets else torch.arange(count) % 2 == 1,
+            num_targets=torch.ones(1, dtype=torch.int64) if self.targets else None,
         )
         return self.model.task_head(self.model.raw_output(batch)[0][-1:])[0, 0].sigmoid()

@@ -98,12 +98,14 @@ def test_kind_refuses_heads_when_the_configuration_is_loaded():
         make_config(ROTATE, embedding_dim=50)
 
 
-def test_ranking_is_judged_event_by_event(tmp_path):
+@pytest.mark.parametrize("layout", [{}, {"layout": "targets", "num_targets": 6}])
+def test_ranking_is_judged_event_by_event(tmp_path, layout):
     """A service whose windows hold whole histories gives the results of evaluation's batches."""
     from tests.models.tasks.test_ranking import CONFIG
 
     path = tmp_path / "t.yaml"
     tree = CONFIG | {"model": CONFIG["model"] | {"max_seq_len": 82}, "train": CONFIG["train"] | {"epochs": 1}}
+    tree["task"] = tree["task"] | layout
     path.write_text(json.dumps(tree))
     assert run("train.py", path, "--run", tmp_path / "run").returncode == 0
     whole = judged(tmp_path / "run")

@@ -15,6 +15,7 @@ ROTARY = {"rotary": {"position": True, "time": True}}
     [
         (DENSE, "retrieval", {"action_embedding": True}, {}),
         (DENSE, "ranking", ROTARY, {"slide": 1}),
+        (DENSE, "targets", ROTARY, {"slide": 3}),
         (SOFTMAX, "retrieval", {"block": "transformer", "feed_forward_dim": 8}, {"slide": 1}),
         (BSA, "retrieval", {}, {}),
         (BSA | {"selection_group": 4, "window_size": 0}, "ranking", {}, {}),

@@ -92,11 +92,11 @@ def test_the_window_depends_on_the_number_of_events_alone(count, slide):
 
 
 def test_candidates_never_see_one_another():
-    for task in ("ranking", "retrieval"):
+    for task in ("ranking", "targets", "retrieval"):
         config = make_config(task=task)
         served = serve(config, make_model(config), cache_bytes=SMALL)
         items, times, actions = events(30)
-        served.append([1] * 30, items, times, actions if task == "ranking" else None)
+        served.append([1] * 30, items, times, None if task == "retrieval" else actions)
         candidates = item_ids()[np.random.default_rng(1).permutation(NUM_ITEMS)]
         candidates = np.append(candidates, candidates[:9])  # some of them twice
         order = np.random.default_rng(2).permutation(len(candidates))

@@ -18,6 +18,7 @@ from experiments.report import as_html
 from experiments.results import collect
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
+from models.tasks.ranking import ActionHeads
 from training.config import RunConfig, load_config
 from training.folder import read_judged
 
@@ -65,7 +66,7 @@ def test_a_flipped_action_changes_later_predictions_alone(attention):
             torch.nn.init.normal_(weight, std=0.5)
 
     def predictions(batch):
-        return model.task_head(model.raw_output(batch)[0])[~batch.is_action]
+        return model.task_head(model.raw_output(batch)[0])[~batch.has_action]
 
     before = predictions(batch)
     for event in (3, 9):
@@ -81,9 +82,73 @@ def test_an_action_of_an_item_token_is_never_looked_at():
     model = model_of(config, dataset)
     split = Split(np.array([0]), np.array([0]), np.array([15]), np.array([0]))
     (batch,) = build_task(config).batches(dataset, split, batch_size=1, shuffle=False).epoch(0)
-    other = torch.where(batch.is_action, batch.actions, 1 - batch.actions)
+    other = torch.where(batch.has_action, batch.actions, 1 - batch.actions)
     changed = replace(batch, actions=other, labels=-batch.labels)
     assert torch.equal(model.raw_output(batch)[0], model.raw_output(changed)[0])
+
+
+TARGETS = CONFIG["task"] | {"layout": "targets", "num_targets": 5}
+
+
+def test_a_candidate_sees_the_history_and_itself_alone():
+    model_config = CONFIG["model"] | {"max_seq_len": 20, "rotary": {"position": True, "time": True}}
+    config, dataset = configured(task=TARGETS, model=model_config), generate(**SYNTHETIC)
+    model, task = model_of(config, dataset), build_task(config)
+    split = Split(np.array([0, 1]), *(dataset.user_offsets[:2] + np.array(x) for x in ([0, 0], [15, 9], [10, 9])))
+    split.scored[1] -= 4
+    (batch,) = task.batches(dataset, split, batch_size=2, shuffle=False).epoch(0)
+    for name, weight in model.named_parameters():
+        if "position_bias" in name or "time_bias" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+
+    def logits(batch):
+        return model.task_head(model.raw_output(batch)[0])[batch.labels[:, 0] >= 0, 0]
+
+    def changed(tokens, **columns):
+        values = {name: getattr(batch, name).clone() for name in columns}
+        for name, value in columns.items():
+            values[name][tokens] = value
+        return logits(replace(batch, **values))
+
+    before = logits(batch)
+    # Tokens 10 to 14 are the first user's candidates: neither their actions nor another one's item is seen.
+    assert torch.equal(changed(slice(10, 15), actions=1 - batch.actions[10:15], labels=0), before)
+    other = changed(11, item_ids=(batch.item_ids[11] + 1) % 30)
+    assert other[1] != before[1] and torch.equal(other[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
+    history = changed(4, actions=1 - batch.actions[4])
+    assert (history[:5] != before[:5]).all() and torch.equal(history[5:], before[5:])
+    # Each by itself has the same score as in the company of others.
+    single = Split(split.users[:1], split.begin[:1], split.scored[:1] + 1, split.scored[:1])
+    (one,) = task.batches(dataset, single, batch_size=1, shuffle=False).epoch(0)
+    torch.testing.assert_close(logits(one), before[:1])
+
+
+def test_candidates_are_trained_on_the_actions_of_the_history():
+    """Every second user likes everything, which only earlier actions tell."""
+    config, dataset = configured(task=TARGETS), generate(**SYNTHETIC)
+    users = np.repeat(np.arange(60), np.diff(dataset.user_offsets))
+    dataset, task = replace(dataset, actions=(users % 2).astype(np.int32)), build_task(config)
+    model, splits = model_of(config, dataset).train(), task.splits(dataset)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for epoch in range(3):
+        for batch in task.batches(dataset, splits.train, batch_size=20).epoch(epoch):
+            optimizer.zero_grad()
+            task.loss(model, model.raw_output(batch)[0], batch, batch, None)[0].backward()
+            optimizer.step()
+    test = task.batches(dataset, splits.test, batch_size=50, shuffle=False)
+    assert task.evaluate(model, test)["auc"] > 0.99
+
+
+def test_experts_are_shared_and_mixed_by_the_actions_own_gates():
+    heads = ActionHeads(2, 6, 0.0, 8, experts=3)
+    torch.nn.init.normal_(heads.gates)
+    out = torch.randn(5, 8)
+    x = heads.norm(out)
+    experts = torch.stack([torch.nn.functional.silu(x @ weight) for weight in heads.hidden], 1)  # [T, K, H]
+    for action in range(2):
+        mixed = ((x @ heads.gates[action]).softmax(-1)[:, :, None] * experts).sum(1)
+        expected = mixed @ heads.weight[action] + heads.bias[action]
+        torch.testing.assert_close(heads(out)[:, action], expected)
 
 
 def test_the_loss_is_the_mean_over_scored_events_by_hand():
@@ -120,6 +185,16 @@ def test_the_loss_is_the_mean_over_scored_events_by_hand():
         ("model.head={kind: mol}", "model.head: not supported by task.kind=ranking, leave it out"),
         ("eval.best_metric=NDCG@10", "eval.best_metric: NDCG@10 is none of auc, gauc"),
         ("model.max_seq_len=1", "model.max_seq_len counts tokens, two for each event"),
+        ("task.experts=2", "experts: hidden layers, whose size hidden_dim is missing"),
+        ("task.num_targets=3", "num_targets is for layout=targets, got layout=interleaved"),
+        (
+            f"task={json.dumps(TARGETS | {'num_targets': 40})}",
+            "model.max_seq_len=40 counts events, of which task.num_targets=40 are candidates",
+        ),
+        (
+            [f"task={json.dumps(TARGETS)}", "model.attention.kind=softmax"],
+            "task.layout=targets: model.attention.kind=softmax has no candidates",
+        ),
         ("task.actions=[]", "task.actions"),
         ("task.actions=[{name: a, at_least: 1}, {name: a, at_least: 0}]", "a named twice"),
     ],
@@ -128,7 +203,7 @@ def test_configurations_that_cannot_be(tmp_path, override, message):
     path = tmp_path / "t.yaml"
     path.write_text(json.dumps(CONFIG))
     with pytest.raises(ConfigError, match="(?s).*".join(message.split("...")).replace("[", r"\[")):
-        load_config(path, [override])
+        load_config(path, [override] if isinstance(override, str) else override)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +269,9 @@ def test_a_run_from_yaml_to_report(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_batches_of_any_size_predict_alike():
-    config, dataset = configured(), generate(**SYNTHETIC)
+@pytest.mark.parametrize("layout", [CONFIG["task"], TARGETS])
+def test_batches_of_any_size_predict_alike(layout):
+    config, dataset = configured(task=layout), generate(**SYNTHETIC)
     task = build_task(config)
     model, splits = model_of(config, dataset), task.splits(dataset)
     predictions = [
