@@ -24,6 +24,8 @@ def catalogue_loss(
     negatives: torch.Tensor | None = None,
     log_q: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
+    weights: torch.Tensor | None = None,
+    reduction: str = "mean",
     part: Part | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -54,6 +56,9 @@ def catalogue_loss(
             products with all items, some thousand tokens at a time.
         log_q: [I], logarithm of the probability with which each item is drawn as a negative. It gets no gradient.
         label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
+        weights: [T] floating point, finite and at least 0, checked on a CPU: each target's weight in the mean, which is
+            the sum of the weighted losses over the sum of the weights of the targets >= 0 (0 if that is 0).
+        reduction: "mean", or "none" for the loss of each target, [T], multiplied by its weight; 0 for none.
         part: if `items` are only some of the catalogue, starting with item `part.first`, while targets are numbers in
             the whole catalogue: `part.merge` turns the log-sum-exps and the targets' logits of the part into those of
             the whole catalogue, for processes that share it. The loss is that of the whole catalogue; gradients are
@@ -61,8 +66,8 @@ def catalogue_loss(
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        The loss, a tensor of no dimension, fp32 (fp64 for fp64 inputs); 0 if no target counts. Gradients flow to out,
-        items and temperature; the kernels have no second derivatives.
+        The loss, a tensor of no dimension or, with reduction="none", [T], fp32 (fp64 for fp64 inputs); 0 if no target
+        counts. Gradients flow to out, items, temperature and weights; the kernels have no second derivatives.
 
     Examples:
         >>> out, items = torch.zeros(3, 8), torch.randn(100, 8)
@@ -71,6 +76,8 @@ def catalogue_loss(
         tensor(4.6052)
         >>> hstu_sparse.catalogue_loss(out, items, targets, temperature=1.0, negatives=torch.tensor([1, 2, 3]))  # ln 4
         tensor(1.3863)
+        >>> hstu_sparse.catalogue_loss(out, items, targets, temperature=1.0, reduction="none")
+        tensor([4.6052, 4.6052, 0.0000])
 
     Raises:
         TypeError, ValueError: with the expected and the actual value. Ids out of range are detected on a CPU, and
@@ -99,6 +106,12 @@ def catalogue_loss(
         temperature = check_number("temperature", temperature, above=0.0)
     check_bool("normalize", normalize)
     label_smoothing = check_number("label_smoothing", label_smoothing, above=-1e-30, below=1.0)
+    if reduction not in ("mean", "none"):
+        raise ValueError(f"reduction must be 'mean' or 'none', got {reduction!r}")
+    if weights is not None:
+        check_tensor("weights", weights, "T", sizes, device=out.device)
+        if readable(weights) and not (valid := weights.isfinite() & (weights >= 0)).all():
+            raise ValueError(f"weights must be finite and at least 0, got {weights[~valid][0].item()}")
     if negatives is None:
         if log_q is not None:
             raise ValueError("log_q corrects sampled negatives: it needs negatives")
@@ -117,17 +130,28 @@ def catalogue_loss(
             raise ValueError(f"{name} must be below I={sizes['I']}, got {int(ids.max())}")
     if backend == "triton":
         check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
+    reduced = weights is None and reduction == "mean"
     if part is not None:
-        return loss_of_part(out, items, targets, temperature, normalize, part, backend)
-    if backend == "reference":
-        return catalogue_loss_reference(
+        loss = loss_of_part(out, items, targets, temperature, normalize, part, backend, reduced)
+    elif backend == "reference":
+        loss = catalogue_loss_reference(
             out, items, targets, temperature=temperature, normalize=normalize, negatives=negatives, log_q=log_q,
             label_smoothing=label_smoothing,
         )  # fmt: skip
-    from hstu_sparse.catalogue.launches import catalogue_loss_operator
+        if reduced:
+            loss = loss.sum() / (targets >= 0).sum().clamp(min=1)
+    else:
+        from hstu_sparse.catalogue.launches import catalogue_loss_operator
 
-    learned = isinstance(temperature, torch.Tensor)
-    return catalogue_loss_operator(
-        out, items, targets, temperature if learned else None, negatives, log_q, 1.0 if learned else temperature,
-        normalize, label_smoothing,
-    )[0]  # fmt: skip
+        learned = isinstance(temperature, torch.Tensor)
+        loss = catalogue_loss_operator(
+            out, items, targets, temperature if learned else None, negatives, log_q, 1.0 if learned else temperature,
+            normalize, label_smoothing, reduced,
+        )[0]  # fmt: skip
+    if weights is None:
+        return loss
+    weights = torch.where(targets < 0, 0.0, weights.to(loss.dtype))
+    if reduction == "none":
+        return weights * loss
+    total = weights.sum()
+    return (weights * loss).sum() / torch.where(total > 0, total, 1.0)

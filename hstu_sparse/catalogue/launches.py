@@ -141,7 +141,7 @@ def _settings(config: LaunchConfig, tma: bool) -> LaunchConfig:
 class _Call:
     """The values that both directions derive from the arguments of a call."""
 
-    def __init__(self, out, items, targets, temperature, negatives, log_q, scale, normalize, smoothing):
+    def __init__(self, out, items, targets, temperature, negatives, log_q, scale, normalize, smoothing, reduced):
         if len(out) >= 2**31 or len(items) >= 2**31:
             raise ValueError(f"the kernels take T and I below 2^31, got {len(out)} and {len(items)}")
         self.T, self.E = out.shape
@@ -151,7 +151,7 @@ class _Call:
         if self.targets.data_ptr() % 16:  # the base of a tensor descriptor is aligned
             self.targets = self.targets.clone()
         self.temperature, self.normalize = temperature, normalize
-        self.smoothing = smoothing
+        self.smoothing, self.reduced = smoothing, reduced
         self.scale = LOG2E if temperature is not None else LOG2E / scale
         self.bound = LOG2E / scale if temperature is None and normalize and log_q is None else math.inf
         self.width = max(16, next_power_of_2(self.E))
@@ -203,6 +203,17 @@ class _Call:
         run(rows.catalogue_loss_sum_kernel, programs, x, x.stride(0), scales, targets, sums, len(x), **constants)
         return sums.sum(0)
 
+    def token_weights(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return a gradient as (one number, factors [T] of at most 1 in size, or None if it is of the mean).
+
+        Larger factors might exceed fp16.
+        """
+        if self.reduced:
+            return grad, None
+        grad = torch.where(self.targets < 0, 0.0, grad.float())
+        most = grad.abs().max().clamp(min=1e-37)
+        return most, grad / most
+
     def mean(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         loss, inverse_count = self.new(), self.new(1)
         # One program, since it adds in one fixed order; few iterations make it fast.
@@ -241,13 +252,18 @@ def forward_products(call: _Call):
     item_sum = None
     if call.smoothing:
         item_sum = call.sum(call.items, item_scale if call.normalize else None, None)
-    parts = call.new(cdiv(call.T, call.rows["ROWS"]), 2)
+    parts: Any = None
+    losses: Any = None
+    if call.reduced:
+        parts = call.new(cdiv(call.T, call.rows["ROWS"]), 2)
+    else:
+        losses = call.new(call.T)
     call.over_rows(
         rows.catalogue_loss_rows_fwd_kernel, call.T, call.out, call.items, call.out.stride(0), call.items.stride(0),
-        row_scale, call.targets, partial, item_sum, lse, positive, parts, call.smoothing, call.T, call.I, splits,
-        SAMPLED=ids is not None,
+        row_scale, call.targets, partial, item_sum, lse, positive, parts, losses, call.smoothing, call.T, call.I,
+        splits, SAMPLED=ids is not None,
     )  # fmt: skip
-    loss, inverse_count = call.mean(parts)
+    loss, inverse_count = call.mean(parts) if call.reduced else (losses, call.new(1).fill_(1.0))
     return loss, lse, row_scale, item_scale, positive, inverse_count, call.new(0)
 
 
@@ -262,7 +278,7 @@ def _forward_per_token(call: _Call):
             call.temperature, lse, positive, picked, parts, call.scale, math.log(max(1, call.K)), call.K,
             WIDTH=table.shape[1], **call.sizes, **call.drawn,
         )  # fmt: skip
-    loss, inverse_count = call.mean(parts)
+    loss, inverse_count = call.mean(parts) if call.reduced else (parts[:, 0].contiguous(), call.new(1).fill_(1.0))
     # Without the temperature the outputs' scale is one number, by which the items' gradient is multiplied at the end.
     row_scale = call.new(0 if call.normalize else 1)
     if call.T and not call.normalize:
@@ -281,12 +297,15 @@ def _backward(grad, *inputs):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
     dout = torch.empty_like(call.out, memory_format=torch.contiguous_format)
     along = call.new(call.T)
+    grad, weights = call.token_weights(grad)
     if call.small:
-        ditems = small.backward(call, grad, lse, positive, inverse_count, picked, dout, along)
+        ditems = small.backward(call, grad, lse, positive, inverse_count, picked, dout, along, weights)
     elif call.per_token:
-        ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along)
+        ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along, weights)
     else:
-        ditems = backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along)
+        ditems = backward_products(
+            call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along, weights
+        )
     gradients = [dout, ditems]
     if call.temperature is not None:
         slope = -along.sum() * inverse_count[0] * grad / call.temperature
@@ -294,8 +313,12 @@ def _backward(grad, *inputs):
     return gradients
 
 
-def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along, hits=None):
-    """Write dout and along; return ditems. hits: local targets, else -1, if some are in other parts (parts.py)."""
+def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along, weights, hits=None):
+    """Write dout and along; return ditems.
+
+    weights: factors [T] of the tokens' gradients, or None. hits: local targets, else -1, if some are in other parts
+    (parts.py).
+    """
     matrix, ids, shift = call.walked()
     sampled = ids is not None
     logits = positive if sampled or hits is not None else None
@@ -303,11 +326,12 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     item_sum = out_sum = None
     if call.smoothing:
         item_sum = call.sum(call.items, item_scale, None)
-        out_sum = call.sum(call.out, row_scale if call.normalize else None, call.targets)
+        factors = [x for x in (row_scale if call.normalize else None, weights) if x is not None]
+        out_sum = call.sum(call.out, math.prod(factors) if factors else None, call.targets)
     W = len(matrix)
     out, matrix = as_rows(call.out, matrix)
     shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision)
-    end = rows.OutputsEnd(logits, call.items, call.items.stride(0), item_sum, grad, inverse_count, dout, along)
+    end = rows.OutputsEnd(logits, call.items, call.items.stride(0), item_sum, grad, inverse_count, weights, dout, along)
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
     partial: Any = call.new(splits, call.T, call.E) if splits > 1 else None
@@ -329,17 +353,20 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     partial = call.new(splits, W, call.E) if parts else None
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
     items_end = rows.ItemsEnd(row_scale, out_sum, grad, inverse_count, ditems)
-    walk, scales, targets, sums, settings = _walk(config, out, row_scale, call.targets if hits is None else hits, lse)
+    walk, scales, targets, sums, factors, settings = _walk(
+        config, out, row_scale, call.targets if hits is None else hits, lse, weights
+    )
     if W:
         run(
             products.catalogue_loss_bwd_ditems_kernel, cdiv(W, config.BLOCK_M) * splits,
-            walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, items_end,
-            partial, call.smoothing, W, call.T, per_split, SIZE=call.E, **shape, **settings,
+            walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, factors,
+            items_end, partial, call.smoothing, W, call.T, per_split, SIZE=call.E, **shape, **settings,
         )  # fmt: skip
     if sampled:
         drawn = partial[0] if splits == 1 else partial.sum(0)
         factor = torch.where(call.targets < 0, 0.0, torch.exp2(positive - lse) - 1.0)
         shares = factor * row_scale if call.normalize else factor
+        shares = shares if weights is None else shares * weights
         return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, drawn)
     if splits > 1:
         call.over_rows(
@@ -349,7 +376,7 @@ def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_
     return ditems
 
 
-def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
+def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along, weights):
     shares: Any = None
     sums: Any = None
     table, item_scale = call.gathered()
@@ -360,7 +387,7 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
     run(
         sampled.catalogue_loss_sampled_bwd_dout_kernel, call.T,
         call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
-        call.temperature, lse, grad, inverse_count, dout, along, shares, sums, call.scale,
+        call.temperature, lse, grad, inverse_count, weights, dout, along, shares, sums, call.scale,
         math.log(max(1, call.K)), call.T, call.K, WIDTH=table.shape[1], **call.sizes, **call.drawn,
     )  # fmt: skip
     if shares is None:
@@ -398,23 +425,24 @@ def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, dra
     return ditems
 
 
-def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, label_smoothing):
+def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, label_smoothing, reduced):
     def empty(*shape):
         return out.new_empty(shape, dtype=torch.float32)
 
     T, W = out.shape[0], items.shape[0]
+    loss = empty() if reduced else empty(T)
     if negatives is not None and negatives.dim() == 2:
         uses_products = small.takes_products(W, negatives.shape[1], out.shape[1], out.dtype)
         positive, picked = (empty(T), empty(*negatives.shape)) if uses_products else (empty(0), empty(0))
-        return empty(), empty(T), empty(0 if normalize else 1), empty(0), positive, empty(1), picked
+        return loss, empty(T), empty(0 if normalize else 1), empty(0), positive, empty(1), picked
     if negatives is not None:
         W = negatives.shape[0]
-    return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), empty(0)
+    return loss, empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), empty(0)
 
 
 _SCHEMA = (
     "Tensor out, Tensor items, Tensor targets, Tensor? temperature, Tensor? negatives, Tensor? log_q, float scale, "
-    "bool normalize, float label_smoothing"
+    "bool normalize, float label_smoothing, bool reduced"
 )
 catalogue_loss_operator = Operator(
     "catalogue_loss", _SCHEMA, _forward, _backward, _fake, "out items temperature", outputs=7

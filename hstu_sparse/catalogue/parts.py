@@ -32,14 +32,14 @@ def catalogue_loss_reference(
     log_q: torch.Tensor | None,
     label_smoothing: float,
 ) -> torch.Tensor:
-    """Compute `hstu_sparse.catalogue_loss`. 16-bit inputs are converted to fp32."""
+    """Compute each target's loss [T], 0 for none, of `catalogue_loss`. 16-bit inputs are converted to fp32."""
     dtype = working_dtype(out.dtype)
     out, items = widened(out, items)
 
     def ready(x):
         return F.normalize(x, dim=-1, eps=NORM_EPS) if normalize else x
 
-    out, has_target = ready(out), targets >= 0
+    out = ready(out)
     rows = targets.clamp(min=0)
     if negatives is None:
         logits = out @ ready(items).T / temperature
@@ -55,7 +55,7 @@ def catalogue_loss_reference(
             logits = logits - (log_q[drawn].to(dtype) + math.log(max(1, negatives.shape[-1])))
         logits = logits.masked_fill((negatives == targets[:, None]) | (negatives < 0), float("-inf"))
         losses = torch.cat([positive[:, None], logits], 1).logsumexp(1) - positive
-    return losses.masked_fill(~has_target, 0.0).sum() / has_target.sum().clamp(min=1)
+    return losses.masked_fill(targets < 0, 0.0)
 
 
 LN2 = math.log(2)
@@ -74,14 +74,19 @@ class Part(NamedTuple):
     merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def loss_of_part(out, items, targets, temperature, normalize: bool, part: Part, backend: str) -> Tensor:
-    """Compute `catalogue_loss` over the whole catalogue, of which `items` is a part; the gradients are this part's."""
+def loss_of_part(
+    out, items, targets, temperature, normalize: bool, part: Part, backend: str, reduced: bool = True
+) -> Tensor:
+    """Compute `catalogue_loss` over the whole catalogue, of which `items` is a part; the gradients are this part's.
+
+    reduced: the mean, otherwise each target's loss [T].
+    """
     if backend == "triton" and len(items):
-        return _Kernels.apply(out, items, targets, temperature, normalize, part)
+        return _Kernels.apply(out, items, targets, temperature, normalize, part, reduced)
     out, items = widened(out, items)
     if normalize:
         out, items = (x / x.norm(dim=-1, keepdim=True).clamp(min=NORM_EPS) for x in (out, items))
-    return _Reference.apply(out / temperature, items, targets, part)
+    return _Reference.apply(out / temperature, items, targets, part, reduced)
 
 
 def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -90,17 +95,21 @@ def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return torch.where(inside, targets - first, 0), inside
 
 
-def _mean(lse: Tensor, logit: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _loss(lse: Tensor, logit: Tensor, targets: Tensor, reduced: bool) -> tuple[Tensor, Tensor]:
+    """Return (the mean loss, or each target's; the share of each in it)."""
     has_target = targets >= 0
+    losses = torch.where(has_target, lse - logit, 0.0)
+    if not reduced:
+        return losses, lse.new_ones(())
     share = 1 / has_target.sum().clamp(min=1).to(lse.dtype)
-    return torch.where(has_target, lse - logit, 0.0).sum() * share, share
+    return losses.sum() * share, share
 
 
 class _Reference(torch.autograd.Function):
     """Compute with prepared outputs and items, a chunk of tokens at a time; no second derivative."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, part: Part) -> Tensor:
+    def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, part: Part, reduced: bool) -> Tensor:
         rows, inside = _here(targets, part.first, len(items))
         ctx.size = max(1, CHUNK // max(1, len(items)))
         lse, logit = out.new_full((len(out),), -math.inf), out.new_zeros(len(out))
@@ -108,7 +117,7 @@ class _Reference(torch.autograd.Function):
             lse = torch.cat([(chunk @ items.T).logsumexp(1) for chunk in out.split(ctx.size)] or [lse])
             logit = torch.where(inside, (out * items[rows]).sum(1), 0.0)
         lse, logit = part.merge(lse, logit)
-        loss, share = _mean(lse, logit, targets)
+        loss, share = _loss(lse, logit, targets, reduced)
         ctx.save_for_backward(out, items, targets, rows, inside, lse, share)
         return loss
 
@@ -118,33 +127,34 @@ class _Reference(torch.autograd.Function):
         out, items, targets, rows, inside, lse, share = ctx.saved_tensors
         dout, ditems = torch.zeros_like(out), torch.zeros_like(items)
         if not len(items):
-            return dout, ditems, None, None
+            return dout, ditems, None, None, None
+        factors = torch.where(targets >= 0, share * grad, 0.0)
         for begin in range(0, len(out), ctx.size):
             chunk = slice(begin, begin + ctx.size)
             slopes = (out[chunk] @ items.T - lse[chunk, None]).exp()
             slopes.scatter_add_(1, rows[chunk, None].long(), -inside[chunk, None].to(slopes))
-            slopes *= (targets[chunk, None] >= 0) * share * grad
+            slopes *= factors[chunk, None]
             dout[chunk] = slopes @ items
             ditems += slopes.T @ out[chunk]
-        return dout, ditems, None, None
+        return dout, ditems, None, None, None
 
 
 class _Kernels(torch.autograd.Function):
     """Compute with the whole catalogue's kernels: a token whose target is elsewhere has no local hit."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, temperature, normalize: bool, part: Part):
+    def forward(ctx: Any, out, items, targets, temperature, normalize: bool, part: Part, reduced: bool) -> Tensor:
         from hstu_sparse.catalogue import launches
 
         ctx.learned = temperature if isinstance(temperature, Tensor) else None
-        ctx.scaling = (1.0 if ctx.learned is not None else temperature, normalize)
+        ctx.options = (1.0 if ctx.learned is not None else temperature, normalize, 0.0, reduced)
         rows, inside = _here(targets, part.first, len(items))
         has_target = targets >= 0
         with _device(out):
             call = _call(ctx, out, items, torch.where(has_target, rows, -1))
             _, lse, row_scale, item_scale, logit, *_ = launches.forward_products(call)
         lse, logit = part.merge(lse * LN2, torch.where(inside, logit * LN2, 0.0))
-        loss, share = _mean(lse, logit, targets)
+        loss, share = _loss(lse, logit, targets, reduced)
         ctx.save_for_backward(out, items, rows, inside, has_target, lse, row_scale, item_scale, share)
         return loss
 
@@ -161,13 +171,14 @@ class _Kernels(torch.autograd.Function):
             # The target's factor in a gradient is 2^(positive - lse) - 1: -1 for a local target, else 0.
             positive = torch.where(inside, -math.inf, torch.where(has_target, lse, 0.0))
             hits = torch.where(inside, rows, -1).to(torch.int32)
+            grad, weights = call.token_weights(grad)
             ditems = launches.backward_products(
-                call, grad, lse, row_scale, item_scale, positive, share[None], dout, along, hits=hits
+                call, grad, lse, row_scale, item_scale, positive, share[None], dout, along, weights, hits
             )
         slope = None
         if ctx.learned is not None:
             slope = (-along.sum() * share * grad / ctx.learned).to(ctx.learned.dtype)
-        return dout, ditems, None, slope, None, None
+        return dout, ditems, None, slope, None, None, None
 
 
 def _device(x: Tensor):
@@ -177,5 +188,4 @@ def _device(x: Tensor):
 def _call(ctx: Any, out: Tensor, items: Tensor, targets: Tensor):
     from hstu_sparse.catalogue.launches import _Call
 
-    scale, normalize = ctx.scaling
-    return _Call(out, items, targets, ctx.learned, None, None, scale, normalize, 0.0)
+    return _Call(out, items, targets, ctx.learned, None, None, *ctx.options)

@@ -266,8 +266,8 @@ def catalogue_loss_bwd_dout_kernel(
 
 @triton.jit
 def _weigh_outputs(
-    acc, resident, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
+    acc, resident, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, token_weights, keep,
+    W, E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return acc + gradient of the logits at the outputs first .. last times the (scaled) outputs."""
@@ -290,6 +290,8 @@ def _weigh_outputs(
             weights = tl.where(hit, 0.0, weights)
         else:
             weights = tl.where(hit, weights - keep, weights)
+        if token_weights is not None:
+            weights *= _numbers(token_weights, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
         if HALF:
             weights *= 32768.0
         elif NORMALIZE:
@@ -300,14 +302,14 @@ def _weigh_outputs(
 
 @triton.jit(do_not_specialize=[*PER_BATCH, "smoothing"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_bwd_ditems_kernel(
-    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, end, partial,
+    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, token_weights, end, partial,
     smoothing, I, W, per_split,
     SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of ditems [I, SIZE], or (with `partial` [splits, I, SIZE]) a split's sum over outputs.
 
-    TMA: out, row_scale, targets and lse are tensor descriptors. I: rows of `items`, W: T.
+    TMA: out, row_scale, targets, lse and token_weights are tensor descriptors. I: rows of `items`, W: T.
     """
     tile, split, bounds = _range(I, per_split, W, BLOCK_M, BLOCK_N)
     i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -327,8 +329,8 @@ def catalogue_loss_bwd_ditems_kernel(
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_outputs(
                 acc, resident, bounds[part], bounds[part + 1], out, out_stride, row_scale, scale, item_ids,
-                None if shift is None else correction, targets, lse, 1.0 - smoothing, W, E, BLOCK_E, NORMALIZE,
-                ids is not None, HALF, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
+                None if shift is None else correction, targets, lse, token_weights, 1.0 - smoothing, W, E, BLOCK_E,
+                NORMALIZE, ids is not None, HALF, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if HALF:
         acc = _times(acc, 1.0 / 32768.0)

@@ -26,6 +26,7 @@ class OutputsEnd(NamedTuple):
     table, table_stride  the catalogue, of which the targets are rows
     item_sum             [E] the sum of the normalised items, for smoothing, or None
     grad, inverse_count  the loss's gradient, and one over the number of targets, one number each
+    token_weights        [T] the factor of each token's gradient, or None
     dout, along          the outputs
     """
 
@@ -35,6 +36,7 @@ class OutputsEnd(NamedTuple):
     item_sum: object
     grad: object
     inverse_count: object
+    token_weights: object
     dout: object
     along: object
 
@@ -108,10 +110,12 @@ def add_exp2(a, b):
 
 @triton.jit(do_not_specialize=["T", "I", "splits", "smoothing"])
 def catalogue_loss_rows_fwd_kernel(
-    out, items, out_stride, items_stride, row_scale, targets, partial, item_sum, lse, positive, parts, smoothing, T, I,
-    splits, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, ROWS: tl.constexpr,
+    out, items, out_stride, items_stride, row_scale, targets, partial, item_sum, lse, positive, parts, losses,
+    smoothing, T, I, splits, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute lse [T] from partial [splits, T], and parts [programs, 2]: a program's sum of losses, and their number.
+    """Compute lse [T] from partial [splits, T], and parts [programs, 2]: a program's sum of losses, and their number;
+    or, if given, losses [T].
 
     lse is infinity for a token without target. SAMPLED: partial has only the negatives. positive [T]: the logit of the
     target. item_sum [E]: the sum of the normalised items, for smoothing.
@@ -138,8 +142,11 @@ def catalogue_loss_rows_fwd_kernel(
         loss -= smoothing * (mean - logit)
     tl.store(lse + t, tl.where(counts, log_sum, float("inf")), t < T)
     tl.store(positive + t, logit, t < T)
-    tl.store(parts + 2 * tl.program_id(0), tl.sum(tl.where(counts, loss, 0.0), 0) * LN2)
-    tl.store(parts + 2 * tl.program_id(0) + 1, tl.sum(counts.to(tl.float32), 0))
+    if losses is not None:
+        tl.store(losses + t, tl.where(counts, loss, 0.0) * LN2, t < T)
+    else:
+        tl.store(parts + 2 * tl.program_id(0), tl.sum(tl.where(counts, loss, 0.0), 0) * LN2)
+        tl.store(parts + 2 * tl.program_id(0) + 1, tl.sum(counts.to(tl.float32), 0))
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -205,6 +212,8 @@ def finish_outputs(
         square += tl.sum(x * x, 1)
         complete = complete + (part,)  # noqa: RUF005  Triton does not support starred tuples
     scale = tl.load(row_scale + t, counts, 0.0) * LN2
+    if end.token_weights is not None:
+        scale *= tl.load(end.token_weights + t, counts, 0.0)
     tl.store(end.along + t, projection * scale, t < T)
     projection = tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)
     factor = scale * (tl.load(end.grad).to(tl.float32) * tl.load(end.inverse_count))

@@ -101,9 +101,9 @@ def catalogue_loss_sampled_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T", "K", "scale", "log_k"])
 def catalogue_loss_sampled_bwd_dout_kernel(
-    out, out_stride, targets, negatives, log_q, table, item_scale, temperature, lse, grad, inverse_count, dout, along,
-    shares, sums, scale, log_k, T, K, E: tl.constexpr, WIDTH: tl.constexpr, PAD_E: tl.constexpr,
-    NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+    out, out_stride, targets, negatives, log_q, table, item_scale, temperature, lse, grad, inverse_count,
+    token_weights, dout, along, shares, sums, scale, log_k, T, K, E: tl.constexpr, WIDTH: tl.constexpr,
+    PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute a row of dout; along[t] = sum of logit times its gradient; the output's factors in the table's gradient.
 
@@ -127,6 +127,10 @@ def catalogue_loss_sampled_bwd_dout_kernel(
     )
     log_sum = tl.load(lse + t + zero)
     share = tl.exp2(logit - log_sum) - 1.0
+    token_weight = 1.0
+    if token_weights is not None:
+        token_weight = tl.load(token_weights + t)
+        share *= token_weight
     # Summed over its rows at the end: otherwise threads of different rows would synchronise in every iteration.
     acc = tl.zeros([ROWS, PAD_E], tl.float32)
     target_share = share * factor if NORMALIZE else share
@@ -141,6 +145,8 @@ def catalogue_loss_sampled_bwd_dout_kernel(
             t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH, PAD_E, NORMALIZE, ROWS
         )
         weights = tl.exp2(logits - log_sum)
+        if token_weights is not None:
+            weights *= token_weight
         acc += rows * (weights * scales)[:, None]
         k = first + tl.arange(0, ROWS)
         part = weights * factor if NORMALIZE else weights

@@ -40,10 +40,12 @@ def takes_products(items: int, negatives: int, size: int, dtype: torch.dtype) ->
 
 @triton.jit(do_not_specialize=["begin", "K", "factor"], do_not_specialize_on_alignment=["targets", "negatives"])
 def catalogue_loss_pick_bwd_kernel(
-    gradients, width, targets, negatives, picked, lse, positive, factor, begin, K, ROWS: tl.constexpr,
+    gradients, width, targets, negatives, picked, lse, positive, token_weights, factor, begin, K, ROWS: tl.constexpr,
     OTHERS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Write row r of gradients [R, width]: factor times those of token begin + r's logits, 0 for other items."""
+    """Write row r of gradients [R, width]: those of token begin + r's logits, 0 for other items, times factor and, if
+    given, the token's weight.
+    """
     r = tl.program_id(0).to(tl.int64)
     t = begin + r
     row = gradients + r * width
@@ -51,6 +53,8 @@ def catalogue_loss_pick_bwd_kernel(
         i = first + tl.arange(0, ZEROS)
         tl.store(row + i, tl.zeros([ZEROS], gradients.dtype.element_ty), i < width)
     target = tl.load(targets + t)
+    if token_weights is not None:
+        factor *= tl.load(token_weights + t)
     if target >= 0:
         # The zeros are written before any thread overwrites one.
         tl.debug_barrier()
@@ -99,7 +103,7 @@ def _width(call) -> int:
     return launch.cdiv(call.I, 16) * 16
 
 
-def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> Tensor:
+def backward(call, grad, lse, positive, inverse_count, picked, dout, along, token_weights) -> Tensor:
     """Write dout and along; return the items' gradient."""
     row_scale = call.scales(call.out, call.scale, call.temperature)
     width = _width(call)
@@ -117,7 +121,7 @@ def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> T
         gradients = call.new(end - begin, width, dtype=call.out.dtype)
         launch.run(
             catalogue_loss_pick_bwd_kernel, end - begin,
-            gradients, width, call.targets, call.negatives, picked, lse, positive, factor, begin, call.K,
+            gradients, width, call.targets, call.negatives, picked, lse, positive, token_weights, factor, begin, call.K,
             ROWS=max(16, min(launch.next_power_of_2(call.K), 128)), OTHERS=32, ZEROS=1024, num_warps=4,
         )  # fmt: skip
         part = _product(gradients, columns)[:, : call.E]
@@ -127,7 +131,7 @@ def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> T
         call.over_rows(
             catalogue_loss_merge_bwd_dout_kernel, end - begin, part, call.out[tokens], call.out.stride(0),
             row_scale[tokens], call.targets[tokens], lse[tokens], OutputsEnd(
-                None, call.items, call.items.stride(0), None, grad, inverse_count, dout[tokens], along[tokens]
+                None, call.items, call.items.stride(0), None, grad, inverse_count, None, dout[tokens], along[tokens]
             ), 1.0, end - begin, call.I, 1,
         )  # fmt: skip
         part = _product(gradients.T, rows[tokens])

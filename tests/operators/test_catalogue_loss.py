@@ -64,14 +64,25 @@ def test_smoothing_is_torchs(inputs):
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("reference", torch.float64), pytest.param("triton", torch.float32, marks=interpreter)]
 )
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 5, 7), (0, 0, 7)])
-def test_parts_make_the_whole(inputs, cuts, normalize, backend, dtype):
+@pytest.mark.parametrize(
+    ("cuts", "normalize", "weighted"),
+    [
+        ((0, 7), True, False),
+        ((0, 7), False, True),
+        ((0, 3, 5, 7), True, False),
+        ((0, 3, 5, 7), False, False),
+        ((0, 3, 5, 7), True, True),
+        ((0, 0, 7), True, False),
+        ((0, 0, 7), False, False),
+    ],
+)
+def test_parts_make_the_whole(inputs, cuts, normalize, weighted, backend, dtype):
     """Parts of the catalogue, each given what all of them make together, as processes that share it are."""
     loss_error, gradient_error = ((1e-12, 1e-13),) * 2 if dtype == torch.float64 else ((1e-5, 1e-6), (1e-4, 1e-5))
     out, items, targets = inputs
     temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    expected = catalogue_loss(out, items, targets, temperature=temperature, normalize=normalize)
+    options = {"normalize": normalize, "weights": torch.linspace(0, 2, T) if weighted else None}
+    expected = catalogue_loss(out, items, targets, temperature=temperature, **options)
     expected_gradients = torch.autograd.grad(expected, (out, items, temperature))
     parts_of_sums, merged = [], None
 
@@ -85,7 +96,7 @@ def test_parts_make_the_whole(inputs, cuts, normalize, backend, dtype):
             x, y, z = (a.detach().to(dtype).requires_grad_() for a in (out, items[first:last], temperature))
             part = Part(first, merge)
             loss = catalogue_loss(
-                x, y, targets, temperature=z, normalize=normalize, part=part, backend=backend if len(y) else "reference"
+                x, y, targets, temperature=z, part=part, backend=backend if len(y) else "reference", **options
             )
             if merged is not None:
                 torch.testing.assert_close(loss.double(), expected, rtol=loss_error[0], atol=loss_error[1])
@@ -127,19 +138,35 @@ def test_sampled_by_hand(inputs, corrected, per_token):
                 total = total + (logit(out, items, t, k, 0.5, True) - c).exp()
         losses.append(total.log() - positive)
     expected = torch.stack(losses).mean()
-    actual = catalogue_loss(out, items, targets, temperature=0.5, negatives=negatives, log_q=log_q)
+    compute = functools.partial(catalogue_loss, out, items, targets, temperature=0.5, negatives=negatives, log_q=log_q)
+    actual = compute()
     torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(compute(reduction="none")[targets >= 0], torch.stack(losses))
     for a, b in zip(torch.autograd.grad(actual, (out, items)), torch.autograd.grad(expected, (out, items))):
         torch.testing.assert_close(a, b)
 
 
-def test_gradients_numerically(inputs):
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_numerically(inputs, reduction):
     out, items, targets = inputs
     temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    function = lambda out, items, temperature: catalogue_loss(
-        out, items, targets, temperature=temperature, label_smoothing=0.1
+    weights = torch.linspace(0, 2, T, dtype=torch.float64)[1:].requires_grad_()
+    function = lambda out, items, temperature, weights: catalogue_loss(
+        out, items, targets[1:], temperature=temperature, label_smoothing=0.1, weights=weights, reduction=reduction
     )
-    assert torch.autograd.gradcheck(function, (out, items, temperature))
+    assert torch.autograd.gradcheck(function, (out[1:].detach().requires_grad_(), items, temperature, weights))
+
+
+def test_weights(inputs):
+    out, items, targets = inputs
+    compute = functools.partial(catalogue_loss, out, items, targets, temperature=0.5)
+    losses = compute(reduction="none")
+    assert losses.shape == (T,) and not losses[targets < 0].any()
+    weights = torch.tensor([2, 0, 5, 1, 0, 0, 7, 0, 1.0])  # those of positions without a target do not count
+    torch.testing.assert_close(compute(weights=weights), (2 * losses[0] + losses[3] + losses[8]) / 4)
+    torch.testing.assert_close(compute(weights=weights, reduction="none"), weights * losses)
+    torch.testing.assert_close(compute(weights=torch.full((T,), 3.0)), compute())
+    assert compute(weights=torch.zeros(T)) == 0
 
 
 def test_sampled_equals_whole_catalogue_when_all_items_are_negatives(inputs):
@@ -175,6 +202,9 @@ def test_result_is_fp32_for_16_bit_inputs(inputs):
         ({"negatives": torch.zeros(2)}, TypeError, "negatives must be int32 or int64"),
         ({"log_q": torch.zeros(5)}, ValueError, "log_q corrects sampled negatives: it needs negatives"),
         ({"negatives": torch.zeros(2).long(), "log_q": torch.zeros(4)}, ValueError, r"log_q must be \[I=5\]"),
+        ({"weights": torch.zeros(2)}, ValueError, r"weights must be \[T=3\], got shape \[2\]"),
+        ({"weights": torch.tensor([1.0, 2.0, -0.5])}, ValueError, "weights must be finite and at least 0, got -0.5"),
+        ({"reduction": "sum"}, ValueError, "reduction must be 'mean' or 'none', got 'sum'"),
         ({"backend": "cuda"}, ValueError, "backend must be one of auto, triton, reference"),
     ],
 )
@@ -202,7 +232,8 @@ def test_debug_checks_ids(monkeypatch):
 
 CASE = dict(
     tokens=37, items=83, size=24, sampled="no", num_negatives=7, corrected=False, normalize=True, temperature=0.2,
-    learned=False, smoothing=0.0, ignored=0.3, ids="int64", strided=False, dtype="float32", seed=0,
+    learned=False, smoothing=0.0, ignored=0.3, ids="int64", strided=False, dtype="float32", weighted=False,
+    reduction="mean", seed=0,
 )  # fmt: skip
 CASES = {
     "whole catalogue": {},
@@ -231,6 +262,18 @@ CASES = {
     },
     "negatives of each token, all ignored": {"sampled": "per token", "ignored": 1.0, "tokens": 13},
     "negatives of each token, no token": {"sampled": "per token", "tokens": 0},
+    "each target's loss": {"reduction": "none", "learned": True},
+    "each target's loss, no token": {"reduction": "none", "tokens": 0},
+    "weights, smoothing, no normalisation": {
+        "weighted": True,
+        "smoothing": 0.1,
+        "normalize": False,
+        "temperature": 3.0,
+        "learned": True,
+    },
+    "weights, smoothing": {"weighted": True, "smoothing": 0.1},
+    "weights, negatives of the batch": {"weighted": True, "sampled": "shared", "corrected": True},
+    "weights, negatives of each token": {"weighted": True, "sampled": "per token", "tokens": 13, "learned": True},
 }
 
 
@@ -261,7 +304,9 @@ def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
 
 
 @interpreter
-@pytest.mark.parametrize("name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch"])
+@pytest.mark.parametrize(
+    "name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch", "each target's loss"]
+)
 def test_kernels_with_tensor_descriptors(name):
     launches = pytest.importorskip("hstu_sparse.catalogue.launches")
     with override(launches.product_config, lambda config, *_: config.replace(TMA=True)):
@@ -320,6 +365,6 @@ def test_opcheck(shape):
     temperature = torch.tensor(0.3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.hstu_sparse.catalogue_loss_fwd.default,
-        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0),
+        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0, True),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )

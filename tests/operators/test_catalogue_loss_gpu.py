@@ -14,7 +14,8 @@ pytestmark = pytest.mark.gpu
 
 CASE = dict(
     tokens=1500, items=5000, size=256, sampled="no", num_negatives=50, corrected=False, normalize=True,
-    temperature=0.05, learned=True, smoothing=0.0, ignored=0.2, ids="int64", strided=False, seed=0,
+    temperature=0.05, learned=True, smoothing=0.0, ignored=0.2, ids="int64", strided=False, weighted=False,
+    reduction="mean", seed=0,
 )  # fmt: skip
 CASES = {
     "whole catalogue": {},
@@ -45,6 +46,12 @@ CASES = {
         "normalize": False,
         "temperature": 10.0,
     },
+    "each target's loss": {"reduction": "none"},
+    "weights, no split, smoothing": {"weighted": True, "tokens": 40_000, "items": 700, "smoothing": 0.1},
+    "weights, no normalisation": {"weighted": True, "size": 50, "normalize": False, "temperature": 10.0},
+    "weights, negatives of the batch": {"weighted": True, "sampled": "shared", "corrected": True},
+    "weights, negatives of each token": {"weighted": True, "sampled": "per token", "corrected": True},
+    "weights, rows gathered": {"weighted": True, "sampled": "per token", "items": 20_000},
     "all ignored": {"ignored": 1.0},
     "no token": {"tokens": 0},
 }
@@ -172,7 +179,7 @@ def test_opcheck(form, deterministic):
     temperature = torch.tensor(0.3, device="cuda", requires_grad=True)
     torch.library.opcheck(
         torch.ops.hstu_sparse.catalogue_loss_fwd.default,
-        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0),
+        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0, True),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

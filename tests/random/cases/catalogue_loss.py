@@ -33,6 +33,8 @@ def draw(random, small):
         ignored=random.choice([0.0, 0.3, 1.0]),
         ids=random.choice(["int32", "int64"]),
         strided=random.random() < 0.3,
+        weighted=random.random() < 0.2,
+        reduction=random.choice(["mean", "mean", "none"]),
         dtype=random.choice(["float32"] if small else ["float32", "bfloat16", "float16"]),
         seed=random.randrange(2**31),
     )
@@ -45,7 +47,7 @@ def reference_bytes(*, tokens, items, size, sampled, num_negatives, **_):
 
 
 def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, normalize, temperature, learned,
-            smoothing, ignored, ids, strided, dtype, seed):  # fmt: skip
+            smoothing, ignored, ids, strided, dtype, weighted, reduction, seed):  # fmt: skip
     """Return (tensors with gradients, the other arguments of catalogue_loss)."""
     generator = torch.Generator().manual_seed(seed)
     ids, dtype = getattr(torch, ids), getattr(torch, dtype)
@@ -54,6 +56,9 @@ def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, n
     targets = torch.randint(items, (tokens,), generator=generator)
     targets[torch.rand(tokens, generator=generator) < ignored] = -1
     options = {"targets": targets.to(device, ids), "normalize": normalize, "label_smoothing": smoothing}
+    options |= {"reduction": reduction}
+    if weighted:
+        options["weights"] = torch.rand(tokens, generator=generator).to(device)
     if sampled != "no":
         shape = (num_negatives,) if sampled == "shared" else (tokens, num_negatives)
         negatives = torch.randint(-1, items, shape, generator=generator)
@@ -89,7 +94,8 @@ def alone(items: int, targets, negatives=None, **_) -> bool:
 def check(device, **case):
     inputs, options = problem(device, **case)
     if alone(case["items"], **options):
-        grads = gradients(lambda **x: catalogue_loss(**x, **options, backend="triton"), inputs, torch.tensor(1.0))
+        grad = torch.ones(() if case["reduction"] == "mean" else case["tokens"])
+        grads = gradients(lambda **x: catalogue_loss(**x, **options, backend="triton"), inputs, grad)
         # Rows of normal numbers, or normalized ones, and what is taken off them again are rounded.
         rounded = 4 * torch.finfo(inputs["out"].dtype).eps
         for name, x in grads.items():
@@ -104,12 +110,14 @@ def check(device, **case):
         inputs,
         factor=4.0,
         floor=floor,
-        terms=lambda _: {name: x / floor[name] for name, x in rounding(**inputs, **options).items()},
+        terms=lambda slope: {name: x / floor[name] for name, x in rounding(**inputs, **options, slope=slope).items()},
     )
 
 
 @torch.no_grad()
-def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torch.Tensor]:
+def rounding(
+    out, items, targets, temperature, normalize, slope, reduction, weights=None, **_
+) -> dict[str, torch.Tensor]:
     """Estimate the error of the loss and its gradients, by name, from rounded scores and a softmax of dout in 16 bits.
 
     A target that is nearly certain has next to no loss: the logarithm of a sum less a score as large, and its
@@ -125,12 +133,14 @@ def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torc
     else:
         length = height = torch.ones_like(rows, dtype=torch.float64)
     terms = out * target_rows / temperature
-    score, share = terms.sum(-1).abs(), (targets >= 0) / (targets >= 0).sum().clamp(min=1)
+    share = (targets >= 0) * (1.0 if weights is None else weights)
+    share = share / share.sum().clamp(min=1e-9) if reduction == "mean" else share * slope.to(share.device).abs()
+    score = terms.sum(-1).abs()
     off = 2.0**-21 * (1 + score + terms.norm(dim=-1)) * share
     of_out = ((off + rounded * share) / length / temperature)[:, None] * target_rows.abs()
     target_slope = (off / height / temperature)[:, None] * out.abs()
     return {
-        "output": off.sum(),
+        "output": off.sum() if reduction == "mean" else off / share.clamp(min=1e-9),
         "grad of out": of_out,
         "grad of items": torch.zeros_like(items, dtype=torch.float64).index_add_(0, rows, target_slope),
         "grad of temperature": (off + rounded * share) @ score / temperature,
@@ -158,6 +168,7 @@ def launches():
         tokens=256,
         items=1000,
         bounded=True,
+        reduced=True,
         **options,
     ):
         def call():
@@ -167,11 +178,11 @@ def launches():
             negatives = None if shape is None else torch.zeros(shape, dtype=torch.int64)
             log_q = None if shape is None else torch.zeros(items)
             temperature = None if bounded else torch.ones(())
-            arguments = (out, table, targets, temperature, negatives, log_q, 0.05, normalize, smoothing)
+            arguments = (out, table, targets, temperature, negatives, log_q, 0.05, normalize, smoothing, reduced)
             _, *saved = operator.forward(*arguments)
-            operator.backward(torch.ones(()), *arguments, *saved)
+            operator.backward(torch.ones(() if reduced else tokens), *arguments, *saved)
 
-        label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens}"
+        label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens} reduced={reduced}"
         allowed = spills | {"catalogue_loss_fwd_kernel": 200} if dtype == torch.float32 else spills
         return Launches(label, call, local_bytes=allowed, **options)
 
@@ -195,6 +206,9 @@ def launches():
         case(50, torch.float32, bounded=False, architectures=(80, 90)),
         case(512, torch.float16, tokens=40_000, smoothing=0.1, architectures=(90,)),
         case(256, torch.float32, normalize=False, architectures=(80,)),
+        case(128, torch.bfloat16, tokens=40_000, reduced=False, architectures=(90,)),
+        case(64, torch.float16, "per token", reduced=False, architectures=(80,)),
+        case(64, torch.bfloat16, "per token", items=100, reduced=False, architectures=(90,)),
         of_a_part(40_000, architectures=(90,)),
         of_a_part(64, architectures=(90,)),
     ]
