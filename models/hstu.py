@@ -24,6 +24,7 @@ from models.features import truncated_normal_
 from models.heads import normalized
 from models.options import ModelConfig
 from models.protocols import ItemTable
+from models.recompute import recomputed
 
 NORM_EPS = 1e-6
 
@@ -198,7 +199,8 @@ class SequenceModel(nn.Module):
     t.
 
     Auxiliary losses of one name are summed over the layers. `head` scores outputs against items unless the score is the
-    cosine; `task_head` is the module of a task other than retrieval.
+    cosine; `task_head` is the module of a task other than retrieval. With `recompute` layers save only their inputs for
+    the backward pass.
     """
 
     def __init__(
@@ -224,6 +226,7 @@ class SequenceModel(nn.Module):
             config.vector_correction,
         )
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
+        self.recompute = False
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
         self.head = config.head.module(config.embedding_dim)
         # The logarithm of the learned factor of loss.temperature.
@@ -273,7 +276,7 @@ class SequenceModel(nn.Module):
         x = self.embedding(batch, rows)
         total: dict[str, AuxLoss] = {}
         for layer in self.layers:
-            x, aux = layer(x, batch)
+            x, aux = recomputed(layer, x, batch) if self.recompute and self.training else layer(x, batch)
             for name, loss in aux.items():
                 loss = loss if share is None else share(loss)
                 total[name] = total[name] + loss if name in total else loss

@@ -43,7 +43,7 @@ RULES = {
     "devices": Rule(
         "device threads eval.batch_size parallel.data parallel.embedding parallel.context parallel.balance", None, None
     ),
-    "kernels": Rule("model.attention.backend train.compile train.cuda_graphs", None, None),
+    "kernels": Rule("model.attention.backend train.compile train.cuda_graphs train.recompute", None, None),
     "saving": Rule("train.checkpoint_seconds train.tracking", None, NO_EFFECT),
     "length": Rule("train.epochs train.steps eval.patience", None, NO_EFFECT),
     "choice": Rule("eval.best_metric", None, None),  # of a resumed run: see `training.best.best_again`

@@ -87,6 +87,9 @@ class TrainConfig(Options):
     """Whether the model goes through torch.compile."""
     cuda_graphs: bool = True
     """Whether steps on a GPU are captured and replayed as CUDA graphs; not together with `compile`."""
+    recompute: bool = False
+    """Whether the backward pass computes each layer's intermediates again, with the same bits, in place of saving them:
+    less memory, and the layers' forward pass twice; not together with `compile`."""
     group_by_length: bool = False
     """Whether batches hold sequences of similar length, which is faster and slightly less random."""
     checkpoint_seconds: float = Field(60.0, ge=0)
@@ -95,6 +98,10 @@ class TrainConfig(Options):
     """Where curves are logged, in addition to metrics.jsonl; mlflow and wandb need the extra of that name."""
     update: UpdateConfig = UpdateConfig()
     """The training of an update."""
+
+    def check_run(self, run: "RunConfig") -> None:
+        if self.recompute and self.compile:
+            raise ValueError("train.recompute: not with train.compile, which decides by itself what to recompute")
 
 
 class EvalConfig(Options):

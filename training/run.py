@@ -298,6 +298,7 @@ def build_model(
     if ranks is not None and config.parallel.sharded:
         table = table_class(config, num_items, ranks, device)
     model = SequenceModel(config.model, num_items, num_actions, head, vocabulary.features, table)
+    model.recompute = config.train.recompute
     return model if device.type == "cpu" else model.to(device)
 
 

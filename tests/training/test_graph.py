@@ -43,7 +43,7 @@ def test_few_sizes():
         assert n <= padded_tokens(n) <= 1.125 * n + 64
 
 
-def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy", features=False):
+def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy", features=False, recompute=False):
     """Return (losses by name, weights, initial weights, step) of a few epochs.
 
     features: with features of items, users and events.
@@ -57,7 +57,8 @@ def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy", features=F
             "model": {"max_seq_len": 60, "embedding_dim": 32, "num_layers": 2, "num_heads": 2, "dropout": dropout}
             | KINDS[kind],
             "loss": {"kind": loss},
-            "train": {"epochs": 1, "batch_size": 32, "cuda_graphs": graphs, "warmup_steps": 5, "clip_norm": 1.0},
+            "train": {"epochs": 1, "batch_size": 32, "cuda_graphs": graphs, "warmup_steps": 5, "clip_norm": 1.0}
+            | {"recompute": recompute},
         }
     )
     dataset = generate(num_users=150, num_items=200, mean_length=40.0, max_length=80, seed=0)
@@ -68,6 +69,7 @@ def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy", features=F
         dataset = with_rows(dataset, known)
     torch.manual_seed(0)
     model = SequenceModel(config.model, dataset.num_items, features=known).cuda()
+    model.recompute = recompute
     initial = {name: x.detach().clone() for name, x in model.named_parameters()}
     optimizer, step = build_step(config, model, torch.device("cuda"))
     batches = Batches(dataset, splits.train, batch_size=32, device="cuda")
@@ -117,6 +119,18 @@ def test_graphed_steps_train_features_as_plain_ones(loss):
     assert len(tables) == 6  # two of items, two of users and events, two of the calendar
     for name in tables:
         assert (weights[name] - initial[name]).norm() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("graphs", [True, False])
+def test_recomputed_steps_have_the_same_bits(kind, graphs):
+    """With dropout, whose numbers the second pass must have again."""
+    (losses, weights, *_), (expected, plain, *_) = (
+        run(kind, graphs=graphs, dropout=0.3, steps=8, recompute=recompute) for recompute in (True, False)
+    )
+    assert all(torch.equal(losses[name], expected[name]) for name in expected)
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
 
 
 @pytest.mark.gpu

@@ -64,4 +64,4 @@ class Meter(TorchDispatchMode):
             self.part = outer.pop()
 
         module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+        module.register_forward_hook(leave, always_call=True)  # recomputing a layer ends by an exception

@@ -103,6 +103,7 @@ def plans(tmp_path_factory) -> dict[str, dict]:
     sharded = [features, "parallel.embedding=row_wise"]
     cases |= {"features": [features], "features, sharded": sharded}
     cases |= {"features, whole": [*sharded, "loss.kind=cross_entropy"]}
+    cases |= {"recomputed": ["train.recompute=true"]}
     return dict(zip([*cases, "record"], planned(*cases.values())))
 
 
@@ -133,6 +134,14 @@ def test_activations_are_what_autograd_keeps(plans, kind):
     assert 0.98 * plan["saved"] < activations <= 1.6 * plan["saved"]
     assert any(name.startswith(f"attention {kind}") for name in plan["activations"])
     assert activations < plan["step"] < plan["training_peak"] <= plan["peak"]
+
+
+def test_recomputed_layers_keep_their_inputs_alone(plans):
+    dense, plan = plans["dense"], plans["recomputed"]
+    # Two layers' outputs, in place of all between; the batch's plan, which attention makes, remains.
+    assert plan["activations"]["layers without attention"] < 1.1 * 2 * plan["tokens"] * 64 * 4
+    assert plan["saved"] < 0.3 * dense["saved"] and plan["step"] < 0.7 * dense["step"]
+    assert plan["persistent"] == dense["persistent"]
 
 
 def test_ranks_share_batch_and_table(plans):
