@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.figures import RESULTS, save
 from cli.command import Parser, started
 from experiments.report import as_html
-from experiments.results import COSTS, Results, Run, Setting
+from experiments.results import COSTS, FinishedRun, Results, Setting
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -52,7 +52,8 @@ def restore(comparison: dict) -> Results:
     for entry in comparison["settings"]:
         parameters = {"parameters": entry["parameters"]}
         runs = [
-            Run(Path(run["folder"]), None, parameters, np.empty(0), ("", b""), {}, {}, {}, []) for run in entry["runs"]
+            FinishedRun(Path(run["folder"]), None, parameters, np.empty(0), ("", b""), {}, {}, {}, [])
+            for run in entry["runs"]
         ]
         speed = {name: entry[name] for name in (*COSTS[1:], "environment") if entry.get(name) is not None}
         settings.append(Setting(entry["name"], runs, entry["metrics"], entry["by_group"], entry["changes"], speed))

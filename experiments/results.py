@@ -26,7 +26,7 @@ COSTS = ("parameters", "events_per_second", "peak_memory_bytes")
 
 
 @dataclass
-class Run:
+class FinishedRun:
     """A finished run; `values` has each metric's values of all users [M], `baselines` the main metric's of each
     baseline.
     """
@@ -47,7 +47,7 @@ class Setting:
     """The results of a setting; metrics: name -> COLUMNS, a missing value being None."""
 
     name: str
-    runs: list[Run]
+    runs: list[FinishedRun]
     metrics: dict[str, dict] = field(default_factory=dict)
     breakdowns: dict[str, dict[str, float | None]] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Results:
         return self.settings[0]
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: Path) -> FinishedRun:
     """Load a finished run from its folder; FolderError or ConfigError."""
     check_run(folder)
     config, result, judged = load_config(folder / "config.yaml"), read_result(folder), read_judged(folder)
@@ -96,7 +96,7 @@ def load_run(folder: Path) -> Run:
     except (KeyError, IndexError, ValueError) as error:
         raise FolderError(f"{shown(folder, 200)}: damaged ({shown(error)})") from None
     curve = _curve(folder, config.best_metric)
-    return Run(folder, config, result, users, judged_by, values, baselines, breakdowns, curve)
+    return FinishedRun(folder, config, result, users, judged_by, values, baselines, breakdowns, curve)
 
 
 def _curve(folder: Path, metric: str) -> list[tuple[int, float]]:
@@ -170,7 +170,7 @@ def _simple(base: Setting, metric: str) -> dict[str, dict[str, float | None]]:
     return rows
 
 
-def _check_comparable(first: Run, run: Run) -> None:
+def _check_comparable(first: FinishedRun, run: FinishedRun) -> None:
     if run.config.task.judged_by() != first.config.task.judged_by():
         raise ConfigError(f"{shown(run.folder, 200)}: another task than {shown(first.folder, 200)}")
     if run.config.eval.filter_seen != first.config.eval.filter_seen:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from data.types import Dataset
-from training.config import RunConfig
+from training.config import RunConfig, load_config
+from training.strict_yaml import SHIPPED
 
 FEW_STEPS = 100
 
@@ -40,10 +41,16 @@ def of_result(config: RunConfig, result: dict[str, Any]) -> list[str]:
     lines = of_steps(config, result["steps"])
     verdict = result.get("against_baseline")
     if verdict and verdict["model"] < verdict["of_baseline"]:
-        stopped = config.eval.patience is not None and result["epoch"] + 1 < config.train.epochs
-        lines.append(
-            f"The model ends below {verdict['baseline']}. "
-            + ("Try a smaller model (configs/small.yaml) or another " if stopped else "Try more steps (train.epochs, ")
-            + ("train.lr, or search with tune.py." if stopped else "train.steps), configs/small.yaml or tune.py.")
-        )
+        ways = ["another train.lr", "a search with tune.py"]
+        if larger_than_small(config):
+            ways.insert(0, "a smaller model (configs/small.yaml)")
+        if config.eval.patience is None or result["epoch"] + 1 >= config.train.epochs:  # patience did not end it
+            ways.insert(0, "more steps (train.epochs, train.steps)")
+        lines.append(f"The model ends below {verdict['baseline']}. Try {', '.join(ways[:-1])} or {ways[-1]}.")
     return lines
+
+
+def larger_than_small(config: RunConfig) -> bool:
+    """Return whether the model is wider or deeper than that of configs/small.yaml."""
+    small = load_config(SHIPPED["small"]).model
+    return config.model.embedding_dim > small.embedding_dim or config.model.num_layers > small.num_layers

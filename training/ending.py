@@ -11,11 +11,11 @@ from training import advice
 from training.folder import read_manifest
 from training.report import environment, print_result
 from training.run import Tracked, final_facts, final_weights, judge
-from training.setup import Run
+from training.setup import TrainingRun
 from training.weights import load_slices, load_weights
 
 
-def finish(run: Run) -> None:
+def finish(run: TrainingRun) -> None:
     """Evaluate a run that was trained to its end on its test split, if it has one, and write result.json and the
     report.
 
@@ -53,7 +53,7 @@ def finish(run: Run) -> None:
     terminal.say(f"Report: {folder / 'report.html'}, report.md")
 
 
-def leave(run: Run) -> None:
+def leave(run: TrainingRun) -> None:
     """Write what is known of an interrupted run; nothing is evaluated for it."""
     config, progress = run.config, run.progress
     result = known_facts(run) | {"finished": False, "epoch": progress.epoch}
@@ -74,7 +74,7 @@ def leave(run: Run) -> None:
     run.writer.write_result(config, run.data, result, progress)
 
 
-def known_facts(run: Run) -> dict:
+def known_facts(run: TrainingRun) -> dict:
     """Return the facts about a run that are known at any time."""
     data, progress = run.data, run.progress
     return {

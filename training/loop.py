@@ -15,7 +15,7 @@ from training.config import RunConfig
 from training.ending import finish, leave
 from training.monitor import Means
 from training.run import Tracked
-from training.setup import Run, open_or_resume
+from training.setup import TrainingRun, open_or_resume
 from training.step import set_lr
 
 
@@ -47,7 +47,7 @@ def train(
         return run.folder
 
 
-def train_epoch(run: Run, bar: Bar) -> None:
+def train_epoch(run: TrainingRun, bar: Bar) -> None:
     """Train to the end of the epoch, and save whenever it is due; after a signal save, and raise Stopped."""
     config, progress = run.config, run.progress
     run.model.train()
@@ -71,7 +71,7 @@ def train_epoch(run: Run, bar: Bar) -> None:
     run.rates = {"lr": lr, "events_per_second": (progress.events - before) / (time.monotonic() - began)}
 
 
-def evaluate(run: Run) -> dict[str, float] | None:
+def evaluate(run: TrainingRun) -> dict[str, float] | None:
     """Return the metrics of the split that is watched, if this epoch is one after which it is evaluated."""
     if not run.evaluates or run.watched is None:
         return None
@@ -88,7 +88,7 @@ def evaluate(run: Run) -> dict[str, float] | None:
     return run.ranks.of_first(metrics)
 
 
-def record(run: Run, metrics: dict[str, float] | None) -> None:
+def record(run: TrainingRun, metrics: dict[str, float] | None) -> None:
     """End the epoch: keep the weights if they are the best, and write a line of metrics.jsonl and of the terminal."""
     config, progress, losses = run.config, run.progress, run.losses
     line = {"epoch": progress.epoch + 1, "step": progress.step, **losses, "split": run.watched, **(metrics or {})}
@@ -102,7 +102,7 @@ def record(run: Run, metrics: dict[str, float] | None) -> None:
     run.log.write(line, run.seconds, losses | run.rates)
 
 
-def stopped(run: Run, number: int) -> Stopped:
+def stopped(run: TrainingRun, number: int) -> Stopped:
     """Save and report a run that the signal `number` stops; return the exception to raise."""
     progress = run.progress
     run.save()
@@ -117,7 +117,7 @@ def stopped(run: Run, number: int) -> Stopped:
     return Stopped(number)
 
 
-def show(run: Run, bar: Bar, rate: float) -> None:
+def show(run: TrainingRun, bar: Bar, rate: float) -> None:
     """Show the progress; the losses, whose reading waits for the device, are read only if they are shown."""
     if bar.due():
         epoch = f"epoch {run.progress.epoch + 1}/{run.config.train.epochs}"

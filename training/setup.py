@@ -91,7 +91,7 @@ def set_up(
 
 
 @dataclass
-class Run(Parts):
+class TrainingRun(Parts):
     """A run that trains; every rank has one and does the same with it.
 
     watched      the split that is evaluated after epochs, or None
@@ -191,7 +191,7 @@ def open_or_resume(
     init_from: Path | None,
     interrupts: Interrupts,
     update: Path | None = None,
-) -> Iterator[Run]:
+) -> Iterator[TrainingRun]:
     """Claim the folder and yield the run in it, with a checkpoint; see `training.loop.train` for the options."""
     ranks = Ranks(config)
     terminal.quiet |= not ranks.first
@@ -214,7 +214,7 @@ def _opened(
     interrupts: Interrupts,
     writer: Writer,
     update: Path | None,
-) -> Run:
+) -> TrainingRun:
     interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
     trained_on, moved, before = None, [], None
     if saved := resume and was_saved(folder):
@@ -252,7 +252,7 @@ def _opened(
     if log.lost:
         terminal.say("metrics.jsonl had been changed: its lines are restored from the checkpoint")
     introduce(config, data, parts.model, len(batches), folder)
-    return Run(
+    return TrainingRun(
         **vars(parts),
         folder=folder,
         ranks=ranks,

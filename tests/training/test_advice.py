@@ -8,11 +8,14 @@ import pytest
 from data.errors import ConfigError
 from models.tasks.retrieval import Retrieval
 from training import advice
+from training.config import load_config
+from training.strict_yaml import SHIPPED
 
 
 def config(steps=None, length=50, patience=None):
     train = SimpleNamespace(epochs=5, steps=steps, batch_size=128)
-    model, options = SimpleNamespace(max_seq_len=length), SimpleNamespace(patience=patience, every=1)
+    model = SimpleNamespace(max_seq_len=length, embedding_dim=128, num_layers=4)
+    options = SimpleNamespace(patience=patience, every=1)
     return SimpleNamespace(train=train, model=model, eval=options, best_metric="NDCG@10")
 
 
@@ -38,5 +41,16 @@ def test_sizes_that_do_not_fit_the_data():
 def test_a_model_below_a_baseline():
     below = {"baseline": "again", "model": 0.1, "of_baseline": 0.2}
     result = {"steps": 500, "epoch": 5, "against_baseline": below}
-    assert "below again" in advice.of_result(config(), result)[0]
+    (line,) = advice.of_result(config(), result)
+    assert "below again. Try more steps" in line and "configs/small.yaml" in line
+    (line,) = advice.of_result(config(patience=3), result | {"epoch": 2})
+    assert "below again. Try a smaller model (configs/small.yaml)" in line
     assert not advice.of_result(config(), result | {"against_baseline": below | {"model": 0.3}})
+
+
+@pytest.mark.parametrize(("name", "named"), [("small", False), ("ml-1m-hstu-large", True)])
+def test_a_run_of_the_small_configuration_is_not_sent_to_it(name, named):
+    settings = load_config(SHIPPED[name])
+    verdict = {"baseline": "again", "model": 0.1, "of_baseline": 0.2}
+    (line,) = advice.of_result(settings, {"steps": 500, "epoch": 7, "against_baseline": verdict})
+    assert ("configs/small.yaml" in line) == named and "train.lr or a search with tune.py" in line
