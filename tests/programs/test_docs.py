@@ -336,9 +336,13 @@ def test_the_page_for_python_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_page_for_python_runs_in_a_new_process_and_folder(tmp_path):
-    text = (ROOT / "docs" / "python.md").read_text()
+@pytest.mark.parametrize("library", ["polars", "pandas"])
+def test_the_page_for_python_runs_in_a_new_process_and_folder(tmp_path, library):
+    if library == "pandas":
+        pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    text = (ROOT / "docs" / "python.md").read_text().replace("import polars as pl", f"import {library} as pl")
     blocks = [block for language, _, block in BLOCK.findall(text) if language == "python"]
+    assert len([line for line in blocks[0].splitlines() if line]) == 10  # that the page promises
     code = f"import sys; sys.path.append({str(ROOT)!r})\n" + "\n".join(blocks)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "effect" in done.stdout, done.stderr
