@@ -271,11 +271,12 @@ class Ranking(Task):
         losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0).to(logits), reduction="none")
         count = scored.sum(0) if share is None else share.ranks.sum(scored.sum(0))
         means = torch.where(scored, losses, 0).sum(0) / count.clamp(min=1)
-        weights = means.new_tensor([action.weight for action in self.actions])
+        # Without a tensor from the host, whose copy cannot be captured in a CUDA graph.
+        loss = torch.stack([action.weight * mean for action, mean in zip(self.actions, means)]).sum()
         if len(self.actions) == 1:
-            return (weights * means).sum(), {}
+            return loss, {}
         named = {f"loss/{action.name}": AuxLoss(mean, 0 * mean) for action, mean in zip(self.actions, means)}
-        return (weights * means).sum(), named
+        return loss, named
 
     def candidate_scores(self, model: SequenceModel, out: Tensor) -> Tensor:
         """Return the probabilities of the actions."""

@@ -23,6 +23,7 @@ from training.config import RunConfig
 from training.graph import GraphedStep, padded_tokens
 from training.step import build_step, phase_at, set_lr
 
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
     "dense": {"block": "hstu", "attention": {"kind": "dense"}},
     "bsa": {"block": "hstu", "attention": {"kind": "bsa", "block_size": 16, "block_counts": 2, "window_size": 8}},
@@ -119,6 +120,15 @@ def test_graphed_steps_train_features_as_plain_ones(loss):
     assert len(tables) == 6  # two of items, two of users and events, two of the calendar
     for name in tables:
         assert (weights[name] - initial[name]).norm() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["interleaved", "targets"])
+def test_steps_of_ranking_are_captured(layout, tmp_path):
+    changes = (f"task.layout={layout}", "train.cuda_graphs=true", "train.epochs=1", "data.synthetic.num_users=300")
+    command = (sys.executable, "train.py", "configs/synthetic-ranking.yaml", *changes, "--out", str(tmp_path / "run"))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.gpu
