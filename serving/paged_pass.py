@@ -68,6 +68,7 @@ class ServedAttention(nn.Module):
             longest,
             layer=self.layer,
             candidates=part.candidates or one_each,
+            window_size=form.window,
             activation="softmax" if form.softmax else "silu",
             scale=form.scale,
             normalizer=form.normalizer,
@@ -93,12 +94,14 @@ def whole_attention(
     can do that for codes, so far only on a CPU.
     """
     exact = form.bits is None and (form.dtype == k.dtype or form.dtype.itemsize > k.dtype.itemsize)
-    if attention.softmax or (not exact and (form.bits is None or q.is_cuda)):
+    if attention.softmax or (not exact and (form.bits is None or q.is_cuda or attention.window)):
         return None
     # Coded keys are padded to a size that the Hadamard transform supports.
     q, k = (F.pad(x, (0, form.coded_size - form.head_size)) if form.bits else x for x in (q, k))
     offsets = part.offsets
     options: dict[str, Any] = dict(bias=bias)
+    if exact:
+        options["window_size"] = attention.window
     options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, **options, once=part.once)
     options |= dict(scale=attention.scale, normalizer=attention.normalizer)
     if exact:

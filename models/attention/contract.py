@@ -68,6 +68,7 @@ class PagedForm(NamedTuple):
     softmax              whether the weights are a softmax of the scores, else their SiLU
     scale, normalizer    with SiLU the factor of the scores and the divisor of the sum
     position, time       tables of a relative bias, or None
+    window               the number of latest tokens, itself included, that a token sees; 0 for all
     codes                the options of the pages (`hstu_sparse.PageFormat`) that the run was trained for; None for any
     blocks               None unless tokens attend to chosen blocks and to means of blocks, as in bsa
     """
@@ -77,6 +78,7 @@ class PagedForm(NamedTuple):
     normalizer: int | None = None
     position: Tensor | None = None
     time: Tensor | None = None
+    window: int = 0
     codes: dict[str, Any] | None = None
     blocks: Blocks | None = None
 

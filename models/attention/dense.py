@@ -52,9 +52,7 @@ class DenseAttention(HSTUAttention):
     candidates = True
 
     def paged(self) -> PagedForm:
-        if self.config.window_size:
-            raise ValueError(f"has window_size={self.config.window_size}, which paged attention does not have")
-        return self.biased_form()
+        return self.biased_form(window=self.config.window_size)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         config, bias = self.config, self.bias(batch)

@@ -70,7 +70,7 @@ class Users:
         return torch.cat(self.append(self.lengths))
 
 
-def by_definition(users, softmax):
+def by_definition(users, softmax, window=N):
     """Each token against the rounded ones before it, and itself as it is, one at a time."""
     pool, offsets = users.pool, users.begins
     k, v = pool.read(users.call["layer"], pool.table(users.rows), torch.tensor(users.lengths), torch.float64)
@@ -83,6 +83,7 @@ def by_definition(users, softmax):
             scores = torch.einsum("hd,shd->hs", users.q[t].double(), keys.double()) * users.q.shape[2] ** -0.5
             gaps = (users.query_times[t] - users.times[b : t + 1]).abs().double()
             scores = scores + position[torch.arange(t - b, -1, -1)] + time[torch.bucketize(gaps, edges, right=True)]
+            scores, values = scores[:, -window:], values[-window:]
             weights = scores.softmax(-1) if softmax else torch.nn.functional.silu(scores) / N
             result.append(torch.einsum("hs,shv->hv", weights, values.double()))
     return torch.stack(result)
@@ -95,11 +96,18 @@ def test_a_token_sees_others_rounded_and_itself_as_it_is(name, activation):
     torch.testing.assert_close(users.at_once(), by_definition(users, activation == "softmax"))
 
 
-def test_pages_as_they_are_give_dense_attention():
-    users = Users(PLAIN)
-    bias = RelativeBias(*users.tables, users.times, users.query_times)
+@pytest.mark.parametrize("window_size", [0, 7])
+def test_pages_as_they_are_give_dense_attention(window_size):
+    users = Users(PLAIN, window_size=window_size)
+    options = dict(bias=RelativeBias(*users.tables, users.times, users.query_times), window_size=window_size)
     offsets = make_offsets(LENGTHS)
-    torch.testing.assert_close(users.at_once(), hstu_attention(users.q, users.k, users.v, offsets, N, bias=bias))
+    torch.testing.assert_close(users.at_once(), hstu_attention(users.q, users.k, users.v, offsets, N, **options))
+
+
+@pytest.mark.parametrize("name", ["fp64", "2 bits"])
+def test_a_window(name):
+    users = Users(FORMATS[name], activation="softmax", window_size=5)
+    torch.testing.assert_close(users.at_once(), by_definition(users, True, window=5))
 
 
 @pytest.mark.parametrize("activation", ["silu", "softmax"])
@@ -127,11 +135,18 @@ def test_a_short_portion_beside_a_long_one():
     torch.testing.assert_close(torch.cat([first[0], second[0], first[1], second[1]]), whole.at_once())
 
 
-@pytest.mark.parametrize("activation", ["silu", "softmax"])
-@pytest.mark.parametrize("name", ["fp64", "2 bits"])
-def test_candidates_see_the_pages_and_themselves(name, activation):
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("fp64", dict(activation="silu")),
+        ("fp64", dict(activation="softmax", window_size=3)),
+        ("2 bits", dict(activation="silu", window_size=20)),
+        ("2 bits", dict(activation="softmax")),
+    ],
+)
+def test_candidates_see_the_pages_and_themselves(name, call):
     """Each is what it would be as the next token, alone; what lies behind in the pages does not count."""
-    users = Users(FORMATS[name], activation=activation)
+    users = Users(FORMATS[name], **call)
     users.append([length // 2 for length in LENGTHS])
     counts = [length - length // 2 for length in LENGTHS]
     index = torch.cat([torch.arange(b + n // 2, b + n) for b, n in zip(users.begins, LENGTHS)])
@@ -212,6 +227,7 @@ def test_nothing_new(lengths, offsets):
         (dict(lengths=torch.tensor([4, 32])), ValueError, "pages has room for 32 tokens of a sequence, got 33"),
         (dict(pages=torch.full((2, 2), 9, dtype=torch.int32)), ValueError, "pages must be from 0 to 3, got 9 to 9"),
         (dict(pages=torch.zeros(2, 2, dtype=torch.int64)), TypeError, "pages must be torch.int32"),
+        (dict(window_size=-1), ValueError, "window_size must be at least 0, got -1"),
         (dict(layer=2), ValueError, "layer must be at most 1, got 2"),
         (dict(activation="relu"), ValueError, "activation must be silu or softmax"),
         (dict(candidates=1), TypeError, "candidates must be True or False"),

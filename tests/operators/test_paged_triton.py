@@ -22,6 +22,11 @@ CASES = {
     "many candidates": dict(lengths=(30, 2), query_lengths=(17, 40), candidates=True, contiguous=False),
     "odd heads": dict(LENGTHS, head_size=25, value_size=33, stored="float16"),
     "nothing cached": dict(lengths=(0, 0), query_lengths=(1, 3), candidates=True, softmax=True),
+    "window, append, parts": dict(
+        lengths=(70, 20, 3), query_lengths=(3, 30, 0), window=18, softmax=True, splits=2, **BIASED
+    ),
+    "window, candidates": dict(LENGTHS, candidates=True, window=1, **BIASED),
+    "window, 2 bits": dict(LENGTHS, bits=2, head_group=2, sink_tokens=18, window=24, splits=2, timed=True),
     "2 bits": dict(LENGTHS, bits=2, head_group=2, sink_tokens=4, clip=0.75, **BIASED),
     "2 bits, parts": dict(LENGTHS, bits=2, head_group=2, sink_tokens=4, splits=2, softmax=True, candidates=True),
     "2 bits, many": dict(lengths=(30, 2), query_lengths=(17, 40), bits=2, head_group=2, sink_tokens=18, softmax=True),

@@ -14,7 +14,7 @@ ROTARY = {"rotary": {"position": True, "time": True}}
     ("attention", "task", "changes", "options"),
     [
         (DENSE, "retrieval", {"action_embedding": True}, {}),
-        (DENSE, "ranking", ROTARY, {"slide": 1}),
+        (DENSE | {"window_size": 5}, "ranking", ROTARY, {"slide": 1}),
         (DENSE, "targets", ROTARY, {"slide": 3}),
         (SOFTMAX, "retrieval", {"block": "transformer", "feed_forward_dim": 8}, {"slide": 1}),
         (BSA, "retrieval", {}, {}),

@@ -1,5 +1,6 @@
 """Test `Recommender`: portions, windows, candidates, ids, errors, pages, threads, the saved store."""
 
+import itertools
 import json
 import resource
 import threading
@@ -26,6 +27,7 @@ from tests.serving.plain import DENSE, NUM_ACTIONS, NUM_ITEMS, Plain, item_ids, 
 
 SOFTMAX = {"kind": "softmax", "position_bias": True, "time_bias": True}
 BSA = {"kind": "bsa", "block_size": 8, "block_counts": 3, "selection_group": 4, "window_size": 5}
+WINDOW = DENSE | {"window_size": 5}
 SMALL = 2**22  # bytes of pages
 
 
@@ -48,8 +50,10 @@ def portions(count, how):
 N = 66
 
 
-@pytest.mark.parametrize("cache", ["fp32", "bf16", "2bit"])
-@pytest.mark.parametrize("attention", [DENSE, SOFTMAX, BSA])
+@pytest.mark.parametrize(
+    ("attention", "cache"),
+    [*itertools.product([DENSE, SOFTMAX, BSA], ["fp32", "bf16", "2bit"]), (WINDOW, "fp32"), (WINDOW, "2bit")],
+)
 def test_portions_do_not_matter(attention, cache):
     """Whatever the format: the same answers however events came, at lengths around 64, the window's N, and 3 N."""
     if attention is BSA and cache == "2bit":
@@ -238,7 +242,6 @@ def test_limits(small):
     ("attention", "changes", "options", "message"),
     [
         ({"kind": "htree"}, {}, {}, r"layer 0 \(htree\) cannot be served: dense, softmax, rotatekv and bsa can"),
-        (DENSE | {"window_size": 3}, {}, {}, "layer 0 has window_size=3"),
         ({"kind": "softmax", "num_kv_heads": 1}, {}, {}, "layer 0 shares 1 key heads between 2"),
         ({"kind": "rotatekv", "bits": 3}, {}, {}, "layer 0 has bits=3"),
         ({"kind": "rotatekv", "sparsity": 0.5}, {}, {}, "layer 0 has sparsity=0.5"),

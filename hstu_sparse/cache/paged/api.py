@@ -29,6 +29,7 @@ def paged_attention(
     *,
     layer: int = 0,
     candidates: bool = False,
+    window_size: int = 0,
     activation: str = "silu",
     scale: float | None = None,
     normalizer: float | None = None,
@@ -46,7 +47,8 @@ def paged_attention(
     not matter in which portions tokens come, whatever the pages' format.
 
     With candidates=True each new token stands at position lengths[b], and sees the positions before it and itself, but
-    no other new token. Nothing is read from the pages behind lengths[b]. Where each sequence has one new token both are
+    no other new token. Nothing is read from the pages behind lengths[b]. With `window_size` W > 0 a token at position p
+    sees positions s with p - s < W alone. Where each sequence has one new token both are
     the same, bit for bit, and candidates=True is faster with a bias.
 
     Args:
@@ -60,6 +62,7 @@ def paged_attention(
         max_seq_len: N, at least the tokens of the longest sequence, new ones included (candidates: one of them).
         layer: whose pages of the pool.
         candidates: see above.
+        window_size: W in tokens, the token itself included, 0 for none.
         activation: "silu" or "softmax".
         scale: factor of the scores, D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N of silu; `max_seq_len` by default.
@@ -107,6 +110,7 @@ def paged_attention(
     check_jagged(q_offsets, max(1, sizes["Tq"]), q=q, k=k, v=v)
     check_int("layer", layer, 0, pool.layers - 1)
     check_bool("candidates", candidates)
+    check_int("window_size", window_size, 0)
     pool.check_table(pages, lengths, None if candidates else q_offsets)
     if lengths.shape[0] != q_offsets.shape[0] - 1:
         raise ValueError(f"lengths must be [B={q_offsets.shape[0] - 1}], got {list(lengths.shape)}")
@@ -116,7 +120,7 @@ def paged_attention(
         if longest > max_seq_len:
             raise ValueError(f"a sequence has {longest} tokens, new ones included, more than max_seq_len={max_seq_len}")
     bias = check_bias(bias, max_seq_len, lengths.shape[0] if candidates else sizes["Tq"], q.device)
-    scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"])
+    scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"])._replace(window=window_size)
     queries = Queries(q, k, v, q_offsets, lengths, candidates)
     if choose_backend(backend, q, "paged_attention") == "reference":
         return paged_reference(queries, pool, layer, pages, scoring)

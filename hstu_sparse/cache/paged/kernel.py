@@ -161,6 +161,16 @@ def turned_keys(x, start, near, far, D: tl.constexpr, OW: tl.constexpr, OUT: tl.
 
 
 @triton.jit
+def visible(inside, at, position, window, WINDOW: tl.constexpr):
+    """Return which positions [rows, R] tokens at positions `at` see."""
+    distance = at[:, None] - position[None, :]
+    seen = inside[None, :] & (distance > 0)
+    if WINDOW:
+        seen = seen & (distance < window)
+    return seen
+
+
+@triton.jit
 def biased(scores, inside, at, position, slot, query_time, timestamps, bias, candidates):
     """Return scores [rows, R] of tokens at `position` and, in the pages, `slot`, plus their bias."""
     if candidates is not None:
@@ -192,19 +202,20 @@ def weigh(scores, seen, greatest, total, SOFTMAX: tl.constexpr, FAST: tl.constex
     return weights, greatest, total, factor
 
 
-@triton.jit(do_not_specialize=["B", "P", "S", "Tq", "SPLITS"])
+@triton.jit(do_not_specialize=["B", "P", "S", "Tq", "SPLITS", "window"])
 def paged_attention_fwd_kernel(
-    q, k, v, q_offsets, lengths, history, bias, candidates, out, lse, B, P, S, Tq, SPLITS, score_scale, rotation,
-    inverse_n,
+    q, k, v, q_offsets, lengths, history, bias, candidates, out, lse, B, P, S, Tq, SPLITS, window, score_scale,
+    rotation, inverse_n,
     FORM: tl.constexpr, OFFSET: tl.constexpr, PAD_D: tl.constexpr, OUT_V: tl.constexpr, CANDIDATES: tl.constexpr,
-    SOFTMAX: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr, R: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTMAX: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr,
+    R: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a part of a tile of new tokens; out, lse: [SPLITS, Tq, H, ...], final results if SPLITS is 1.
 
     q, k, v: `Rows`; without k and v new tokens do not see themselves. history: `History`, bias: `KernelBias`.
-    candidates: the results of `candidate_bias_kernel`, in place of a bias. OUT_V: blocks of values that a program sums.
-    The part with number 0 also attends to the sinks and to the tokens themselves.
+    candidates: the results of `candidate_bias_kernel`, in place of a bias. WINDOW: a token sees the latest `window`
+    positions alone. OUT_V: blocks of values that a program sums. The part with number 0 also
+    attends to the sinks and to the tokens themselves.
     """
     DTYPE: tl.constexpr = q.pointer.dtype.element_ty
     H: tl.constexpr = FORM.H
@@ -236,6 +247,9 @@ def paged_attention_fwd_kernel(
     at = row * 0 + length if CANDIDATES else length + index
     # The end of the last row's positions; no row sees later ones.
     last = length if CANDIDATES else length + tl.minimum(count, q_tile * BQ + BQ) - 1
+    begin = 0  # no row sees earlier positions
+    if WINDOW:
+        begin = tl.maximum((length if CANDIDATES else length + q_tile * BQ) - window + 1, 0)
     query_time = 0
     if bias.time is not None:
         query_time = tl.load(bias.query_times + query, real, 0)[:, None]
@@ -306,7 +320,7 @@ def paged_attention_fwd_kernel(
                 product = tl.dot(q_rows, tl.trans(key), input_precision=PRECISION)
                 scores = tl.where((row // BQ == h)[:, None], product, scores)
             page, slot = find(history, first, position, inside, FORM, CANDIDATES)
-            seen = inside[None, :] & (position[None, :] < at[:, None])
+            seen = visible(inside, at, position, window, WINDOW)
             scores = biased(
                 scores * score_scale, inside, at, position, page * PAGE + slot, query_time, history.timestamps,
                 bias, candidates,
@@ -341,6 +355,8 @@ def paged_attention_fwd_kernel(
             query_sums += (tl.sum(queries[i].to(tl.float32), 1),)
     K_PER: tl.constexpr = K_BLOCKS // FORM.K_GROUPS
     first_tile = S // R if FORM.SINKS else 0
+    if WINDOW:
+        first_tile = tl.maximum(first_tile, begin // R)
     tiles = tl.maximum((last + R - 1) // R - first_tile, 0)
     per = (tiles + SPLITS - 1) // SPLITS
     first_tile += split * per
@@ -386,7 +402,7 @@ def paged_attention_fwd_kernel(
                 else:
                     key = load_rows(source.k, page_group * PAGE + slot, D, inside, D, K_BLOCK).to(DTYPE)
                     scores = tl.dot(queries[i], tl.trans(key), scores, input_precision=PRECISION)
-        seen = inside[None, :] & (position[None, :] < at[:, None])
+        seen = visible(inside, at, position, window, WINDOW)
         scores = biased(
             scores * score_scale, inside, at, position, page * PAGE + slot, query_time, history.timestamps, bias,
             candidates,

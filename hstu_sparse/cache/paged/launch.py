@@ -105,7 +105,8 @@ def attend(
         config = config.replace(R=positions, num_stages=1, maxnreg=None, programs=min(2, config.programs))
     slots, programs = tokens // config.BQ + batch, heads // together
     filled = min(slots, batch * cdiv(tokens, batch * config.BQ))
-    splits = splits_of(filled * programs, cdiv(longest, config.R), config.programs, q.device)
+    seen = min(longest, scoring.window + config.BQ) if scoring.window else longest
+    splits = splits_of(filled * programs, cdiv(seen, config.R), config.programs, q.device)
     part, part_lse = out, lse
     if splits > 1:
         part = q.new_empty(splits, tokens, heads, V, dtype=torch.float32)
@@ -122,10 +123,11 @@ def attend(
             by_position, bias = candidate_bias(new, history, form, bias), KernelBias()
         run(
             paged_attention_fwd_kernel, (slots, programs, splits), *rows, new.q_offsets, new.lengths, history, bias,
-            by_position, part, part_lse, batch, columns, format.sink_tokens, tokens, splits, scoring.scale,
-            (form.CODED * form.G) ** -0.5 if coded else 1.0, 1.0 / scoring.normalizer,
+            by_position, part, part_lse, batch, columns, format.sink_tokens, tokens, splits, scoring.window,
+            scoring.scale, (form.CODED * form.G) ** -0.5 if coded else 1.0, 1.0 / scoring.normalizer,
             **config, FORM=form, OFFSET=code_offset(format, q.dtype), PAD_D=padded_head(format.head_size),
-            OUT_V=values_out, CANDIDATES=new.candidates, SOFTMAX=scoring.softmax, SCALED=coded and few, HEADS=together,
+            OUT_V=values_out, CANDIDATES=new.candidates, WINDOW=scoring.window > 0,
+            SOFTMAX=scoring.softmax, SCALED=coded and few, HEADS=together,
             FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype),
         )  # fmt: skip
         if splits > 1:

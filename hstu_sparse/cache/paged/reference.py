@@ -37,7 +37,8 @@ class Queries(NamedTuple):
 class Scoring(NamedTuple):
     """From products to weights: the activation, its factors, the bias and the base of RoPE.
 
-    return_lse: whether the log-sum-exp of the scores is computed, too.
+    return_lse: whether the log-sum-exp of the scores is computed, too. window: the positions that a token sees, its own
+    included, 0 for all.
     """
 
     softmax: bool
@@ -46,6 +47,7 @@ class Scoring(NamedTuple):
     bias: RelativeBias
     rope_base: float | None = None
     return_lse: bool = False
+    window: int = 0
 
 
 def check_scoring(
@@ -120,7 +122,10 @@ def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, sco
         scores = scores + pair_bias(bias, distance, *times)[:, None]
         self_bias = pair_bias(bias, torch.zeros_like(at[:, :1]), *self_times)
         self_score = self_score + self_bias[:, None, :, None]
-    hidden = ~(inside[:, None] & (position < at[:, :, None]))[:, None]  # [B, 1, m, n]
+    distance = at[:, :, None] - position
+    hidden = ~(inside[:, None] & (distance > 0))[:, None]  # [B, 1, m, n]
+    if scoring.window:
+        hidden = hidden | (distance >= scoring.window)[:, None]
     if not scoring.softmax:
         weights = F.silu(scores).masked_fill(hidden, 0) / scoring.normalizer
         self_weight = F.silu(self_score) / scoring.normalizer

@@ -32,6 +32,7 @@ def draw(random, small):
         sink_tokens=random.choice([0, 4, random.randint(1, 70)]),
         clip=random.choice([1.0, 0.75]),
         candidates=random.random() < 0.5,
+        window=random.choice([0, 0, 1, random.randint(2, most)]),
         softmax=random.random() < 0.5,
         position=random.random() < 0.5,
         timed=random.random() < 0.5,
@@ -60,7 +61,7 @@ def launched_with(splits):
 def check(
     device, *, lengths, query_lengths, groups, head_size, value_size, dtype="float32", stored="float32", bits=None,
     head_group=1, quant_group=64, sink_tokens=0, clip=1.0, candidates=False, softmax=False, position=False, timed=False,
-    splits=None, contiguous=True, longer=0, seed=0,
+    window=0, splits=None, contiguous=True, longer=0, seed=0,
 ):  # fmt: skip
     """Check that the kernels write the same pages as the reference, and attend to them correctly."""
     heads, dtype, stored = groups * head_group, getattr(torch, dtype), getattr(torch, stored)
@@ -117,7 +118,7 @@ def check(
     with launched_with(splits):
         out = paged_attention(
             q, k, v, q_offsets, pool, pages, n, max_seq_len, bias=bias, backend="triton",
-            normalizer=None if softmax else normalizer, **call,
+            normalizer=None if softmax else normalizer, window_size=window, **call,
         )  # fmt: skip
     assert all(torch.equal(x, pool.tensors[1][name]) for name, x in untouched.items())
 
@@ -125,7 +126,7 @@ def check(
         def given_as(x):
             return change(x.to(wide)) if x is not None and x.is_floating_point() else x
 
-        scoring = Scoring(softmax, call["scale"], normalizer, RelativeBias(*map(given_as, full)))
+        scoring = Scoring(softmax, call["scale"], normalizer, RelativeBias(*map(given_as, full)), window=window)
         return paged_reference(Queries(*map(given_as, (q, k, v)), q_offsets, n, candidates), source, 1, pages, scoring)
 
     def sizes():  # what the output was if no product cancelled
@@ -139,7 +140,9 @@ def check(
         absolute.write(1, *keys, make_offsets(stored.tolist()), table, zero)
         bias = RelativeBias(*(x.abs() if x is not None and x.is_floating_point() else x for x in full))
         new = Queries(*(x.double().abs() for x in (q, k, v)), q_offsets, n, candidates)
-        return paged_reference(new, absolute, 1, table, Scoring(softmax, call["scale"], normalizer, bias))
+        return paged_reference(
+            new, absolute, 1, table, Scoring(softmax, call["scale"], normalizer, bias, window=window)
+        )
 
     exact = by_reference(torch.float64)
     assert_within_budget("out", out, by_reference(dtype), exact, factor=4.0, terms=sizes)
@@ -179,10 +182,11 @@ def launches():
 
             zeros = torch.zeros(sum(counts), dtype=torch.int64)
             bias = RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros) if biased else RelativeBias()
-            settings = dict(candidates=False, softmax=False) | (call or {})
+            settings = dict(candidates=False, softmax=False, window=0) | (call or {})
             new = Queries(q, k, v, where[0], where[2], settings["candidates"])
             with launched_with(splits):
-                attend_to_pool(new, pool, 0, where[1], Scoring(settings["softmax"], 0.1, 200.0, bias))
+                scoring = Scoring(settings["softmax"], 0.1, 200.0, bias, window=settings["window"])
+                attend_to_pool(new, pool, 0, where[1], scoring)
 
         label = f"H={heads} D={size} V={value_size} Tq={queries} {dtype} {stored} {options} {call} write={write}"
         return Launches(label, launch, local_bytes, architectures)
@@ -194,6 +198,8 @@ def launches():
         case(call=candidates),
         case(call=candidates | softmax, splits=3),
         case(call=softmax, queries=1024, users=1),
+        case(call=softmax | dict(window=40), queries=1024, users=1, architectures=(90,)),
+        case(call=candidates | dict(window=40), splits=3, **codes, architectures=(80,)),
         case(call=candidates, queries=1024, users=1),
         case(call=candidates, queries=40, users=1, architectures=(90,)),
         case(call=candidates, queries=1024, users=1, size=256, value_size=256, architectures=(90,)),
