@@ -12,8 +12,11 @@ if __name__ == "__main__":
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
+
+import torch
 
 from cli.interrupt import Interrupts
 from cli.program import guarded
@@ -90,6 +93,8 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         option = wrong[0].replace("_", "-")
         raise ServingError(f"--{option}: expected a folder of runs, {shown(options.run, 200)} is one run")
     recommender = load(options.run) if models is None else models.first()
+    if recommender.config.threads is None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # HTTP needs a core, too
     log, store = None, None
     if options.store is None:
         log = open_log(options, recommender, interrupts)

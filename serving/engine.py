@@ -7,7 +7,7 @@ Letters: B users, T new tokens, E embedding size, M candidates of a user.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -316,18 +316,36 @@ class Engine:
 
     # Requests.
 
-    def answer(self, requests: list[Ask]) -> Tensor:
-        """Return the outputs of requests, fp32, not normalised: [B, E]; for ranking, of all candidates end to end."""
+    def answer(self, requests: list[Ask], others: Sequence[tuple[str, History]] = ()) -> Tensor:
+        """Return the outputs of requests, fp32, not normalised: [B, E]; for ranking, of all candidates end to end.
+
+        others: users whose pages may be brought up to date in the same pass: those of them that lack a few tokens.
+        """
         windows = [self._seen(request.user, request.history) for request in requests]
         counts = [1 if request.candidates is None else 1 + len(request.candidates) for request in requests]
-        outputs = []
+        few, outputs = self._lacking_few(others, {request.user for request in requests}), []
         for chunk in self._chunks(windows, counts):
-            self._encode(windows[chunk])
+            together = [*windows[chunk], *few]
+            if few and self.caches.fitting([x.user for x in together], [x.tokens for x in together]) == len(together):
+                self._encode([*few, *windows[chunk]])  # in this order, so that those who ask were served last
+                few = []
+            else:
+                self._encode(windows[chunk])
             outputs.append(self._ask(requests[chunk], windows[chunk]))
         if len(outputs) == 1:
             return outputs[0]
         size = self.model.embedding.position.shape[1]
         return torch.cat(outputs) if outputs else torch.zeros(0, size, device=self.device)
+
+    def _lacking_few(self, users: Sequence[tuple[str, History]], but: set[str]) -> list[Seen]:
+        """Return the windows of users, except some, whose pages lack at most FEW tokens."""
+        seen = [self._seen(user, history) for user, history in users if user in self.caches and user not in but]
+        entries = [self.caches.entries[window.user] for window in seen]
+        return [
+            window
+            for window, entry in zip(seen, entries)
+            if entry.begin == window.begin and 0 < window.tokens - 1 - entry.length <= FEW
+        ]
 
     def _ask(self, requests: list[Ask], windows: list[Seen]) -> Tensor:
         histories, at = [request.history for request in requests], [request.at for request in requests]

@@ -4,6 +4,7 @@ Letters: I items, E embedding size, M items of a call, k length of a list, n eve
 """
 
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +15,12 @@ from models.heads import normalized
 from models.hstu import SequenceModel
 from models.tasks.scoring import normalized_items
 from serving.engine import Ask
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, ServingError
 from serving.histories import Window
 from serving.ids import ItemIds, user_keys
 from serving.search import item_scores
 from training.config import RunConfig
+from training.outputs import export_items
 
 MOST_TOKENS = 2**15  # of one pass of the model
 
@@ -73,6 +75,15 @@ class Inspection:
     def model(self) -> SequenceModel:
         """The model that is served."""
         raise NotImplementedError
+
+    def export(self, folder: str | Path) -> tuple[int, int]:
+        """Write item vectors and ids into `folder`, as `eval.py --export-items`; returns (items, size of a vector).
+
+        Raises ServingError for a head that has no single vector for an item.
+        """
+        if self.ranking or not self.config.model.head.has_item_vectors:
+            raise ServingError("the run has no single vector for an item whose product is the score")
+        return export_items(Path(folder), self.model, self.items.ids)
 
     @torch.no_grad()
     def item_vectors(self, as_frame: bool = False) -> tuple[np.ndarray, np.ndarray] | Any:

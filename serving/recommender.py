@@ -23,7 +23,7 @@ from models.tasks.build import build_task
 from serving import snapshot
 from serving.actions import ActionCodes
 from serving.engine import Ask, Engine
-from serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError
+from serving.errors import CacheFull, InvalidRequest, NoHistory
 from serving.filters import Filter, FilterLists
 from serving.histories import Histories, History, UserHistory, no_garbage_collection
 from serving.ids import ItemIds, user_keys
@@ -35,7 +35,6 @@ from serving.search import Search, candidate_scores, windows_of
 from serving.times import event_times, request_times
 from training.config import RunConfig
 from training.folder import read_manifest
-from training.outputs import export_items
 from training.run import find_data, open_weights, trained_model
 
 COLD = ("popular", "error")  # answers for users without events
@@ -337,15 +336,17 @@ class Recommender(Inspection):
         k: int,
         exclude_seen: Sequence[bool | None],
         filters: Sequence[ItemFilter] = (),
+        out: Tensor | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return what `recommend` does for requests that `check_requests` returned.
 
-        exclude_seen: for each request; filters: that `self.filters` built, for each request, or nothing.
+        exclude_seen: for each request; filters: that `self.filters` built, for each request, or nothing; out: the
+        `checked_outputs` of the requests, if they are there.
         """
         nothing = np.zeros(0, np.int32)
         assert self._search is not None
         with self._lock:
-            out = self._engine.answer(requests)
+            out = self._engine.answer(requests) if out is None else out
             by_default = self.config.eval.filter_seen != "none"
             leave_out = [by_default if without is None else without for without in exclude_seen]
             seen = [request.history.seen if without else nothing for request, without in zip(requests, leave_out)]
@@ -388,10 +389,18 @@ class Recommender(Inspection):
             scores = self.score_checked(self.check_requests(keys, at), list(rows))
         return np.stack(scores) if scores else np.zeros(rows.shape, np.float32)
 
-    def score_checked(self, requests: list[Ask], candidates: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def score_checked(
+        self, requests: list[Ask], candidates: Sequence[np.ndarray], out: Tensor | None = None
+    ) -> list[np.ndarray]:
         """Return the scores of candidates, rows of the item table, for each request of `check_requests`."""
         with self._lock:
-            return candidate_scores(self._engine, self._task, requests, candidates)
+            return candidate_scores(self._engine, self._task, requests, candidates, out)
+
+    def checked_outputs(self, requests: list[Ask], users: Sequence[str] = ()) -> Tensor:
+        """Return the model's outputs for checked requests, not normalised: [B, E]. users: as in `Engine.answer`."""
+        with self._lock:
+            known = ((user, self._histories.get(user)) for user in dict.fromkeys(users))
+            return self._engine.answer(requests, [(user, history) for user, history in known if history is not None])
 
     def outputs(self, users: Sequence[str], at=None) -> Tensor:
         """Return the model's outputs for users (their ids as texts) at the time `at`: [B, E] of length one."""
@@ -421,15 +430,6 @@ class Recommender(Inspection):
             return [Ask(*each) for each in zip(users, histories, last.tolist())]
         times = request_times(at, users, last, self.clock)
         return [Ask(*each) for each in zip(users, histories, times.tolist())]
-
-    def export(self, folder: str | Path) -> tuple[int, int]:
-        """Write item vectors and ids into `folder`, as `eval.py --export-items`; returns (items, size of a vector).
-
-        Raises ServingError for a head that has no single vector for an item.
-        """
-        if self.ranking or not self.config.model.head.has_item_vectors:
-            raise ServingError("the run has no single vector for an item whose product is the score")
-        return export_items(Path(folder), self.model, self.items.ids)
 
     def history(self, user) -> UserHistory:
         """Return what the model sees of a user; NoHistory for one without events."""

@@ -120,9 +120,11 @@ def windows_of(engine: Engine, requests: Sequence[Ask]) -> Callable[[np.ndarray]
 
 
 def candidate_scores(
-    engine: Engine, task: Task, requests: Sequence[Ask], candidates: Sequence[np.ndarray]
+    engine: Engine, task: Task, requests: Sequence[Ask], candidates: Sequence[np.ndarray], out: Tensor | None = None
 ) -> list[np.ndarray]:
-    """Return the scores of candidates, rows of the item table, for each request."""
+    """Return the scores of candidates, rows of the item table, for each request. out: the outputs of the requests, of a
+    task other than ranking, if they are there.
+    """
     # Sorted and distinct, so that their order does not change the arithmetic of their scores.
     unique = [np.unique(mine, return_inverse=True) for mine in candidates]
     distinct = [mine for mine, _ in unique]
@@ -130,7 +132,7 @@ def candidate_scores(
         requests = [request._replace(candidates=mine) for request, mine in zip(requests, distinct)]
         scores = probabilities(engine.model, task, engine.answer(requests))
     else:
-        out, of_users = engine.answer([*requests]), windows_of(engine, requests)
+        out, of_users = engine.answer([*requests]) if out is None else out, windows_of(engine, requests)
         windows = None if of_users is None else of_users(np.arange(len(requests)))
         scores = item_scores(engine.model, normalized(out), distinct, windows)
     parts = np.split(scores, np.cumsum([len(mine) for mine in distinct])[:-1])

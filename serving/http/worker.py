@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from evaluation.item_filters import ItemFilter
 from serving.engine import Ask
@@ -192,8 +193,9 @@ class Worker(threading.Thread):
                 request.done.set_exception(error)
             if isinstance(request, Read):
                 self._one(request, lambda r: self.recommender.history(r.user))
-        self._together(self._recommend, lists)
-        self._together(self._score, scores)
+        of_lists, of_scores = self._outputs(lists, scores, stale)
+        self._together(self._recommend, lists, of_lists)
+        self._together(self._score, scores, of_scores)
         self.recommender.encode(stale)  # what the lists and scores did not encode, before the next requests come
 
     def _checked(self, request: Recommend, user: str) -> Ask | RequestError | None:
@@ -206,16 +208,39 @@ class Worker(threading.Thread):
         except RequestError as error:
             return error
 
-    def _together(self, answer: Callable[[list], None], checked: list[tuple]) -> None:
-        """Answer requests that were checked; if the pages of all do not fit, each by itself."""
+    def _outputs(
+        self,
+        lists: list[tuple[Recommend, ItemFilter, list[Ask | RequestError | None]]],
+        scores: list[tuple[Score, Ask, np.ndarray]],
+        stale: list[str],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the model's outputs for lists and for scores, computed in one pass, in which the pages of `stale`
+        users are brought up to date, too; None where each has to be computed by itself.
+        """
+        of_lists = [part for *_, parts in lists for part in parts if isinstance(part, Ask)]
+        asks = [*of_lists, *(ask for _, ask, _ in scores)]
+        if self.recommender.ranking or not asks:
+            return None, None
+        try:
+            out = self.recommender.checked_outputs(asks, stale)
+        except CacheFull:
+            return None, None
+        return out[: len(of_lists)], out[len(of_lists) :]
+
+    def _together(
+        self, answer: Callable[[list, Tensor | None], None], checked: list[tuple], out: Tensor | None
+    ) -> None:
+        """Answer requests that were checked, from their outputs if these are there; if the pages of all do not fit,
+        each by itself.
+        """
         if not checked:
             return
         try:
-            answer(checked)
+            answer(checked, out)
         except Exception as error:
             if len(checked) > 1 and isinstance(error, CacheFull):
                 for one in checked:
-                    self._together(answer, [one])
+                    self._together(answer, [one], None)
                 return
             for request, *_ in checked:
                 if not request.done.done():
@@ -291,7 +316,9 @@ class Worker(threading.Thread):
             self.log.left_out = request.source.left_out
         self.recommender = request.recommender
 
-    def _recommend(self, checked: list[tuple[Recommend, ItemFilter, list[Ask | RequestError | None]]]) -> None:
+    def _recommend(
+        self, checked: list[tuple[Recommend, ItemFilter, list[Ask | RequestError | None]]], out: Tensor | None
+    ) -> None:
         warm = [
             (part, request, passing) for request, passing, parts in checked for part in parts if isinstance(part, Ask)
         ]
@@ -305,6 +332,7 @@ class Worker(threading.Thread):
                 longest,
                 [request.exclude_seen for _, request, _ in warm],
                 [passing for *_, passing in warm] if some else (),
+                out,
             )
             rows = zip(items, scores)
         for request, passing, parts in checked:
@@ -321,9 +349,9 @@ class Worker(threading.Thread):
                     lists.append(_user_list(*popular, request.k, cold=True))
             request.done.set_result(Lists(lists, dict(passing.unknown)))
 
-    def _score(self, checked: list[tuple[Score, Ask, np.ndarray]]) -> None:
+    def _score(self, checked: list[tuple[Score, Ask, np.ndarray]], out: Tensor | None) -> None:
         requests, checked_requests, rows = zip(*checked)
-        for request, values in zip(requests, self.recommender.score_checked(list(checked_requests), rows)):
+        for request, values in zip(requests, self.recommender.score_checked(list(checked_requests), rows, out)):
             request.done.set_result(values.tolist())
 
 

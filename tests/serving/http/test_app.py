@@ -252,7 +252,7 @@ def test_requests_together_get_what_each_gets_alone(client, recommender):
 
 
 def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monkeypatch):
-    """Requests of one round with other lengths, times and faults: each gets what it gets alone, in two passes."""
+    """Requests of one round with other lengths, times and faults: each gets what it gets alone, in one pass."""
     recommender.append(range(6), [100 + 3 * user for user in range(6)], [5] * 6)
     requests = [
         *(Recommend([str(user)], 2 + 5 * user, (None, 50)[user % 2], user % 3 > 0) for user in range(4)),
@@ -265,11 +265,11 @@ def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monke
     ]
     passes, answer = [], recommender._engine.answer
     monkeypatch.setattr(
-        recommender._engine, "answer", lambda requests: passes.append(len(requests)) or answer(requests)
+        recommender._engine, "answer", lambda asked, others=(): passes.append(len(asked)) or answer(asked, others)
     )
     worker = Worker(recommender, None)
     worker.answer(requests)
-    assert passes == [6, 6]
+    assert passes == [12]
     for request in requests:
         alone = dataclasses.replace(request, done=Future())
         worker.answer([alone])
@@ -285,6 +285,25 @@ def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monke
                 else:
                     assert len(each.items) == request.k and each.items == expected.items and each.cold == expected.cold
     assert sum(request.done.exception() is not None for request in requests) == 3
+
+
+def test_events_of_a_round_are_encoded_in_one_pass(recommender, monkeypatch):
+    """Those of users who ask, and of others who have pages."""
+    users = [str(user) for user in range(4)]
+    recommender.append(users, [100, 103, 106, 109], [5] * 4)
+    kinds, run = [], recommender._engine._run
+    monkeypatch.setattr(
+        recommender._engine, "_run", lambda work: kinds.append((work.kind, len(work.entries))) or run(work)
+    )
+    events_of_all = Events(users, [112] * 4, [9] * 4, None)
+    requests = [Recommend(["0", "1"], 3, 50), Score("1", [103], 50)]
+    Worker(recommender, None).answer([events_of_all, *requests])
+    assert kinds == [("write", 4), ("ask", 3)] and events_of_all.done.result() == ["accepted"] * 4
+    later = [dataclasses.replace(request, done=Future()) for request in requests]
+    Worker(recommender, None).answer(later)
+    lists, again = requests[0].done.result().users, later[0].done.result().users
+    assert [one.items for one in lists] == [one.items for one in again]
+    np.testing.assert_allclose(requests[1].done.result(), later[1].done.result(), atol=1e-6)
 
 
 def test_events_are_acknowledged_before_they_are_encoded(recommender, monkeypatch):
