@@ -26,6 +26,7 @@ WRONG = {
     "benchmarks/kinds.py": [("--results absent.json", "absent.json: No such file")],
     "benchmarks/kv_cache.py": [("absent", "absent: no such folder"), ("OUT --names dens", "has no finished run")],
     "benchmarks/memory.py": [("absent", "absent: No such file"), ("--table --out absent", "absent: No such file")],
+    "benchmarks/open_loop.py": [("", "the following arguments are required"), (". --rates x", "--rates: invalid")],
     "benchmarks/plan.py": [("absent.yaml --predict", "absent.yaml: No such file")],
     "benchmarks/prepare.py": [("--folder README.md", "README.md: File exists"), ("--rows x", "--rows: invalid int")],
     "benchmarks/ring.py": [("--cases absent", "invalid choice: 'absent'"), ("", "start it by torchrun")],
