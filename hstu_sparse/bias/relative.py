@@ -234,4 +234,6 @@ def look_up(table: Tensor, index: Tensor) -> Tensor:
     """
     if table.is_cuda:
         return torch.nn.functional.embedding(index, table[:, None]).squeeze(-1)
+    if not torch.is_grad_enabled():  # the Function costs more than the look-up
+        return _LookUp.forward(table, index)
     return _LookUp.apply(table, index)

@@ -318,3 +318,24 @@ def read(
         x.index_put((sinks.nonzero().squeeze(1),), tensors[name][row, at].to(dtype))
         for name, x in (("sink_k", k), ("sink_v", v))
     )
+
+
+def page_columns(format: PageFormat, pages: Tensor, longest: int, num_pages: int) -> Tensor:
+    """Return the columns of a page table that hold the first `longest` positions, [B, P], with a page in each place."""
+    first = int(format.sink_tokens > 0)
+    return pages[:, first : first + cdiv(longest, format.page_size)].long().clamp(0, num_pages - 1)
+
+
+def read_padded(
+    tensors: dict[str, Tensor], format: PageFormat, pages: Tensor, inside: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return (keys [B, H, n, D], values [B, H, n, V]) of `dtype`, 0 where `inside` [B, n] is False."""
+    if format.bits is None:
+        columns, outside = page_columns(format, pages, inside.shape[1], len(tensors["k"])), ~inside[:, None, :, None]
+        whole = (tensors[name][columns].transpose(1, 2).flatten(2, 3)[:, :, : inside.shape[1]] for name in ("k", "v"))
+        k, v = (x.to(dtype).masked_fill(outside, 0) for x in whole)
+        return k, v
+    at = inside.nonzero(as_tuple=True)
+    rows = read(tensors, format, pages, *at, dtype)
+    k, v = (x.new_zeros(*inside.shape, *x.shape[1:]).index_put(at, x).transpose(1, 2) for x in rows)
+    return k, v

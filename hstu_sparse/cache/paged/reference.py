@@ -102,18 +102,14 @@ def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, sco
     longest = int(seen_from_last.max())
     position = torch.arange(longest, device=device)
     inside = position < seen_from_last[:, None]  # [B, n]
-    sequence, place = inside.nonzero(as_tuple=True)
-    cached_rows = store.read(pool.tensors[layer], pool.format, pages, sequence, place, q.dtype)
-    keys, values = (
-        x.new_zeros(*inside.shape, *x.shape[1:]).index_put((sequence, place), x).transpose(1, 2) for x in cached_rows
-    )  # [B, H, n, D] and V
+    keys, values = store.read_padded(pool.tensors[layer], pool.format, pages, inside, q.dtype)  # [B, H, n, D] and V
     scores = queries @ keys.transpose(2, 3)
     self_score = (queries * new_k).sum(-1, keepdim=True)  # [B, H, m, 1]
     if bias.position is not None or bias.time is not None:
         times, self_times = (), ()
         if bias.time is not None:
-            cached = torch.zeros_like(inside, dtype=torch.int64)
-            cached[sequence, place] = pool.timestamps[store.place(pool.format, pages, sequence, place)]
+            columns = store.page_columns(pool.format, pages, longest, pool.num_pages)
+            cached = pool.timestamps[columns].flatten(1)[:, :longest].masked_fill(~inside, 0)
             query_times, new_times = bias.query_timestamps[:, None], bias.timestamps[:, None]
             if not candidates:
                 query_times, new_times = (padded(x[:, 0]) for x in (query_times, new_times))
