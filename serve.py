@@ -23,6 +23,7 @@ from cli.program import guarded
 from cli.terminal import terminal
 from data.types import shown
 from serving import Recommender, ServingError
+from serving.histories import keep_objects
 from serving.http.app import Limits, create_app
 from serving.http.event_log import EventLog, NotStored
 from serving.http.redis_store import SharedUsers, connect
@@ -118,6 +119,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     logging.getLogger("hstu_sparse.serve").setLevel(options.log_level.upper())
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # otherwise clients that leave early are lines
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
+    keep_objects()
     interrupts.stage = "serving"
     with listening(options.host, options.port) as listener, interrupts.noted():
         Server(app, connections, interrupts).run(sockets=[listener])

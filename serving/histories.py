@@ -28,6 +28,16 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def keep_objects() -> None:
+    """Take all objects that there are out of Python's collector of cycles, after a last collection.
+
+    It holds all threads for half a second where it goes through the modules of torch, and a service has few new cycles.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 @dataclass(frozen=True)
 class Window:
     """The window of a user's events that the model sees: those from `begin(n)` on.

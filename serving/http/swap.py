@@ -3,6 +3,7 @@
 A run that fails a check never serves, and the model that serves goes on.
 """
 
+import gc
 import json
 import logging
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 from data.errors import UserError
 from data.types import shown
 from serving.errors import RequestError, ServingError
+from serving.histories import keep_objects
 from serving.http.event_log import EventLog
 from serving.http.log_reader import LogReader
 from serving.http.redis_store import SharedUsers
@@ -127,9 +129,13 @@ class Models:
             self._loading.release()
         self.refused.pop(name, None)
         logger.warning("the model %s serves in place of %s", new.label, old.label)
-        if lost := int((~new.items.lookup(old.items.ids)[1]).sum()):
-            logger.warning("%d items of %s are not known to %s", lost, old.label, new.label)
-        return old.label
+        label, (_, known) = old.label, new.items.lookup(old.items.ids)
+        if lost := int((~known).sum()):
+            logger.warning("%d items of %s are not known to %s", lost, label, new.label)
+        del old
+        if gc.get_freeze_count():
+            keep_objects()  # those of the new model; those of the old one go
+        return label
 
     def _serve(self, new: Recommender, source: LogReader | SharedUsers, users: list[str], worker: Worker) -> None:
         check_answers(new, users)
