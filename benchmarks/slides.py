@@ -60,7 +60,7 @@ def measure(results: Callable[..., None], options, pattern: str, ahead: bool) ->
     latencies: dict[str, list[float]] = {"append": [], "recommend": []}
     pending, began = [], time.perf_counter()
 
-    def asked(route: str, future, due: float) -> None:
+    def add(route: str, future, due: float) -> None:
         count = time.perf_counter() - began > WARMUP * options.seconds
         if count:
             future.add_done_callback(lambda _: latencies[route].append(1000 * (time.perf_counter() - due)))
@@ -74,12 +74,12 @@ def measure(results: Callable[..., None], options, pattern: str, ahead: bool) ->
         now += 1
         if pattern == "all" or number % 2 == 0:
             items = rng.integers(0, len(recommender.items), len(chosen)).tolist()
-            asked("append", worker.put(Events(chosen, items, [now] * len(chosen), None)), due)
+            add("append", worker.put(Events(chosen, items, [now] * len(chosen), None)), due)
         if pattern == "all":
             pending[-1].result()
             due = time.perf_counter()
         if pattern == "all" or number % 2:
-            asked("recommend", recommend(chosen), due)
+            add("recommend", recommend(chosen), due)
     for future in pending:
         future.result()
     worker.stop()
