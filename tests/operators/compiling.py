@@ -1,6 +1,6 @@
 """Compile all kernels ahead of time, with the launchers' constants.
 
-    python -m tests.operators.compiling OPERATOR,... ARCH,... [once]
+    python -m tests.operators.compiling OPERATOR,... ARCH,... [lowered]
 
 Triton's interpreter compiles nothing and cannot be switched off in a process, so the tests start one with it off; the
 program prints a JSON line for each kernel.
@@ -26,9 +26,9 @@ def launches_of(name: str) -> list[Launches]:
     return operator(name).launches()
 
 
-def compiled(names: Iterable[str], architectures: Iterable[int], once: bool = False) -> list[dict]:
+def compiled(names: Iterable[str], architectures: Iterable[int], lowered: bool = False) -> list[dict]:
     """Return the results of `compile_operator` for these operators and architectures, from one process."""
-    listed = (",".join(names), ",".join(map(str, architectures)), *(["once"] if once else []))
+    listed = (",".join(names), ",".join(map(str, architectures)), *(["lowered"] if lowered else []))
     environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.operators.compiling", *listed],
@@ -41,20 +41,24 @@ def compiled(names: Iterable[str], architectures: Iterable[int], once: bool = Fa
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def compile_operator(name: str, arch: int, once: bool = False):
+def compile_operator(name: str, arch: int, lowered: bool = False):
     """Kernels as `report` has them: of every case on sm_90, elsewhere of each its first case: compiling takes long.
 
-    A case that leaves sm_90 out was chosen for the other proven architecture, and is compiled whole there. once: of
-    each kernel its first case everywhere.
+    A case that leaves sm_90 out was chosen for the other proven architecture, and is compiled whole there. lowered: of
+    each kernel its first case, up to Triton's GPU dialect.
     """
-    from tools.ahead import compile_launches
+    from tools.ahead import compile_launches, lower_launches
 
     known: set[str] = set()
     for case in launches_of(name):
         if arch not in case.architectures:
             continue
-        whole = not once and (arch == 90 or (arch in PROVEN and 90 not in case.architectures))
-        for kernel in compile_launches(case.call, arch, None if whole else known):
+        whole = arch == 90 or (arch in PROVEN and 90 not in case.architectures)
+        if lowered:
+            kernels = lower_launches(case.call, arch, known)
+        else:
+            kernels = compile_launches(case.call, arch, None if whole else known)
+        for kernel in kernels:
             allowed = case.local_bytes
             if isinstance(allowed, dict):
                 allowed = allowed.get(kernel["name"], 0)
@@ -66,5 +70,5 @@ def compile_operator(name: str, arch: int, once: bool = False):
 if __name__ == "__main__":
     for one in sys.argv[1].split(","):
         for architecture in map(int, sys.argv[2].split(",")):
-            for report in compile_operator(one, architecture, "once" in sys.argv[3:]):
+            for report in compile_operator(one, architecture, "lowered" in sys.argv[3:]):
                 print(json.dumps(report), flush=True)
