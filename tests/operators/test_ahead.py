@@ -9,6 +9,7 @@ from tools.ahead import early_reloads, unset_registers
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_each_architecture_gets_kernels_of_its_own():
     kernels = compiled(["rotary"], [80, 90, 80])
     assert {k["arch"] for k in kernels} == {80, 90}

@@ -174,6 +174,7 @@ def test_long_lists_are_cut_into_chunks():
     agree(inputs, offsets, N, shape)
 
 
+@pytest.mark.slow  # that of the bias below runs the same operators
 def test_opcheck():
     import hstu_sparse.bsa.launch
     import hstu_sparse.bsa.plan  # noqa: F401  both register operators
@@ -242,7 +243,7 @@ def test_a_plan_that_does_not_fit_is_refused():
     [
         (2, 4000, 60),
         (32, 40, 3),
-        (32, 10**7, 60),
+        pytest.param(32, 10**7, 60, marks=pytest.mark.slow),
         pytest.param(2, 40, 3, marks=pytest.mark.slow),
         pytest.param(32, 4000, 60, marks=pytest.mark.slow),
     ],

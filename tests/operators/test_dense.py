@@ -165,7 +165,7 @@ def few_near_blocks(monkeypatch):
     ("features", "gap"),
     [
         (("targets", "position", "time", "query_times"), 1000),
-        (("position", "time"), 1_000_000),
+        pytest.param(("position", "time"), 1_000_000, marks=pytest.mark.slow),
         pytest.param(("targets", "position", "time", "query_times"), 1_000_000, marks=pytest.mark.slow),
         pytest.param(("position", "time"), 1000, marks=pytest.mark.slow),
     ],
@@ -381,7 +381,7 @@ def two_layers(q, k, v, seq_offsets, max_seq_len, shared, **options):
 
 
 @interpreter
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "compiled"])
 def test_a_shared_plan_gives_the_same_bits(mode):
     x = inputs((37, 0, 21), 40, features=("targets", "position", "time", "query_times"))
     leaves = {name: x[name].requires_grad_() for name in ("q", "k", "v")}

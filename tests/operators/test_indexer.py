@@ -299,8 +299,8 @@ def choice_with(capacity, sample):
 @pytest.mark.parametrize(
     "kind",
     [
-        "few numbers", "all zero", "ascending", "infinite",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none above zero", "descending")),
+        "few numbers", "all zero",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("none above zero", "ascending", "descending", "infinite")),
     ],
 )  # fmt: skip
 def test_ties_are_exact(kind, backend, monkeypatch):
@@ -529,7 +529,7 @@ def test_kernels(operator, edge, group):
 
 @interpreter
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("operator", ["sparse_attention", "indexer_loss"])
 def test_kernels_with_key_heads(operator, group, deterministic):
     cases.check(

@@ -234,6 +234,7 @@ def test_ranks_agree_once_a_step(two_ranks):
     assert facts["agreements"] == len(facts["losses"]) + 1
 
 
+@pytest.mark.slow
 def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path):
     """Each file, shards included; and --resume auto goes on from the checkpoint before."""
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True)

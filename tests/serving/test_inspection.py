@@ -54,8 +54,14 @@ def test_neighbours_are_the_nearest_vectors():
         recommender.similar([100], k=0)
 
 
-@pytest.mark.parametrize("attention", [DENSE, SOFTMAX])
-@pytest.mark.parametrize("model", [{}, {"action_embedding": True}, {"head": {"kind": "dot", "repeats": 4}}])
+@pytest.mark.parametrize(
+    ("attention", "model"),
+    [
+        (DENSE, {"action_embedding": True}),
+        (SOFTMAX, {"head": {"kind": "dot", "repeats": 4}}),
+        *(pytest.param(attention, {}, marks=pytest.mark.slow) for attention in (DENSE, SOFTMAX)),
+    ],
+)
 def test_an_effect_is_the_score_without_the_event(attention, model):
     config = make_config(attention, loss={"kind": "cross_entropy"}, **model)
     recommender, network = served(config)

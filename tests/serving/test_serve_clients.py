@@ -116,7 +116,7 @@ def wait_until_closed(client):
 # Signals.
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [SIGNALS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SIGNALS[1:])])
 def test_a_request_that_comes_in_when_a_signal_does_is_answered(trained, tmp_path, number):  # noqa: F811
     body = b'{"events": [{"user": "ann", "item": %d}]}' % known_items(trained)[0]
     with serving(trained, log=tmp_path / "log") as (process, client):
@@ -230,6 +230,7 @@ def crowd(client, count):
     return [connected(client, contents[number % 4]) for number in range(count)]
 
 
+@pytest.mark.slow
 def test_more_clients_than_descriptors_do_not_stop_health(trained, tmp_path):  # noqa: F811
     program = ("-c", FEW_FILES)
     with serving(trained, log=tmp_path / "log", program=program) as (process, client):

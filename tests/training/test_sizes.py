@@ -42,6 +42,7 @@ def test_sizes_follow_the_histories():
     assert longest_of(Histories(np.full(100, 10_000)), 200) == 200
 
 
+@pytest.mark.slow
 def test_evaluations_and_windows_follow_the_users():
     few, many = (sized(config(), Histories(np.full(users, 1000))) for users in (60, 6400))
     assert few.eval.every == 54 and many.eval.every == 2  # steps of 32 users, at least 100 steps
