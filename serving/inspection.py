@@ -1,10 +1,8 @@
-"""Look into a served model: vectors of items, neighbours, and which events of a user a score rests on.
+"""The part of `Recommender` that looks into the model: item vectors, neighbours, what a score rests on.
 
 Letters: I items, E embedding size, M items of a call, k length of a list, n events of a user's window.
 """
 
-import threading
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,15 +10,11 @@ import torch
 
 from data.batch import Batch
 from models.heads import normalized
-from models.hstu import SequenceModel
 from models.tasks.scoring import normalized_items
-from serving.engine import Ask
-from serving.errors import InvalidRequest, ServingError
-from serving.histories import Window
-from serving.ids import ItemIds, user_keys
+from serving.errors import InvalidRequest
+from serving.ids import user_keys
 from serving.search import item_scores
-from training.config import RunConfig
-from training.outputs import export_items
+from serving.served import ServedRun
 
 MOST_TOKENS = 2**15  # of one pass of the model
 
@@ -58,32 +52,8 @@ def list_frame(name: str, listed: str, ids: Any, items: np.ndarray, scores: np.n
     return pl.DataFrame(columns).filter(pl.col("score").is_finite())
 
 
-class Inspection:
-    """The part of `Recommender` that looks into the model."""
-
-    config: RunConfig
-    items: ItemIds
-    window: Window
-    ranking: bool
-    _lock: threading.RLock
-
-    def check_requests(self, users: Any, at: Any) -> list[Ask]:
-        """Return checked requests of users, see `Recommender.check_requests`."""
-        raise NotImplementedError
-
-    @property
-    def model(self) -> SequenceModel:
-        """The model that is served."""
-        raise NotImplementedError
-
-    def export(self, folder: str | Path) -> tuple[int, int]:
-        """Write item vectors and ids into `folder`, as `eval.py --export-items`; returns (items, size of a vector).
-
-        Raises ServingError for a head that has no single vector for an item.
-        """
-        if self.ranking or not self.config.model.head.has_item_vectors:
-            raise ServingError("the run has no single vector for an item whose product is the score")
-        return export_items(Path(folder), self.model, self.items.ids)
+class Inspection(ServedRun):
+    """Vectors of items, neighbours and explanations."""
 
     @torch.no_grad()
     def item_vectors(self, as_frame: bool = False) -> tuple[np.ndarray, np.ndarray] | Any:

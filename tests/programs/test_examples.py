@@ -26,9 +26,9 @@ OTHERS = [
 ]
 OF_RUNS = [
     "experiments.fitting:fit",
-    "serving.inspection:Inspection.item_vectors",
-    "serving.inspection:Inspection.similar",
-    "serving.inspection:Inspection.explain",
+    "serving:Recommender.item_vectors",
+    "serving:Recommender.similar",
+    "serving:Recommender.explain",
 ]
 API = sorted((ROOT / "docs").glob("api_*.md"))
 PUBLIC = [f"hstu_sparse:{name}" for name in hstu_sparse.__all__ if name not in TYPES]

@@ -1,0 +1,199 @@
+"""The part of `Recommender` that takes events, and keeps and drops what is known of users.
+
+Letters: E events of a call.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from data.types import Dataset
+from serving import snapshot
+from serving.errors import CacheFull, InvalidRequest
+from serving.histories import UserHistory, no_garbage_collection
+from serving.ids import user_keys
+from serving.served import ServedRun
+from serving.times import event_times
+
+
+class Events(ServedRun):
+    """The events and the pages of users."""
+
+    def append(self, users, items, timestamps=None, actions=None, *, encode: bool = True) -> None:
+        """Add events.
+
+        Args:
+            users, items: [E] ids, integers or text. A user may be new; an item must be one that the run knows.
+            timestamps: [E] integers, seconds; may be left out where the run's data had none. An event before the
+                user's last one takes its place in time, behind events of the same second.
+            actions: [E] where the model reads them, in the units of the run's data: numbers (stars, say) or text.
+            encode: bring the pages of new users and of those who have some up to date now; else the next request does.
+
+        Raises, with nothing changed: UnknownItem, MissingActions, InvalidRequest, LimitReached.
+        """
+        self.append_rows(*self.checked(users, items, timestamps, actions), encode=encode)
+
+    def checked(
+        self, users, items, timestamps=None, actions=None
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return events in the form of `append_rows`; raises the errors of `append` except LimitReached."""
+        keys, rows = user_keys(users), self.items.rows("items", items)
+        if len(keys) != len(rows):
+            raise InvalidRequest(f"users and items: expected as many of each, got {len(keys)} and {len(rows)}")
+        times = event_times(timestamps, len(rows), self.has_timestamps)
+        if self.actions is None and actions is not None:
+            raise InvalidRequest("actions: the run reads none, leave them out")
+        return keys, rows, times, None if self.actions is None else self.actions.codes(actions, len(rows))
+
+    def check_room(self, users: Sequence[str]) -> None:
+        """Raise LimitReached if one more event of each of `users` (as often as they occur) would be too many."""
+        counts = Counter(users)
+        with self._lock:
+            self._histories.check_room(list(counts), list(counts.values()))
+
+    @property
+    def num_users(self) -> int:
+        """Users who have events."""
+        return len(self._histories)
+
+    def knows(self, user: str) -> bool:
+        """Return whether a user, an id as text, has events."""
+        return user in self._histories
+
+    def users_with_pages(self) -> list[str]:
+        """Return the ids, as texts, of the users who have pages, the last one served last."""
+        with self._lock:
+            return list(self._engine.caches.entries)
+
+    def append_rows(
+        self,
+        users: Sequence[str],
+        rows: np.ndarray,
+        times: np.ndarray,
+        codes: np.ndarray | None,
+        *,
+        encode: bool = True,
+    ) -> list[str]:
+        """Append events as `append` does; users are texts, items rows of the item table, actions codes: [E] each.
+
+        Returns the users whose pages are to be brought up to date by `encode`: none if this did so.
+        """
+        places: dict[str, list[int]] = {}
+        for place, key in enumerate(users):
+            places.setdefault(key, []).append(place)
+        histories, engine = self._histories, self._engine
+        with self._lock:
+            histories.check_room(list(places), [len(mine) for mine in places.values()])
+            stale = []
+            items, seconds = rows.tolist(), times.tolist()
+            actions = [None] * len(items) if codes is None else codes.tolist()
+            for key, mine in places.items():
+                if key not in histories or key in engine.caches:
+                    stale.append(key)
+                if len(mine) == 1:
+                    (place,) = mine
+                    unchanged = histories.add_one(key, items[place], seconds[place], actions[place])
+                else:
+                    unchanged = histories.add(key, rows[mine], times[mine], None if codes is None else codes[mine])
+                engine.changed(key, self._history(key), unchanged)
+            self._popularity.add(rows, times)
+            if not encode:
+                return stale
+            self.encode(stale)
+            return []
+
+    def encode(self, users: Sequence[str]) -> None:
+        """Bring the pages of these users, ids as texts, up to date; users without events are left out."""
+        with self._lock:
+            keys = [key for key in dict.fromkeys(users) if key in self._histories]
+            # If pinned users fill the cache, the events are stored all the same, and a request raises CacheFull.
+            with suppress(CacheFull):
+                self._engine.update(keys, [self._history(key) for key in keys])
+
+    def encode_ahead(self, tokens: int | None = None) -> int:
+        """Encode tokens of windows to which users' windows will slide soon, in idle time; return how many, or 0."""
+        with self._lock:
+            return self._engine.encode_ahead(self._histories.get, tokens)
+
+    def add_many(
+        self, users: list[str], places: np.ndarray, rows: np.ndarray, times: np.ndarray, codes: np.ndarray | None
+    ) -> None:
+        """Add events of many users at once, without encoding them.
+
+        users: distinct, each with an event; places: [E] the place of each event's user in `users`; the rest as in
+        `append_rows`. Raises LimitReached, with nothing changed.
+        """
+        with self._lock, no_garbage_collection():
+            self._histories.check_room(users, np.bincount(places, minlength=len(users)).tolist())
+            self._histories.add_many(users, places, rows, times, codes)
+            self._popularity.add(rows, times)
+            for user in set(users).intersection(self._engine.caches.entries):
+                self._engine.changed(user, self._history(user), 0)
+
+    def add_dataset(self, dataset: Dataset) -> None:
+        """Add the events of a data set whose items are the run's, without encoding them."""
+        counts = np.diff(dataset.user_offsets)
+        users = [str(user) for user in np.asarray(dataset.user_ids)[counts > 0].tolist()]
+        places = np.repeat(np.arange(len(users)), counts[counts > 0])
+        actions = None if self.actions is None else dataset.actions
+        self.add_many(users, places, dataset.items, dataset.timestamps, actions)
+
+    def history(self, user) -> UserHistory:
+        """Return what the model sees of a user; NoHistory for one without events."""
+        (key,) = user_keys([user])
+        with self._lock:
+            h = self._history(key)
+            cut = self.window.begin(h.count) - h.first
+            actions = None if h.actions is None else h.actions[cut:].copy()
+            return UserHistory(self.items.original(h.items[cut:]), h.timestamps[cut:].copy(), actions, h.count)
+
+    def forget(self, user) -> bool:
+        """Drop all that is known of a user, pages and pin included; returns whether there was something."""
+        (key,) = user_keys([user])
+        with self._lock:
+            self._engine.caches.pinned.discard(key)
+            self._engine.caches.drop(key)
+            if (history := self._histories.get(key)) is not None:
+                self._popularity.add(history.items, history.timestamps, -1)
+            return self._histories.forget(key)
+
+    def pin(self, users) -> None:
+        """Protect the pages of these users from eviction; NoHistory for a user without events."""
+        keys = user_keys(users)
+        with self._lock:
+            for key in keys:
+                self._history(key)
+            self._engine.caches.pinned.update(keys)
+
+    def unpin(self, users) -> None:
+        """Take a pin back."""
+        with self._lock:
+            self._engine.caches.pinned.difference_update(user_keys(users))
+
+    def evict(self, users) -> int:
+        """Drop the pages of users, pinned or not; their events stay. Returns how many had pages."""
+        with self._lock:
+            return sum(self._engine.caches.drop(key) for key in user_keys(users))
+
+    def save(self, folder: str | Path) -> None:
+        """Write events and pages of all users into `folder`, whole or not at all; StoreError where that cannot be."""
+        with self._lock:
+            weights = snapshot.weights_checksum(self.model)
+            snapshot.save(Path(folder), self._facts, weights, self._histories, self._engine.caches)
+
+    def restore(self, folder: str | Path) -> None:
+        """Load a store that `save` wrote, in place of all current events.
+
+        Pages are loaded if they have the same format and were computed with the same weights, else encoded when they
+        are needed. StoreError for a folder that is damaged or of another run; nothing is changed then.
+        """
+        with self._lock:
+            weights, caches = snapshot.weights_checksum(self.model), self._engine.caches
+            self._histories = snapshot.restore(Path(folder), self._facts, weights, self._histories, caches)
+            self._engine.restored()
+            self._popularity.clear()
+            for _, history in self._histories:
+                self._popularity.add(history.items, history.timestamps)

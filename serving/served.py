@@ -1,0 +1,105 @@
+"""Define what every part of `Recommender` has: the served model, its users' events, and the requests about them."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from data.types import Dataset, shown
+from data.vocabulary import Vocabulary
+from models.hstu import SequenceModel
+from models.tasks.build import build_task
+from serving.actions import ActionCodes
+from serving.engine import Ask, Engine
+from serving.errors import NoHistory
+from serving.filters import FilterLists
+from serving.histories import Histories, History
+from serving.ids import ItemIds
+from serving.options import ServingOptions, served_form, window_of
+from serving.popularity import Popularity
+from serving.search import Search
+from serving.times import request_times
+from training.config import RunConfig
+
+
+class ServedRun:
+    """A run that is served, as `Recommender` and the parts that it is made of have it."""
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        config: RunConfig,
+        vocabulary: Vocabulary,
+        *,
+        has_timestamps: bool = True,
+        name: str = "",
+        label: str = "",
+        options: ServingOptions | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        """Serve a model.
+
+        Args:
+            model, config: a `SequenceModel` with its weights on its device, and the configuration it was built from.
+            vocabulary: what the rows of its tables stand for.
+            has_timestamps: whether the data had times; without, times order events and tell the model nothing.
+            name: the run's id, which a saved store must come from.
+            label: what replies call the model; by default the configuration's name.
+            options: see `ServingOptions`.
+            clock: the time, in seconds, that requests without a time of their own have.
+
+        Raises ServingError for what cannot be served.
+        """
+        options = options or ServingOptions()
+        self.config, self.options, self.name, self.clock = config, options, name, clock
+        self.label = label or config.name
+        self.dataset: Dataset | None = None  # of `history`, until a log was replayed
+        self.has_timestamps = has_timestamps
+        self.ranking, self._task = served_form(config).candidates > 0, build_task(config)
+        self.items, self.vocabulary = ItemIds(vocabulary.item_ids), vocabulary
+        self.actions = ActionCodes(config, vocabulary) if config.embeds_actions else None
+        self.window = window_of(config, options.slide)
+        self._histories = Histories(self.window, config.embeds_actions, options.most_users, options.most_events)
+        self._engine = Engine(model, config, self.window, options)
+        self._search = None if self.ranking else Search(self._engine, len(self.items))
+        self.filters = FilterLists(self.items, vocabulary)
+        half_life = options.popular_days * 86_400 if has_timestamps else None
+        self._popularity = Popularity(len(self.items), half_life, clock)
+        window, reads = self.window, self.actions is not None
+        self._facts = {  # what a saved store must agree with
+            "run": name, "items": len(self.items), "actions": reads, "capacity": window.capacity, "slide": window.slide
+        }  # fmt: skip
+        self._lock = threading.RLock()
+
+    @property
+    def model(self) -> SequenceModel:
+        """The model that is served, in evaluation mode on its device."""
+        return self._engine.model
+
+    def _history(self, user: str) -> History:
+        """Return the history of a user; NoHistory if there is none."""
+        history = self._histories.get(user)
+        if history is None:
+            raise NoHistory(f"user {shown(user)} has no event")
+        return history
+
+    def check_requests(self, users: Sequence[str], at) -> list[Ask]:
+        """Return checked requests of users (their ids as texts), valid until events are added. at: see `recommend`."""
+        histories = [self._history(user) for user in users]
+        last = np.array([history.last for history in histories], np.int64)
+        if not self.has_timestamps:
+            return [Ask(*each) for each in zip(users, histories, last.tolist())]
+        times = request_times(at, users, last, self.clock)
+        return [Ask(*each) for each in zip(users, histories, times.tolist())]
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Count users, those with pages, pinned ones, pages in use, bytes of pages and of events, and so on."""
+        with self._lock:
+            return {"users": len(self._histories)} | self._engine.statistics
+
+    @property
+    def description(self) -> dict:
+        """The pages' format, the bytes of a full window in it and in bf16, the events of a window, and the slide."""
+        return self._engine.description | {"events_of_a_window": self.window.capacity, "slide": self.window.slide}
