@@ -113,6 +113,19 @@ class Batch:
 
     Each field that holds a tensor declares its layout as metadata of the field; moving, padding, overwriting and
     cutting follow from that declaration, for fields of subclasses too.
+
+    Examples:
+        >>> ids, times = torch.tensor([3, 1, 2, 0, 1]), torch.tensor([10, 20, 30, 5, 7])
+        >>> batch = Batch(ids, times, ids, times, seq_offsets=torch.tensor([0, 3, 5]), users=torch.tensor([4, 6]))
+        >>> batch.num_tokens, batch.num_sequences, batch.positions.tolist(), batch.origins.tolist()
+        (5, 2, [0, 1, 2, 0, 1], [10, 5])
+        >>> batch.sequences(1, 2).item_ids.tolist(), batch.to("cpu").users.tolist()
+        ([0, 1], [4, 6])
+        >>> padded = batch.padded(tokens=8, sequences=3, longest=4)
+        >>> padded.seq_offsets.tolist(), padded.real.tolist()
+        ([0, 3, 5, 8], [True, True, True, True, True, False, False, False])
+        >>> batch.once("lengths", lambda: batch.seq_offsets.diff()).tolist()
+        [3, 2]
     """
 
     item_ids: Tensor = field(metadata=per_token())
@@ -150,10 +163,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """T, the number of tokens, padding included."""
         return self.item_ids.shape[0]
 
     @property
     def num_sequences(self) -> int:
+        """B, the number of sequences."""
         return self.users.shape[0]
 
     @property

@@ -68,6 +68,11 @@ class Batches:
     with_seen: fill seen_items and seen_offsets.
     augment: how the sequences of an epoch differ from the split's; for retrieval only, and not together with with_seen.
     deal: divides sequences among ranks; without it, every batch is whole.
+
+    Examples:
+        >>> batches = Batches(dataset, splits.train, batch_size=8, shuffle=False)
+        >>> len(batches), [batch.num_sequences for batch in batches.epoch(0)]
+        (3, [8, 8, 4])
     """
 
     def __init__(

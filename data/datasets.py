@@ -73,6 +73,16 @@ def load_dataset(
     default. fingerprint: what the data set's must be; OtherData, before any data are prepared, if it is another.
 
     Raises DataError, one line, that names the file, line, column and value if possible.
+
+    Examples:
+        >>> with open("orders.csv", "w") as file:
+        ...     _ = file.write("customer,sku,at\\nann,tea,60\\nann,cup,120\\nbob,tea,x\\n")
+        >>> columns = {"user": "customer", "item": "sku", "timestamp": "at"}
+        >>> load_dataset("csv", "orders.csv", cache_dir=None, columns=columns)
+        Traceback (most recent call last):
+        data.types.DataError: orders.csv line 4, column at: ...
+        >>> load_dataset("csv", "orders.csv", cache_dir=None, columns=columns, on_bad_row="drop").num_events
+        2
     """
     if format not in FORMATS:
         raise DataError(

@@ -17,6 +17,14 @@ def as_polars(frame: Any, name: str):
 
     name: what errors call it. An index of pandas is left out. DataError for something else, or for columns that Arrow
     has no type for.
+
+    Examples:
+        >>> frame = as_polars({"user": ["ann", "bob"], "item": ["tea", "cup"]}, "events")
+        >>> frame.shape
+        (2, 2)
+        >>> as_polars(7, "events")
+        Traceback (most recent call last):
+        data.types.DataError: events: expected a data frame, got int: ...
     """
     import polars as pl
 
@@ -35,6 +43,14 @@ def store(frame: Any, name: str, cache_dir: str | Path) -> Path:
     """Write a frame of polars as NAME.parquet into a folder of the cache that its content names, and return the path.
 
     DataError for a frame without rows, a column of Python objects, and a folder that cannot be written.
+
+    Examples:
+        >>> frame = as_polars({"user": ["ann", "bob"], "item": ["tea", "cup"]}, "events")
+        >>> store(frame, "events", "cache").name
+        'events.parquet'
+        >>> store(frame.clear(), "events", "cache")
+        Traceback (most recent call last):
+        data.types.DataError: events: the frame has no rows
     """
     import polars as pl
 
@@ -57,6 +73,11 @@ def store(frame: Any, name: str, cache_dir: str | Path) -> Path:
 def feature_kind(dtype: Any) -> str | None:
     """Return the kind of feature that a column of a polars type is, of which only items have vectors; None for other
     types.
+
+    Examples:
+        >>> import polars as pl
+        >>> feature_kind(pl.String), feature_kind(pl.Int32), feature_kind(pl.List(pl.Float32)), feature_kind(pl.Date)
+        ('category', 'number', 'vector', None)
     """
     import polars as pl
 

@@ -43,6 +43,13 @@ class Dataset:
     `user_ids` and `item_ids` map an index to its original id; `vocabulary.index_of` maps ids to indices.
     The arrays are copy-on-write memory maps of the cache (writing into one never reaches the file) or, for
     `synthetic`, live in memory.
+
+    Examples:
+        >>> dataset.num_users, dataset.num_items, dataset.num_events == len(dataset.timestamps)
+        (20, 10, True)
+        >>> begin, end = dataset.user_offsets[3:5]  # of the events of user 3
+        >>> bool((dataset.timestamps[begin : end - 1] <= dataset.timestamps[begin + 1 : end]).all())
+        True
     """
 
     name: str
@@ -64,14 +71,17 @@ class Dataset:
 
     @property
     def num_users(self) -> int:
+        """U, the number of users."""
         return len(self.user_ids)
 
     @property
     def num_items(self) -> int:
+        """The number of items, with and without events."""
         return len(self.item_ids)
 
     @property
     def num_events(self) -> int:
+        """E, the number of events."""
         return len(self.items)
 
 

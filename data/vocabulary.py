@@ -26,6 +26,10 @@ class Vocabulary:
     num_actions   the number of rows of the action table, or None if the data had no actions
     action_names  [num_actions] the text of each action code, or None if actions are numbers
     features      the features that the model knows, or None
+
+    Examples:
+        >>> Vocabulary(dataset.item_ids, num_actions=5, action_names=("1", "2", "3", "4", "5")).item_ids[:3].tolist()
+        [1, 2, 3]
     """
 
     item_ids: np.ndarray

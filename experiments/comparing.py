@@ -50,6 +50,12 @@ class Comparison(Page):
 
     Attributes:
         folder: an absolute path, with a folder for each run, SETTING/seed-N.
+
+    Examples:
+        >>> comparison.result["baseline"], comparison.result["metric"]  # of the example of `compare`
+        ('narrow', 'NDCG@10')
+        >>> str(comparison).splitlines()[0].partition(" 0.")[0], comparison.page == comparison.folder / "report.html"
+        ('narrow: NDCG@10', True)
     """
 
     def __init__(self, folder: Path, results: Results):
@@ -108,8 +114,8 @@ def compare(
         >>> pairs = [(user, (user + step) % 5, 60 * step) for user in range(30) for step in range(6)]
         >>> events = {name: list(column) for name, column in zip(("user", "item", "timestamp"), zip(*pairs))}
         >>> settings = {"narrow": {"model.embedding_dim": 16}, "wide": {}}
-        >>> result = compare(events, settings, seeds=[1], config="small", quiet=True, train={"epochs": 1}).result
-        >>> [setting["name"] for setting in result["settings"]]
+        >>> comparison = compare(events, settings, seeds=[1], config="small", quiet=True, train={"epochs": 1})
+        >>> [setting["name"] for setting in comparison.result["settings"]]
         ['narrow', 'wide']
     """
     terminal.begin(quiet)

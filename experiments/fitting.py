@@ -49,6 +49,16 @@ class Run:
 
     Attributes:
         folder: an absolute path; docs/evaluation.md says what it holds.
+
+    Examples:
+        >>> run = Run.open(run.folder)
+        >>> run.result["finished"], sorted(run.metrics)[0], run.report().page.name
+        (True, 'HR@1', 'report.html')
+        >>> run.recommender(cache_bytes=2**20).recommend(["c3"], k=3)[0].shape
+        (1, 3)
+        >>> Run.open("nowhere")
+        Traceback (most recent call last):
+        training.folder.FolderError: ...nowhere: not a run folder (no config.yaml)
     """
 
     def __init__(self, folder: str | Path):

@@ -25,6 +25,15 @@ class Catalogue(ServedRun):
                 boolean for a category, a list of these, a number, the numbers of a vector, or None.
 
         Raises InvalidRequest, with nothing changed, for a run without features of items among others.
+
+        Examples:
+            >>> recommender.add_items(["s9", "s1"], {"brand": ["a", "b"]})  # there is an s1
+            1
+            >>> recommender.score(["c3"], [["s9"]]).shape
+            (1, 1)
+            >>> recommender.add_items(["s10"], {"colour": ["red"]})
+            Traceback (most recent call last):
+            serving.errors.InvalidRequest: ...
         """
         with self._lock:
             return self.add_checked(self.check_items(items, features))
@@ -52,6 +61,10 @@ class Catalogue(ServedRun):
         """Write item vectors and ids into `folder`, as `eval.py --export-items`; returns (items, size of a vector).
 
         Raises ServingError for a head that has no single vector for an item.
+
+        Examples:
+            >>> recommender.export("vectors")
+            (9, 8)
         """
         if self.ranking or not self.config.model.head.has_item_vectors:
             raise ServingError("the run has no single vector for an item whose product is the score")

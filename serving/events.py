@@ -33,6 +33,11 @@ class Events(ServedRun):
             encode: bring the pages of new users and of those who have some up to date now; else the next request does.
 
         Raises, with nothing changed: UnknownItem, MissingActions, InvalidRequest, LimitReached.
+
+        Examples:
+            >>> recommender.append(["new", "new"], ["s1", "s2"], [1_800_000_000, 1_800_000_060])
+            >>> recommender.num_users, recommender.history("new").items.tolist()
+            (25, ['s1', 's2'])
         """
         self.append_rows(*self.checked(users, items, timestamps, actions), encode=encode)
 
@@ -56,11 +61,21 @@ class Events(ServedRun):
 
     @property
     def num_users(self) -> int:
-        """Users who have events."""
+        """Users who have events.
+
+        Examples:
+            >>> recommender.num_users
+            24
+        """
         return len(self._histories)
 
     def knows(self, user: str) -> bool:
-        """Return whether a user, an id as text, has events."""
+        """Return whether a user, an id as text, has events.
+
+        Examples:
+            >>> recommender.knows("c3"), recommender.knows("new")
+            (True, False)
+        """
         return user in self._histories
 
     def users_with_pages(self) -> list[str]:
@@ -142,7 +157,13 @@ class Events(ServedRun):
         self.add_many(users, places, dataset.items, dataset.timestamps, actions)
 
     def history(self, user) -> UserHistory:
-        """Return what the model sees of a user; NoHistory for one without events."""
+        """Return what the model sees of a user; NoHistory for one without events.
+
+        Examples:
+            >>> seen = recommender.history("c3")
+            >>> seen.items.tolist(), seen.count
+            (['s3', 's4', 's5', 's6', 's7', 's8', 's0'], 7)
+        """
         (key,) = user_keys([user])
         with self._lock:
             h = self._history(key)
@@ -151,7 +172,12 @@ class Events(ServedRun):
             return UserHistory(self.items.original(h.items[cut:]), h.timestamps[cut:].copy(), actions, h.count)
 
     def forget(self, user) -> bool:
-        """Drop all that is known of a user, pages and pin included; returns whether there was something."""
+        """Drop all that is known of a user, pages and pin included; returns whether there was something.
+
+        Examples:
+            >>> recommender.forget("c3"), recommender.knows("c3"), recommender.forget("c3")
+            (True, False, False)
+        """
         (key,) = user_keys([user])
         with self._lock:
             self._engine.caches.pinned.discard(key)
@@ -161,7 +187,13 @@ class Events(ServedRun):
             return self._histories.forget(key)
 
     def pin(self, users) -> None:
-        """Protect the pages of these users from eviction; NoHistory for a user without events."""
+        """Protect the pages of these users from eviction; NoHistory for a user without events.
+
+        Examples:
+            >>> recommender.pin(["c3", "c4"])
+            >>> recommender.statistics["users_pinned"]
+            2
+        """
         keys = user_keys(users)
         with self._lock:
             for key in keys:
@@ -169,17 +201,35 @@ class Events(ServedRun):
             self._engine.caches.pinned.update(keys)
 
     def unpin(self, users) -> None:
-        """Take a pin back."""
+        """Take a pin back.
+
+        Examples:
+            >>> recommender.pin(["c3", "c4"])
+            >>> recommender.unpin(["c3"])
+            >>> recommender.statistics["users_pinned"]
+            1
+        """
         with self._lock:
             self._engine.caches.pinned.difference_update(user_keys(users))
 
     def evict(self, users) -> int:
-        """Drop the pages of users, pinned or not; their events stay. Returns how many had pages."""
+        """Drop the pages of users, pinned or not; their events stay. Returns how many had pages.
+
+        Examples:
+            >>> _ = recommender.recommend(["c3"], k=1)  # which computes the user's pages
+            >>> recommender.evict(["c3", "c4"]), recommender.knows("c3")
+            (1, True)
+        """
         with self._lock:
             return sum(self._engine.caches.drop(key) for key in user_keys(users))
 
     def save(self, folder: str | Path) -> None:
-        """Write events and pages of all users into `folder`, whole or not at all; StoreError where that cannot be."""
+        """Write events and pages of all users into `folder`, whole or not at all; StoreError where that cannot be.
+
+        Examples:
+            >>> recommender.append(["new"], ["s1"], [1_800_000_000])
+            >>> recommender.save("state")
+        """
         with self._lock:
             weights = snapshot.weights_checksum(self.model)
             snapshot.save(Path(folder), self._facts, weights, self._histories, self._engine.caches)
@@ -189,6 +239,16 @@ class Events(ServedRun):
 
         Pages are loaded if they have the same format and were computed with the same weights, else encoded when they
         are needed. StoreError for a folder that is damaged or of another run; nothing is changed then.
+
+        Examples:
+            >>> recommender.save("state-of-24")
+            >>> recommender.append(["new"], ["s1"], [1_800_000_000])
+            >>> recommender.restore("state-of-24")
+            >>> recommender.num_users
+            24
+            >>> recommender.restore("nowhere")
+            Traceback (most recent call last):
+            serving.errors.StoreError: nowhere...
         """
         with self._lock:
             weights, caches = snapshot.weights_checksum(self.model), self._engine.caches

@@ -22,6 +22,11 @@ class Filter:
     where    feature -> values: an item must have one of the values of each feature
     at_most  feature -> number: the list has at most so many items of one value, the best ones
     filters  names of lists of `FilterLists.put`, all of which must have the item
+
+    Examples:
+        >>> choice = Filter(deny=["s1"], where={"brand": ["a", "b"]}, at_most={"brand": 1})
+        >>> recommender.recommend(["c3"], k=9, exclude_seen=False, **vars(choice), as_frame=True).height
+        2
     """
 
     allow: Any = None

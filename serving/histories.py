@@ -172,6 +172,11 @@ class UserHistory(NamedTuple):
     """The part of a user's history that the model sees: the latest of `count` events, in time order.
 
     items [W] original ids; timestamps [W] int64, seconds; actions [W] int32 codes, or None
+
+    Examples:
+        >>> seen = recommender.history("c3")
+        >>> int(seen.timestamps[-1] - seen.timestamps[0]), seen.actions is None, seen.count
+        (360, True, 7)
     """
 
     items: np.ndarray

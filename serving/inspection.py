@@ -23,6 +23,11 @@ class Explanation(NamedTuple):
     """The events that a score rests on, in time order; see `Recommender.explain`.
 
     score of the item; items [n] original ids; timestamps [n] int64, seconds; effects [n] float32
+
+    Examples:
+        >>> explanation = recommender.explain("c3", "s1")
+        >>> explanation.items.shape, explanation.effects.dtype
+        ((7,), dtype('float32'))
     """
 
     score: float
@@ -31,7 +36,12 @@ class Explanation(NamedTuple):
     effects: np.ndarray
 
     def frame(self):
-        """Return the events as a polars frame (item, timestamp, effect), the greatest effect first."""
+        """Return the events as a polars frame (item, timestamp, effect), the greatest effect first.
+
+        Examples:
+            >>> recommender.explain("c3", "s1").frame().columns
+            ['item', 'timestamp', 'effect']
+        """
         import polars as pl
 
         columns = {"item": self.items, "timestamp": self.timestamps, "effect": self.effects}

@@ -35,6 +35,13 @@ class ServingOptions:
     most_events  events that a user may have
     popular_days  an event counts half as much for the popular items as one that is so many days later
     cuda_graphs  on a GPU: pad passes of few tokens to a few sizes, capture them as CUDA graphs and replay them
+
+    Examples:
+        >>> ServingOptions(cache="4bit", cache_bytes=2**30, popular_days=30).sink_tokens
+        0
+        >>> ServingOptions(cache="5bit")
+        Traceback (most recent call last):
+        serving.errors.ServingError: cache: expected one of auto, fp32, bf16, fp16, 8bit, 4bit, 2bit, got '5bit'
     """
 
     cache: str = "auto"

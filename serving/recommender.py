@@ -34,6 +34,12 @@ class Recommender(Events, Catalogue, Inspection):
     The keys and values of each user's window are cached in pages, so that a request computes one token and an event one
     more. User ids may be new; 7 and "7" are the same user. Every call takes many users. Any number of threads may call;
     one at a time is served.
+
+    Examples:
+        >>> recommender.append(["new"], ["s1"], [1_800_000_000])
+        >>> items, scores = recommender.recommend(["c3", "new"], k=3)
+        >>> items.shape, scores.shape, recommender.model.training
+        ((2, 3), (2, 3), False)
     """
 
     @classmethod
@@ -46,6 +52,11 @@ class Recommender(Events, Catalogue, Inspection):
             options: see `ServingOptions`.
 
         Raises ServingError for a run that cannot be served, and the errors of eval.py for one that cannot be read.
+
+        Examples:
+            >>> served = Recommender.load(run.folder, history=True, device="cpu", cache="4bit", cache_bytes=2**20)
+            >>> served.num_users
+            24
         """
         run = Path(run)
         config, known, weights, source, _ = open_weights(run, [f"device={device}"] if device else [])
@@ -90,6 +101,18 @@ class Recommender(Events, Catalogue, Inspection):
 
         Raises NoHistory, TooEarly, InvalidRequest, UnknownFilter, CacheFull; ServingError for a run that ranks given
         candidates.
+
+        Examples:
+            >>> items, scores = recommender.recommend(["c3"], k=2)
+            >>> bool(scores[0, 0] >= scores[0, 1]), sorted(items[0].tolist())  # the others are in the user's history
+            (True, ['s1', 's2'])
+            >>> recommender.recommend(["c3"], k=5, exclude_seen=False, where={"brand": ["a"]}, as_frame=True).shape
+            (3, 4)
+            >>> recommender.recommend(["nobody"], k=1)
+            Traceback (most recent call last):
+            serving.errors.NoHistory: user nobody has no event
+            >>> recommender.recommend(["nobody"], k=1, cold="popular")[0].shape
+            (1, 1)
         """
         self.check_k(k)
         if cold not in COLD:
@@ -143,6 +166,11 @@ class Recommender(Events, Catalogue, Inspection):
 
         An event counts half as much as one that is `ServingOptions.popular_days` later. Equal items are in the order of
         the run's items.
+
+        Examples:
+            >>> items, counts = recommender.popular(k=3)
+            >>> items.shape, bool(counts[0] >= counts[2] > 0)
+            ((3,), True)
         """
         with self._lock:
             items, scores = self._listed(*self._popularity.lists(k, passing), k)
@@ -166,6 +194,13 @@ class Recommender(Events, Catalogue, Inspection):
             at: as in `recommend`.
 
         Raises UnknownItem, NoHistory, TooEarly, InvalidRequest, CacheFull.
+
+        Examples:
+            >>> recommender.score(["c3", "c4"], [["s1", "s2", "s3"], ["s1", "s1", "s2"]], at=1_800_000_000).shape
+            (2, 3)
+            >>> recommender.score(["c3"], [["s1", "s77"]])
+            Traceback (most recent call last):
+            serving.errors.UnknownItem: candidates: 1 of 2 items are not known to the run: s77
         """
         keys, rows = user_keys(users), self.items.rows("candidates", candidates, 2)
         if len(rows) != len(keys) and (len(keys) or rows.size):

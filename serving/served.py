@@ -95,11 +95,21 @@ class ServedRun:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Count users, those with pages, pinned ones, pages in use, bytes of pages and of events, and so on."""
+        """Count users, those with pages, pinned ones, pages in use, bytes of pages and of events, and so on.
+
+        Examples:
+            >>> recommender.statistics["users"], recommender.statistics["users_with_pages"]
+            (24, 0)
+        """
         with self._lock:
             return {"users": len(self._histories)} | self._engine.statistics
 
     @property
     def description(self) -> dict:
-        """The pages' format, the bytes of a full window in it and in bf16, the events of a window, and the slide."""
+        """The pages' format, the bytes of a full window in it and in bf16, the events of a window, and the slide.
+
+        Examples:
+            >>> recommender.description["cache"], recommender.description["events_of_a_window"]
+            ('float32', 8)
+        """
         return self._engine.description | {"events_of_a_window": self.window.capacity, "slide": self.window.slide}

@@ -378,7 +378,16 @@ def load_tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the run of a YAML file, or of its tree, with the dotted `overrides`; ConfigError names all errors."""
+    """Load the run of a YAML file, or of its tree, with the dotted `overrides`; ConfigError names all errors.
+
+    Examples:
+        >>> config = load_config("configs/small.yaml", ["data.path=orders.csv", "model.embedding_dim=32"])
+        >>> config.model.embedding_dim, config.best_metric
+        (32, 'NDCG@10')
+        >>> load_config("configs/small.yaml", ["model.embeding_dim=32"])
+        Traceback (most recent call last):
+        data.errors.ConfigError: configs/small.yaml: model.embeding_dim: unknown key, did you mean embedding_dim?...
+    """
     tree = load_tree(source)
     for assignment in overrides:
         _override(tree, assignment)
@@ -395,7 +404,12 @@ def checked(tree: dict, where: str) -> RunConfig:
 
 
 def as_yaml(config: RunConfig) -> str:
-    """Format a configuration as YAML."""
+    """Format a configuration as YAML.
+
+    Examples:
+        >>> print(as_yaml(load_config("configs/small.yaml")).splitlines()[1])
+        seed: 1
+    """
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 

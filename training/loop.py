@@ -32,6 +32,14 @@ def train(
     resume: continue the run in the folder, with changes that training/changes.py allows; None: if there is one, from
     its newest intact checkpoint. init_from: another run's folder, whose weights a new run starts with; update: one
     that a new run updates. Raises Stopped when a signal arrived; everything is saved then.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> sizes = ["data.synthetic={num_users: 20, num_items: 10, num_clusters: 5}", "model.max_seq_len=16"]
+        >>> short = ["device=cpu", "train.epochs=1", "model.embedding_dim=16", "train.batch_size=8"]
+        >>> folder = train(load_config("configs/synthetic-hstu.yaml", [*sizes, *short]), Path("new"), resume=None)
+        >>> (folder / "report.md").is_file(), (folder / "best").is_dir()
+        (True, True)
     """
     interrupts = interrupts or Interrupts()
     with open_or_resume(config, folder, resume, init_from, interrupts, update) as run:

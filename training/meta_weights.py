@@ -32,7 +32,13 @@ MASK = "_attn_mask"  # causal in both, a buffer without anything learned
 
 
 def read_meta_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """Read the model's tensors by name from a checkpoint of Meta's trainer; CheckpointError for another file."""
+    """Read the model's tensors by name from a checkpoint of Meta's trainer; CheckpointError for another file.
+
+    Examples:
+        >>> torch.save({"model_state_dict": {"_embedding_module._item_emb.weight": torch.zeros(4, 50)}}, "checkpoint")
+        >>> {name: value.shape for name, value in read_meta_checkpoint("checkpoint").items()}
+        {'_embedding_module._item_emb.weight': torch.Size([4, 50])}
+    """
     path = Path(path)
     with access(path, "read"):
         try:

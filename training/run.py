@@ -118,6 +118,12 @@ def open_data(
     the model's vocabulary, into which other data are translated. extends: a vocabulary that the model's extends.
     device: replaces the configuration's. ranks: those that evaluate together; the first one prepares
     the data.
+
+    Examples:
+        >>> sizes = ["data.synthetic={num_users: 20, num_items: 10, num_clusters: 5}", "device=cpu"]
+        >>> data = open_data(load_config("configs/synthetic-hstu.yaml", sizes))
+        >>> data.dataset.num_users, len(data.splits.test), data.device.type, data.config.eval.filter_seen
+        (20, 20, 'cpu', 'none')
     """
     device = device or open_device(config)
     if ranks is not None and not ranks.first:
@@ -327,6 +333,14 @@ def open_weights(
 
     overrides: those that an evaluation may have; ConfigError for others. read: whether to read the weights; else they
     are empty. other_data: whether other data than the run's are read.
+
+    Examples:
+        >>> config, known, weights, source, epoch = open_weights(run.folder, ["eval.batch_size=8"])
+        >>> config.eval.batch_size, known.vocabulary.item_ids[:2].tolist(), source.name, epoch
+        (8, ['s0', 's1'], 'best', 1)
+        >>> open_weights(run.folder, ["model.embedding_dim=64"])
+        Traceback (most recent call last):
+        data.errors.ConfigError: ...
     """
     check_run(folder)
     config, of_run = load_config(folder / "config.yaml", overrides), load_config(folder / "config.yaml")
@@ -353,6 +367,12 @@ def trained_model(
     """Build the model on its device, with these weights, in evaluation mode.
 
     ranks: each of them reads its part from `source`, in place of `weights`.
+
+    Examples:
+        >>> config, known, weights, source, _ = open_weights(run.folder, [])
+        >>> network = trained_model(config, known, weights, source)
+        >>> network.item_table.shape, network.training
+        (torch.Size([9, 8]), False)
     """
     model = build_model(config, known.vocabulary, open_device(config), ranks)
     if ranks is None:

@@ -101,7 +101,7 @@ def parse_yaml(text: str, where: str):
         {'lr': 0.001}
         >>> parse_yaml("lr: [1", "run.yaml")
         Traceback (most recent call last):
-        training.strict_yaml.ConfigError: run.yaml line 1: expected ',' or ']', but got '<stream end>'
+        data.errors.ConfigError: run.yaml line 1: expected ',' or ']', but got '<stream end>'
     """
     try:
         return yaml.load(text, Loader=_Loader)

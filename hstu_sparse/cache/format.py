@@ -82,6 +82,21 @@ class PageFormat:
         sparsity: see `rotatekv_compress`.
         sink_tokens: see `rotatekv_compress`.
         clip: see `rotatekv_compress`.
+
+    Examples:
+        >>> plain = hstu_sparse.PageFormat(heads=4, head_size=32, value_size=32)
+        >>> coded = hstu_sparse.PageFormat(heads=4, head_size=32, value_size=32, bits=4, sink_tokens=2)
+        >>> plain.page_size, plain.num_pages(100), plain.page_bytes, coded.page_bytes
+        (16, 7, 16384, 2304)
+        >>> plain.bytes(100, layers=2), coded.bytes(100, layers=2), coded.sequence_bytes
+        (230272, 37248, 2048)
+        >>> plain.shapes(7)
+        {'k': ((7, 4, 16, 32), torch.float32), 'v': ((7, 4, 16, 32), torch.float32)}
+        >>> sorted(coded.sink_shapes(3))
+        ['sink_k', 'sink_v']
+        >>> hstu_sparse.PageFormat(heads=4, head_size=32, value_size=32, bits=5)
+        Traceback (most recent call last):
+        ValueError: ...
     """
 
     heads: int

@@ -24,7 +24,14 @@ Row = array  # of typecode "i"
 
 
 class PoolFull(RuntimeError):
-    """A pool has fewer free pages (or rows of sinks) than a sequence needs."""
+    """A pool has fewer free pages (or rows of sinks) than a sequence needs.
+
+    Examples:
+        >>> pool = hstu_sparse.PagePool(hstu_sparse.PageFormat(heads=1, head_size=16, value_size=16), num_pages=1)
+        >>> pool.reserve([], 17)
+        Traceback (most recent call last):
+        hstu_sparse.cache.pool.PoolFull: ...
+    """
 
 
 class PagePool:
@@ -41,6 +48,29 @@ class PagePool:
         timestamps: [num_pages, page_size] int64, times in seconds, shared by all layers.
         free_pages: the number of free pages.
         free_sequences: the number of free places for sinks.
+
+    Examples:
+        >>> format = hstu_sparse.PageFormat(heads=2, head_size=16, value_size=16)
+        >>> pool = hstu_sparse.PagePool(format, num_pages=4)
+        >>> rows = [pool.reserve([], length) for length in (20, 5)]  # pages for two new sequences
+        >>> pages, none, lengths = pool.table(rows), torch.zeros(2, dtype=torch.int64), torch.tensor([20, 5])
+        >>> pages.shape, pool.free_pages, pool.free_sequences
+        (torch.Size([2, 2]), 1, 1)
+        >>> k, v, offsets = torch.randn(25, 2, 16), torch.randn(25, 2, 16), torch.tensor([0, 20, 25])
+        >>> pool.check_table(pages, none, offsets)  # `write` does this, too
+        >>> pool.write(0, k, v, offsets, pages, none)
+        >>> pool.write_timestamps(torch.arange(25), offsets, pages, none)
+        >>> torch.equal(pool.read(0, pages, lengths)[0], k), pool.read_timestamps(pages, lengths)[20].item()
+        (True, 20)
+        >>> pool.save("pool.safetensors", rows, [20, 5])
+        >>> again, rows, lengths = hstu_sparse.PagePool.load("pool.safetensors")
+        >>> again.free_pages, lengths, again.device.type
+        (1, [20, 5], 'cpu')
+        >>> pool.enlarge(6)
+        >>> len(pool.shrink(rows[0], 16)), pool.free_pages, pool.nbytes
+        (1, 4, 25344)
+        >>> hstu_sparse.PagePool.within(format, num_bytes=2**20, length=100).num_pages
+        248
     """
 
     def __init__(
@@ -101,6 +131,7 @@ class PagePool:
 
     @property
     def device(self) -> torch.device:
+        """The device of all tensors."""
         return self.timestamps.device
 
     @property
@@ -110,6 +141,7 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
+        """The number of pages that no sequence has."""
         return len(self._pages.free)
 
     @property

@@ -31,6 +31,13 @@ class RingPlan(NamedTuple):
     lengths        [W, P, B], the numbers of rows of these pieces
     tokens         T of every rank
     stretches      (start, length) of every rank's pieces, if equal for all sequences; None otherwise
+
+    Examples:
+        >>> plan = hstu_sparse.whole_plan(torch.tensor([0, 8, 12]), rank=0, world=2)
+        >>> plan.rank, plan.tokens, plan.pieces, plan.lengths.tolist()
+        (0, (6, 6), 1, [[[4, 2]], [[4, 2]]])
+        >>> plan.layout(source=0).pieces
+        1
     """
 
     offsets: torch.Tensor

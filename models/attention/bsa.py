@@ -44,7 +44,14 @@ def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> N
 
 
 class BlockSparseAttention(HSTUAttention):
-    """Compression, block selection and a sliding window, mixed by a gate that is computed from the queries."""
+    """Compression, block selection and a sliding window, mixed by a gate that is computed from the queries.
+
+    Examples:
+        >>> config = BlockSparseAttention.Config(kind="bsa", block_size=2, block_counts=1, window_size=2)
+        >>> attention = BlockSparseAttention(config, sizes)
+        >>> attention(x, q, k, v, batch)[0].shape
+        torch.Size([3, 2, 8])
+    """
 
     class Config(HSTUAttention.Config):
         kind: Literal["bsa"]

@@ -25,6 +25,10 @@ BACKEND = "model.attention.backend"
 class LayerSizes:
     """The sizes of a layer that an attention kind may depend on: H, D, V, E, the longest sequence, and the block's
     kind.
+
+    Examples:
+        >>> LayerSizes(num_heads=2, attention_dim=16, linear_dim=16, embedding_dim=32, max_seq_len=50).block
+        'hstu'
     """
 
     num_heads: int
@@ -40,6 +44,11 @@ class AuxLoss(NamedTuple):
 
     It is the mean over the batch's real tokens (`batch.real`), never over padding, or over `num_terms` other things.
     Losses of one name are summed over layers.
+
+    Examples:
+        >>> loss = AuxLoss.of(torch.tensor(2.0), weight=0.5)
+        >>> (loss + loss).value, loss.weighted
+        (tensor(4.), tensor(1.))
     """
 
     value: Tensor
@@ -48,6 +57,7 @@ class AuxLoss(NamedTuple):
 
     @classmethod
     def of(cls, value: Tensor, weight: float, num_terms: Tensor | None = None) -> AuxLoss:
+        """Return the loss with its product with a weight."""
         return cls(value, weight * value, num_terms)
 
     def __add__(self, other: AuxLoss) -> AuxLoss:  # type: ignore[override]  # not a tuple's concatenation
@@ -71,6 +81,10 @@ class PagedForm(NamedTuple):
     window               the number of latest tokens, itself included, that a token sees; 0 for all
     codes                the options of the pages (`hstu_sparse.PageFormat`) that the run was trained for; None for any
     blocks               None unless tokens attend to chosen blocks and to means of blocks, as in bsa
+
+    Examples:
+        >>> attention.paged().softmax, attention.paged().position is None  # of the kind softmax
+        (True, True)
     """
 
     softmax: bool = False
@@ -88,6 +102,15 @@ class AttentionKind(nn.Module):
 
     The module stores nothing of one call for the next. candidates: whether batches may have `num_targets`; as `paged`,
     not inherited with another `forward`.
+
+    Examples:
+        >>> class Mean(AttentionKind):  # averages the values of a sequence up to each token
+        ...     def forward(self, x, q, k, v, batch):
+        ...         parts = v.split(batch.seq_offsets.diff().tolist())
+        ...         return torch.cat([part.cumsum(0) for part in parts]) / (batch.positions[:, None, None] + 1), {}
+        >>> mean = Mean(Mean.Config(kind="my_package.mine:Mean"), sizes)
+        >>> torch.equal(mean(x, q, k, v, batch)[0][1], (v[0] + v[1]) / 2), mean.paged(), Mean.kv_heads(mean.config, 2)
+        (True, None, 2)
     """
 
     candidates: ClassVar[bool] = False

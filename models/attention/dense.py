@@ -14,7 +14,14 @@ from models.protocols import RunOptions
 
 
 class DenseAttention(HSTUAttention):
-    """Pointwise SiLU attention with relative position and time bias (arXiv 2402.17152, section 3.1)."""
+    """Pointwise SiLU attention with relative position and time bias (arXiv 2402.17152, section 3.1).
+
+    Examples:
+        >>> config = DenseAttention.Config(kind="dense", time_bias=False, window_size=2)
+        >>> attention = DenseAttention(config, sizes)
+        >>> attention(x, q, k, v, batch)[0].shape
+        torch.Size([3, 2, 8])
+    """
 
     class Config(HSTUAttention.Config):
         portable: ClassVar[bool] = True

@@ -23,6 +23,12 @@ class HierarchicalTreeAttention(FewKeys):
     them.
 
     For RoPE by time set `model.rotary: {position: false, time: true}`, which rotates queries and keys before the means.
+
+    Examples:
+        >>> options = dict(kind="htree", num_kv_heads=2, compression_rate=2, selection_group=1)
+        >>> attention = HierarchicalTreeAttention(HierarchicalTreeAttention.Config(**options), sizes)
+        >>> attention(x, q, k, v, batch)[0].shape
+        torch.Size([3, 2, 8])
     """
 
     class Config(FewKeys.Config):

@@ -62,6 +62,12 @@ class IndexerAttention(FewKeys, BiasedAttention):
     The indexer sees the layer's input detached and learns from a loss of its own, KL(attention, indexer) over the
     chosen tokens; the other parameters get no gradient from that loss. During the first `warmup_steps` the attention is
     dense, and the indexer learns from all tokens that a query may choose.
+
+    Examples:
+        >>> config = IndexerAttention.Config(kind="indexer", num_kv_heads=2, top_k=2, selection_group=1)
+        >>> out, losses = IndexerAttention(config, sizes)(x, q, k, v, batch)
+        >>> out.shape, sorted(losses)
+        (torch.Size([3, 2, 8]), ['indexer_loss'])
     """
 
     class Config(FewKeys.Config, BiasedAttention.Config):

@@ -14,7 +14,14 @@ from models.protocols import RunOptions
 
 
 class RingAttention(SharedKeys, HSTUAttention):
-    """Softmax or dense HSTU attention whose sequences may be spread over the ranks of a ring (parallel.context)."""
+    """Softmax or dense HSTU attention whose sequences may be spread over the ranks of a ring (parallel.context).
+
+    Examples:
+        >>> config = RingAttention.Config(kind="ring", inner="hstu")
+        >>> attention = RingAttention(config, sizes)
+        >>> attention(x, q, k, v, batch)[0].shape
+        torch.Size([3, 2, 8])
+    """
 
     class Config(SharedKeys.Config, HSTUAttention.Config):
         """Options of the attention that is distributed, `inner`: by default hstu in an HSTU block, softmax in a

@@ -17,6 +17,12 @@ class RotateKVAttention(HSTUAttention):
 
     As with a cache, a token sees the dequantised keys and values of other tokens, and its own exactly. Gradients pass
     straight through the quantisation.
+
+    Examples:
+        >>> config = RotateKVAttention.Config(kind="rotatekv", bits=4)
+        >>> attention = RotateKVAttention(config, sizes)
+        >>> attention(x, q, k, v, batch)[0].shape
+        torch.Size([3, 2, 8])
     """
 
     class Config(HSTUAttention.Config):

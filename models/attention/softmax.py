@@ -25,7 +25,14 @@ from models.protocols import RunOptions
 
 
 class SoftmaxAttention(SharedKeys, BiasedAttention):
-    """Causal softmax attention as in the transformer (arXiv 1706.03762), with dropout on the attention weights."""
+    """Causal softmax attention as in the transformer (arXiv 1706.03762), with dropout on the attention weights.
+
+    Examples:
+        >>> config = SoftmaxAttention.Config(kind="softmax", position_bias=True)
+        >>> attention = SoftmaxAttention(config, sizes)
+        >>> attention(x, q, k, v, batch)[0].shape
+        torch.Size([3, 2, 8])
+    """
 
     class Config(SharedKeys.Config, BiasedAttention.Config):
         portable: ClassVar[bool] = True

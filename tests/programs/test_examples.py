@@ -1,9 +1,13 @@
-"""Docstrings and pages of the API carry examples: every public operator has one, and each gives what it says."""
+"""Docstrings and pages of the API carry examples: every public name has one, and each gives what it says."""
 
 import doctest
 import importlib
 import inspect
+import re
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,80 +16,176 @@ import hstu_sparse
 from tests.experiments.test_fitting import CONFIG, orders
 
 ROOT = Path(__file__).resolve().parents[2]
-
-TYPES = {"PageFormat", "PagePool", "PoolFull", "RingPlan", "RotateKVCache"}  # described where they are used
+DOCUMENTED = re.compile(r"^::: (\S+)((?:\n    .*)*)", re.MULTILINE)
+MEMBERS = re.compile(r"members: \[([^\]]*)\]")
+METHODS = (property, cached_property, classmethod, staticmethod)
 OTHERS = [
-    "hstu_sparse.core.jagged:offsets_from_lengths",
-    "hstu_sparse.core.jagged:sequence_ids",
-    "evaluation.ranking_metrics:ranking_metrics",
-    "training.strict_yaml:parse_yaml",
-    "data.filtering:k_core",
-    "data.filtering:offsets_of",
-    "training.config:merge",
-    "training.meta_weights:load_meta_weights",
-]
-OF_RUNS = [
-    "experiments.fitting:fit",
-    "serving:Recommender.item_vectors",
-    "serving:Recommender.similar",
-    "serving:Recommender.explain",
+    "hstu_sparse.core.jagged.offsets_from_lengths",
+    "hstu_sparse.core.jagged.sequence_ids",
+    "evaluation.ranking_metrics.ranking_metrics",
+    "training.strict_yaml.parse_yaml",
+    "data.filtering.k_core",
+    "data.filtering.offsets_of",
+    "training.config.merge",
 ]
 API = sorted((ROOT / "docs").glob("api_*.md"))
-PUBLIC = [f"hstu_sparse:{name}" for name in hstu_sparse.__all__ if name not in TYPES]
+# Each with its options on the page that documents it, if one does.
+OPERATORS = {f"hstu_sparse.{name}": "" for name in hstu_sparse.__all__}
+OPERATORS |= {
+    path: options
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for path, options in DOCUMENTED.findall(page.read_text())
+    if path in OPERATORS
+}
+SLOW = ("experiments.compare", "experiments.Comparison")  # runs that are processes; the second takes the first one's
+
+
+class Name(NamedTuple):
+    """A public name: its path, what it is, and the paths of what it is a part of, whose examples may show it."""
+
+    path: str
+    documented: object
+    parents: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def in_class(self) -> bool:
+        return any(inspect.isclass(resolve(parent)) for parent in self.parents)
+
+    @property
+    def text(self) -> str:
+        return inspect.getdoc(self.documented) or ""
+
+    @property
+    def examples(self) -> list[doctest.Example]:
+        return doctest.DocTestParser().get_examples(self.text)
+
+
+def resolve(path: str) -> object:
+    """Return a module, or what is in one, by its path with dots."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            documented: object = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[count:]:
+            documented = getattr(documented, name)
+        return documented
+    raise ModuleNotFoundError(path)
+
+
+def members(documented: object, listed: list[str] | None) -> Iterator[tuple[str, object]]:
+    """Yield the public functions, methods and properties that a module or class defines, or those that are listed."""
+    if listed is not None:
+        yield from ((name, inspect.getattr_static(documented, name)) for name in listed)
+    elif inspect.ismodule(documented):
+        for name, member in vars(documented).items():
+            if getattr(member, "__module__", "") == documented.__name__ and not name.startswith("_"):
+                yield name, member
+    else:
+        inherited = {name for base in documented.__mro__[1:] for name in vars(base)}
+        for name, member in vars(documented).items():
+            public = not name.startswith("_") and name not in inherited
+            if public and (inspect.isfunction(member) or isinstance(member, METHODS)):
+                yield name, member
+
+
+def names_of(path: str, options: str = "") -> Iterator[Name]:
+    """Yield what a page documents by `::: path`: the name and its members, or those that the options list."""
+    documented, chosen = resolve(path), MEMBERS.search(options)
+    listed = re.findall(r"\w+", chosen[1]) if chosen else None
+    yield Name(path, documented)
+    if inspect.ismodule(documented) or inspect.isclass(documented):
+        for name, member in members(documented, listed):
+            member = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+            yield Name(f"{path}.{name}", member, (path,))
+            if inspect.ismodule(documented) and inspect.isclass(member):
+                yield from (Name(f"{path}.{name}.{n}", m, (f"{path}.{name}",)) for n, m in members(member, None))
+
+
+def names_on(page: Path) -> list[Name]:
+    return [name for path, options in DOCUMENTED.findall(page.read_text()) for name in names_of(path, options)]
+
+
+def without_example(names: list[Name]) -> list[str]:
+    """Return the names without a docstring, or without an example of their own or of the class that they are in."""
+    by_path = {name.path: name for name in names}
+    missing = [f"{name.path}: no docstring" for name in names if not name.text]
+    for name in names:
+        word = re.compile(rf"\b{name.name}\b")
+        shown = any(word.search(one.source) for parent in name.parents for one in by_path[parent].examples)
+        of_module = inspect.ismodule(name.documented)
+        if not (name.examples or shown or of_module):
+            missing.append(f"{name.path}: no example")
+    return missing
+
+
+def check(place: str, text: str, names: dict) -> dict:
+    """Run the examples of a text, and return the names that they leave."""
+    example = doctest.DocTestParser().get_doctest(text, names, place, None, None)
+    torch.manual_seed(0)
+    report: list[str] = []
+    options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    doctest.DocTestRunner(optionflags=options).run(example, out=report.append, clear_globs=False)
+    assert not report, "".join(report)
+    return example.globs
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run, for examples that need one."""
+    """A run with a feature of its items, for examples that need one."""
+    import polars as pl
+
     from experiments import fit
 
     cache = {"cache_dir": str(tmp_path_factory.mktemp("cache"))}
+    brands = pl.DataFrame({"sku": [f"s{n}" for n in range(9)], "brand": ["a", "b", "c"] * 3})
     folder = tmp_path_factory.mktemp("runs") / "shop"
-    return fit(orders(), config=CONFIG, run=folder, quiet=True, train={"epochs": 1}, data=cache)
+    return fit(orders(), items=brands, config=CONFIG, run=folder, quiet=True, train={"epochs": 1}, data=cache)
 
 
-def check(place: str, text: str, names: dict) -> None:
-    example = doctest.DocTestParser().get_doctest(text, names, place, None, None)
-    assert example.examples, "no example"
-    torch.manual_seed(0)
-    report: list[str] = []
-    options = doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
-    doctest.DocTestRunner(optionflags=options).run(example, out=report.append)
-    assert not report, "".join(report)
-
-
-def check_docstring(place: str, names: dict) -> None:
-    module, _, path = place.partition(":")
-    documented: object = importlib.import_module(module)
-    for name in path.split("."):
-        documented = getattr(documented, name)
-    check(place, inspect.getdoc(documented) or "", {"torch": torch, path: documented} | names)
-
-
-@pytest.mark.parametrize("place", [*PUBLIC, *OTHERS])
-def test_the_example_gives_what_it_says(place):
-    check_docstring(place, {"hstu_sparse": hstu_sparse})
-
-
-@pytest.mark.parametrize("place", OF_RUNS)
-def test_an_example_with_a_run(tmp_path, monkeypatch, trained, place):
+@pytest.mark.parametrize("path", [*OPERATORS, *OTHERS])
+def test_the_example_of_an_operator(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    check_docstring(place, {"recommender": trained.recommender()})
+    names = list(names_of(path, OPERATORS.get(path, "")))
+    assert not (missing := without_example(names)), missing
+    for name in names:
+        known = {"torch": torch, "hstu_sparse": hstu_sparse, names[0].name: names[0].documented}
+        check(name.path, name.text, known)
 
 
-@pytest.mark.slow
-def test_the_example_of_compare(tmp_path, monkeypatch):
-    """Its runs are processes."""
-    monkeypatch.chdir(tmp_path)
-    check_docstring("experiments.comparing:compare", {})
+@pytest.mark.parametrize("page", API, ids=lambda page: page.stem)
+def test_every_name_of_an_api_page_has_an_example(page):
+    names = names_on(page)
+    assert names and not (missing := without_example(names)), missing
 
 
 @pytest.mark.parametrize("page", API, ids=lambda page: page.stem)
 def test_the_examples_of_an_api_page(tmp_path, monkeypatch, trained, page):
+    """The page's examples, then its docstrings', which may use the names that the page documents or makes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     text = page.read_text()
-    if ">>>" in text:
-        blocks = text.split("```python\n")[1:]
-        examples = "\n".join(block.partition("```")[0] for block in blocks)
-        check(page.name, examples, {"run": trained, "recommender": trained.recommender()})
+
+    def fixtures():
+        return {"run": trained, "recommender": trained.recommender(cache_bytes=2**20), "torch": torch}
+
+    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+    left = check(page.name, "\n".join(blocks), fixtures())
+    names = names_on(page)
+    known = {name.name: name.documented for name in names if not name.in_class}
+    for name in names:
+        if name.examples and name.path not in SLOW:
+            check(name.path, name.text, known | left | fixtures())
+
+
+@pytest.mark.slow
+def test_the_examples_of_comparing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    left: dict = {"compare": resolve("experiments.compare")}
+    for path in SLOW:
+        left = check(path, inspect.getdoc(resolve(path)) or "", left)

@@ -37,6 +37,22 @@ class RotateKVCache:
     seq_offsets      [B+1] int64: sequence b holds seq_offsets[b+1] - seq_offsets[b] tokens
     pages            [B, P] int32, the table of the rows
     channel_order    [HG, D * head_group] int64, or None
+
+    Examples:
+        >>> RotateKVCache = hstu_sparse.RotateKVCache
+        >>> RotateKVCache.check(heads=4, head_size=16, bits=2)
+        >>> k, v, offsets = torch.randn(8, 4, 16), torch.randn(8, 4, 16), torch.tensor([0, 3, 8])
+        >>> cache = hstu_sparse.rotatekv_compress(k, v, offsets, bits=4)
+        >>> cache.num_sequences, cache.lengths, cache.dtype, cache.device.type, cache.format.bits, cache.nbytes
+        (2, [3, 5], torch.float32, 'cpu', 4, 2592)
+        >>> sequences, positions = cache.tokens()
+        >>> positions.tolist(), sorted(cache.tensors)
+        ([0, 1, 2, 0, 1, 2, 3, 4], ['k_codes', 'k_ranges', 'v_codes', 'v_ranges'])
+        >>> cache.append(k[:1], v[:1], torch.tensor([0, 1, 1])).lengths
+        [4, 5]
+        >>> cache.save("cache.safetensors")
+        >>> RotateKVCache.load("cache.safetensors").lengths, RotateKVCache.empty(cache.format, 2, "cpu").lengths
+        ([4, 5], [0, 0])
     """
 
     def __init__(self, pool: PagePool, rows: list[array], lengths: Sequence[int], channel_order: Tensor | None):
@@ -77,6 +93,7 @@ class RotateKVCache:
 
     @property
     def device(self) -> torch.device:
+        """The device of all tensors."""
         return self.pool.device
 
     @property
@@ -86,6 +103,7 @@ class RotateKVCache:
 
     @property
     def num_sequences(self) -> int:
+        """B, the number of sequences."""
         return len(self.lengths)
 
     @property
