@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from data.features.features import Feature, feature_of, numbered
-from data.features.options import FeatureFile, FeatureOptions, Features, ItemFile
+from data.features.options import FeatureFile, FeatureOptions, Features, ItemFile, UserFile
 from data.features.vectors import VectorFile, ids_next_to, open_npy, open_parquet, packed, read_ids
 from data.options import checked_separator
 from data.progress import Progress
@@ -209,6 +209,12 @@ def read_new_items(file: ItemFile, known_ids: np.ndarray) -> tuple[np.ndarray, l
         features += [feature.take(place) for feature in table.features]
         features += [packed(vectors, place, None)[0] for vectors in table.vectors if (place >= 0).any()]
     return ids, features
+
+
+def read_users(file: UserFile) -> tuple[list[str], list[Feature]]:
+    """Read the users of a file of features: (their ids, the features); DataError as in `read_tables`."""
+    (table,) = (_read(one, LIMIT, None, lambda _: None) for one in find_tables(Features(users=file)))
+    return table.ids.tolist(), list(table.features)
 
 
 def _read(source_of: FeatureSource, bad_rows_limit: float, scratch: Path | None, stage: Callable[[str], None]) -> Table:

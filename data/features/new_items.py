@@ -13,7 +13,7 @@ import numpy as np
 
 from data.features.features import VECTOR, Feature, feature_of
 from data.features.vectors import normalized
-from data.features.vocabulary import FeatureVocabulary
+from data.features.vocabulary import MOST_VALUES, FeatureVocabulary, table_rows
 from data.reading.values import MAX_ID_LENGTH
 from data.types import DataError, did_you_mean, shown
 
@@ -79,50 +79,72 @@ def new_items(known: FeatureVocabulary, count: int, features: Sequence[Feature])
     return NewItems(count, tuple(item_rows), tuple(vectors), tuple(values))
 
 
+def rows_of_columns(
+    known: FeatureVocabulary, entity: str, count: int, columns: Mapping[str, Sequence[Any]], strict: bool = True
+) -> np.ndarray:
+    """Return the rows [count, F, L] int32 of the features of users or events whose values are given by name, as
+    `features_of_columns` takes them; a value that the model does not know has the row of unknown ones.
+    """
+    if strict and columns and not known.of(entity):
+        raise DataError(f"features: the run knows none of {entity}")
+    features = features_of_columns(known, count, columns, strict, entity)
+    return table_rows(known.of(entity), features, count)
+
+
 def features_of_columns(
-    known: FeatureVocabulary, count: int, columns: Mapping[str, Sequence[Any]], strict: bool = True
+    known: FeatureVocabulary,
+    count: int,
+    columns: Mapping[str, Sequence[Any]],
+    strict: bool = True,
+    entity: str = "items",
 ) -> list[Feature]:
     """Return the features of `count` items whose values are given by name: for each item text, an integer or a boolean
     for a category, a list of these, a number, a list of numbers for a vector, or None.
 
     strict: DataError for a feature that the model does not have, and for a value that does not fit; otherwise such
-    values are left out.
+    values are left out. entity: `users` or `events` for theirs.
     """
-    kinds = {one.name: one.kind for one in known.of("items")} | {one.name: VECTOR for one in known.vectors}
-    widths = {one.name: one.values.shape[1] for one in known.vectors}
+    kinds, widths = {one.name: one.kind for one in known.of(entity)}, {}
+    if entity == "items":
+        kinds |= {one.name: VECTOR for one in known.vectors}
+        widths = {one.name: one.values.shape[1] for one in known.vectors}
     features = []
     for name, column in columns.items():
         if name not in kinds:
             if strict:
                 raise DataError(
-                    f"features: {shown(name)} is no feature of the run{did_you_mean(name, kinds)} "
-                    f"(there are {', '.join(map(shown, kinds))})"
+                    f"features: {shown(name)} is no feature of {'the run' if entity == 'items' else entity}"
+                    f"{did_you_mean(name, kinds)} (there are {', '.join(map(shown, kinds))})"
                 )
             continue
         if len(column) != count:
-            raise DataError(f"features: {shown(name)}: expected a value for each of {count} items, got {len(column)}")
+            raise DataError(
+                f"features: {shown(name)}: expected a value for each of {count} {entity}, got {len(column)}"
+            )
         rows, values = [], []
         for row, value in enumerate(column):
             try:
                 parts = _values(kinds[name], value, widths.get(name, 0))
+                if entity != "items" and len(parts) > MOST_VALUES:
+                    raise DataError(f"expected at most {MOST_VALUES} values, got {len(parts)}")
             except DataError as error:
                 if strict:
-                    raise DataError(f"features: {shown(name)} of item {row + 1}: {error}") from None
+                    raise DataError(f"features: {shown(name)} of {entity[:-1]} {row + 1}: {error}") from None
                 continue
             rows += [row] * len(parts)
             values += parts
-        features.append(_feature(name, kinds[name], count, rows, values))
+        features.append(_feature(entity, name, kinds[name], count, rows, values))
     return features
 
 
-def _feature(name: str, kind: str, count: int, rows: list[int], values: list) -> Feature:
+def _feature(entity: str, name: str, kind: str, count: int, rows: list[int], values: list) -> Feature:
     of_rows = np.array(rows, np.int64)
     if kind != VECTOR:
         empty = np.float64 if kind == "number" else "U1"
-        return feature_of("items", name, kind, count, of_rows, np.array(values) if values else np.empty(0, empty))
+        return feature_of(entity, name, kind, count, of_rows, np.array(values) if values else np.empty(0, empty))
     vectors = normalized(np.stack(values))[0] if values else np.zeros((0, 0), np.float16)
     offsets = np.append(0, np.cumsum(np.bincount(of_rows, minlength=count))).astype(np.int64)
-    return Feature("items", name, VECTOR, vectors, np.arange(len(values), dtype=np.int32), offsets)
+    return Feature(entity, name, VECTOR, vectors, np.arange(len(values), dtype=np.int32), offsets)
 
 
 def _values(kind: str, value: Any, width: int) -> list:

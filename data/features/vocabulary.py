@@ -178,24 +178,32 @@ def _rows(dataset: Dataset, known: Sequence[KnownFeature], count: int) -> np.nda
     """Return the rows [count, F, L] int32, -1 behind the last value; None without features."""
     if not known:
         return None
-    by_name = {(feature.entity, feature.name, feature.kind): feature for feature in dataset.features}
-    features = []
     for entry in known:
-        feature = by_name.get((entry.entity, entry.name, entry.kind))
-        if feature is None:
+        if not any((entry.entity, entry.name, entry.kind) == (f.entity, f.name, f.kind) for f in dataset.features):
             raise DataError(f"{dataset.name}: no feature {entry.name} of {entry.entity}, which the trained model has")
-        lengths = np.diff(feature.offsets)
-        if lengths.max(initial=0) > MOST_VALUES:
+    return table_rows(known, dataset.features, count)
+
+
+def table_rows(known: Sequence[KnownFeature], features: Sequence[Feature], count: int) -> np.ndarray:
+    """Return the rows [count, F, L] int32 of features of `count` users or events, -1 behind the last value; a feature
+    that is not among `features` has none. DataError for a list that is too long.
+    """
+    by_name = {(feature.entity, feature.name, feature.kind): feature for feature in features}
+    of_known = [by_name.get((entry.entity, entry.name, entry.kind)) for entry in known]
+    longest = 1
+    for entry, feature in zip(known, of_known):
+        most = 0 if feature is None else int(np.diff(feature.offsets).max(initial=0))
+        if most > MOST_VALUES:
             raise DataError(
-                f"data.features.{entry.entity}.columns.{entry.name}: {lengths.max()} values in one list, at most "
+                f"data.features.{entry.entity}.columns.{entry.name}: {most} values in one list, at most "
                 f"{MOST_VALUES} are supported for {shown(entry.entity)}"
             )
-        features.append(feature)
-    longest = max(1, *(int(np.diff(feature.offsets).max(initial=0)) for feature in features))
+        longest = max(longest, most)
     rows = np.full((count, len(known), longest), -1, np.int32)
-    for place, (entry, feature) in enumerate(zip(known, features)):
-        owner = feature.rows
-        rows[owner, place, np.arange(len(owner)) - feature.offsets[owner]] = entry.rows_of(feature.values)[
-            feature.codes
-        ]
+    for place, (entry, feature) in enumerate(zip(known, of_known)):
+        if feature is not None:
+            owner = feature.rows
+            rows[owner, place, np.arange(len(owner)) - feature.offsets[owner]] = entry.rows_of(feature.values)[
+                feature.codes
+            ]
     return rows
