@@ -46,7 +46,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class UpdateConfig(Options):
     """The training of an update, `train.py --update`."""
 
-    epochs: int = Field(2, ge=1)
+    epochs: int = Field(20, ge=1)
     """The number of passes over the events of an update; the updated run has it as `train.epochs`."""
     replay: float = Field(1.0, ge=0, le=1000)
     """The number of older events that are trained once more for each new one."""

@@ -62,7 +62,10 @@ def place(tmp_path_factory):
 
 def update(place, before, name, *more):
     path = f"data.path={place / name}.csv"
-    assert train.main(["--update", str(place / before), path, *more, "--run", str(place / name)]) == 0
+    assert (
+        train.main(["--update", str(place / before), path, "train.update.epochs=2", *more, "--run", str(place / name)])
+        == 0
+    )
 
 
 def tensors(checkpoint):

@@ -131,7 +131,10 @@ def test_new_items_of_an_update(place, tmp_path):
     (tmp_path / "more.csv").write_text(events + new)
     write_vectors(tmp_path, [99, *range(44)])
     paths = [f"data.path={tmp_path}/more.csv", f"data.features.items.path={tmp_path}/titles.npy"]
-    assert train.main(["--update", str(place / "run"), *paths, "--run", str(tmp_path / "run")]) == 0
+    assert (
+        train.main(["--update", str(place / "run"), *paths, "train.update.epochs=2", "--run", str(tmp_path / "run")])
+        == 0
+    )
     known = load_vocabulary(tmp_path / "run").vocabulary
     assert known.item_ids.tolist() == [*range(44), 99] and known.features.vectors[0].values.shape == (45, WIDTH)
     before, after = (saved(folder) for folder in (place / "run", tmp_path / "run"))

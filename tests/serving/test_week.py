@@ -150,7 +150,14 @@ def update(place, shop, extra):
     rows += [(user, *order) for user, orders in shop.orders.items() for order in list(orders)]
     write_data(place / "day-8.csv", rows + extra)
     runs = place / "runs"
-    command = ["--update", str(runs / "day-1"), f"data.path={place / 'day-8.csv'}", "--run", str(runs / "day-8")]
+    command = [
+        "--update",
+        str(runs / "day-1"),
+        f"data.path={place / 'day-8.csv'}",
+        "train.update.epochs=2",
+        "--run",
+        str(runs / "day-8"),
+    ]
     assert train.main(command) == 0
 
 
