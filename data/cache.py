@@ -39,6 +39,8 @@ META = {
 }
 
 
+REMOVED_FROM = "removed_from"  # the key of the fingerprints that the data set had before users were removed
+
 CHUNK = 1 << 24  # events that are checked at a time
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.atomic import replace_folder, temporary_beside
-from data.cache import CacheError, read_cache, write_cache
+from data.cache import REMOVED_FROM, CacheError, read_cache, write_cache
 from data.features.features import select_features
 from data.filtering import offsets_of
 from data.prepare import cache_folder
@@ -67,8 +67,8 @@ def without_users(dataset: Dataset, users: Collection[str]) -> Dataset:
 def remove_users(folder: Path, users: Collection[str]) -> Removed | None:
     """Rewrite a prepared data set without some users; None if it has none of them. DataError if it is damaged.
 
-    A copy in a cache gets the name of its new fingerprint, another one stays where it is. What was computed from the
-    old copy is deleted with it.
+    A copy in a cache gets the name of its new fingerprint, another one stays where it is; it says of which data sets it
+    is the rest. What was computed from the old copy is deleted with it.
     """
     try:
         dataset, meta = read_cache(folder)
@@ -78,6 +78,7 @@ def remove_users(folder: Path, users: Collection[str]) -> Removed | None:
     if not gone.any():
         return None
     rest = without_users(dataset, users)
+    meta = meta | {REMOVED_FROM: [*meta.get(REMOVED_FROM, []), dataset.fingerprint]}
     in_cache = folder == cache_folder(folder.parent, meta["format"], dataset.fingerprint)
     target = cache_folder(folder.parent, meta["format"], rest.fingerprint) if in_cache else folder
     try:

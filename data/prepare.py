@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data.atomic import remove_temporaries, sweep, temporary_beside
-from data.cache import CacheError, read_cache, write_cache
+from data.cache import REMOVED_FROM, CacheError, read_cache, write_cache
 from data.features.files import FeatureSource, find_tables, read_tables, with_tables
 from data.features.options import Features
 from data.filtering import filter_dataset
@@ -93,6 +93,24 @@ def load_or_prepare(
 def find_prepared(name: str, cache_dir: str | Path, fingerprint: str) -> Dataset | None:
     """Return the data set of this format and fingerprint from its cache, without its source, or None."""
     return _open(cache_folder(local_path(cache_dir, "data.cache_dir"), name, fingerprint), fingerprint)
+
+
+def find_rest(path: str | Path | None, cache_dir: str | Path, fingerprint: str) -> Dataset | None:
+    """Return the data set that is left of the one of this fingerprint after users were removed (`forget.py`), or None.
+
+    It is the prepared data set at `path`, or one in `cache_dir`.
+    """
+    places = [] if path is None or is_remote(path) else [local_path(path, "data.path") / "meta.json"]
+    for file in (*places, *sorted(local_path(cache_dir, "data.cache_dir").glob("*/meta.json"))):
+        try:
+            if fingerprint not in file.read_text(encoding="utf-8"):
+                continue
+            dataset, meta = read_cache(file.parent)
+        except (OSError, ValueError, CacheError):
+            continue
+        if fingerprint in meta.get(REMOVED_FROM, ()):
+            return dataset
+    return None
 
 
 def cache_folder(cache_dir: Path, name: str, fingerprint: str) -> Path:

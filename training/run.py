@@ -15,7 +15,7 @@ from data.batches import Batches
 from data.datasets import FORMATS, DataError, Dataset, OtherData, Vocabulary, load_dataset
 from data.errors import ConfigError, UserError
 from data.features.vocabulary import fit_features, grown, with_rows
-from data.prepare import find_prepared
+from data.prepare import find_prepared, find_rest
 from data.reading.remote import is_remote
 from data.splits import Splits, repeats, target_events
 from data.types import shown
@@ -109,6 +109,7 @@ def open_data(
     extends: Vocabulary | None = None,
     device: torch.device | None = None,
     ranks: Ranks | None = None,
+    rest: bool = False,
 ) -> Data:
     """Open the run's data set, prepared or from the cache, with its splits and device, and the configuration with all
     values that depend on the data: the run is built and stored with `Data.config`.
@@ -117,7 +118,7 @@ def open_data(
     gone, the prepared copy is used, unless `moved`: the options that name another source than the run's. vocabulary:
     the model's vocabulary, into which other data are translated. extends: a vocabulary that the model's extends.
     device: replaces the configuration's. ranks: those that evaluate together; the first one prepares
-    the data.
+    the data. rest: see `find_data`.
 
     Examples:
         >>> sizes = ["data.synthetic={num_users: 20, num_items: 10, num_clusters: 5}", "device=cpu"]
@@ -128,7 +129,10 @@ def open_data(
     device = device or open_device(config)
     if ranks is not None and not ranks.first:
         ranks.of_first(None)
-    dataset = find_data(config, trained_on, moved) if vocabulary is None else load_data(config, vocabulary=vocabulary)
+    if vocabulary is None:
+        dataset = find_data(config, trained_on, moved, rest)
+    else:
+        dataset = load_data(config, vocabulary=vocabulary)
     if extends is not None:
         dataset = united(dataset, extends)
     if ranks is not None and ranks.first:
@@ -211,11 +215,12 @@ def load_data(config: RunConfig, **others) -> Dataset:
     return load_dataset(**options | others)
 
 
-def find_data(config: RunConfig, trained_on: Known | None, moved: Sequence[str] = ()) -> Dataset:
+def find_data(config: RunConfig, trained_on: Known | None, moved: Sequence[str] = (), rest: bool = False) -> Dataset:
     """Return the data set of `config.data`; if `trained_on` is given, with its fingerprint and the numbers that its
     vocabulary gives to items; DataError if the data are others.
 
-    moved: the options that name another source than the run's, which must hold the same data.
+    moved: the options that name another source than the run's, which must hold the same data. rest: whether what is
+    left of them after users were removed (`data/forget.py`) will do.
     """
     if trained_on is None:
         return load_data(config)
@@ -238,6 +243,10 @@ def find_data(config: RunConfig, trained_on: Known | None, moved: Sequence[str] 
     if prepared is not None:
         terminal.say(f"{reason}: using the prepared copy of the run's data in {c.cache_dir}")
         return united(prepared, trained_on.vocabulary)
+    left = find_rest(c.path, c.cache_dir, fingerprint) if rest and not generated else None
+    if left is not None:
+        terminal.say(f"{reason}: using what is left of the run's data after users were removed")
+        return united(left, trained_on.vocabulary)
     raise DataError(
         f"{reason}, and there is no prepared copy of the run's data in data.cache_dir={shown(c.cache_dir, 200)}. "
         "Without it eval.py RUN can --recommend OUT --history FILE, --export-items OUT and evaluate --data NEW; "

@@ -10,6 +10,7 @@ import eval as evaluation
 import train
 from data.update import new_events
 from tests.training.test_changes import refuses
+from tools import forget
 from training.checkpoints import checkpoints
 from training.config import load_config
 from training.dcp import read_tensors, saved_tensors
@@ -185,6 +186,22 @@ def test_events_of_deleted_users_may_be_gone(place, tmp_path):
     )
     line = json.loads((tmp_path / "run" / "lineage.jsonl").read_text().splitlines()[1])
     assert (line["new_events"], line["late_events"], line["events"]) == (2, 0, len(rest))
+
+
+def test_a_run_whose_data_were_rewritten_is_updated(tmp_path):
+    """Check that users are removed from the source and from the prepared copies, twice, and updates go on."""
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("FEATURES", "").replace("PLACE", str(tmp_path)))
+    (tmp_path / "old.csv").write_text(table(OLD))
+    assert train.main([str(tmp_path / "run.yaml"), "--run", str(tmp_path / "run")]) == 0
+    rows, before = OLD, "run"
+    for time, gone in ((20, "u00"), (30, "u01")):
+        assert forget.main([gone, "--data", str(tmp_path / "cache"), "--runs", str(tmp_path)]) == 0
+        rows = [row for row in rows if row[0] != gone] + [("u05", "i01", time), ("u06", "i02", time)]
+        (tmp_path / "old.csv").write_text(table(rows))
+        update(tmp_path, before, name := f"run-{time}", f"data.path={tmp_path / 'old.csv'}")
+        line = json.loads((tmp_path / name / "lineage.jsonl").read_text().splitlines()[-1])
+        assert (line["new_events"], line["late_events"], line["events"]) == (2, 0, len(rows))
+        before = name
 
 
 def test_items_with_features_begin_as_their_features(tmp_path):
