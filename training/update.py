@@ -73,7 +73,7 @@ def begin_update(folder: Path, config: RunConfig) -> Update:
     # The machine and the options of evaluation are the update's.
     options: dict[str, Any] = {name: getattr(config, name) for name in ("device", "threads", "eval", "parallel")}
     config_before = config_before.model_copy(update=options)
-    # Of an update, too, all that it had: the events to which its training was confined are counted in those data.
+    # All data of the run: the events to which the training of an update was confined are numbered in whole data.
     before = open_data(config_before, trained_on=replace(known, events=None), rest=True)
     data = open_data(config, extends=known.vocabulary)
     dataset, events_before = data.dataset, before.dataset.num_events

@@ -218,11 +218,11 @@ class Worker(threading.Thread):
         users are brought up to date, too; None where each has to be computed by itself.
         """
         of_lists = [part for *_, parts in lists for part in parts if isinstance(part, Ask)]
-        asks = [*of_lists, *(ask for _, ask, _ in scores)]
-        if self.recommender.ranking or not asks:
+        checked = [*of_lists, *(one for _, one, _ in scores)]
+        if self.recommender.ranking or not checked:
             return None, None
         try:
-            out = self.recommender.checked_outputs(asks, stale)
+            out = self.recommender.checked_outputs(checked, stale)
         except CacheFull:
             return None, None
         return out[: len(of_lists)], out[len(of_lists) :]

@@ -265,7 +265,7 @@ def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monke
     ]
     passes, answer = [], recommender._engine.answer
     monkeypatch.setattr(
-        recommender._engine, "answer", lambda asked, others=(): passes.append(len(asked)) or answer(asked, others)
+        recommender._engine, "answer", lambda checked, others=(): passes.append(len(checked)) or answer(checked, others)
     )
     worker = Worker(recommender, None)
     worker.answer(requests)
@@ -288,7 +288,7 @@ def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monke
 
 
 def test_events_of_a_round_are_encoded_in_one_pass(recommender, monkeypatch):
-    """Those of users who ask, and of others who have pages."""
+    """Check that it has those of users in the questions, and of others who have pages."""
     users = [str(user) for user in range(4)]
     recommender.append(users, [100, 103, 106, 109], [5] * 4)
     kinds, run = [], recommender._engine._run
