@@ -77,7 +77,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     token = None if options.token_file is None else read_token(options.token_file)
 
     def load(run: Path) -> Recommender:
-        return Recommender.load(
+        recommender = Recommender.load(
             run,
             history=options.history,
             device=options.device,
@@ -86,6 +86,9 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
             most_events=options.max_history,
             **serving_options(options),
         )
+        if options.users is not None:
+            recommender.add_users_of(options.users)
+        return recommender
 
     models = None
     if not (options.run / "config.yaml").exists() and options.run.is_dir():

@@ -293,6 +293,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("--port", type=int, default=8000, help="by default 8000; 0 takes a free one")
     add("--token-file", type=Path, metavar="FILE", help="ask for the bearer token in FILE, except on /health")
     add("--history", action="store_true", help="start with the events of the run's data")
+    add("--users", type=Path, metavar="FILE", help="features of users, of the form of the run's data.features.users")
     add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")
     add("--store", metavar="URL", help="redis://HOST:PORT/DB, which services share, in place of the log")
     add("--fsync", choices=("always", "never"), default="always",

@@ -7,7 +7,7 @@ Letters: B users, T new tokens, E embedding size, M candidates of a user.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -20,6 +20,7 @@ from models.attention.contract import PagedForm
 from models.hstu import SequenceModel
 from serving.block_sums import BlockSums
 from serving.caches import Caches, Entry
+from serving.contexts import Contexts
 from serving.errors import ServingError
 from serving.graphs import Graphs
 from serving.histories import History, Window
@@ -36,12 +37,16 @@ MARGIN = 16  # the next window is encoded over the last 1 / 16 of the events bef
 
 
 class Ask(NamedTuple):
-    """A request: what the user's window says at the time `at` (seconds), of ranking about `candidates` [M], rows."""
+    """A request: what the user's window says at the time `at` (seconds), of ranking about `candidates` [M], rows.
+
+    code: of what is known of the next event before the user acts (`Contexts`), for ranking
+    """
 
     user: str
     history: History
     at: int
     candidates: np.ndarray | None = None
+    code: int = 0
 
 
 class Piece(NamedTuple):
@@ -73,18 +78,14 @@ class Seen(NamedTuple):
 class Engine:
     """A model in evaluation mode, its layers reading from pages, and the pages of its users. Not safe for threads."""
 
-    def __init__(self, model: SequenceModel, config: RunConfig, window: Window, options: ServingOptions):
-        self.model, self.window = model.eval(), window
+    def __init__(
+        self, model: SequenceModel, config: RunConfig, window: Window, options: ServingOptions, contexts: Contexts
+    ):
+        self.model, self.window, self.contexts = model.eval(), window, contexts
         self.device = model.embedding.position.device
         task = served_form(config)
         self.ranking, self.per_event = task.candidates > 0, task.tokens_per_event
         self.autocast = config.train.autocast == "bf16"
-        context = model.embedding.context
-        if context is not None and (context.num_users or context.num_events):
-            raise ServingError(
-                "data.features: a run with features of users or events cannot be served, since requests do not carry "
-                "them; features of items and of the calendar are served"
-            )
         self.layers = served_layers(model, torch.bfloat16 if self.autocast else None)
         form = page_format(model, options)
         forms: list[PagedForm] = [layer.attention.form for layer in self.layers]
@@ -116,6 +117,7 @@ class Engine:
         # The host makes the choices of bsa from the device's results.
         self.padded = options.cuda_graphs and self.device.type == "cuda" and not sparse
         self.graphs = Graphs(self.device) if self.padded else None
+        self._tables = contexts.tensors(self.device)
         self._widest = form.num_pages(longest) + (form.sink_tokens > 0)
         # Where windows slide at every few events, each event would need a whole window ahead.
         self._margin = margin if (margin := max(1, window.capacity // MARGIN)) < window.slide else 0
@@ -135,7 +137,7 @@ class Engine:
         return self.caches.pool.nbytes + (0 if self.sums is None else self.sums.nbytes)
 
     def catalogue_changed(self) -> None:
-        """Capture the passes again, whose graphs have the representations of all items."""
+        """Capture the passes again, whose graphs have the representations of all items and rows of features."""
         if self.graphs is not None:
             self.graphs = Graphs(self.device)
 
@@ -307,7 +309,8 @@ class Engine:
             )
         origins = np.array([x.origin for x in seen], np.int64)
         entries = [piece.entry for piece in pieces]
-        _, choices = self._run(Work("write", entries, columns, origins, starts, counts))
+        features = self._features(x.user for x in seen)
+        _, choices = self._run(Work("write", entries, columns, origins, features, starts, counts))
         for place, (_, entry, _, stop) in enumerate(pieces):
             entry.length = stop
             if choices:
@@ -353,11 +356,18 @@ class Engine:
         events, last = [len(history.items) - 1 for history in histories], np.array([x.tokens for x in windows]) - 1
         columns = single_tokens(histories, events, last, self.per_event, at)
         origins = np.array([x.origin for x in windows], np.int64)
+        features = self._features(x.user for x in windows)
         if not self.ranking:
-            return self._run(Work("ask", entries, columns, origins, last, np.ones(len(requests), np.int64)))[0]
+            one_each = np.ones(len(requests), np.int64)
+            return self._run(Work("ask", entries, columns, origins, features, last, one_each))[0]
         candidates = [cast(np.ndarray, request.candidates) for request in requests]
         counts, items = np.array([len(mine) for mine in candidates]), np.concatenate(candidates)
-        return self._run(Work("rank", entries, columns, origins, last, counts, np.array(at), items))[0]
+        codes = np.array([request.code for request in requests])
+        return self._run(Work("rank", entries, columns, origins, features, last, counts, np.array(at), items, codes))[0]
+
+    def _features(self, users: Iterable[str]) -> np.ndarray:
+        """Return the numbers of the users' features, [B] int64."""
+        return np.array([self.contexts.of_user(user) for user in users], np.int64)
 
     # Passes.
 
@@ -366,6 +376,9 @@ class Engine:
 
         Passes of few tokens are padded to one of a few sizes, and replayed where they were captured.
         """
+        if (tables := self.contexts.tensors(self.device)) != self._tables:
+            self._tables = tables
+            self.catalogue_changed()
         rows, of_sparse = [entry.table(self._widest) for entry in work.entries], bool(self._choices)
         if not self.padded or not work.small:
             sizes, whole = Sizes(work.tokens, len(work.entries), self._widest), (0, 0)
@@ -389,7 +402,7 @@ class Engine:
         whole: of kind "write": the numbers of users and tokens, at the beginning, with nothing in their pages.
         """
         columns, lengths, seen, at, offsets, pages = sizes.split(numbers)
-        items, actions, times, query_times, positions, origins = columns.unbind()
+        items, codes, times, query_times, positions, origins, features = columns.unbind()
         total, users = sizes.tokens, sizes.users
         ones = torch.arange(total + 1, device=self.device)
         common: dict[str, Any] = dict(
@@ -399,9 +412,9 @@ class Engine:
             query_timestamps=query_times,
             seq_offsets=ones,
             users=ones[:-1],
-            actions=actions,
             cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank has no plan
             served=served,
+            **self.contexts.batch_columns(codes, features),
         )
         has_action = None
         if self.per_event == 2:

@@ -22,7 +22,7 @@ from serving.times import event_times
 class Events(ServedRun):
     """The events and the pages of users."""
 
-    def append(self, users, items, timestamps=None, actions=None, *, encode: bool = True) -> None:
+    def append(self, users, items, timestamps=None, actions=None, *, features=None, encode: bool = True) -> None:
         """Add events.
 
         Args:
@@ -30,6 +30,8 @@ class Events(ServedRun):
             timestamps: [E] integers, seconds; may be left out where the run's data had none. An event before the
                 user's last one takes its place in time, behind events of the same second.
             actions: [E] where the model reads them, in the units of the run's data: numbers (stars, say) or text.
+            features: the run's features of events by name, a value for each event, as in `add_users`; one that is
+                left out has no value.
             encode: bring the pages of new users and of those who have some up to date now; else the next request does.
 
         Raises, with nothing changed: UnknownItem, MissingActions, InvalidRequest, LimitReached.
@@ -39,19 +41,17 @@ class Events(ServedRun):
             >>> recommender.num_users, recommender.history("new").items.tolist()
             (25, ['s1', 's2'])
         """
-        self.append_rows(*self.checked(users, items, timestamps, actions), encode=encode)
+        self.append_rows(*self.checked(users, items, timestamps, actions, features), encode=encode)
 
     def checked(
-        self, users, items, timestamps=None, actions=None
+        self, users, items, timestamps=None, actions=None, features=None
     ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
         """Return events in the form of `append_rows`; raises the errors of `append` except LimitReached."""
         keys, rows = user_keys(users), self.items.rows("items", items)
         if len(keys) != len(rows):
             raise InvalidRequest(f"users and items: expected as many of each, got {len(keys)} and {len(rows)}")
         times = event_times(timestamps, len(rows), self.has_timestamps)
-        if self.actions is None and actions is not None:
-            raise InvalidRequest("actions: the run reads none, leave them out")
-        return keys, rows, times, None if self.actions is None else self.actions.codes(actions, len(rows))
+        return keys, rows, times, self.contexts.codes(actions, len(rows), features)
 
     def check_room(self, users: Sequence[str]) -> None:
         """Raise LimitReached if one more event of each of `users` (as often as they occur) would be too many."""
@@ -92,7 +92,8 @@ class Events(ServedRun):
         *,
         encode: bool = True,
     ) -> list[str]:
-        """Append events as `append` does; users are texts, items rows of the item table, actions codes: [E] each.
+        """Append events as `append` does; users are texts, items rows of the item table, codes those of
+        `Contexts`: [E] each.
 
         Returns the users whose pages are to be brought up to date by `encode`: none if this did so.
         """
@@ -149,12 +150,13 @@ class Events(ServedRun):
                 self._engine.changed(user, self._history(user), 0)
 
     def add_dataset(self, dataset: Dataset) -> None:
-        """Add the events of a data set whose items are the run's, without encoding them."""
+        """Add the events and features of a data set whose items are the run's, without encoding them."""
         counts = np.diff(dataset.user_offsets)
         users = [str(user) for user in np.asarray(dataset.user_ids)[counts > 0].tolist()]
         places = np.repeat(np.arange(len(users)), counts[counts > 0])
-        actions = None if self.actions is None else dataset.actions
-        self.add_many(users, places, dataset.items, dataset.timestamps, actions)
+        codes = self.contexts.joined(None if self.actions is None else dataset.actions, dataset.event_rows)
+        self.add_many(users, places, dataset.items, dataset.timestamps, codes)
+        self.contexts.put_data(users, None if dataset.user_rows is None else dataset.user_rows[counts > 0])
 
     def history(self, user) -> UserHistory:
         """Return what the model sees of a user; NoHistory for one without events.
@@ -168,7 +170,7 @@ class Events(ServedRun):
         with self._lock:
             h = self._history(key)
             cut = self.window.begin(h.count) - h.first
-            actions = None if h.actions is None else h.actions[cut:].copy()
+            actions = None if h.actions is None else self.contexts.action_codes(h.actions[cut:])
             return UserHistory(self.items.original(h.items[cut:]), h.timestamps[cut:].copy(), actions, h.count)
 
     def forget(self, user) -> bool:
@@ -184,7 +186,8 @@ class Events(ServedRun):
             self._engine.caches.drop(key)
             if (history := self._histories.get(key)) is not None:
                 self._popularity.add(history.items, history.timestamps, -1)
-            return self._histories.forget(key)
+            described = self.contexts.forget(key)
+            return self._histories.forget(key) or described
 
     def pin(self, users) -> None:
         """Protect the pages of these users from eviction; NoHistory for a user without events.
@@ -232,7 +235,7 @@ class Events(ServedRun):
         """
         with self._lock:
             weights = snapshot.weights_checksum(self.model)
-            snapshot.save(Path(folder), self._facts, weights, self._histories, self._engine.caches)
+            snapshot.save(Path(folder), self._facts, weights, self._histories, self._engine.caches, self.contexts)
 
     def restore(self, folder: str | Path) -> None:
         """Load a store that `save` wrote, in place of all current events.
@@ -252,7 +255,9 @@ class Events(ServedRun):
         """
         with self._lock:
             weights, caches = snapshot.weights_checksum(self.model), self._engine.caches
-            self._histories = snapshot.restore(Path(folder), self._facts, weights, self._histories, caches)
+            self._histories = snapshot.restore(
+                Path(folder), self._facts, weights, self._histories, caches, self.contexts
+            )
             self._engine.restored()
             self._popularity.clear()
             for _, history in self._histories:

@@ -11,6 +11,7 @@ import torch
 from data.batch import Batch
 from models.heads import normalized
 from models.tasks.scoring import normalized_items
+from serving.engine import Ask
 from serving.errors import InvalidRequest
 from serving.ids import user_keys
 from serving.search import item_scores
@@ -152,21 +153,22 @@ class Inspection(ServedRun):
             h = request.history
             cut = self.window.begin(h.count) - h.first
             items, times = h.items[cut:].astype(np.int64), h.timestamps[cut:].copy()
-            actions = None if h.actions is None else h.actions[cut:].astype(np.int64)
-            score = self._scores(items, times, actions, request.at, np.arange(len(items))[None], row).item()
+            codes = np.zeros(len(items), np.int64) if h.actions is None else h.actions[cut:].astype(np.int64)
+            columns = items, times, codes, request
+            score = self._scores(*columns, np.arange(len(items))[None], row).item()
             effects = np.full(len(items), np.nan, np.float32)
             if len(items) > 1:
                 step = np.arange(len(items) - 1)
                 others = step + (step >= np.arange(len(items))[:, None])  # [n, n - 1]
-                effects[:] = score - self._scores(items, times, actions, request.at, others, row)
+                effects[:] = score - self._scores(*columns, others, row)
         return Explanation(score, self.items.original(items), times, effects)
 
     def _scores(
         self,
         items: np.ndarray,
         times: np.ndarray,
-        actions: np.ndarray | None,
-        at: int,
+        codes: np.ndarray,
+        request: Ask,
         events: np.ndarray,
         row: np.ndarray,
     ) -> np.ndarray:
@@ -174,9 +176,10 @@ class Inspection(ServedRun):
         device, length, scores = self.model.item_weight.device, events.shape[1], []
         for chosen in np.array_split(events, -(-events.size // MOST_TOKENS)):
             count = len(chosen)
-            following = np.append(times[chosen[:, 1:]], np.full((count, 1), at), axis=1)
-            columns = (items[chosen], times[chosen], following)
-            tokens, seconds, queries = (torch.from_numpy(column.ravel()).to(device) for column in columns)
+            following = np.append(times[chosen[:, 1:]], np.full((count, 1), request.at), axis=1)
+            columns = (items[chosen], times[chosen], following, codes[chosen])
+            tokens, seconds, queries, of_events = (torch.from_numpy(column.ravel()).to(device) for column in columns)
+            features = torch.full((count,), self.contexts.of_user(request.user), device=device)
             batch = Batch(
                 item_ids=tokens,
                 timestamps=seconds,
@@ -184,7 +187,7 @@ class Inspection(ServedRun):
                 query_timestamps=queries,
                 seq_offsets=torch.arange(0, count * length + 1, length, device=device),
                 users=torch.arange(count, device=device),
-                actions=None if actions is None else torch.from_numpy(actions[chosen].ravel()).to(device),
+                **self.contexts.batch_columns(of_events, features),
             )
             with torch.autocast(device.type, torch.bfloat16, enabled=self.config.train.autocast == "bf16"):
                 out, _ = self.model.raw_output(batch)

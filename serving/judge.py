@@ -41,6 +41,7 @@ class ServedModel:
         assert batch.seen_offsets is not None
         ends = self.dataset.user_offsets[users] + batch.seen_offsets.diff().cpu().numpy()
         keys = [f"{row}" for row in range(len(users))]  # a user may have several sequences
+        self._describe(keys, users)
         for portion in ((None, 1), (1, 0)):
             self._append(keys, users, ends, *portion)
         last = batch.seq_offsets[1:] - 1
@@ -63,8 +64,19 @@ class ServedModel:
             keys,
             data.items[events].astype(np.int64),
             data.timestamps[events],
-            None if data.actions is None else data.actions[events],
+            self._codes(events, data.actions),
         )
+
+    def _codes(self, events: np.ndarray, actions: np.ndarray | None) -> np.ndarray | None:
+        """Return the codes of events as the recommender has them."""
+        rows, contexts = self.dataset.event_rows, self.recommender.contexts
+        action_codes = None if actions is None or contexts.actions is None else actions[events]
+        return contexts.joined(action_codes, None if rows is None else rows[events])
+
+    def _describe(self, keys: list[str], users: np.ndarray) -> None:
+        """Store the features of the users of the data set for the recommender's."""
+        rows = self.dataset.user_rows
+        self.recommender.put_users(keys, None if rows is None else rows[users])
 
     def _forget(self, keys: list[str]) -> None:
         for key in keys:
@@ -84,6 +96,7 @@ class ServedModel:
         first = events[order[starts]]
         keys = np.array([f"{user}" for user in users[order[starts]].tolist()])
         everyone = np.arange(len(starts))
+        self._describe(keys.tolist(), users[order[starts]])
         self._append(keys.tolist(), users[order[starts]], first, None, 0)
         out = torch.zeros(batch.num_tokens, self.model.embedding.position.shape[1], device=tokens.device)
         for turn in range(int(counts.max(initial=0))):
@@ -91,7 +104,10 @@ class ServedModel:
             mine = order[starts[active] + turn]
             candidates = list(self.dataset.items[events[mine], None].astype(np.int64))
             candidate_outputs = self.recommender.candidate_outputs(
-                keys[active].tolist(), candidates, self.dataset.timestamps[events[mine]]
+                keys[active].tolist(),
+                candidates,
+                self.dataset.timestamps[events[mine]],
+                self._codes(events[mine], None) if self.dataset.event_rows is not None else None,
             )
             out[tokens[torch.from_numpy(mine).to(tokens.device)]] = candidate_outputs
             self._add(keys[active].tolist(), events[mine])

@@ -10,10 +10,12 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor
 
+from data.features.vocabulary import with_rows
 from data.types import shown
 from evaluation.item_filters import ALL_ITEMS, ItemFilter
 from models.heads import normalized
 from serving.catalogue import Catalogue
+from serving.described import Described
 from serving.engine import Ask
 from serving.errors import InvalidRequest
 from serving.events import Events
@@ -28,7 +30,7 @@ from training.run import find_data, open_weights, trained_model
 COLD = ("popular", "error")  # answers for users without events
 
 
-class Recommender(Events, Catalogue, Inspection):
+class Recommender(Events, Catalogue, Described, Inspection):
     """A served run: takes events and returns recommendations and scores, in the ids of the run's data.
 
     The keys and values of each user's window are cached in pages, so that a request computes one token and an event one
@@ -72,7 +74,8 @@ class Recommender(Events, Catalogue, Inspection):
             options=ServingOptions(**options),
         )
         if dataset is not None:
-            served.add_dataset(dataset)
+            features = known.vocabulary.features
+            served.add_dataset(dataset if features is None else with_rows(dataset, features))
             served.dataset = dataset
         return served
 
@@ -183,7 +186,7 @@ class Recommender(Events, Catalogue, Inspection):
             values, rows = np.pad(values, more, constant_values=-np.inf), np.pad(rows, more, constant_values=-1)
         return self.items.original(np.where(values == -np.inf, -1, rows)), values
 
-    def score(self, users, candidates, at=None) -> np.ndarray:
+    def score(self, users, candidates, at=None, *, features=None) -> np.ndarray:
         """Return the scores of candidates: [B, M] float32; of a ranking run with A > 1 kinds of action, [B, M, A].
 
         A score is the cosine or the head's value for retrieval, the probability of an action for ranking. Candidates
@@ -192,6 +195,8 @@ class Recommender(Events, Catalogue, Inspection):
         Args:
             users: [B] ids; candidates: [B, M] ids of items.
             at: as in `recommend`.
+            features: of ranking, what is known of the next event before the user acts: the run's features of events by
+                name, a value for each user.
 
         Raises UnknownItem, NoHistory, TooEarly, InvalidRequest, CacheFull.
 
@@ -206,7 +211,7 @@ class Recommender(Events, Catalogue, Inspection):
         if len(rows) != len(keys) and (len(keys) or rows.size):
             raise InvalidRequest(f"candidates: expected a row for each of {len(keys)} users, got {len(rows)}")
         with self._lock:
-            scores = self.score_checked(self.check_requests(keys, at), list(rows))
+            scores = self.score_checked(self.check_requests(keys, at, features), list(rows))
         return np.stack(scores) if scores else np.zeros(rows.shape, np.float32)
 
     def score_checked(
@@ -227,10 +232,13 @@ class Recommender(Events, Catalogue, Inspection):
         with self._lock:
             return normalized(self._engine.answer(self.check_requests(users, at)))
 
-    def candidate_outputs(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> Tensor:
+    def candidate_outputs(
+        self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None, codes: np.ndarray | None = None
+    ) -> Tensor:
         """Return outputs at a ranking run's candidates, rows of the item table, end to end: [sum of M, E], not
-        normalised.
+        normalised. codes: [B] of `Contexts`, of the next events.
         """
         with self._lock:
-            requests = zip(self.check_requests(users, at), candidates)
-            return self._engine.answer([request._replace(candidates=mine) for request, mine in requests])
+            of_users = [0] * len(users) if codes is None else codes.tolist()
+            requests = zip(self.check_requests(users, at), candidates, of_users)
+            return self._engine.answer([one._replace(candidates=mine, code=code) for one, mine, code in requests])

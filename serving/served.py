@@ -10,7 +10,7 @@ from data.types import Dataset, shown
 from data.vocabulary import Vocabulary
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
-from serving.actions import ActionCodes
+from serving.contexts import Contexts
 from serving.engine import Ask, Engine
 from serving.errors import NoHistory
 from serving.filters import FilterLists
@@ -58,10 +58,11 @@ class ServedRun:
         self.has_timestamps = has_timestamps
         self.ranking, self._task = served_form(config).candidates > 0, build_task(config)
         self.items, self.vocabulary = ItemIds(vocabulary.item_ids), vocabulary
-        self.actions = ActionCodes(config, vocabulary) if config.embeds_actions else None
+        self.contexts = Contexts(config, vocabulary)
+        self.actions = self.contexts.actions
         self.window = window_of(config, options.slide)
-        self._histories = Histories(self.window, config.embeds_actions, options.most_users, options.most_events)
-        self._engine = Engine(model, config, self.window, options)
+        self._histories = Histories(self.window, self.contexts.reads, options.most_users, options.most_events)
+        self._engine = Engine(model, config, self.window, options, self.contexts)
         self._search = None if self.ranking else Search(self._engine, len(self.items))
         self.filters = FilterLists(self.items, vocabulary)
         half_life = options.popular_days * 86_400 if has_timestamps else None
@@ -84,8 +85,13 @@ class ServedRun:
             raise NoHistory(f"user {shown(user)} has no event")
         return history
 
-    def check_requests(self, users: Sequence[str], at) -> list[Ask]:
-        """Return checked requests of users (their ids as texts), valid until events are added. at: see `recommend`."""
+    def check_requests(self, users: Sequence[str], at, features=None) -> list[Ask]:
+        """Return checked requests of users (their ids as texts), valid until events are added. at: see `recommend`;
+        features: see `score`.
+        """
+        if features:
+            codes = self.contexts.next_codes(len(users), features, self.ranking).tolist()
+            return [one._replace(code=code) for one, code in zip(self.check_requests(users, at), codes)]
         histories = [self._history(user) for user in users]
         last = np.array([history.last for history in histories], np.int64)
         if not self.has_timestamps:

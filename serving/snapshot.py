@@ -24,6 +24,7 @@ import hstu_sparse
 from data.atomic import find_folder, replace_folder
 from data.types import shown
 from serving.caches import Caches, Entry
+from serving.contexts import Contexts
 from serving.errors import StoreError
 from serving.histories import Histories, History
 from training.folder import FolderError, access, read_regular
@@ -42,7 +43,7 @@ def weights_checksum(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: Caches) -> None:
+def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: Caches, contexts: Contexts) -> None:
     """Write a store, whole or not at all.
 
     facts: properties that must be the same when it is read. weights: the `weights_checksum` of the model; with other
@@ -53,7 +54,8 @@ def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: 
     cached = [user for user in caches.entries if user in known and caches.entries[user].length]
     users = [user for user in known if user not in set(cached)] + cached
     content = io.BytesIO()
-    arrays: dict[str, Any] = {**_columns([known[user] for user in users]), **_choices(caches, cached)}
+    rows, of_users = contexts.stored()
+    arrays: dict[str, Any] = {**_columns([known[user] for user in users]), **_choices(caches, cached), **rows}
     np.savez(content, **arrays)
     entries = [caches.entries[user] for user in cached]
     meta: dict[str, Any] = {
@@ -63,6 +65,7 @@ def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: 
         "weights": weights,
         "users": users,
         "pinned": sorted(caches.pinned),
+        "features": of_users,
         "pages": [[entry.begin, entry.length] for entry in entries],
         "sha256": {EVENTS: hashlib.sha256(content.getvalue()).hexdigest()},
     }
@@ -81,8 +84,11 @@ def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: 
         raise StoreError(str(error)) from None
 
 
-def restore(folder: Path, facts: dict, weights: str, histories: Histories, caches: Caches) -> Histories:
-    """Return the histories of a saved store; its pages replace those of `caches`. On StoreError nothing has changed.
+def restore(
+    folder: Path, facts: dict, weights: str, histories: Histories, caches: Caches, contexts: Contexts
+) -> Histories:
+    """Return the histories of a saved store; its pages and the users' features replace those of `caches` and
+    `contexts`. On StoreError nothing has changed.
 
     Pages in another format, or computed with weights of another checksum than `weights`, are left out.
     """
@@ -104,6 +110,7 @@ def restore(folder: Path, facts: dict, weights: str, histories: Histories, cache
             pool, rows, lengths = hstu_sparse.PagePool.load(folder / PAGES, caches.pool.device)
         except (ValueError, OSError) as error:
             raise StoreError(str(error)) from None
+    contexts.restore(arrays, meta.get("features", {}))
     for user in list(caches.entries):
         caches.drop(user)
     caches.pinned = set(meta["pinned"])

@@ -29,13 +29,14 @@ class Sizes(NamedTuple):
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of `Work.numbers`, without a copy.
 
-        columns [6, T]: items, actions, times, query times, positions, times of the windows' first events; lengths [B],
-        lengths that candidates see [B], times of the requests [B], offsets [B + 1], pages [B, P] int32.
+        columns [7, T]: items, codes of events, times, query times, positions, times of the windows' first events,
+        numbers of the users' features; lengths [B], lengths that candidates see [B], times of the requests [B], offsets
+        [B + 1], pages [B, P] int32.
         """
         tokens, users, pages = self
         table = cdiv(users * pages, 2)
-        columns, *rest, numbers = numbers.split([6 * tokens, users, users, users, users + 1, table])
-        return columns.view(6, tokens), *rest, numbers.view(torch.int32)[: users * pages].view(users, pages)
+        columns, *rest, numbers = numbers.split([7 * tokens, users, users, users, users + 1, table])
+        return columns.view(7, tokens), *rest, numbers.view(torch.int32)[: users * pages].view(users, pages)
 
 
 def rounded_up(count: int, steps: int = 1) -> int:
@@ -53,20 +54,24 @@ class Work:
     entries  [B] the users' pages
     columns  the tokens, user by user; of rank one of each user, which the candidates see
     origins  [B] times of the first events of the users' windows
+    features [B] the numbers of the users' features
     lengths  [B] tokens in the pages before the new ones; of write the users without any stand first
     counts   [B] new tokens of each user, at least one; of rank the number of candidates
     at       [B] of rank: the times of the requests
     items    of rank: the candidates, rows of the item table, user by user
+    codes    [B] of rank: the codes of the candidates, of what is known before the user acts
     """
 
     kind: Literal["write", "ask", "rank"]
     entries: list[Entry]
     columns: Columns
     origins: np.ndarray
+    features: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray
     at: np.ndarray | None = None
     items: np.ndarray | None = None
+    codes: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
@@ -119,7 +124,7 @@ class Work:
         tables: the pages of each user, [P] int32, followed by -1.
         """
         table = cdiv(sizes.users * sizes.pages, 2)
-        total = 6 * sizes.tokens + 4 * sizes.users + 1 + table
+        total = 7 * sizes.tokens + 4 * sizes.users + 1 + table
         buffer = torch.empty(total, dtype=torch.int64) if out is None else out
         columns, lengths, seen, at, offsets, pages = (x.numpy() for x in sizes.split(buffer))
         buffer[: len(buffer) - table].zero_()
@@ -128,13 +133,15 @@ class Work:
         for row, column in zip(columns, vars(self.columns).values()):
             row[:single] = column
         if self.items is None:
-            columns[5, :single] = np.repeat(self.origins, counts)
+            columns[5:, :single] = np.repeat([self.origins, self.features], counts, axis=1)
         else:
             # All columns of a candidate except the item are its user's.
             begin = sizes.users
             candidates = columns[:, begin : begin + len(self.items)]
-            columns[5, :users], at[:users], candidates[0] = self.origins, self.at, self.items
-            for row, of_users in zip(candidates[2:], (self.at, self.at, self.lengths + 1, self.origins)):
+            columns[5, :users], columns[6, :users] = self.origins, self.features
+            at[:users], candidates[0] = self.at, self.items
+            of_each = self.codes, self.at, self.at, self.lengths + 1, self.origins, self.features
+            for row, of_users in zip(candidates[1:], of_each):
                 row[:] = np.repeat(cast(np.ndarray, of_users), counts)
         lengths[:users], seen[:users] = self.lengths, self.lengths + 1
         np.cumsum(counts, out=offsets[1 : users + 1])

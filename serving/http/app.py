@@ -20,7 +20,7 @@ from pydantic.json_schema import SkipJsonSchema
 from starlette.exceptions import HTTPException
 
 from serving.errors import RequestError
-from serving.http import bodies
+from serving.http import bodies, schemas
 from serving.http.bodies import Limits
 from serving.http.event_log import EventLog
 from serving.http.limits import ANSWERED_BY, Guard, Metrics
@@ -134,7 +134,7 @@ def create_app(
     At = Annotated[bodies.QuerySeconds | SkipJsonSchema[None], Query(description="seconds since 1970; by default now")]
 
     features = recommender.filters.features
-    where_schema, most_schema = (bodies.pairs_schema(features, value) for value in (".+", "[0-9]{1,9}"))
+    where_schema, most_schema = (schemas.pairs_schema(features, value) for value in (".+", "[0-9]{1,9}"))
 
     async def list_query(
         k: Length = 10,
@@ -157,7 +157,7 @@ def create_app(
     known = recommender.vocabulary.features
     items_in: dict[str, Any] = {"include_in_schema": known is not None and known.trained is not None}
 
-    @app.post("/events", **secured(507), openapi_extra=bodies.events_body(recommender, limits.events))
+    @app.post("/events", **secured(507), openapi_extra=schemas.events_body(recommender, limits.events))
     async def append_events(request: Request) -> bodies.Accepted:
         """Add events. They are in the log when this answers, and every request from then on knows them. The answer says
         for each whether it was accepted, repeated or of an item that the model does not know.
@@ -172,7 +172,7 @@ def create_app(
             events=states,
         )  # fmt: skip
 
-    @app.post("/items", **secured(507), **items_in, openapi_extra=bodies.items_body(recommender, limits.items))
+    @app.post("/items", **secured(507), **items_in, openapi_extra=schemas.items_body(recommender, limits.items))
     async def add_items(request: Request) -> bodies.ItemsAdded:
         """Add items that the model was not trained on and knows by their features. They are in the log when this
         answers, and every request from then on may have them. An item that there is already stays as it is.
@@ -181,6 +181,17 @@ def create_app(
         states = await answer(items)
         counts = Counter(states)
         return bodies.ItemsAdded(model=items.model, added=counts[ADDED], known=counts[KNOWN], items=states)
+
+    if recommender.contexts.users is not None:
+
+        @app.post("/users", **secured(507), openapi_extra=schemas.users_body(recommender, limits.users))
+        async def add_users(request: Request) -> bodies.UsersStored:
+            """Store the features of users, in place of all that were known of them. They are in the log when this
+            answers, and every request from then on knows them. Users need no events.
+            """
+            users = await parsed(request, lambda content: bodies.parse_users(content, limits))
+            await answer(users)
+            return bodies.UsersStored(model=users.model, users=len(users.users))
 
     @app.get("/users/{user}/recommendations", **secured(), **lists_out)
     async def recommend(user: bodies.UserPath, query: ListQuery) -> bodies.Recommendations:
@@ -199,7 +210,7 @@ def create_app(
         """Do the same as /users/{user}/recommendations, for ids that a client or a proxy changes in a path."""
         return await recommend(user, query)
 
-    @app.post("/recommendations", **secured(), **lists_out, openapi_extra=bodies.lists_body(limits, features))
+    @app.post("/recommendations", **secured(), **lists_out, openapi_extra=schemas.lists_body(limits, features))
     async def recommend_many(request: Request) -> bodies.ListsOut:
         """Return the k best items for each of many users, or a user's error, in their order."""
         asked_for, users = await parsed(request, lambda content: bodies.parse_lists(content, limits))
@@ -218,7 +229,7 @@ def create_app(
         """Return the names of the uploaded lists with the numbers of their items."""
         return bodies.NamedLists(filters=worker.recommender.filters.sizes)
 
-    @app.put("/filters/{name}", **secured(507), **lists_out, openapi_extra=bodies.named_list_body())
+    @app.put("/filters/{name}", **secured(507), **lists_out, openapi_extra=schemas.named_list_body())
     async def put_list(name: ListName, request: Request) -> bodies.NamedListOut:
         """Upload a list of items under a name, in place of an earlier one: every request has the old or the new one."""
         items, unknown = await answer(await parsed(request, partial(bodies.parse_named_list, name)))
@@ -236,7 +247,7 @@ def create_app(
         refused = {} if models is None else dict(models.refused)
         return bodies.ModelOut(model=worker.recommender.label, runs=runs, refused=refused)
 
-    @app.post("/model", **secured(), openapi_extra=bodies.model_body())
+    @app.post("/model", **secured(), openapi_extra=schemas.model_body())
     async def exchange_model(request: Request) -> bodies.Exchanged:
         """Load another run beside the model that serves, check it and let it answer. The answer comes when it does. A
         run that is refused never serves, and the same model goes on.
@@ -248,7 +259,7 @@ def create_app(
         ANSWERED_BY.set(worker.recommender.label)
         return bodies.Exchanged(model=worker.recommender.label, previous=previous)
 
-    @app.post("/scores", **secured(), openapi_extra=bodies.scores_body(limits.candidates))
+    @app.post("/scores", **secured(), openapi_extra=schemas.scores_body(recommender, limits.candidates))
     async def score(request: Request) -> bodies.Scores:
         """Return the scores of candidates for a user, in their order."""
         asked_for = await parsed(request, lambda content: bodies.parse_scores(content, limits))

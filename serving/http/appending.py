@@ -89,6 +89,7 @@ def _plan(recommender: Recommender, ids: EventIds, names: set[tuple[str, str | N
             if (user, event) in names or (user, event) in earlier or ids.has(user, event):
                 states[place] = REPEATED
             earlier.add((user, event))
+    recommender.contexts.check_events(request.actions)
     if ACCEPTED not in states:
         return Plan(request, states, None)
     users, items, timestamps, actions, _ = request.columns([state == ACCEPTED for state in states])

@@ -4,7 +4,6 @@ Errors in a body are pydantic's ValidationError or InvalidRequest.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,10 +23,10 @@ from pydantic import (
 
 from data.explain import custom
 from data.types import shown
+from serving.contexts import packed
 from serving.errors import InvalidRequest
 from serving.filters import Filter
-from serving.http.requests import AddItems, Events, PutList, Recommend, Score, UserList
-from serving.recommender import Recommender
+from serving.http.requests import AddItems, AddUsers, Events, PutList, Recommend, Score, UserList
 
 LONGEST_ID = 256
 LATEST = 10**11  # seconds: in the year 5138; milliseconds are beyond it from March 1973 on
@@ -104,6 +103,7 @@ class EventIn(Strict):
     timestamp: Seconds | None = Field(None, description="seconds since 1970; by default now")
     action: StrictInt | StrictFloat | Text | None = None
     id: Id | None = Field(None, description="a second event of the user with this id changes nothing")
+    features: dict[str, Any] = Field({}, description="the features of the event, those of the run")
 
 
 class EventsIn(Strict):
@@ -128,6 +128,25 @@ class Accepted(Reply):
     repeated: int = Field(description="events whose id the user already has; nothing was changed")
     unknown: int = Field(description="events of items that the model does not know")
     events: list[Literal["accepted", "repeated", "unknown item"]]
+
+
+class UserIn(Strict):
+    """One user, with the values of the features."""
+
+    user: Id
+    features: dict[str, Any]
+
+
+class UsersIn(Strict):
+    """Users whose features to store."""
+
+    users: list[UserIn] = Field(min_length=1)
+
+
+class UsersStored(Reply):
+    """The answer to stored features of users: how many users had some in the request."""
+
+    users: int
 
 
 class ItemIn(Strict):
@@ -253,6 +272,7 @@ class ScoresIn(Strict):
     user: Id
     candidates: list[Id] = Field(min_length=1)
     at: Seconds | None = Field(None, description="seconds since 1970; by default now")
+    features: dict[str, Any] = Field({}, description="of the next event, those that are known before the user acts")
 
 
 class Scores(Reply):
@@ -321,14 +341,22 @@ def parse_events(content: bytes, limits: Limits, now: int) -> Events:
     actions = [event.action for event in body.events]
     if any(action is None for action in actions) and any(action is not None for action in actions):
         raise InvalidRequest("actions: expected one for each event, or none at all")
+    contexts = [packed(event.action, event.features) for event in body.events]
     names = [None if event.id is None else str(event.id) for event in body.events]
     return Events(
         [str(event.user) for event in body.events],
         _ids([event.item for event in body.events]),
         [now if event.timestamp is None else event.timestamp for event in body.events],
-        None if actions[0] is None else actions,
+        None if all(context is None for context in contexts) else contexts,
         None if all(name is None for name in names) else names,
     )
+
+
+def parse_users(content: bytes, limits: Limits) -> AddUsers:
+    """Parse the body of POST /users."""
+    body = UsersIn.model_validate_json(content)
+    _check("users", len(body.users), limits.users)
+    return AddUsers([str(each.user) for each in body.users], [each.features for each in body.users])
 
 
 def parse_items(content: bytes, limits: Limits) -> AddItems:
@@ -344,7 +372,7 @@ def parse_scores(content: bytes, limits: Limits) -> Score:
     """Parse the body of POST /scores."""
     body = ScoresIn.model_validate_json(content)
     _check("candidates", len(body.candidates), limits.candidates)
-    return Score(str(body.user), _ids(body.candidates), body.at)
+    return Score(str(body.user), _ids(body.candidates), body.at, body.features)
 
 
 def parse_lists(content: bytes, limits: Limits) -> tuple[Recommend, list[int | str]]:
@@ -394,92 +422,6 @@ def user_list(listed: UserList) -> list[Recommended]:
 def _check(name: str, count: int, most: int) -> None:
     if count > most:
         raise InvalidRequest(f"{name}: at most {most:,} in a request, got {count:,}")
-
-
-def events_body(recommender: Recommender, most: int) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about appended events: of the run's actions, `most` at most."""
-    schema = _inlined(EventsIn.model_json_schema())
-    schema["properties"]["events"]["maxItems"] = most
-    event, actions = schema["properties"]["events"]["items"], recommender.actions
-    del event["properties"]["action"]
-    if actions is not None:
-        event["properties"]["action"] = {"enum": list(actions.texts)} if actions.texts is not None else {
-            "type": "number", "minimum": 0, "maximum": (actions.count - 1) / actions.scale,
-            "multipleOf": 1 / actions.scale,
-        }  # fmt: skip
-        event["required"].append("action")
-    return _json_body(schema)
-
-
-def items_body(recommender: Recommender, most: int) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about items to add: of the run's features, `most` at most."""
-    schema, known = _inlined(ItemsIn.model_json_schema()), recommender.vocabulary.features
-    schema["properties"]["items"]["maxItems"] = most
-    text: dict[str, Any] = {"type": ["string", "integer", "boolean"], "maxLength": LONGEST_ID}
-    kinds: dict[str, dict[str, Any]] = {
-        "category": text, "list": {"type": "array", "items": text}, "number": {"type": "number"},
-    }  # fmt: skip
-    values = {} if known is None else {one.name: kinds[one.kind] for one in known.of("items")}
-    for vector in () if known is None else known.vectors:
-        size = vector.values.shape[1]
-        values[vector.name] = {"type": "array", "items": {"type": "number"}, "minItems": size, "maxItems": size}
-    schema["properties"]["items"]["items"]["properties"]["features"] = {
-        "type": "object", "properties": values, "additionalProperties": False, "minProperties": 1,
-    }  # fmt: skip
-    return _json_body(schema)
-
-
-def pairs_schema(features: list[str], value: str) -> dict[str, Any]:
-    """Return the JSON schema of the parameters `feature:value` of a query, for these features; value: a pattern."""
-    if not features:
-        return {"maxItems": 0}
-    return {"items": {"type": "string", "pattern": f"^({'|'.join(map(re.escape, features))}):{value}$"}}
-
-
-def lists_body(limits: Limits, features: list[str]) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about users to recommend items for; features: those to filter by."""
-    schema = _inlined(ListsIn.model_json_schema())
-    for name in ("where", "at_most"):
-        schema["properties"][name]["anyOf"][0]["propertyNames"] = {"enum": features}
-        if not features:
-            schema["properties"][name]["anyOf"][0] = {"type": "object", "maxProperties": 0}
-    schema["properties"]["users"]["maxItems"], schema["properties"]["k"]["maximum"] = limits.users, limits.list
-    return _json_body(schema)
-
-
-def model_body() -> dict[str, Any]:
-    """Return the part of the OpenAPI document about the run that is to serve."""
-    return _json_body(_inlined(ModelIn.model_json_schema()))
-
-
-def named_list_body() -> dict[str, Any]:
-    """Return the part of the OpenAPI document about the items of a named list."""
-    return _json_body(_inlined(NamedListIn.model_json_schema()))
-
-
-def scores_body(most: int) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about candidates to score, `most` at most."""
-    schema = _inlined(ScoresIn.model_json_schema())
-    schema["properties"]["candidates"]["maxItems"] = most
-    return _json_body(schema)
-
-
-def _json_body(schema: dict) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _inlined(schema: dict) -> dict:
-    """Return a JSON schema with its definitions in place of the references to them."""
-    definitions = schema.pop("$defs", {})
-
-    def inline(part: Any) -> Any:
-        if isinstance(part, dict):
-            if "$ref" in part:
-                return inline(definitions[part["$ref"].rpartition("/")[2]])
-            return {key: inline(value) for key, value in part.items()}
-        return [inline(one) for one in part] if isinstance(part, list) else part
-
-    return inline(schema)
 
 
 def _ids(ids: list) -> list:

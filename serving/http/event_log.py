@@ -1,10 +1,11 @@
 """Store accepted events in an append-only log, which outlives the process.
 
 New records are lines of the file. Once it is full, it becomes a segment (`segments.py`), in a thread, and the log goes
-on in a new file, which begins with its number, the last list of each name, and whatever else is no event and no mark.
+on in a new file, which begins with its number, the last list of each name, the last features of each user, and whatever
+else is no event and no mark.
 
-`compact` removes events of deleted users from all files, and all but the last list of each name. The last mark of each
-user stays in them, since the run's data still hold the user's events.
+`compact` removes events and features of deleted users from all files, and all but the last list of each name and the
+last features of each user. The last mark of each user stays in them, since the run's data still hold the user's events.
 
 A record is in the file before its request is answered, so that a kill of the process loses none; with fsync it is on
 the disk, so that a power cut loses none either. An incomplete last line, left by a kill, is cut off.
@@ -31,8 +32,8 @@ from serving.http.log_reader import LogError, LogReader, line_of
 from serving.http.segments import Segments, new_file
 
 FULL = 2**23  # bytes of lines, after which a log goes on in a new file
-# What a new file does not begin with: what becomes a segment, and lists, of which the last ones are carried on.
-NOT_CARRIED = b'{"users":', b'{"forget":', b'{"segment":', b'{"list":'
+# What a new file does not begin with: what becomes a segment, and lists and features, whose last ones are carried on.
+NOT_CARRIED = b'{"users":', b'{"forget":', b'{"segment":', b'{"list":', b'{"user":'
 PARSED_TOGETHER = 2**16  # bytes of lines that are parsed while a service answers; it waits for a millisecond
 logger = logging.getLogger("hstu_sparse.serve")
 
@@ -196,7 +197,7 @@ class EventLog(LogReader):
 
         def write(out: BinaryIO) -> None:
             out.write(line_of({"segment": self.number + 1}))
-            carried, first = set(self.listed.values()), 1
+            carried, first = {*self.listed.values(), *(number for number, _ in self.described.values())}, 1
             for lines in self._read():
                 out.writelines(
                     line

@@ -8,8 +8,10 @@ A line a record: the CRC-32 of its text in hex, a space, and the text, which is 
     {"list": name, "items": [...] or null}                          a list of items for filters, or its deletion
     {"segment": number}                       the first line of a file that is not the log's first: its number, from 1
     {"new_items": [...], "features": {name: [...]}}                 items that were added, with a value for each
+    {"user": user, "features": {name: value}}                       the features of a user, in place of earlier ones
 
-A mark deletes all events of the user before it, those of the run's data included; later events count.
+An event with features has `serving.contexts.packed` of its action and features as its action. A mark deletes all events
+and features of the user before it, those of the run's data included; later ones count.
 """
 
 import json
@@ -26,7 +28,7 @@ from serving.http.event_columns import Builder, Columns
 from serving.http.event_ids import EventIds
 
 COLUMNS = {"users", "items", "timestamps", "actions"}
-MARKS = b'{"forget":', b'{"list":', b'{"segment":', b'{"new_items":'
+MARKS = b'{"forget":', b'{"list":', b'{"segment":', b'{"new_items":', b'{"user":'
 TOGETHER = 2**24  # bytes of lines that are parsed together
 
 
@@ -45,9 +47,10 @@ class LogReader:
     listed      each named list, and the number of the line of its last record
     lists       the items of each named list, as `events` read them
     new_items   the records of items that were added, by the numbers of their lines
+    described   the users with features: the number of the line of the last ones, and these
     ids         the ids of events, as `parts` read them
     stale       events in the files of users who were deleted later, as `parts` counted them
-    replaced    records of lists in the file that later ones replace
+    replaced    records of lists and features in the file that later ones replace or delete
     left_out    users some of whose events the run does not know; set by `replay`
     """
 
@@ -87,6 +90,7 @@ class LogReader:
         self.forgotten: dict[str, int] = {}
         self.listed: dict[str, int] = {}
         self.new_items: dict[int, dict] = {}
+        self.described: dict[str, tuple[int, dict]] = {}
         self._lines = self.replaced = size = 0
         self.number = 1
         for lines in self._read():
@@ -102,6 +106,10 @@ class LogReader:
         """Note the line of a mark or a list, and items that were added."""
         if "forget" in record:
             self.forgotten[record["forget"]] = number
+            self.replaced += self.described.pop(record["forget"], None) is not None
+        elif "user" in record:
+            self.replaced += record["user"] in self.described
+            self.described[record["user"]] = number, record["features"]
         elif "list" in record:
             self.replaced += record["list"] in self.listed
             self.listed[record["list"]] = number
@@ -139,6 +147,8 @@ class LogReader:
             return record if self.forgotten[record["forget"]] == number else {}
         if "list" in record:
             return record if self.listed[record["list"]] == number else {}
+        if "user" in record:
+            return record if self.described.get(record["user"], (0,))[0] == number else {}
         if "users" not in record:
             return record
         users = record["users"]
@@ -185,7 +195,7 @@ class LogReader:
         """
         self._stale_lines, self.lists = 0, {}
         for first, _, records in self._records():
-            if self.forgotten or self.listed:
+            if self.forgotten or self.listed or self.described:
                 remaining = [self._remaining(number, record) for number, record in enumerate(records, first)]
                 self._stale_lines += _count(records) - _count(remaining)
                 records = remaining
@@ -251,6 +261,8 @@ def _valid(record: dict) -> bool:
     """Return whether a record is a mark, a list, a number, or has columns of one length."""
     if record.keys() == {"new_items", "features"}:
         return all(len(column) == len(record["new_items"]) for column in record["features"].values())
+    if record.keys() == {"user", "features"}:
+        return isinstance(record["features"], dict)
     if record.keys() - {"ids"} != COLUMNS:
         return record.keys() in ({"forget"}, {"list", "items"}, {"segment"})
     count, actions = len(record["users"]), record["actions"]

@@ -4,6 +4,7 @@ For each user, behind the prefix `hstu:`
 
     events:USER      a stream, an entry an event: JSON of its item, time and action in original ids
     ids:USER         a set, the ids that clients gave to events
+    features:USER    the features of the user, JSON
     deleted:USER     how often the user was deleted; the events of the run's data count only while it is 0
 
 and for all of them `lists`, a hash of named lists (JSON), and `lists:version`, which each change increases, and
@@ -24,8 +25,8 @@ from data.types import shown
 from serving.errors import RequestError, ServingError
 from serving.http.appending import Plan, planned
 from serving.http.event_ids import EventIds
-from serving.http.replay import add_items, in_data, known_rows, user_numbers
-from serving.http.requests import REPEATED, AddItems, DropList, Events, Forget, PutList
+from serving.http.replay import add_items, describe, in_data, known_rows, user_numbers
+from serving.http.requests import REPEATED, AddItems, AddUsers, DropList, Events, Forget, PutList
 from serving.recommender import Recommender
 
 PREFIX = "hstu:"
@@ -84,6 +85,7 @@ class SharedUsers:
         self._versions: dict[str, tuple[int, bytes]] = {}  # user -> (deletions, the last event of the stream)
         self._lists_version: bytes | None = None
         self._item_records = 0  # that were read
+        self._features: dict[str, bytes | None] = {}  # of users, as they were read last
         self._data_users = {} if recommender.dataset is None else user_numbers(recommender.dataset)
 
     def beside(self, recommender: Recommender) -> Self:
@@ -112,10 +114,11 @@ class SharedUsers:
             _, last = self._versions.get(user, (0, b""))
             pipeline.get(_key("deleted", user))
             pipeline.xrange(_key("events", user), min=b"(" + last if last else b"-")
+            pipeline.get(_key("features", user))
         records, version, *answers = self._answer(pipeline.execute)
         self._add_items(records)
-        deletions = {user: int(count or 0) for user, count in zip(distinct, answers[::2])}
-        entries = dict(zip(distinct, answers[1::2]))
+        deletions = {user: int(count or 0) for user, count in zip(distinct, answers[::3])}
+        entries, features = (dict(zip(distinct, answers[place::3])) for place in (1, 2))
         deleted = [user for user in distinct if deletions[user] != self._versions.get(user, (0, b""))[0]]
         if deleted:
             pipeline = self.client.pipeline(transaction=True)
@@ -130,7 +133,11 @@ class SharedUsers:
             self._lists_version = version
         for user in deleted:
             self.recommender.forget(user)
+            self._features.pop(user, None)
             self._versions[user] = deletions[user], b""
+        described = {user: text for user, text in features.items() if text != self._features.get(user)}
+        describe(self.recommender, {user: json.loads(text or b"{}") for user, text in described.items()})
+        self._features |= described
         self._apply(entries, [user for user in entries if user not in self._versions])
         for user, new in entries.items():
             if new:
@@ -220,8 +227,10 @@ class SharedUsers:
             self._append_new(keys=[_key("events", user), _key("ids", user)], args=arguments, client=pipeline)
         return list(places.values())
 
-    def change(self, request: Forget | PutList | DropList | AddItems) -> Any:
-        """Delete a user, store or delete a named list, or add items; return what the request asks for."""
+    def change(self, request: Forget | PutList | DropList | AddItems | AddUsers) -> Any:
+        """Delete a user, store users' features, store or delete a named list, or add items; return what the request
+        asks for.
+        """
         pipeline = self.client.pipeline(transaction=True)
         if isinstance(request, AddItems):
             self.refresh([])
@@ -231,8 +240,15 @@ class SharedUsers:
                 self._answer(pipeline.execute)
                 self.refresh([])
             return request.states(new)
+        if isinstance(request, AddUsers):
+            request.checked(self.recommender)
+            for user, features in zip(request.users, request.features):
+                pipeline.set(_key("features", user), json.dumps(features))
+            self._answer(pipeline.execute)
+            self.refresh(request.users)
+            return None
         if isinstance(request, Forget):
-            pipeline.delete(_key("events", request.user), _key("ids", request.user))
+            pipeline.delete(*(_key(kind, request.user) for kind in ("events", "ids", "features")))
             pipeline.incr(_key("deleted", request.user))
             existed, _ = self._answer(pipeline.execute)
             had_data = self.recommender.knows(request.user)

@@ -1,6 +1,6 @@
 """Bring a recommender up to date with a log."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import compress
 from typing import Any
 
@@ -16,10 +16,10 @@ from serving.recommender import Recommender
 def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
     """Add the events of a log to a recommender, without encoding them; return the numbers taken and left out.
 
-    Items that were added are added first, and named lists are stored. Users whom the log forgets lose what the
-    recommender has of them, such as the events of the run's data. Events are left out whose items or actions the run
-    does not know: the log may be older than the run, or shared by two runs. So are events that the run's data have,
-    too: of the same user, item and second.
+    Items that were added are added first; named lists and users' features are stored. Users whom the log forgets lose
+    what the recommender has of them, such as the events of the run's data. Events are left out whose items or actions
+    the run does not know: the log may be older than the run, or shared by two runs. So are events that the run's data
+    have, too: of the same user, item and second.
     LimitReached if there are more users or events than the recommender may hold, LogError for a damaged log.
     """
     add_items(recommender, log.new_items.values())
@@ -40,6 +40,7 @@ def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
         counts["left_out"] += len(known) - len(owners)
     for user in log.forgotten:
         recommender.forget(user)
+    describe(recommender, {user: features for user, (_, features) in log.described.items()})
     for name, listed in log.lists.items():
         recommender.filters.put(name, listed)
     if counts["taken"]:
@@ -94,10 +95,15 @@ def item_rows(recommender: Recommender, items: list) -> tuple[np.ndarray, np.nda
 
 
 def action_codes(recommender: Recommender, actions: list) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return (codes, or None for a run that reads no actions; which actions the run knows) of numbers, text or None."""
-    if recommender.actions is None:
-        return None, np.array([action is None for action in actions], bool)
-    return recommender.actions.lookup(actions)
+    """Return (codes, or None for a run that reads none; which actions the run knows) of numbers, text, None, or
+    `packed` with features.
+    """
+    return recommender.contexts.lookup(actions)
+
+
+def describe(recommender: Recommender, features: Mapping[str, Mapping[str, Any]]) -> None:
+    """Store the features of users of a log or a store, those that the run knows."""
+    recommender.put_users([*features], recommender.contexts.lenient_users([*features.values()]))
 
 
 def user_numbers(dataset: Dataset) -> dict[str, int]:
@@ -139,6 +145,8 @@ def catch_up(recommender: Recommender, log: LogReader, size: int) -> None:
             recommender.forget(record["forget"])
         elif "new_items" in record:
             add_items(recommender, [record])
+        elif "user" in record:
+            describe(recommender, {record["user"]: record["features"]})
         elif "list" in record:
             if record["items"] is None:
                 recommender.filters.drop(record["list"])

@@ -4,6 +4,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from serving.contexts import as_columns
 from serving.errors import RequestError
 from serving.filters import Filter
 from serving.new_items import Additions
@@ -93,6 +96,7 @@ class Score(Request):
     user: str
     candidates: list
     at: int | None
+    features: dict[str, Any] = field(default_factory=dict)  # of the next event, what is known before the user acts
 
 
 @dataclass
@@ -123,6 +127,25 @@ class DropList(Request):
     @property
     def record(self) -> dict:
         return {"list": self.name, "items": None}
+
+
+@dataclass
+class AddUsers(Request):
+    """A request to store the features of users. The answer: None.
+
+    features: for each user by name
+    """
+
+    users: list[str]
+    features: list[dict[str, Any]]
+
+    def checked(self, recommender: Recommender) -> np.ndarray:
+        """Return the rows of the features; InvalidRequest."""
+        return recommender.contexts.check_users(len(self.users), as_columns(self.features))
+
+    @property
+    def records(self) -> list[dict]:
+        return [{"user": user, "features": features} for user, features in zip(self.users, self.features)]
 
 
 @dataclass

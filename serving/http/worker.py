@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from evaluation.item_filters import ItemFilter
+from serving.contexts import as_columns
 from serving.engine import Ask
 from serving.errors import CacheFull, NoHistory, RequestError
 from serving.http.appending import planned
@@ -22,6 +23,7 @@ from serving.http.redis_store import SharedUsers
 from serving.http.replay import catch_up
 from serving.http.requests import (
     AddItems,
+    AddUsers,
     DropList,
     Events,
     Forget,
@@ -158,13 +160,13 @@ class Worker(threading.Thread):
         pending: list[Events] = []
         stale: list[str] = []
         for request in requests:
+            request.model = self.recommender.label  # before the answer, which another thread reads at once
             if isinstance(request, Events):
                 pending.append(request)
-            elif isinstance(request, Forget | PutList | DropList | AddItems | Exchange):
+            elif isinstance(request, Forget | PutList | DropList | AddItems | AddUsers | Exchange):
                 stale += self._append(pending)
                 pending = []
                 self._one(request, self._exchange if isinstance(request, Exchange) else self._change)
-            request.model = self.recommender.label
         stale += self._append(pending)
         if self.store is not None:
             try:
@@ -187,7 +189,8 @@ class Worker(threading.Thread):
                     lists.append((request, passing, [self._checked(request, user) for user in request.users]))
                 elif isinstance(request, Score):
                     rows = self.recommender.items.rows("candidates", request.candidates)
-                    (checked,) = self.recommender.check_requests([request.user], request.at)
+                    features = as_columns([request.features])
+                    (checked,) = self.recommender.check_requests([request.user], request.at, features)
                     scores.append((request, checked, rows))
             except RequestError as error:
                 request.done.set_exception(error)
@@ -283,7 +286,7 @@ class Worker(threading.Thread):
             plan.request.done.set_result(plan.states)
         return stale
 
-    def _change(self, request: Forget | PutList | DropList | AddItems) -> Any:
+    def _change(self, request: Forget | PutList | DropList | AddItems | AddUsers) -> Any:
         """Write a change of something else than events into the log, then make it."""
         if self.store is not None:
             return self.store.change(request)
@@ -293,6 +296,12 @@ class Worker(threading.Thread):
                 self.log.append([request.record_of(new)])
             self.recommender.add_checked(new)
             return request.states(new)
+        if isinstance(request, AddUsers):
+            rows = request.checked(self.recommender)
+            if self.log is not None:
+                self.log.append(request.records)
+            self.recommender.put_users(request.users, rows)
+            return None
         if self.log is not None:
             self.log.append([request.record])
         filters = self.recommender.filters

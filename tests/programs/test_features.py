@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -136,16 +137,13 @@ def weights(folder):
 
 
 def test_features_in_a_service(finished_run, tmp_path, capsys):
-    """Features of items and the calendar are served as they were judged; a service does not know those of users."""
-    run, options = tmp_path / "run", ["data.features.users=null", "train.epochs=2", f"run_dir={tmp_path}"]
-    assert train.main([str(finished_run / "run.yaml"), "--run", str(run), *options]) == 0
+    """Features of items, users and the calendar are served as they were judged."""
+    run = tmp_path / "run"
+    shutil.copytree(finished_run / "run", run)
     assert evaluation.main([str(run), "--serve", "--slide", "1", "--cache-bytes", str(2**24)]) == 0
     (served,) = run.glob("eval-*serve*.json")
     whole, served = (json.loads(path.read_text())["model"]["history"] for path in (run / "result.json", served))
     assert served == pytest.approx(whole, abs=0.01)  # a rounding may swap two items
-    capsys.readouterr()
-    assert evaluation.main([str(finished_run / "run"), "--serve"]) != 0
-    assert "data.features: a run with features of users or events cannot be served" in capsys.readouterr().err
     lists_of_a_program_and_of_a_service(run, tmp_path, capsys)
 
 
@@ -197,9 +195,19 @@ def test_ranking_from_files_to_report(tmp_path):
         .replace("loss: {kind: cross_entropy}", "task: {kind: ranking, actions: [{name: liked, at_least: 1}]}")
     )
     run = tmp_path / "run"
-    assert train.main([str(tmp_path / "run.yaml"), "--run", str(run), "train.epochs=12"]) == 0
+    assert train.main([str(tmp_path / "run.yaml"), "--run", str(run), "train.epochs=12", "model.max_seq_len=90"]) == 0
     result = json.loads((run / "result.json").read_text())
     assert result["model"]["auc"] > 0.75
+    assert evaluation.main([str(run), "--serve", "--cache-bytes", str(2**24)]) == 0
+    served = json.loads((run / "eval-test-serve.json").read_text())["model"]
+    assert served == pytest.approx(result["model"], abs=1e-6)
+    recommender = Recommender.load(run, history=True, cache_bytes=2**24)
+    before = recommender.score(["7"], [["3"]], 10**6)
+    (tmp_path / "other.csv").write_text("user,parity\n7,0\n8,1\n")
+    assert recommender.add_users_of(tmp_path / "other.csv") == 2
+    assert recommender.score(["7"], [["3"]], 10**6) != before
+    recommender.add_users_of(tmp_path / "users.csv")
+    assert recommender.score(["7"], [["3"]], 10**6) == before
     for file in ("events", "items", "users"):
         (tmp_path / f"{file}.csv").rename(tmp_path / f"{file}.old")
     assert evaluation.main([str(run)]) == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import train
 from serving.http.event_log import EventLog
 from serving.http.server import listening
 from tests.serving.test_serve import SMALL, ended, known_items, serving, trained  # noqa: F401
@@ -343,4 +345,32 @@ def test_a_thousand_requests_by_schemathesis(trained, service, tmp_path, monkeyp
             running = serving(trained, "--history", log=tmp_path / "log")
             client, options = stack.enter_context(running)[1], ()
         done = schemathesis(client, 100, *options)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_features_by_schemathesis(tmp_path, monkeypatch):
+    """A ranking run with features of users and events: the document has them, and requests of it are answered."""
+    rows = [f"{n % 7},{n % 11},{n},{n % 2},d{n % 3}" for n in range(300)]
+    (tmp_path / "events.csv").write_text("user,item,timestamp,action,device\n" + "\n".join(rows) + "\n")
+    (tmp_path / "users.csv").write_text("user,tags\n" + "\n".join(f"{n},t{n % 2}|t{n % 3}" for n in range(7)) + "\n")
+    features = {
+        "users": {"format": "csv", "path": str(tmp_path / "users.csv"), "columns": {"tags": "list"}},
+        "events": {"columns": {"device": {"kind": "category", "known": "before"}}},
+    }
+    data = {"format": "csv", "path": str(tmp_path / "events.csv"), "protocol": "last_tenth", "features": features}
+    data |= {"columns": {"action": "action"}, "cache_dir": str(tmp_path / "cache")}
+    tree = {
+        "name": "t", "device": "cpu", "threads": 1, "data": data,
+        "task": {"kind": "ranking", "actions": [{"name": "liked", "at_least": 1}]},
+        "model": {
+            "block": "hstu", "max_seq_len": 20, "embedding_dim": 8, "num_layers": 1, "attention": {"kind": "dense"},
+        },
+        "train": {"epochs": 1},
+    }  # fmt: skip
+    (tmp_path / "t.yaml").write_text(json.dumps(tree))
+    assert train.main([str(tmp_path / "t.yaml"), "--run", str(tmp_path / "run")]) == 0
+    monkeypatch.chdir(tmp_path)
+    with serving(tmp_path / "run", "--history", log=tmp_path / "log") as running:
+        done = schemathesis(running[1], 30)
         assert done.returncode == 0, done.stdout

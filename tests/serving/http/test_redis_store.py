@@ -63,6 +63,10 @@ class Memory:
         value = self.values.get(key)
         return None if value is None else str(value).encode()
 
+    def set(self, key, value):
+        self.values[key] = value
+        return True
+
     def incr(self, key):
         self.values[key] = self.values.get(key, 0) + 1
         return self.values[key]
