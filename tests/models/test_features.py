@@ -253,6 +253,31 @@ def test_what_ranking_knows_of_an_event_before_the_user_acts(known_at):
     assert torch.equal(after[:first], before[:first]) and (after[first:] != before[first:]).all()
 
 
+@pytest.mark.parametrize("known_at", ["before", "after"])
+def test_what_a_candidate_knows_of_events(known_at):
+    """The features of the history, and its own if they are known before the user acts; none of other candidates."""
+    columns = {"device": {"kind": "category", "known": known_at}}
+    data = RANKING["data"] | {"features": {"events": {"columns": columns}}}
+    layout = RANKING["task"] | {"layout": "targets", "num_targets": 4}
+    config = configured(**RANKING | {"data": data, "task": layout})
+    dataset = with_made_up_features(generate(**SIZES, actions=True))
+    dataset, _, known, task = prepared(config, replace(dataset, features=dataset.features[-1:]))
+    model = model_of(config, dataset, known).eval()
+    split = Split(np.array([0]), np.array([0]), np.array([8]), np.array([4]))
+    (batch,) = task.batches(dataset, split, batch_size=1, shuffle=False).epoch(0)
+
+    def changed(event):
+        rows = batch.event_features.clone()
+        rows[event] = rows[event] % 3 + 1
+        before, after = (
+            model.task_head(model.raw_output(one)[0])[4:, 0] for one in (batch, replace(batch, event_features=rows))
+        )
+        return (before != after).tolist()
+
+    assert changed(6) == [False, False, known_at == "before", False]
+    assert changed(2) == [True] * 4
+
+
 def test_retrieval_knows_no_feature_of_a_later_event():
     config, dataset = configured(), with_made_up_features(generate(**SIZES))
     dataset, splits, known, task = prepared(config, dataset)
