@@ -3,7 +3,6 @@
 Letters: T tokens, E embedding size, A kinds of action, K experts, M scored events.
 """
 
-import io
 import sys
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -24,6 +23,7 @@ from data.splits import Split, Splits
 from data.types import Dataset, shown
 from evaluation import binary_metrics
 from evaluation.binary_metrics import auc_difference, curves, metrics_by_history
+from evaluation.binary_plots import plot_curves
 from evaluation.ranking_baseline import fit_logistic, history_features, predict_logistic
 from evaluation.ranking_metrics import LENGTH_EDGES
 from models.attention import ATTENTION_KINDS
@@ -417,30 +417,11 @@ class Ranking(Task):
 
     def plots(self, result: dict) -> dict[str, bytes]:
         """Plot ROC curves and calibration of each action."""
-        from matplotlib.figure import Figure
-
         images = {}
         for name, values in result["actions"].items():
-            figure = Figure(figsize=(9, 4.2), layout="constrained")
-            roc, calibration = figure.subplots(1, 2)
-            for who, points in values["curves"].items():
-                roc.plot(*zip(*points["roc"]), label=f"{who}, AUC {result_auc(result, who, name):.4f}")
-                calibration.plot(*zip(*points["calibration"]), marker="o", markersize=4, label=who)
-            for axes in (roc, calibration):
-                axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle="--")
-                axes.grid(alpha=0.3)
-                axes.legend()
-            roc.set(title=f"{name}: ROC", xlabel="false positive rate", ylabel="true positive rate")
-            calibration.set(title=f"{name}: calibration", xlabel="mean prediction", ylabel="share of positives")
-            image = io.BytesIO()
-            figure.savefig(image, dpi=120, format="png")
-            images[f"ranking-{name}.png"] = image.getvalue()
+            aucs = {who: result[who].get(f"{name}/auc", result[who]["auc"]) for who in values["curves"]}
+            images[f"ranking-{name}.png"] = plot_curves(name, values["curves"], aucs)
         return images
-
-
-def result_auc(result: dict, who: str, action: str) -> float:
-    """Return the AUC of an action, which is stored under the action's name if there are several."""
-    return result[who].get(f"{action}/auc", result[who]["auc"])
 
 
 def users_of(dataset: Dataset, events: np.ndarray) -> np.ndarray:
