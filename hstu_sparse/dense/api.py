@@ -11,8 +11,9 @@ import torch
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import check_jagged
+from hstu_sparse.core.mask import Mask, check_mask
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import check_int, check_kernel, check_qkv, check_tensor, choose_backend
+from hstu_sparse.core.validation import check_kernel, check_qkv, check_tensor, choose_backend
 from hstu_sparse.dense.reference import hstu_attention_reference
 
 if typing.TYPE_CHECKING:
@@ -32,7 +33,11 @@ def hstu_attention(
     scale: float | None = None,
     normalizer: float | None = None,
     num_targets: torch.Tensor | None = None,
+    target_group_size: int = 1,
+    num_context: torch.Tensor | None = None,
+    context_sees_all: bool = False,
     window_size: int = 0,
+    full_attention_prefix: int = 0,
     bias: RelativeBias | None = None,
     plan: "AttentionPlan | None" = None,
     backend: str = "auto",
@@ -43,7 +48,9 @@ def hstu_attention(
 
     Token t sees s <= t of its own sequence; with `window_size` W > 0 only t - s < W. With `num_targets` the last m_b
     tokens of sequence b are candidates: a candidate sees the history before all candidates, and itself; in window and
-    bias it counts as standing at the first candidate's position.
+    bias it counts as standing at the first candidate's position. With `num_context` the first c_b tokens are context,
+    as features of a user: they see one another, every other token sees them whatever the window, and they have position
+    0, the first event position 1.
 
     Args:
         q, k: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
@@ -53,13 +60,21 @@ def hstu_attention(
         scale: factor of the scores, D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
         num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
+        target_group_size: G. Candidates form groups of G, the last one maybe smaller: a candidate sees also those
+            before it in its group, and each group counts as standing directly behind the history.
+        num_context: [B] int32 or int64, context tokens at each sequence's begin, 0 <= c_b <= n_b - m_b. Their time,
+            also as queries, is that of the first event; they count in N.
+        context_sees_all: context tokens also see the whole history, whatever the window, with distance 0 in the
+            position bias.
         window_size: W in tokens, 0 for none.
+        full_attention_prefix: the number of events behind the context that are seen whatever the window.
         bias: b(t, s) by relative position and time, see `RelativeBias`; its tables get gradients.
         plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
             On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
         backend: "triton", "reference", "hopper" or "auto". "hopper": by kernels for sm_90, which take fp16 and bf16
-            heads with D = V = 64 or 128, and no bias. "auto": reference for CPU tensors, hopper for what it takes if
-            sequences have at least 1,024 tokens on average, triton for other CUDA tensors.
+            heads with D = V = 64 or 128, no bias, context, prefix, or groups above 1. "auto": reference for CPU
+            tensors, hopper for what it takes if sequences have at least 1,024 tokens on average, triton for other
+            CUDA tensors.
 
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
@@ -77,22 +92,26 @@ def hstu_attention(
     Raises:
         TypeError, ValueError: what was expected and what came.
 
-    Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (arXiv 2402.17152).
+    Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (arXiv 2402.17152); context: Meta's
+    generative-recommenders; groups of candidates: NVIDIA's recsys-examples.
     """
     hopper, backend = _choose_backend(backend, q, "hstu_attention")
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
     scale, normalizer = validation.check_factors(scale, normalizer, sizes["D"], max_seq_len)
-    bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
+    bias = check_bias(bias, max_seq_len, sizes["T"], seq_offsets.device)
+    mask = check_mask(
+        Mask(num_targets, num_context, window_size, context_sees_all, target_group_size, full_attention_prefix),
+        seq_offsets,
+    )
     if backend == "reference":
         if plan is not None:
             raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
-        return hstu_attention_reference(
-            q, k, v, seq_offsets, scale=scale, normalizer=normalizer, num_targets=num_targets, window_size=window_size,
-            bias=bias,
-        )  # fmt: skip
+        return hstu_attention_reference(q, k, v, seq_offsets, scale=scale, normalizer=normalizer, mask=mask, bias=bias)
     check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
+    if (option := mask.extension) is not None:
+        raise ValueError(f"hstu_attention: the kernels take no {option}; use backend='reference'")
     if hopper:
-        _check_hopper(q, v, bias)
+        _check_hopper(q, v, bias, mask)
     from hstu_sparse.dense import plan as planning
     from hstu_sparse.dense.launch import dense_operator
 
@@ -114,7 +133,11 @@ def attention_plan(
     max_seq_len: int,
     *,
     num_targets: torch.Tensor | None = None,
+    target_group_size: int = 1,
+    num_context: torch.Tensor | None = None,
+    context_sees_all: bool = False,
     window_size: int = 0,
+    full_attention_prefix: int = 0,
     bias: RelativeBias | None = None,
     once: Once | None = None,
     backend: str = "auto",
@@ -122,12 +145,12 @@ def attention_plan(
     """Compute the part of `hstu_attention` that depends only on a batch's offsets and times, once for several calls.
 
     The layers of a model see one batch, so one plan serves them all, forward and backward, as long as their dtype, head
-    sizes, N, window, candidates, kinds of biases and number of time buckets agree; the biases' values may differ. With
+    sizes, N, mask, kinds of biases and number of time buckets agree; the biases' values may differ. With
     a time bias it holds the buckets of a token's nearest neighbours, a byte each: about 1 KB a token for both passes.
 
     Args:
         q, v: of one of the calls; only their shapes, dtype and device are looked at.
-        seq_offsets, max_seq_len, num_targets, window_size, bias: as for `hstu_attention`.
+        seq_offsets to bias: as for `hstu_attention`.
         once: (key, compute) -> what compute() gave for the first call with this key: `Batch.once` of the batch that the
             calls share. The key is all that the plan depends on beside that batch.
         backend: as for `hstu_attention`.
@@ -148,12 +171,18 @@ def attention_plan(
     check_tensor("v", v, "T H V", sizes, dtype=q.dtype, device=q.device)
     check_jagged(seq_offsets, max_seq_len, q=q, v=v)
     validation.check_some(sizes, "H", "D", "V")
-    bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
+    bias = check_bias(bias, max_seq_len, sizes["T"], seq_offsets.device)
+    mask = check_mask(
+        Mask(num_targets, num_context, window_size, context_sees_all, target_group_size, full_attention_prefix),
+        seq_offsets,
+    )
     if backend == "reference":
         return None
     check_kernel("attention_plan", q, {"D": sizes["D"], "V": sizes["V"]})
+    if (option := mask.extension) is not None:
+        raise ValueError(f"attention_plan: the kernels take no {option}; use backend='reference'")
     if hopper:
-        _check_hopper(q, v, bias)
+        _check_hopper(q, v, bias, mask)
     from hstu_sparse.dense.plan import make_plan, purpose_of
 
     purpose = purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
@@ -167,20 +196,16 @@ def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool | None
     return hopper, choose_backend("triton" if hopper else backend, q, op, ("hopper",))
 
 
-def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias) -> None:
+def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias, mask: Mask) -> None:
     from hstu_sparse.dense.configs import hopper_can, hopper_runs
     from hstu_sparse.tiles.assembly import PROVEN_TRITON
 
     if bias.position is not None or bias.time is not None:
         raise ValueError("backend='hopper' takes no bias: use backend='triton'")
+    if (option := mask.extension) is not None:
+        raise ValueError(f"backend='hopper' takes no {option}: use backend='triton'")
     if not hopper_can(q, v):
         got = f"{q.dtype}, D = {q.shape[2]}, V = {v.shape[2]}"
         raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64 or 128, got {got}")
     if not hopper_runs(q.device):
         raise ValueError(f"backend='hopper' needs sm_90 and Triton {' or '.join(PROVEN_TRITON)}, got {q.device}")
-
-
-def _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, tokens) -> RelativeBias:
-    check_int("window_size", window_size, 0)
-    validation.check_targets(num_targets, seq_offsets)
-    return check_bias(bias, max_seq_len, tokens, seq_offsets.device)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.core.jagged import check_storage, masked_product
+from hstu_sparse.core.mask import Mask, context_times, pairs
 from hstu_sparse.core.precision import widened
 
 
@@ -24,13 +25,12 @@ def hstu_attention_reference(
     *,
     scale: float,
     normalizer: float,
-    num_targets: torch.Tensor | None = None,
-    window_size: int = 0,
+    mask: Mask,
     bias: RelativeBias,
 ) -> torch.Tensor:
     """Compute `hstu_sparse.hstu_attention`; any device, any float dtype, differentiable.
 
-    bias: as `check_bias` returned it.
+    mask, bias: as `check_mask` and `check_bias` returned them.
     """
     total, dtype = q.shape[0], q.dtype
     q, k, v = widened(q, k, v)
@@ -39,10 +39,10 @@ def hstu_attention_reference(
         # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
         tables = sum(x.sum() for x in bias[:2] if x is not None)
         return (v * (q.sum() + k.sum() + tables)).to(dtype)
+    bias = context_times(bias, mask.num_context, seq_offsets)
     if batch == 1:  # without a look at values, which torch.export does not have
-        targets = None if num_targets is None else num_targets[0]
         length = seq_offsets.diff().long()[0]
-        return _attend(q, k, v, None, length, scale, normalizer, targets, window_size, bias).to(dtype)
+        return _attend(q, k, v, None, length, scale, normalizer, mask.of(0), bias).to(dtype)
     check_storage("seq_offsets", seq_offsets, values=True)
     alike, tokens = _groups(seq_offsets.tolist())
     parts = []
@@ -51,7 +51,7 @@ def hstu_attention_reference(
         parts.append(
             _attend(
                 q, k, v, seq_offsets[:-1][chosen].long(), seq_offsets.diff()[chosen].long(), scale, normalizer,
-                None if num_targets is None else num_targets[chosen], window_size, bias,
+                mask.of(chosen), bias,
             )
         )  # fmt: skip
     return torch.cat(parts).index_select(0, torch.tensor(tokens, device=q.device).argsort()).to(dtype)
@@ -70,10 +70,10 @@ def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:
     return groups, [t for group in groups for b in group for t in range(offsets[b], offsets[b + 1])]
 
 
-def _attend(q, k, v, begins, lengths, scale, normalizer, num_targets, window_size, bias):
+def _attend(q, k, v, begins, lengths, scale, normalizer, mask, bias):
     """Return the outputs, end to end, of the sequences at `begins` with these `lengths`, padded to the longest.
 
-    begins: None for a batch of one sequence, whose length [] and number of candidates [] have no dimension.
+    begins: None for a batch of one sequence, whose length [] and the mask's numbers [] have no dimension.
     """
     one = begins is None
     longest = q.shape[0] if one else int(lengths.max())
@@ -87,19 +87,9 @@ def _attend(q, k, v, begins, lengths, scale, normalizer, num_targets, window_siz
     def pad(x):  # [T, H, X] -> [B, H, n, X]
         return padded(x).transpose(-3, -2)
 
-    history = lengths if num_targets is None else lengths - num_targets
-    position = torch.minimum(step, history[..., None])  # [B, n]: all candidates have the position of the first one
-    if num_targets is None:
-        distance = step[:, None] - step  # [n, n], the same for all sequences
-        visible = distance >= 0
-    else:
-        distance = position[..., :, None] - position[..., None, :]  # [B, n, n]
-        before = (step[:, None] > step) & (step < history[..., None])[..., None, :]
-        visible = before | (step[:, None] == step)
-    if window_size > 0:
-        visible = visible & (distance < window_size)
-    # Padding needs no mask of its own: causality hides padded keys from real queries, and padded queries are dropped.
-    hidden = ~visible if num_targets is None else ~visible[..., None, :, :]
+    distance, visible = pairs(mask, step, lengths)  # [n, n] or [B, n, n]
+    # Padding needs no mask of its own: no real query sees padded keys, and padded queries are dropped.
+    hidden = ~visible if visible.dim() == 2 else ~visible[:, None]
 
     product = torch.bmm if one else torch.matmul  # the latter would keep torch.export from sequences of one token
     scores = product(pad(q * scale), pad(k).transpose(-2, -1))  # [B, H, n, n]

@@ -1,0 +1,125 @@
+"""Define which tokens of a sequence see one another in HSTU attention, and the positions that they count as.
+
+Letters: B sequences, n tokens of one, of which the first c are context and the last m candidates, h = n - m, W window
+size, G candidates of a group, P events of the prefix.
+
+Positions: 0 for context, 1, 2, ... for events; a group of candidates continues behind the last event, each group alike.
+
+    t < c sees s < c; with `context_sees_all` all s < h
+    t >= c sees s <= t with s < h or in t's group, if it is context, one of the P events behind it, or less than W
+           positions away
+
+Source: the contextual sequences of Meta's generative-recommenders, the target groups of NVIDIA's recsys-examples.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.core.jagged import readable, sequence_ids
+from hstu_sparse.core.validation import INTEGER, check_bool, check_int, check_tensor
+
+
+class Mask(NamedTuple):
+    """The options of the mask, as the public functions take them."""
+
+    num_targets: Tensor | None = None  # [B], m of each sequence
+    num_context: Tensor | None = None  # [B], c of each sequence
+    window_size: int = 0  # W, 0 for none
+    context_sees_all: bool = False
+    target_group_size: int = 1  # G
+    full_attention_prefix: int = 0  # P
+
+    @property
+    def extension(self) -> str | None:
+        """The name of the first option in use besides `num_targets` and `window_size`, or None."""
+        used = self.num_context is not None, self.target_group_size > 1, self.full_attention_prefix > 0
+        names = "num_context", "target_group_size", "full_attention_prefix"
+        return next((name for name, use in zip(names, used) if use), None)
+
+    def of(self, sequences: Tensor | int) -> "Mask":
+        """Return the options of these sequences; without a dimension for one number."""
+        numbers = (None if x is None else x[sequences] for x in self[:2])
+        return Mask(*numbers, *self[2:])
+
+
+# The arguments that torch.library has for a Mask.
+MASK = (
+    "Tensor? num_targets, Tensor? num_context, SymInt window_size, bool context_sees_all, int target_group_size, "
+    "int full_attention_prefix"
+)
+
+
+def check_mask(mask: Mask, seq_offsets: Tensor) -> Mask:
+    """Validate the options; values of tensors where `readable`. Return them without those that change nothing."""
+    check_int("window_size", mask.window_size, 0)
+    check_bool("context_sees_all", mask.context_sees_all)
+    check_int("target_group_size", mask.target_group_size, 1, 2**31 - 1)
+    check_int("full_attention_prefix", mask.full_attention_prefix, 0, 2**31 - 1)
+    sizes = {"B": seq_offsets.shape[0] - 1}
+    taken = [0] * sizes["B"]
+    for name, numbers in (("num_targets", mask.num_targets), ("num_context", mask.num_context)):
+        if numbers is None:
+            continue
+        check_tensor(name, numbers, "B", sizes, dtype=INTEGER, device=seq_offsets.device)
+        if readable(numbers) and readable(seq_offsets):
+            for b, (number, length) in enumerate(zip(numbers.tolist(), seq_offsets.diff().tolist())):
+                if not 0 <= number <= length - taken[b]:
+                    most = f"its length {length}" + (f" less {taken[b]} candidates" if taken[b] else "")
+                    raise ValueError(f"{name} of sequence {b} must be 0 to {most}, got {number}")
+                taken[b] = number
+    if mask.context_sees_all and mask.num_context is None:
+        raise ValueError("context_sees_all=True needs num_context [B], got None")
+    if mask.target_group_size > 1 and mask.num_targets is None:
+        raise ValueError(f"target_group_size={mask.target_group_size} needs num_targets [B], got None")
+    return mask if mask.window_size else mask._replace(full_attention_prefix=0)
+
+
+def pairs(mask: Mask, step: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (position of t less that of s, whether t sees s) of all pairs of tokens: [n, n] or [B, n, n].
+
+    Args:
+        step: 0 to n - 1.
+        lengths: [B], or [] with numbers [] in the mask: then results are [n, n]. Only tokens behind a sequence's end
+            see tokens there.
+    """
+    position, history, first = step, lengths[..., None], step
+    if mask.num_targets is not None:
+        history = history - mask.num_targets[..., None]
+        in_group = (step - history).clamp(min=0) % mask.target_group_size
+        position, first = torch.minimum(step, history) + in_group, step - in_group
+    context = None if mask.num_context is None else mask.num_context[..., None]
+    if context is not None:
+        position = torch.maximum(position, context - 1)  # the position, but for a constant
+    distance = position[..., :, None] - position[..., None, :]
+    visible = step[:, None] >= step
+    if mask.num_targets is not None:
+        visible = visible & ((step < history)[..., None, :] | (step >= first[..., :, None]))
+    if mask.window_size > 0:
+        near, prefix = distance < mask.window_size, mask.full_attention_prefix
+        if context is not None or prefix:
+            near = near | (step < prefix + (0 if context is None else context))[..., None, :]
+        visible = visible & near
+    if context is not None:
+        seen = step < (history if mask.context_sees_all else context)
+        visible = visible | ((step < context)[..., :, None] & seen[..., None, :])
+    return distance, visible
+
+
+def context_times(bias: RelativeBias, num_context: Tensor | None, seq_offsets: Tensor) -> RelativeBias:
+    """Return the bias with the time of the first event, or of the last token if there is none, for context tokens.
+
+    It is their time as queries, too.
+    """
+    times, query_times = bias.timestamps, bias.query_timestamps
+    if num_context is None or times is None or query_times is None:
+        return bias
+    sequence = sequence_ids(seq_offsets, times.shape[0])
+    first_event = (seq_offsets[:-1] + num_context)[sequence]
+    time = times[torch.minimum(first_event, seq_offsets[1:][sequence] - 1)]
+    is_context = torch.arange(times.shape[0], device=times.device) < first_event
+    return bias._replace(
+        timestamps=torch.where(is_context, time, times), query_timestamps=torch.where(is_context, time, query_times)
+    )

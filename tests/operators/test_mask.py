@@ -1,0 +1,187 @@
+"""Options of the mask (context, groups of candidates, prefix): the references against the papers' formulas by pairs."""
+
+import functools
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from hstu_sparse import RelativeBias, hstu_attention
+from hstu_sparse.core.mask import Mask, pairs
+
+
+def position(t, n, c, m, group):
+    """The position of token t: context 0, events from 1 on, each group of candidates behind the last event."""
+    if t < c:
+        return 0
+    history = n - m
+    return t - c + 1 if t < history else history - c + 1 + (t - history) % group
+
+
+def sees(t, s, n, c, m, window=0, sees_all=False, group=1, prefix=0):
+    """Whether t sees s, as the contract says it."""
+    history = n - m
+    if t < c:
+        return s < c or (sees_all and s < history)
+    if s > t or (s >= history and (t < history or (t - history) // group != (s - history) // group)):
+        return False
+    near = position(t, n, c, m, group) - position(s, n, c, m, group) < window
+    return window == 0 or near or s < c + prefix
+
+
+def meta(t, s, n, c, m, max_attn_len):
+    """Whether t sees s in Meta's generative-recommenders, where every sequence has c context tokens."""
+    last = n - m - c + 1 if c else n - m
+    row, column = (min(max(x - c + 1, 0), last) if c else min(x, last) for x in (t, s))
+    seen = t == s or row > column
+    if max_attn_len:
+        seen = seen and row - column <= max_attn_len
+    return seen or (c > 0 and row == 0 and column < last)
+
+
+def nvidia(t, s, n, c, m, group):
+    """Whether t sees s in NVIDIA's recsys-examples, without a window."""
+    row, column = (max(x - c + 1, 0) for x in (t, s))
+    end = n - c + 1
+    groups = [max(x - end + m, -1) // group for x in (row, column)]
+    seen = (t == s or row > column) and (groups[0] == groups[1] or min(groups) < 0)
+    return seen or (row == 0 and column < end - m)
+
+
+def table(rule, n):
+    return torch.tensor([[rule(t, s) for s in range(n)] for t in range(n)], dtype=torch.bool).reshape(n, n)
+
+
+def mask_of(n, c, m, **options):
+    mask = Mask(num_targets=torch.tensor([m]), num_context=torch.tensor([c]), **options)
+    return pairs(mask, torch.arange(n), torch.tensor([n]))[1][0]
+
+
+@pytest.mark.parametrize(("n", "c", "m"), [(9, 3, 2), (9, 0, 4), (7, 4, 3), (5, 5, 0), (6, 0, 6), (8, 1, 0)])
+def test_agrees_with_the_published_masks(n, c, m):
+    for window in (0, 1, 3):
+        expected = table(functools.partial(meta, n=n, c=c, m=m, max_attn_len=max(window - 1, 0)), n)
+        if window != 1:  # a max_attn_len of 0 is no window
+            actual = mask_of(n, c, m, window_size=window, context_sees_all=True)
+            hides = window > 0  # Meta's window hides context, ours does not
+            actual[c:, :c], expected[c:, :c] = actual[c:, :c] & (not hides), expected[c:, :c] & (not hides)
+            assert torch.equal(actual, expected), (window, actual, expected)
+    for group in (1, 2, 3):
+        expected = table(functools.partial(nvidia, n=n, c=c, m=m, group=group), n)
+        assert torch.equal(mask_of(n, c, m, context_sees_all=True, target_group_size=group), expected)
+
+
+def random_case(seed):
+    """Return (arguments of hstu_attention in fp64, the output by pairs) of a random batch with random options."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [draw.choice([0, 1, 2, draw.randrange(3, 14)]) for _ in range(draw.randrange(1, 4))]
+    total, longest = sum(lengths), max([1, *lengths])
+    context = [draw.randrange(n + 1) for n in lengths]
+    targets = [draw.randrange(n - c + 1) for n, c in zip(lengths, context)]
+    use = {
+        name: draw.random() < 0.7 for name in ("context", "targets", "window", "prefix", "position", "time", "later")
+    }
+    if not use["context"]:
+        context = [0] * len(lengths)
+    if not use["targets"]:
+        targets = [0] * len(lengths)
+    options = dict(
+        window=draw.randrange(1, 6) if use["window"] else 0,
+        sees_all=use["context"] and draw.random() < 0.5,
+        group=draw.randrange(1, 5) if use["targets"] else 1,
+        prefix=draw.randrange(1, 4) if use["prefix"] else 0,
+    )
+    q, k, v = (torch.randn(total, 2, size, generator=generator, dtype=torch.float64) for size in (3, 3, 2))
+    tables = [torch.randn(size, generator=generator, dtype=torch.float64) for size in (longest, 8)]
+    times = torch.randint(0, 3000, (total,), generator=generator)
+    query_times = times + torch.randint(0, 900, (total,), generator=generator) if use["later"] else times
+    bias = RelativeBias(
+        tables[0] if use["position"] else None, *((tables[1], times, query_times) if use["time"] else (None,) * 3)
+    )
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+    arguments = dict(
+        seq_offsets=offsets, max_seq_len=longest, bias=bias, window_size=options["window"],
+        num_targets=torch.tensor(targets) if use["targets"] else None,
+        num_context=torch.tensor(context, dtype=torch.int32) if use["context"] else None,
+        context_sees_all=options["sees_all"], target_group_size=options["group"],
+        full_attention_prefix=options["prefix"],
+    )  # fmt: skip
+    expected = torch.zeros(total, 2, 2, dtype=torch.float64)
+    for begin, n, c, m in zip(offsets.tolist(), lengths, context, targets):
+        key_seconds = times[begin : begin + n].tolist()
+        query_seconds = query_times[begin : begin + n].tolist()
+        key_seconds[:c] = query_seconds[:c] = [key_seconds[min(c, n - 1)]] * c if n else []
+        for t, s in itertools.product(range(n), repeat=2):
+            if not sees(t, s, n, c, m, **options):
+                continue
+            added = 0.0
+            if use["position"]:
+                distance = position(t, n, c, m, options["group"]) - position(s, n, c, m, options["group"])
+                added += float(tables[0][max(distance, 0)])
+            if use["time"]:
+                added += float(
+                    tables[1][min(math.floor(math.log(max(abs(query_seconds[t] - key_seconds[s]), 1)) / 0.301), 7)]
+                )
+            x = (q[begin + t] * k[begin + s]).sum(-1) * 0.5 + added
+            expected[begin + t] += (x * torch.sigmoid(x) / longest)[:, None] * v[begin + s]
+    return dict(q=q, k=k, v=v, scale=0.5, **arguments), expected
+
+
+def check_random_case(seed):
+    arguments, expected = random_case(seed)
+    torch.testing.assert_close(hstu_attention(**arguments), expected, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_reference_by_pairs(seed):
+    check_random_case(seed)
+
+
+@pytest.mark.slow
+def test_reference_by_pairs_500_times():
+    for seed in range(12, 512):
+        check_random_case(seed)
+
+
+def test_reference_gradients():
+    arguments, _ = random_case(3)
+    names = ["q", "k", "v"]
+    tables = [x.requires_grad_() for x in arguments["bias"][:2] if x is not None]
+    leaves = [arguments.pop(name).requires_grad_() for name in names]
+    assert arguments["num_context"] is not None and len(tables) == 2
+
+    def function(q, k, v, position, time):
+        bias = arguments["bias"]._replace(position=position, time=time)
+        return hstu_attention(q, k, v, **{**arguments, "bias": bias})
+
+    assert torch.autograd.gradcheck(function, (*leaves, *tables))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"num_context": torch.tensor([3, 1])},
+            ValueError,
+            "num_context of sequence 0 must be 0 to its length 2, got 3",
+        ),
+        (
+            {"num_context": torch.tensor([0, 3]), "num_targets": torch.tensor([0, 2])},
+            ValueError,
+            "num_context of sequence 1 must be 0 to its length 4 less 2 candidates, got 3",
+        ),
+        ({"num_context": torch.zeros(2)}, TypeError, "num_context must be int32 or int64, got torch.float32"),
+        ({"context_sees_all": True}, ValueError, r"context_sees_all=True needs num_context \[B\], got None"),
+        ({"context_sees_all": 1}, TypeError, "context_sees_all must be True or False, got 1"),
+        ({"target_group_size": 2}, ValueError, r"target_group_size=2 needs num_targets \[B\], got None"),
+        ({"target_group_size": 0}, ValueError, "target_group_size must be at least 1, got 0"),
+        ({"full_attention_prefix": -1}, ValueError, "full_attention_prefix must be at least 0, got -1"),
+    ],
+)
+def test_errors(options, error, message):
+    x = torch.zeros(6, 1, 4)
+    with pytest.raises(error, match=message):
+        hstu_attention(x, x, x, torch.tensor([0, 2, 6]), 8, **options)
