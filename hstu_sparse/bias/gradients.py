@@ -25,6 +25,7 @@ import triton.language as tl
 from hstu_sparse.bias import sums
 from hstu_sparse.bias.buckets import ENTRY_EDGES, ENTRY_SHIFT, edge_place, other_place, reached
 from hstu_sparse.tiles.assembly import look_up
+from hstu_sparse.tiles.ranges import place
 from hstu_sparse.tiles.rows import opaque, row_norms
 
 # Twice the greatest slope of SiLU, 1.0998, with room for the roundings of tanh and of the products.
@@ -241,21 +242,18 @@ def _add_to_ring(cell, ds, to_exact):
 
 
 @triton.jit
-def add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind: tl.constexpr, EXACT: tl.constexpr):
-    """Add a tile of ds, keys from `start` on, to the position bias's gradient; returns the ring's lowest distance."""
+def _add_column(gradients, ds, distance, s, length):
+    """Add ds [BLOCK_M, BLOCK_N] to the position bias's gradient, each of its columns s at one distance, at least 0."""
+    column = tl.sum(ds, 0) * gradients.scale
+    add_to(gradients.position + tl.maximum(distance, 0), column, None, (s < length) & (column != 0.0))
+
+
+@triton.jit
+def _add_along(gradients, ring_low, ds, first_row, start, length, kind: tl.constexpr, EXACT: tl.constexpr):
+    """Add ds along its diagonals to the position bias's gradient; returns the ring's lowest distance."""
     BLOCK_M: tl.constexpr = ds.shape[0]
     BLOCK_N: tl.constexpr = ds.shape[1]
-    s = start + tl.arange(0, BLOCK_N)
-    along = ds
-    if kind.HAS_TARGETS:
-        # Candidates all have the position `history`: for them a diagonal is a column.
-        candidate = (t >= sequence.history)[:, None]
-        column = tl.sum(tl.where(candidate, ds, 0.0), 0) * gradients.scale
-        seen = (s < sequence.length) & (column != 0.0)
-        add_to(gradients.position + tl.maximum(sequence.history - s, 0), column, None, seen)
-        along = tl.where(candidate, 0.0, ds)
     if EXACT and kind.ASM:
-        length = sequence.length
         if first_row - start - (BLOCK_N - 1) < ring_low:  # at the start, and when the ring is full
             sums.barrier(length)
             last = tl.minimum(ring_low + sums.RING, length)
@@ -263,9 +261,46 @@ def add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind: t
             sums.barrier(length)
             ring_low = first_row - start + BLOCK_M - sums.RING
         cell = sums.ring_lane(gradients.ring) + 4 * (first_row - start - ring_low)
-        _add_to_ring(cell, along, gradients.scale)
+        _add_to_ring(cell, ds, gradients.scale)
     else:
-        add_diagonals(gradients.position, along, first_row, start, sequence.length, gradients.scale, BLOCK_M, BLOCK_N)
+        add_diagonals(gradients.position, ds, first_row, start, length, gradients.scale, BLOCK_M, BLOCK_N)
+    return ring_low
+
+
+@triton.jit
+def add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind: tl.constexpr, EXACT: tl.constexpr):
+    """Add a tile of ds, keys from `start` on, to the position bias's gradient; returns the ring's lowest distance."""
+    BLOCK_M: tl.constexpr = ds.shape[0]
+    BLOCK_N: tl.constexpr = ds.shape[1]
+    s = start + tl.arange(0, BLOCK_N)
+    along = ds
+    if kind.HAS_TARGETS:
+        # Candidates with one place in their groups have one position: for them a diagonal is a column.
+        candidate = (t >= sequence.history)[:, None]
+        if kind.GROUP > 1:
+            keys = place(s, sequence, True)
+            first = tl.maximum(first_row - sequence.history, 0)
+            for i in range(kind.GROUP if kind.GROUP < BLOCK_M else BLOCK_M):
+                in_group = (first + i) % kind.GROUP
+                alike = candidate & ((t - sequence.history) % kind.GROUP == in_group)[:, None]
+                _add_column(gradients, tl.where(alike, ds, 0.0), sequence.history + in_group - keys, s, sequence.length)
+        else:
+            keys = s if sequence.context is None else tl.maximum(s, sequence.context - 1)
+            _add_column(gradients, tl.where(candidate, ds, 0.0), sequence.history - keys, s, sequence.length)
+        along = tl.where(candidate, 0.0, ds)
+    if kind.HAS_CONTEXT:
+        # Context tokens have one position: a diagonal is a row, and of those that see all one entry.
+        if (start < sequence.context) | (first_row < sequence.context):
+            alike = (t < sequence.context)[:, None] | (s < sequence.context)[None, :]
+            row = tl.sum(tl.where(alike, along, 0.0), 1) * gradients.scale
+            distance = tl.maximum(t - (sequence.context - 1), 0)
+            add_to(gradients.position + distance, row, None, (t < sequence.length) & (row != 0.0))
+            along = tl.where(alike, 0.0, along)
+        # Blocks behind the queries have nothing along diagonals, and the ring walks towards shorter distances.
+        if start < first_row + BLOCK_M:
+            ring_low = _add_along(gradients, ring_low, along, first_row, start, sequence.length, kind, EXACT)
+    else:
+        ring_low = _add_along(gradients, ring_low, along, first_row, start, sequence.length, kind, EXACT)
     return ring_low
 
 

@@ -15,6 +15,7 @@ Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (ar
 import functools
 import math
 import struct
+import typing
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,11 +58,16 @@ BIAS = "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timest
 _Arguments = TypeVar("_Arguments")
 
 
-def bundled(kind: type[_Arguments], flat: tuple) -> _Arguments:
-    """Return the named tuple `kind` of an operator's arguments, among which are those of `BIAS` for its `bias`."""
+def bundled(kind: type[_Arguments], flat: tuple, **bundles: type) -> _Arguments:
+    """Return the named tuple `kind` of an operator's arguments, among which are those of `BIAS` for its `bias`.
+
+    bundles: other members that are named tuples, in their order and before `bias`.
+    """
     named: Any = kind
-    at = named._fields.index("bias")
-    return named(*flat[:at], RelativeBias(*flat[at : at + 4]), *flat[at + 4 :])
+    for name, bundle in (*bundles.items(), ("bias", RelativeBias)):
+        at, members = named._fields.index(name), len(typing.cast(Any, bundle)._fields)
+        flat = *flat[:at], bundle(*flat[at : at + members]), *flat[at + members :]
+    return named(*flat)
 
 
 def check_bias(

@@ -38,6 +38,7 @@ from hstu_sparse.bias.buckets import (
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import cdiv, run
 from hstu_sparse.tiles.assembly import look_up, scalar
+from hstu_sparse.tiles.ranges import place
 from hstu_sparse.tiles.rows import opaque
 
 NEAR = tl.constexpr(16)
@@ -192,14 +193,12 @@ def read_ahead(start, last, bias, tile, OTHER: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def bias_position(t, history, HAS_TARGETS: tl.constexpr):
-    """Return a token's position in the position bias (int64): that of the first candidate for all candidates.
+def bias_position(t, sequence, HAS_TARGETS: tl.constexpr):
+    """Return a token's position in the position bias (int64), but for a constant: see `place`.
 
     The 64 bits let the compiler see that neighbouring pairs read neighbouring addresses.
     """
-    if HAS_TARGETS:
-        t = tl.minimum(t, history)
-    return t.to(tl.int64)
+    return place(t, sequence, HAS_TARGETS).to(tl.int64)
 
 
 @triton.jit
@@ -229,12 +228,12 @@ def narrow_bias(first, edges, time, steps, resident, streamed, origin, BY_QUERY:
 
 @triton.jit
 def half_bias(
-    start, first_row, place, sequence, ahead, bias, tile, kind: tl.constexpr, MASKED: tl.constexpr,
+    start, first_row, positions, sequence, ahead, bias, tile, kind: tl.constexpr, MASKED: tl.constexpr,
     IS_NEAR: tl.constexpr, BY_QUERY: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Return half the biases, [OWN, OTHER], of the resident side with the streamed side's block from `start` on.
 
-    tile: `TileBias`. first_row: the resident side's first token; place: its `bias_position`, [OWN, 1]. ahead:
+    tile: `TileBias`. first_row: the resident side's first token; positions: its `bias_position`, [OWN, 1]. ahead:
     `read_ahead` of this tile, if it is narrow. MASKED: the tile may be wide. IS_NEAR: its buckets are in the plan.
     BY_QUERY: queries are the resident side.
 
@@ -245,14 +244,17 @@ def half_bias(
     buckets = 0
     biases = tl.zeros([OWN, OTHER], tl.float32)
     if kind.HAS_POSITION:
-        if kind.HAS_TARGETS and (MASKED or not BY_QUERY):
-            column = bias_position(token, sequence.history, kind.HAS_TARGETS)[None, :]
-            biases = look_up(bias.position, place - column if BY_QUERY else column - place, kind.ASM)
+        if (kind.HAS_TARGETS or kind.HAS_CONTEXT) and (MASKED or not BY_QUERY):
+            column = bias_position(token, sequence, kind.HAS_TARGETS)[None, :]
+            distance = positions - column if BY_QUERY else column - positions
+            if kind.SEES_ALL or kind.GROUP > 1:
+                distance = tl.maximum(distance, 0)
+            biases = look_up(bias.position, distance, kind.ASM)
         else:
             # The same sum, written so that the compiler sees which neighbours read the same address: a pointer for
             # each row, which is new in each block, plus constants.
-            if kind.HAS_TARGETS:
-                row = bias.position + (place - start)
+            if kind.HAS_TARGETS or kind.HAS_CONTEXT:
+                row = bias.position + (positions - start)
             else:
                 resident = tl.arange(0, OWN).to(tl.int64)[:, None]
                 row = bias.position + (first_row - start if BY_QUERY else start - first_row)

@@ -108,21 +108,17 @@ def hstu_attention(
             raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
         return hstu_attention_reference(q, k, v, seq_offsets, scale=scale, normalizer=normalizer, mask=mask, bias=bias)
     check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
-    if (option := mask.extension) is not None:
-        raise ValueError(f"hstu_attention: the kernels take no {option}; use backend='reference'")
     if hopper:
         _check_hopper(q, v, bias, mask)
     from hstu_sparse.dense import plan as planning
     from hstu_sparse.dense.launch import dense_operator
 
-    purpose = planning.purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
+    purpose = planning.purpose_of(q, v, seq_offsets, mask, bias, max_seq_len, hopper)
     if plan is None:
-        plan = planning.make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=False)
+        plan = planning.make_plan(purpose, seq_offsets, mask, bias, backward=False)
     else:
         validation.check_plan(plan, planning.AttentionPlan, purpose)
-    return dense_operator(
-        q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale, normalizer, hopper
-    )[0]
+    return dense_operator(q, k, v, seq_offsets, *mask, *bias, plan.flat(), max_seq_len, scale, normalizer, hopper)[0]
 
 
 @without_autocast
@@ -150,7 +146,8 @@ def attention_plan(
 
     Args:
         q, v: of one of the calls; only their shapes, dtype and device are looked at.
-        seq_offsets to bias: as for `hstu_attention`.
+        seq_offsets, max_seq_len, num_targets, target_group_size, num_context: as for `hstu_attention`.
+        context_sees_all, window_size, full_attention_prefix, bias: as for `hstu_attention`.
         once: (key, compute) -> what compute() gave for the first call with this key: `Batch.once` of the batch that the
             calls share. The key is all that the plan depends on beside that batch.
         backend: as for `hstu_attention`.
@@ -179,14 +176,12 @@ def attention_plan(
     if backend == "reference":
         return None
     check_kernel("attention_plan", q, {"D": sizes["D"], "V": sizes["V"]})
-    if (option := mask.extension) is not None:
-        raise ValueError(f"attention_plan: the kernels take no {option}; use backend='reference'")
     if hopper:
         _check_hopper(q, v, bias, mask)
     from hstu_sparse.dense.plan import make_plan, purpose_of
 
-    purpose = purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
-    make = lambda: make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=torch.is_grad_enabled())
+    purpose = purpose_of(q, v, seq_offsets, mask, bias, max_seq_len, hopper)
+    make = lambda: make_plan(purpose, seq_offsets, mask, bias, backward=torch.is_grad_enabled())
     return make() if once is None else once(purpose.key, make)
 
 

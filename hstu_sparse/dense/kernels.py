@@ -21,6 +21,7 @@ import triton.language as tl
 from hstu_sparse.bias.gradients import Gradients, add_position, add_time, exact_scale
 from hstu_sparse.bias.scores import NEAR, TileBias, bias_position, half_bias, read_ahead, resident_bias
 from hstu_sparse.bias.sums import RING, histogram_close, histogram_lane, histogram_open, ring_flush, ring_open
+from hstu_sparse.tiles.ranges import Extension, find_sequence, key_ranges, prefix_tokens, query_ranges, visible
 from hstu_sparse.tiles.rows import (
     COMPILED,
     block_source,
@@ -35,23 +36,16 @@ from hstu_sparse.tiles.rows import (
 # Arguments that Triton must not specialise on, or it would compile kernels again for other batches: numbers that differ
 # between batches, and the caller's pointers, whose alignment may differ.
 PER_BATCH = ["window_size", "row", "time_shift"]
-CALLER_POINTERS = ["seq_offsets", "num_targets"]
+CALLER_POINTERS = ["seq_offsets", "num_targets", "num_context"]
 # All bits set, and more than the number of tiles of any sequence.
 MOST_TILES = tl.constexpr(2**24 - 1)
-
-
-class Sequence(NamedTuple):
-    """One sequence: its number of tokens, of tokens before all candidates, and the window (in tokens)."""
-
-    length: tl.tensor
-    history: tl.tensor
-    window_size: tl.tensor
 
 
 class Kind(NamedTuple):
     """The constants that a kernel is compiled for, besides the sizes of its tiles, as one constexpr.
 
-    D_OUT and V_OUT: the sizes of heads in the results; D and V: in memory; PAD_D and PAD_V: in tiles.
+    D_OUT and V_OUT: the sizes of heads in the results; D and V: in memory; PAD_D and PAD_V: in tiles. MORE: the other
+    options of the mask, or None.
     """
 
     H: int
@@ -68,17 +62,24 @@ class Kind(NamedTuple):
     FAST: bool
     PRECISION: str
     ASM: bool
+    MORE: Extension | None = None
 
+    @property
+    def HAS_CONTEXT(self) -> bool:
+        return self.MORE is not None and self.MORE.CONTEXT
 
-@triton.jit
-def find_sequence(b, seq_offsets, num_targets, window_size):
-    """Return (first token, Sequence) of sequence b; it has no candidates if `num_targets` is None."""
-    begin = tl.load(seq_offsets + b).to(tl.int64)
-    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
-    history = length
-    if num_targets is not None:
-        history = length - tl.load(num_targets + b).to(tl.int32)
-    return begin, Sequence(length, history, window_size)
+    @property
+    def SEES_ALL(self) -> bool:
+        return self.MORE is not None and self.MORE.SEES_ALL
+
+    @property
+    def HAS_PREFIX(self) -> bool:
+        """Whether there may be keys before the window that are seen."""
+        return self.HAS_WINDOW and self.MORE is not None and (self.MORE.CONTEXT or self.MORE.PREFIX > 0)
+
+    @property
+    def GROUP(self) -> int:
+        return 1 if self.MORE is None else self.MORE.GROUP
 
 
 @triton.jit
@@ -89,74 +90,17 @@ def scheduled(schedule, H: tl.constexpr):
 
 
 @triton.jit
-def find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M: tl.constexpr):
+def find_query_tile(
+    b, entry, seq_offsets, num_targets, num_context, window_size, kind: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Return (first token, the Sequence, the tile's number, its queries' positions) for an entry of a schedule.
 
     The schedule counts tiles of queries from the sequence's end, where a query sees most keys.
     """
-    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
+    MORE: tl.constexpr = kind.MORE
+    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context, MORE)
     block = (sequence.length + BLOCK_M - 1) // BLOCK_M - 1 - tl.load(entry + 1)
     return begin, sequence, block, block * BLOCK_M + tl.arange(0, BLOCK_M)
-
-
-@triton.jit
-def visible(t, s, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return the mask of the pairs (t, s), two tensors that broadcast against each other."""
-    mask = (s <= t) & (t < sequence.length)
-    history = sequence.history
-    if HAS_TARGETS:
-        mask = mask & ((s < history) | (s == t))
-    if HAS_WINDOW:
-        mask = mask & (tl.minimum(t, history) - tl.minimum(s, history) < sequence.window_size)
-    return mask
-
-
-@triton.jit
-def key_ranges(
-    first_row, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Return (begin, full, diagonal, end), multiples of BLOCK_N: only the keys in full .. diagonal need no mask."""
-    length, history, window_size = sequence.length, sequence.history, sequence.window_size
-    end = tl.minimum(first_row + BLOCK_M, length)
-    diagonal = first_row + 1
-    if HAS_TARGETS:
-        diagonal = tl.minimum(diagonal, history)
-    diagonal = diagonal // BLOCK_N * BLOCK_N
-    begin = 0
-    full = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(tl.minimum(first_row, history) - window_size + 1, 0) // BLOCK_N * BLOCK_N
-        full = tl.maximum(tl.minimum(end - 1, history) - window_size + 1 + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
-        diagonal = tl.maximum(diagonal, begin)
-        full = tl.minimum(tl.maximum(full, begin), diagonal)
-    return begin, full, diagonal, end
-
-
-@triton.jit
-def query_ranges(
-    first_row, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Return (begin, full, free, end), multiples of BLOCK_M except `end`: only queries in full .. free need no mask."""
-    length, history, window_size = sequence.length, sequence.history, sequence.window_size
-    end = length
-    last_key = first_row + BLOCK_N - 1
-    full = (last_key + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    free = length // BLOCK_M * BLOCK_M
-    if HAS_TARGETS:
-        if first_row >= history:
-            end = tl.minimum(first_row + BLOCK_N, length)
-        if last_key >= history:
-            free = 0
-    if HAS_WINDOW:
-        seen_last = tl.minimum(last_key, history - 1) + window_size
-        if seen_last <= history:
-            end = tl.minimum(end, tl.maximum(seen_last, tl.minimum(first_row + BLOCK_N, length)))
-        if history - first_row >= window_size:
-            free = tl.minimum(free, (first_row + window_size) // BLOCK_M * BLOCK_M)
-    full = tl.minimum(full, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-    return first_row // BLOCK_M * BLOCK_M, full, tl.maximum(tl.minimum(free, end), full), end
 
 
 @triton.jit
@@ -175,13 +119,16 @@ def query_tile_bias(
 ):
     """Return, for a tile of queries, (the ranges of keys, its `TileBias`).
 
-    The ranges are the five bounds of four loops over the keys. The second loop needs no masks; with a time bias its
-    blocks are narrow, those of the third are wide and those of the fourth are near. Without one the third loop is
-    empty.
+    The ranges are the bounds of loops over the keys: the prefix, nothing, then four loops. The second of those needs no
+    masks; with a time bias its blocks are narrow, those of the third are wide and those of the fourth are near. Without
+    one the third loop is empty.
     """
     first, full, diagonal, end = key_ranges(
         block * BLOCK_M, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N
     )
+    prefix = 0
+    if kind.HAS_PREFIX:
+        prefix = tl.minimum((prefix_tokens(sequence) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, first)
     if kind.HAS_TIME:
         slot = begin // BLOCK_M + b + block
         near = tiles.near + slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
@@ -192,9 +139,17 @@ def query_tile_bias(
             bias, bias.query_times, bias.key_times, begin, t, t < sequence.length, tiles.entries + slot * row, near,
             nearest,
         )  # fmt: skip
-        return (first, full, diagonal, near_start, end), tile
+        return (0, prefix, first, full, diagonal, near_start, end), tile
     else:
-        return (first, full, diagonal, diagonal, end), TileBias(0.0, 0.0, 0, 0, 0, 0, 0, 0)
+        return (0, prefix, first, full, diagonal, diagonal, end), TileBias(0.0, 0.0, 0, 0, 0, 0, 0, 0)
+
+
+@triton.constexpr_function
+def walks(part, kind):
+    """Return whether a kernel has the loop `part` of `query_tile_bias`."""
+    if part < 2:
+        return part == 0 and kind.HAS_PREFIX
+    return (part > 2 or kind.HAS_WINDOW or kind.HAS_CONTEXT) and (part != 4 or kind.HAS_TIME)
 
 
 @triton.jit
@@ -204,7 +159,7 @@ def _attend(
 ):  # fmt: skip
     """Return acc [BLOCK_M, V] plus the keys first .. last (multiples of BLOCK_N; MASKED: `last` may pass the end)."""
     n = tl.arange(0, BLOCK_N)
-    place = bias_position(t, sequence.history, kind.HAS_TARGETS)[:, None]
+    place = bias_position(t, sequence, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
         ahead = read_ahead(first, last, bias, tile, BLOCK_N, kind.ASM)
@@ -228,7 +183,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def dense_attention_fwd_kernel(
-    q, k, v, out, seq_offsets, num_targets, window_size, half_scale, inverse_n, tiles, row, bias,
+    q, k, v, out, seq_offsets, num_targets, num_context, window_size, half_scale, inverse_n, tiles, row, bias,
     kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of BLOCK_M queries of one head in each program.
@@ -239,19 +194,21 @@ def dense_attention_fwd_kernel(
     if b < 0:
         return
     PAD_V: tl.constexpr = kind.PAD_V
-    begin, sequence, block, t = find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M)
+    begin, sequence, block, t = find_query_tile(
+        b, entry, seq_offsets, num_targets, num_context, window_size, kind, BLOCK_M
+    )
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, sequence.length, kind.D, kind.PAD_D, True)
     bounds, tile = query_tile_bias(b, begin, block, t, sequence, bias, tiles, row, kind, BLOCK_M, BLOCK_N)
     keys, values = row_pointer(k, begin, head), row_pointer(v, begin, head)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
-    for part in tl.static_range(4):
-        if (part > 0 or kind.HAS_WINDOW) and (part != 2 or kind.HAS_TIME):  # noqa: SIM102  known to the compiler
+    for part in tl.static_range(6):
+        if walks(part, kind):  # noqa: SIM102  known to the compiler
             if bounds[part] < bounds[part + 1]:
                 acc = _attend(
                     acc, query, bounds[part], bounds[part + 1], t, first_row, sequence, keys, values, k.stride_t,
-                    v.stride_t, half_scale, bias, tile, kind, BLOCK_M, BLOCK_N, part != 1, part == 3,
+                    v.stride_t, half_scale, bias, tile, kind, BLOCK_M, BLOCK_N, part != 3, part == 5,
                 )  # fmt: skip
     target = row_pointer(out, begin + first_row, head)
     store_block(target, m, out.stride_t, t < sequence.length, acc * inverse_n, kind.V_OUT, kind.PAD_V)
@@ -265,7 +222,7 @@ def _attend_dq(
 ):  # fmt: skip
     """Return dq [BLOCK_M, D] plus the keys first .. last, sums for the bias tables, and the ring's least distance."""
     n = tl.arange(0, BLOCK_N)
-    place = bias_position(t, sequence.history, kind.HAS_TARGETS)[:, None]
+    place = bias_position(t, sequence, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
         ahead = read_ahead(first, last, bias, tile, BLOCK_N, kind.ASM)
@@ -297,8 +254,8 @@ def _attend_dq(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def dense_attention_bwd_dq_kernel(
-    q, k, v, do, dq, tables, time_shift, seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale,
-    tiles, row, bias,
+    q, k, v, do, dq, tables, time_shift, seq_offsets, num_targets, num_context, window_size, half_scale, half_inverse_n,
+    scale, tiles, row, bias,
     kind: tl.constexpr, TABLE: tl.constexpr, COPIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HOLD: tl.constexpr,
 ):  # fmt: skip
@@ -311,7 +268,9 @@ def dense_attention_bwd_dq_kernel(
     if b < 0:
         return
     PAD_D: tl.constexpr = kind.PAD_D
-    begin, sequence, block, t = find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M)
+    begin, sequence, block, t = find_query_tile(
+        b, entry, seq_offsets, num_targets, num_context, window_size, kind, BLOCK_M
+    )
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, sequence.length, kind.D, kind.PAD_D, True)
@@ -340,19 +299,19 @@ def dense_attention_bwd_dq_kernel(
     keys, values = row_pointer(k, begin, head), row_pointer(v, begin, head)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     ring_low = 1 << 30
-    for part in tl.static_range(4):
-        if (part > 0 or kind.HAS_WINDOW) and (part != 2 or kind.HAS_TIME):  # noqa: SIM102  known to the compiler
+    for part in tl.static_range(6):
+        if walks(part, kind):  # noqa: SIM102  known to the compiler
             if bounds[part] < bounds[part + 1]:
                 acc, ring_low = _attend_dq(
                     acc, ring_low, query, dout, bounds[part], bounds[part + 1], t, first_row, sequence,
                     keys, values, k.stride_t, v.stride_t, half_scale, bias, tile, gradients, kind, BLOCK_M, BLOCK_N,
-                    part != 1, part == 3, EXACT,
+                    part != 3, part == 5, EXACT,
                 )  # fmt: skip
     if kind.HAS_POSITION and EXACT and kind.ASM:
         tl.debug_barrier()
-        end = bounds[4]
+        end = bounds[6]
         nearest = first_row - (end - 1) // BLOCK_N * BLOCK_N - (BLOCK_N - 1)
-        farthest = tl.minimum(first_row - bounds[0] + BLOCK_M, ring_low + RING)
+        farthest = tl.minimum(first_row - bounds[0 if kind.HAS_PREFIX else 2] + BLOCK_M, ring_low + RING)
         ring_flush(ring, tables.position, ring_low, tl.maximum(nearest, ring_low), farthest, sequence.length)
     if kind.HAS_TIME and kind.ASM:
         histogram_close(histogram, time_grad, half_inverse_n, time_shift, TABLE, EXACT)
@@ -371,7 +330,7 @@ def _attend_dkv(
     Tiles are transposed, keys x queries.
     """
     m = tl.arange(0, BLOCK_M)
-    place = bias_position(s, sequence.history, kind.HAS_TARGETS)[:, None]
+    place = bias_position(s, sequence, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
         ahead = read_ahead(first, last, bias, tile, BLOCK_M, kind.ASM)
@@ -398,7 +357,8 @@ def _attend_dkv(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=CALLER_POINTERS)
 def dense_attention_bwd_dkv_kernel(
-    q, k, v, do, dk, dv, seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale, tiles, row, bias,
+    q, k, v, do, dk, dv, seq_offsets, num_targets, num_context, window_size, half_scale, half_inverse_n, scale, tiles,
+    row, bias,
     kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of BLOCK_N keys of one head in each program. TMA: load queries by tensor descriptor."""
@@ -407,7 +367,8 @@ def dense_attention_bwd_dkv_kernel(
         return
     PAD_D: tl.constexpr = kind.PAD_D
     PAD_V: tl.constexpr = kind.PAD_V
-    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
+    MORE: tl.constexpr = kind.MORE
+    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context, MORE)
     length = sequence.length
     # The mask tells the compiler that it is not negative: divisions by powers of two are shifts, with fewer registers.
     first_row = (tl.load(entry + 1) & MOST_TILES) * BLOCK_N
@@ -426,17 +387,20 @@ def dense_attention_bwd_dkv_kernel(
         )  # fmt: skip
         full = tl.load(tiles.runs + slot)
     # The loops are over: near blocks, or, without times, all up to `full`; with times, other blocks that need masks;
-    # blocks that need no mask; the sequence's end.
+    # blocks that need no mask; the sequence's end; context tokens that see all.
     wide = tl.minimum(full, end)
     near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M) if kind.HAS_TIME else wide
-    ranges = ((begin_row, near_end), (near_end, wide), (full, free), (free, end))
+    front = 0
+    if kind.SEES_ALL:
+        front = tl.where(first_row < sequence.history, (sequence.context + BLOCK_M - 1) // BLOCK_M * BLOCK_M, 0)
+    ranges = ((begin_row, near_end), (near_end, wide), (full, free), (free, end), (0, tl.minimum(front, begin_row)))
 
     queries = block_source(row_pointer(q, begin, head), q.stride_t, length, kind.D, BLOCK_M, kind.PAD_D, TMA)
     douts = block_source(row_pointer(do, begin, head), do.stride_t, length, kind.V, BLOCK_M, kind.PAD_V, TMA)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
-    for part in tl.static_range(4):
-        if part != 1 or kind.HAS_TIME:  # noqa: SIM102  known to the compiler
+    for part in tl.static_range(5):
+        if (part != 1 or kind.HAS_TIME) and (part != 4 or kind.SEES_ALL):  # noqa: SIM102  known to the compiler
             # The condition saves registers with TMA and costs some without.
             if not TMA or ranges[part][0] < ranges[part][1]:
                 acc_k, acc_v = _attend_dkv(

@@ -17,12 +17,14 @@ from hstu_sparse.bias.gradients import TableGradients, greatest_norms_kernel, ta
 from hstu_sparse.bias.relative import BIAS, RelativeBias, bundled
 from hstu_sparse.bias.scores import POSITION_MARGIN, HalvedTables, KernelBias
 from hstu_sparse.core.launch import INTERPRET, allow_descriptors, cdiv, multiprocessors, padded_head, precision, run
+from hstu_sparse.core.mask import MASK, Mask
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.dense import configs, kernels
 from hstu_sparse.dense.configs import Features
 from hstu_sparse.dense.kernels import Kind
 from hstu_sparse.dense.plan import AttentionPlan, TileMap, purpose_of, with_backward
 from hstu_sparse.tiles.assembly import proven
+from hstu_sparse.tiles.ranges import Extension
 from hstu_sparse.tiles.rows import Rows, as_rows
 
 # Copies of the time bias's sums, so that programs do not contend for one address.
@@ -38,32 +40,37 @@ class Arguments(NamedTuple):
     k: Tensor
     v: Tensor
     seq_offsets: Tensor
-    num_targets: Tensor | None
+    mask: Mask
     bias: RelativeBias
     plan: list[Tensor | None]  # `AttentionPlan.flat`
     max_seq_len: int
-    window_size: int
     scale: float
     normalizer: float
     hopper: bool | None  # whether the kernels for Hopper are taken; None where `prefers_hopper` says so
 
     @property
-    def batch(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def batch(self) -> tuple[Tensor, Mask, RelativeBias]:
         """The arguments that a plan is made of."""
-        return self.seq_offsets, self.num_targets, self.bias.timestamps, self.bias.query_timestamps
+        return self.seq_offsets, self.mask, self.bias
+
+    @property
+    def for_kernels(self) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+        """The offsets and the mask as the attention kernels take them."""
+        return self.seq_offsets, *self.mask[:3]
 
 
 @functools.cache
 def _kind(
-    features: Features, heads: int, d: int, v: int, targets: bool, window: bool, products: str, asm: bool
+    features: Features, heads: int, d: int, v: int, form: tuple[bool, bool, Extension | None], products: str, asm: bool
 ) -> Kind:
-    """Return an attention kernel's constants. `as_rows` pads the heads."""
+    """Return an attention kernel's constants. `as_rows` pads the heads. form: HAS_TARGETS, HAS_WINDOW, MORE."""
+    targets, window, more = form
     size, value_size = cdiv(d, 16) * 16, cdiv(v, 16) * 16
     # fp32 tiles must be wider than high: see `bwd_dq_config`.
     least = 32 if features.dtype == torch.float32 else 16
     return Kind(
         heads, size, value_size, d, v, max(least, padded_head(size)), max(least, padded_head(value_size)), targets,
-        window, features.position, features.time, features.dtype != torch.float32, products, asm,
+        window, features.position, features.time, features.dtype != torch.float32, products, asm, more,
     )  # fmt: skip
 
 
@@ -72,7 +79,7 @@ class _Launch:
 
     def __init__(self, a: Arguments):
         q, v, self.a, self.bias = a.q, a.v, a, a.bias
-        purpose = purpose_of(q, v, *a.batch[:2], self.bias, a.max_seq_len, a.window_size, a.hopper)
+        purpose = purpose_of(q, v, *a.batch, a.max_seq_len, a.hopper)
         self.features = purpose.features
         self.plan = AttentionPlan.from_flat(purpose, a.plan)
         self.tables = HalvedTables(self.bias, POSITION_MARGIN)
@@ -80,8 +87,8 @@ class _Launch:
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = self.tables.size > 0
         self.kind = _kind(
-            self.features, q.shape[1], q.shape[2], v.shape[2], purpose.targets, a.window_size > 0,
-            precision(q.dtype, "tf32x3"), proven(q.device),
+            self.features, q.shape[1], q.shape[2], v.shape[2],
+            (purpose.targets, purpose.window_size > 0, purpose.more), precision(q.dtype, "tf32x3"), proven(q.device),
         )  # fmt: skip
 
     def new(self, size: int) -> Tensor:
@@ -106,7 +113,7 @@ class _Launch:
             self._run_hopper(kernel, "MNN", (self.q, self.k, self.v), (out,), factors, configs.hopper_fwd_config)
             return out, halves
         rows = map(Rows.of, (self.q, self.k, self.v, out))
-        arguments = (*rows, *a.batch[:2], a.window_size, *factors)
+        arguments = (*rows, *a.for_kernels, *factors)
         self.run(kernels.dense_attention_fwd_kernel, self.plan.forward, arguments, halves, configs.fwd_config)
         return out, halves
 
@@ -120,14 +127,14 @@ class _Launch:
         from hstu_sparse.dense.hopper.tiles import descriptor
 
         settings, schedule, heads = config(self.features), self.plan.forward.schedule, self.kind.H
-        slots = schedule.shape[0]
+        slots, mask = schedule.shape[0], self.a.mask
         descriptors = [descriptor(x, settings[f"BLOCK_{block}"]) for x, block in zip(sources, blocks)]
         strides = tuple(x.base.stride(1) for x in descriptors)
         taken = torch.zeros(1, dtype=torch.int32, device=self.q.device)
         run(
             kernel, min(multiprocessors(self.q.device), slots * heads), *descriptors, strides,
-            *map(Rows.of, outputs), *self.a.batch[:2], self.a.window_size, factors, taken, slots, schedule, H=heads,
-            HAS_TARGETS=self.kind.HAS_TARGETS, HAS_WINDOW=self.kind.HAS_WINDOW, **settings,
+            *map(Rows.of, outputs), self.a.seq_offsets, mask.num_targets, mask.window_size, factors, taken, slots,
+            schedule, H=heads, HAS_TARGETS=self.kind.HAS_TARGETS, HAS_WINDOW=self.kind.HAS_WINDOW, **settings,
         )  # fmt: skip
 
     def backward(self, do: Tensor, halves: Tensor) -> list[Tensor]:
@@ -152,7 +159,7 @@ class _Launch:
         plan = with_backward(self.plan, *a.batch)
         assert plan.dq is not None and plan.dkv is not None
         rows = [*map(Rows.of, sources)]
-        shared: tuple = (*a.batch[:2], a.window_size, *factors)
+        shared: tuple = (*a.for_kernels, *factors)
 
         if configs.bwd_dkv_config(self.features).TMA:
             allow_descriptors()
@@ -199,20 +206,20 @@ class _Launch:
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor]:
-    return _Launch(bundled(Arguments, arguments)).forward()
+    return _Launch(bundled(Arguments, arguments, mask=Mask)).forward()
 
 
 def _backward(grad: Tensor, *arguments) -> list[Tensor]:
-    return _Launch(bundled(Arguments, arguments[:-1])).backward(grad, arguments[-1])
+    return _Launch(bundled(Arguments, arguments[:-1], mask=Mask)).backward(grad, arguments[-1])
 
 
 def _fake(*arguments) -> tuple[Tensor, Tensor]:
-    a = bundled(Arguments, arguments)
+    a = bundled(Arguments, arguments, mask=Mask)
     return a.q.new_empty(a.v.shape), HalvedTables(a.bias, POSITION_MARGIN).new(a.q)
 
 
 _SCHEMA = (
-    f"Tensor q, Tensor k, Tensor v, Tensor seq_offsets, Tensor? num_targets, {BIAS}, Tensor?[] plan, "
-    "SymInt max_seq_len, SymInt window_size, float scale, float normalizer, bool? hopper"
+    f"Tensor q, Tensor k, Tensor v, Tensor seq_offsets, {MASK}, {BIAS}, Tensor?[] plan, "
+    "SymInt max_seq_len, float scale, float normalizer, bool? hopper"
 )
 dense_operator = Operator("dense", _SCHEMA, _forward, _backward, _fake, "q k v position time", outputs=2)

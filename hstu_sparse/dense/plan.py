@@ -31,11 +31,12 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.core.jagged import fingerprint
 from hstu_sparse.core.launch import architecture, cdiv, padded_head, run
+from hstu_sparse.core.mask import MASK, Mask, context_times
 from hstu_sparse.core.registration import register_preparation
 from hstu_sparse.dense import configs
 from hstu_sparse.dense.configs import Features
-from hstu_sparse.dense.kernels import find_sequence, key_ranges, query_ranges, visible
 from hstu_sparse.tiles.assembly import proven
+from hstu_sparse.tiles.ranges import Extension, find_sequence, key_ranges, query_ranges, visible
 from hstu_sparse.tiles.rows import locate
 
 
@@ -127,11 +128,11 @@ def _map_tile(
 
 @triton.jit(
     do_not_specialize=["window_size", "row", "num_seqs", "num_slots"],
-    do_not_specialize_on_alignment=["seq_offsets", "num_targets", "k_times", "q_times"],
+    do_not_specialize_on_alignment=["seq_offsets", "num_targets", "num_context", "k_times", "q_times"],
 )
 def dense_attention_plan_kernel(
-    seq_offsets, num_targets, q_times, k_times, cells, tiles, row, num_seqs, num_slots, window_size,
-    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    seq_offsets, num_targets, num_context, q_times, k_times, cells, tiles, row, num_seqs, num_slots, window_size,
+    MORE: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Fill the `TileMap` `tiles`: one program for each sequence writes the schedule.
@@ -144,7 +145,7 @@ def dense_attention_plan_kernel(
     elif k_times is not None:
         slot = program - num_seqs
         b, _, _, index = locate(seq_offsets, slot, num_seqs, OWN)
-        begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
+        begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context, MORE)
         if index * OWN < sequence.length:
             own_times, times = (q_times, k_times) if BY_QUERY else (k_times, q_times)
             _map_tile(
@@ -200,9 +201,10 @@ class Purpose(NamedTuple):
     max_seq_len: int
     window_size: int
     targets: bool
+    more: Extension | None
     num_buckets: int | None
     features: Features
-    batch: str | None  # `fingerprint` of offsets, candidates and times
+    batch: str | None  # `fingerprint` of offsets, candidates, context and times
 
     @property
     def key(self) -> tuple:
@@ -252,16 +254,18 @@ def _features(d: int, v: int, *rest) -> Features:
 
 
 def purpose_of(
-    q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int, hopper: bool | None = None
+    q, v, seq_offsets, mask: Mask, bias: RelativeBias, max_seq_len: int, hopper: bool | None = None
 ) -> Purpose:
     """Return the purpose of the plan for a call with these arguments. hopper: see `launch.Arguments`."""
     num_seqs, buckets = seq_offsets.shape[0] - 1, num_time_buckets(bias.time)
     position, time = bias.position is not None, bias.time is not None
+    more = Extension.of(mask)
     if hopper is None:
-        hopper = configs.prefers_hopper(q, v, position or time, num_seqs)
+        hopper = more is None and configs.prefers_hopper(q, v, position or time, num_seqs)
     f = features(q, v, position, time, hopper)
-    batch = fingerprint(seq_offsets, num_targets, *(bias[2:] if f.time else ()))
-    return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, f, batch)
+    batch = fingerprint(seq_offsets, *mask[:2], *(bias[2:] if f.time else ()))
+    targets = mask.num_targets is not None
+    return Purpose(q.shape[0], num_seqs, max_seq_len, mask.window_size, targets, more, buckets, f, batch)
 
 
 def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
@@ -282,16 +286,20 @@ class _MapArguments(NamedTuple):
     """The arguments of the operator that makes a tile map, in the order of its schema."""
 
     seq_offsets: torch.Tensor
-    num_targets: torch.Tensor | None
+    mask: Mask
     timestamps: torch.Tensor | None
     query_timestamps: torch.Tensor | None
     total: int
     max_seq_len: int
-    window_size: int
     num_buckets: int
     owned: int
     other: int
     by_query: bool
+
+    @classmethod
+    def of(cls, flat: tuple) -> "_MapArguments":
+        size = len(Mask._fields)
+        return cls(flat[0], Mask(*flat[1 : 1 + size]), *flat[1 + size :])
 
 
 def _new_map(a: _MapArguments, least) -> list[torch.Tensor]:
@@ -306,11 +314,11 @@ def _new_map(a: _MapArguments, least) -> list[torch.Tensor]:
 
 
 def _fake_map(*arguments) -> list[torch.Tensor]:
-    return _new_map(_MapArguments(*arguments), torch.sym_min)
+    return _new_map(_MapArguments.of(arguments), torch.sym_min)
 
 
 def _map(*arguments) -> list[torch.Tensor]:
-    a = _MapArguments(*arguments)
+    a = _MapArguments.of(arguments)
     tensors = _new_map(a, min)
     num_seqs, timed = a.seq_offsets.shape[0] - 1, a.timestamps is not None
     if a.total == 0 or num_seqs == 0:
@@ -318,55 +326,53 @@ def _map(*arguments) -> list[torch.Tensor]:
     tiles = TileMap(*tensors)
     slots = tiles.schedule.shape[0]
     constants = dict(
-        HAS_TARGETS=a.num_targets is not None, HAS_WINDOW=a.window_size > 0, OWN=a.owned, OTHER=a.other,
+        MORE=Extension.of(a.mask), HAS_TARGETS=a.mask.num_targets is not None, HAS_WINDOW=a.mask.window_size > 0,
+        OWN=a.owned, OTHER=a.other,
         BY_QUERY=a.by_query, HIDDEN=hidden_bucket(a.num_buckets) if timed else 0, ASM=proven(a.seq_offsets.device),
         CHUNK=16, num_warps=8 if timed else 4,
     )  # fmt: skip
     run(
-        dense_attention_plan_kernel, num_seqs + (slots if timed else 0), a.seq_offsets, a.num_targets,
+        dense_attention_plan_kernel, num_seqs + (slots if timed else 0), a.seq_offsets, *a.mask[:2],
         a.query_timestamps, a.timestamps, device_cells(a.num_buckets, a.seq_offsets.device) if timed else None, tiles,
-        tiles.row, num_seqs, slots, a.window_size, **constants,
+        tiles.row, num_seqs, slots, a.mask.window_size, **constants,
     )  # fmt: skip
     return tensors
 
 
 _SCHEMA = (
-    "Tensor seq_offsets, Tensor? num_targets, Tensor? timestamps, Tensor? query_timestamps, SymInt total, "
-    "SymInt max_seq_len, SymInt window_size, int num_buckets, int owned, int other, bool by_query"
+    f"Tensor seq_offsets, {MASK}, Tensor? timestamps, Tensor? query_timestamps, SymInt total, SymInt max_seq_len, "
+    "int num_buckets, int owned, int other, bool by_query"
 )
 _map_operator = register_preparation("dense_tile_map", _SCHEMA, _map, _fake_map)
 
 
-def tile_map(purpose: Purpose, tiling: Tiling, seq_offsets, num_targets, timestamps, query_timestamps) -> TileMap:
+def tile_map(purpose: Purpose, tiling: Tiling, seq_offsets, mask: Mask, bias: RelativeBias) -> TileMap:
     """Return the map of one tiling."""
     timed = purpose.num_buckets is not None
+    times = context_times(bias, mask.num_context, seq_offsets)[2:] if timed else (None, None)
+    buckets = purpose.num_buckets if timed else 0
     return TileMap(
-        *_map_operator(
-            seq_offsets, num_targets, timestamps if timed else None, query_timestamps if timed else None,
-            purpose.total, purpose.max_seq_len, purpose.window_size, purpose.num_buckets if timed else 0, *tiling,
-        )
-    )  # fmt: skip
+        *_map_operator(seq_offsets, *mask, *times, purpose.total, purpose.max_seq_len, buckets, *tiling),
+    )
 
 
-def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, query_timestamps) -> AttentionPlan:
+def with_backward(plan: AttentionPlan, seq_offsets, mask: Mask, bias: RelativeBias) -> AttentionPlan:
     """Return the plan with the tile maps of the backward pass; equal tilings share a map."""
     forward, dq, dkv = plan.purpose.tilings
     tile_maps = {dkv: plan.dkv, dq: plan.dq, forward: plan.forward}
     for tiling in (dq, dkv):
         if tile_maps[tiling] is None:
-            tile_maps[tiling] = tile_map(plan.purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps)
+            tile_maps[tiling] = tile_map(plan.purpose, tiling, seq_offsets, mask, bias)
     return plan._replace(dq=tile_maps[dq], dkv=tile_maps[dkv])
 
 
-def make_plan(
-    purpose: Purpose, seq_offsets, num_targets, timestamps, query_timestamps, *, backward: bool
-) -> AttentionPlan:
+def make_plan(purpose: Purpose, seq_offsets, mask: Mask, bias: RelativeBias, *, backward: bool) -> AttentionPlan:
     """Compute `attention_plan` for checked arguments. Without `backward` only the part that the forward pass reads."""
-    batch = seq_offsets, num_targets, timestamps, query_timestamps
     keys = queries = None
     if purpose.num_buckets is not None:
-        keys, queries = split_times(seq_offsets, timestamps, query_timestamps)
+        times: Any = context_times(bias, mask.num_context, seq_offsets)[2:]
+        keys, queries = split_times(seq_offsets, *times)
     tiling, dq, _ = purpose.tilings
-    forward = tile_map(purpose, tiling, *batch)
+    forward = tile_map(purpose, tiling, seq_offsets, mask, bias)
     plan = AttentionPlan(purpose, keys, queries, forward, forward if dq == tiling else None, None)
-    return with_backward(plan, *batch) if backward else plan
+    return with_backward(plan, seq_offsets, mask, bias) if backward else plan

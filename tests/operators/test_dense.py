@@ -8,6 +8,7 @@ import torch
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
 from hstu_sparse.bias.relative import time_bucket
+from hstu_sparse.core.mask import Mask
 from tests.random.cases.dense import compare, inputs, with_tables
 from tests.support.budgets import EDGE_CASES
 
@@ -282,8 +283,8 @@ def op_arguments(x):
     rest = dict(num_targets=x.get("num_targets"), window_size=x["window_size"])
     plan = attention_plan(x["q"], x["v"], x["seq_offsets"], x["max_seq_len"], bias=bias, backend="triton", **rest)
     return (
-        *(x[name] for name in ("q", "k", "v", "seq_offsets")), rest["num_targets"], *bias, plan.flat(),
-        x["max_seq_len"], rest["window_size"], 0.25, 13.0, None,
+        *(x[name] for name in ("q", "k", "v", "seq_offsets")), *Mask(rest["num_targets"], None, rest["window_size"]),
+        *bias, plan.flat(), x["max_seq_len"], 0.25, 13.0, None,
     )  # fmt: skip
 
 
@@ -310,12 +311,11 @@ def test_opcheck_of_what_a_plan_is_made_by():
     x = inputs((12, 0, 5), 13, features=("targets", "time", "query_times"))
     arguments = (
         x["seq_offsets"],
-        x["num_targets"],
+        *Mask(x["num_targets"], None, 4),
         x["timestamps"],
         x["query_timestamps"],
         17,
         13,
-        4,
         128,
         32,
         16,

@@ -7,6 +7,7 @@ import torch
 import triton
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
+from hstu_sparse.core.mask import Mask
 from tests.random.cases.dense import compare, with_tables
 from tests.random.cases.dense import inputs as dense_inputs
 from tests.support.budgets import EDGE_CASES, gradients, make_jagged
@@ -37,6 +38,32 @@ def test_edge_cases(name, dtype):
 @pytest.mark.parametrize("window", [0, 100])
 def test_features(features, window, dtype):
     compare(inputs((300, 0, 701, 1, 217), 1024, features=features, window=window, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("context",),
+        ("context", "all", "prefix", "position"),
+        ("targets", "groups", "position"),
+        ("context", "all", "groups", "prefix", *ALL),
+    ],
+)
+@pytest.mark.parametrize("many", [False, True])
+def test_options_of_the_mask(features, window, many, dtype):
+    """Test few and many context tokens and candidates, and sequences longer than the near blocks of the time bias."""
+    x = inputs((300, 0, 701, 1, 1500), 1600, features=features, window=window, dtype=dtype)
+    lengths = x["seq_offsets"].diff()
+    if many and "targets" in features:
+        x["num_targets"], x["target_group_size"] = lengths // 3, 70
+    if many and "context" in features:
+        x["num_context"] = lengths // 2
+    compare(x)
+    without_tables = {name: value for name, value in x.items() if name not in ("position", "time")}
+    outs = [kernel(**without_tables) for _ in range(2)]
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -353,10 +380,10 @@ def test_opcheck():
     plan = attention_plan(x["q"], x["v"], x["seq_offsets"], 13, num_targets=x["num_targets"], bias=bias)
     for name in ("q", "k", "v", "position", "time"):
         x[name].requires_grad_()
-    names = ("q", "k", "v", "seq_offsets", "num_targets")
+    names = ("q", "k", "v", "seq_offsets")
     torch.library.opcheck(
         torch.ops.hstu_sparse.dense_fwd.default,
-        (*(x[name] for name in names), *bias, plan.flat(), 13, 0, 0.25, 13.0, None),
+        (*(x[name] for name in names), *Mask(x["num_targets"]), *bias, plan.flat(), 13, 0.25, 13.0, None),
         # Compares gradients of two runs, and the time bias's depends on the order of additions.
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

@@ -8,8 +8,11 @@ import random
 import pytest
 import torch
 
-from hstu_sparse import RelativeBias, hstu_attention
+from hstu_sparse import RelativeBias, attention_plan, hstu_attention
 from hstu_sparse.core.mask import Mask, pairs
+from tests.random.cases.dense import compare, inputs
+
+interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
 
 def position(t, n, c, m, group):
@@ -185,3 +188,36 @@ def test_errors(options, error, message):
     x = torch.zeros(6, 1, 4)
     with pytest.raises(error, match=message):
         hstu_attention(x, x, x, torch.tensor([0, 2, 6]), 8, **options)
+
+
+# The kernels of dense attention, in the interpreter.
+
+ALL = ("context", "all", "targets", "groups", "prefix", "position", "time", "query_times")
+OPTIONS = [
+    (("context", "position"), 0),
+    (("context", "targets", "prefix", "time", "position"), 20),
+    (("context", "all", "targets", "position"), 33),
+    (("targets", "groups", "position"), 3),
+    (ALL, 10),
+]
+
+
+@interpreter
+@pytest.mark.parametrize(("features", "window"), OPTIONS)
+def test_dense_kernels(features, window):
+    compare(inputs((70, 0, 41), 75, heads=1, features=features, window=window))
+
+
+@interpreter
+def test_a_plan_holds_the_options():
+    x = inputs((40,), 45, heads=1, features=ALL, window=10)
+    tables = [x.pop(name) for name in ("position", "time", "timestamps", "query_timestamps")]
+    x["bias"] = RelativeBias(*tables)
+    q, k, v = (x.pop(name) for name in ("q", "k", "v"))
+    with torch.no_grad():
+        plan = attention_plan(q, v, **x, backend="triton")
+    out = hstu_attention(q, k, v, **x, backend="triton")
+    assert torch.equal(hstu_attention(q, k, v, **x, backend="triton", plan=plan), out)
+    for change in ({"num_context": torch.tensor([1])}, {"context_sees_all": False}, {"full_attention_prefix": 1}):
+        with pytest.raises(ValueError, match="plan was made for"):
+            hstu_attention(q, k, v, **{**x, **change}, backend="triton", plan=plan)

@@ -20,12 +20,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hstu_sparse.dense import kernels
+from hstu_sparse.tiles import ranges
 
-find_sequence = gluon.jit(kernels.find_sequence.fn)
-key_ranges = gluon.jit(kernels.key_ranges.fn)
-query_ranges = gluon.jit(kernels.query_ranges.fn)
-visible = gluon.jit(kernels.visible.fn)
+find_sequence = gluon.jit(ranges.find_sequence.fn)
+key_ranges = gluon.jit(ranges.key_ranges.fn)
+query_ranges = gluon.jit(ranges.query_ranges.fn)
+visible = gluon.jit(ranges.visible.fn)
 
 HALF = gl.constexpr(64)  # rows of a tile for each group
 
@@ -74,7 +74,7 @@ class Tile(NamedTuple):
 
     head: gl.tensor
     begin: gl.tensor  # the sequence's first token, int32
-    sequence: kernels.Sequence
+    sequence: ranges.Sequence
     first_row: gl.tensor
     first: gl.tensor
     free: gl.tensor

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from hstu_sparse import RelativeBias, hstu_attention
+from hstu_sparse.core.mask import Mask
 from tests.random.cases import Launches
 from tests.random.terms import TABLES, sizes_of_terms
 from tests.support.budgets import assert_within_budget, gradients, make_jagged, make_offsets, make_timestamps
@@ -75,7 +76,10 @@ def compare_entries(actual, exact, sizes, error):
 
 
 def inputs(lengths, n, *, heads=2, d=16, v=16, features=(), window=0, dtype=torch.float32, device="cpu", **options):
-    """Keyword arguments of `kernel`; `features` of targets, position, time, query_times."""
+    """Keyword arguments of `kernel`.
+
+    features: some of targets, context, all (it sees all), groups, prefix, position, time, query_times.
+    """
     generator = torch.Generator().manual_seed(7)
     jagged = functools.partial(make_jagged, lengths, dtype=dtype, device=device, **options)
     result = dict(
@@ -88,6 +92,14 @@ def inputs(lengths, n, *, heads=2, d=16, v=16, features=(), window=0, dtype=torc
     )
     if "targets" in features:
         result["num_targets"] = torch.tensor([min(x, i % 5) for i, x in enumerate(lengths, 3)], dtype=torch.int64)
+    if "context" in features:
+        rest = torch.tensor(lengths) - result.get("num_targets", 0)
+        result["num_context"] = (torch.arange(5, 5 + len(lengths)) * 7 % 40).minimum(rest)
+        result["context_sees_all"] = "all" in features
+    if "groups" in features:
+        result["target_group_size"] = 2
+    if "prefix" in features:
+        result["full_attention_prefix"] = 9
     if "position" in features:
         result["position"] = torch.randn(n, generator=generator)
     if "time" in features:
@@ -111,6 +123,10 @@ def draw(random, small):
         v=random.choice(sizes),
         window=random.choice([0, 0, 1, random.randint(1, most)]),
         targets=random.random() < 0.4,
+        context=random.choice([0, 0, 0, 3, 100]),
+        context_sees_all=random.random() < 0.5,
+        group=random.choice([1, 1, 2, 5, 200]),
+        prefix=random.choice([0, 0, 1, 70]),
         position=random.random() < 0.6,
         time=random.random() < 0.6,
         query_times=random.random() < 0.5,
@@ -124,6 +140,7 @@ def draw(random, small):
     if not small and random.random() < 0.2:
         size, dtype = random.choice([64, 128]), random.choice(["float16", "bfloat16"])
         case |= dict(hopper=True, d=size, v=size, dtype=dtype, position=False, time=False)
+        case |= dict(context=0, group=1, prefix=0)
     return case
 
 
@@ -133,7 +150,7 @@ def reference_bytes(*, lengths, heads, d, v, **_):
 
 def check(
     device, *, lengths, longer, heads, d, v, window, targets, position, time, query_times, ordered, num_buckets, gap,
-    dtype, contiguous, seed, hopper=False,
+    dtype, contiguous, seed, hopper=False, context=0, context_sees_all=False, group=1, prefix=0,
 ):  # fmt: skip
     """Compare with the reference. hopper: run the kernels for Hopper where the device can."""
     generator = torch.Generator().manual_seed(seed)
@@ -149,6 +166,11 @@ def check(
     )
     if targets:
         x["num_targets"] = torch.tensor([int(length * (seed % 97) / 97) for length in lengths], dtype=torch.int64)
+        x["target_group_size"] = group
+    if context:
+        rest = torch.tensor(lengths, dtype=torch.int64) - x.get("num_targets", 0)
+        x |= dict(num_context=rest.clamp(max=context), context_sees_all=context_sees_all)
+    x["full_attention_prefix"] = prefix
     if position:
         x["position"] = torch.randn(n + seed % 2 * 11, generator=generator)
     if time:
@@ -181,18 +203,21 @@ def launches():
             )
             targets = torch.tensor([3, 4]) if "targets" in features else None
             window = 30 if "window" in features else 0
-            plan = plan_for(q, values, offsets, targets, bias, window, hopper)
-            arguments = (q, q, values, offsets, targets, *bias, plan.flat(), 100, window, 0.5, 100.0, hopper)
+            mask = Mask(targets, None, window)
+            if "context" in features:
+                mask = Mask(targets, targets, window, True, 3, 2)
+            plan = plan_for(q, values, offsets, mask, bias, hopper)
+            arguments = (q, q, values, offsets, *mask, *bias, plan.flat(), 100, 0.5, 100.0, hopper)
             _, tables = dense_operator.forward(*arguments)
             dense_operator.backward(values, *arguments, tables)
 
         return Launches(f"{dtype} D={d} V={v} {features}{' hopper' * hopper}", call, local_bytes, architectures)
 
-    def plan_for(q, v, offsets, targets, bias, window, hopper):
+    def plan_for(q, v, offsets, mask, bias, hopper):
         from hstu_sparse.dense.plan import make_plan, purpose_of
 
-        purpose = purpose_of(q, v, offsets, targets, bias, 100, window, hopper)
-        return make_plan(purpose, offsets, targets, *bias[2:], backward=True)
+        purpose = purpose_of(q, v, offsets, mask, bias, 100, hopper)
+        return make_plan(purpose, offsets, mask, bias, backward=True)
 
     everything = ("targets", "window", "position", "time")
     later = dict(local_bytes=SPILLS_LATER, architectures=(100, 120))
@@ -201,6 +226,7 @@ def launches():
         case(torch.bfloat16, 128, 128, local_bytes=SPILLS_HOPPER, architectures=(90,), hopper=True),
         case(torch.float16, 64, 64, "targets", "window", local_bytes=SPILLS_HOPPER, architectures=(90,), hopper=True),
         case(torch.bfloat16, 128, 128, *everything),
+        case(torch.bfloat16, 64, 64, *everything, "context", local_bytes=SPILLS_LATER),
         case(torch.bfloat16, 128, 128, "position", "time", **later),
         case(torch.float16, 50, 50, "position"),
         case(torch.float32, 32, 32, "position", "time", architectures=(80, 90, 100, 120)),
