@@ -24,8 +24,8 @@ import triton.language as tl
 
 from hstu_sparse.bias import sums
 from hstu_sparse.bias.buckets import ENTRY_EDGES, ENTRY_SHIFT, edge_place, other_place, reached
+from hstu_sparse.bias.scores import bias_position
 from hstu_sparse.tiles.assembly import look_up
-from hstu_sparse.tiles.ranges import place
 from hstu_sparse.tiles.rows import opaque, row_norms
 
 # Twice the greatest slope of SiLU, 1.0998, with room for the roundings of tanh and of the products.
@@ -278,7 +278,7 @@ def add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind: t
         # Candidates with one place in their groups have one position: for them a diagonal is a column.
         candidate = (t >= sequence.history)[:, None]
         if kind.GROUP > 1:
-            keys = place(s, sequence, True)
+            keys = bias_position(s, sequence, kind)
             first = tl.maximum(first_row - sequence.history, 0)
             for i in range(kind.GROUP if kind.GROUP < BLOCK_M else BLOCK_M):
                 in_group = (first + i) % kind.GROUP

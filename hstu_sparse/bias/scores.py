@@ -193,12 +193,13 @@ def read_ahead(start, last, bias, tile, OTHER: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def bias_position(t, sequence, HAS_TARGETS: tl.constexpr):
+def bias_position(t, sequence, kind: tl.constexpr):
     """Return a token's position in the position bias (int64), but for a constant: see `place`.
 
     The 64 bits let the compiler see that neighbouring pairs read neighbouring addresses.
     """
-    return place(t, sequence, HAS_TARGETS).to(tl.int64)
+    MORE: tl.constexpr = kind.MORE
+    return place(t, sequence, kind.HAS_TARGETS, MORE).to(tl.int64)
 
 
 @triton.jit
@@ -245,7 +246,7 @@ def half_bias(
     biases = tl.zeros([OWN, OTHER], tl.float32)
     if kind.HAS_POSITION:
         if (kind.HAS_TARGETS or kind.HAS_CONTEXT) and (MASKED or not BY_QUERY):
-            column = bias_position(token, sequence, kind.HAS_TARGETS)[None, :]
+            column = bias_position(token, sequence, kind)[None, :]
             distance = positions - column if BY_QUERY else column - positions
             if kind.SEES_ALL or kind.GROUP > 1:
                 distance = tl.maximum(distance, 0)

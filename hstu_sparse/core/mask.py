@@ -39,6 +39,11 @@ class Mask(NamedTuple):
         names = "num_context", "target_group_size", "full_attention_prefix"
         return next((name for name, use in zip(names, used) if use), None)
 
+    @property
+    def first(self) -> str | None:
+        """The name of the first option in use besides `window_size`, or None."""
+        return self.extension if self.num_targets is None else "num_targets"
+
     def of(self, sequences: Tensor | int) -> "Mask":
         """Return the options of these sequences; without a dimension for one number."""
         numbers = (None if x is None else x[sequences] for x in self[:2])

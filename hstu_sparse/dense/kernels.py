@@ -21,7 +21,15 @@ import triton.language as tl
 from hstu_sparse.bias.gradients import Gradients, add_position, add_time, exact_scale
 from hstu_sparse.bias.scores import NEAR, TileBias, bias_position, half_bias, read_ahead, resident_bias
 from hstu_sparse.bias.sums import RING, histogram_close, histogram_lane, histogram_open, ring_flush, ring_open
-from hstu_sparse.tiles.ranges import Extension, find_sequence, key_ranges, prefix_tokens, query_ranges, visible
+from hstu_sparse.tiles.ranges import (
+    Extension,
+    find_sequence,
+    front_rows,
+    key_ranges,
+    prefix_tokens,
+    query_ranges,
+    visible,
+)
 from hstu_sparse.tiles.rows import (
     COMPILED,
     block_source,
@@ -90,15 +98,12 @@ def scheduled(schedule, H: tl.constexpr):
 
 
 @triton.jit
-def find_query_tile(
-    b, entry, seq_offsets, num_targets, num_context, window_size, kind: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def find_query_tile(b, entry, seq_offsets, num_targets, num_context, window_size, BLOCK_M: tl.constexpr):
     """Return (first token, the Sequence, the tile's number, its queries' positions) for an entry of a schedule.
 
     The schedule counts tiles of queries from the sequence's end, where a query sees most keys.
     """
-    MORE: tl.constexpr = kind.MORE
-    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context, MORE)
+    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context)
     block = (sequence.length + BLOCK_M - 1) // BLOCK_M - 1 - tl.load(entry + 1)
     return begin, sequence, block, block * BLOCK_M + tl.arange(0, BLOCK_M)
 
@@ -123,12 +128,13 @@ def query_tile_bias(
     masks; with a time bias its blocks are narrow, those of the third are wide and those of the fourth are near. Without
     one the third loop is empty.
     """
+    MORE: tl.constexpr = kind.MORE
     first, full, diagonal, end = key_ranges(
-        block * BLOCK_M, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N
+        block * BLOCK_M, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N, MORE
     )
     prefix = 0
     if kind.HAS_PREFIX:
-        prefix = tl.minimum((prefix_tokens(sequence) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, first)
+        prefix = tl.minimum((prefix_tokens(sequence, MORE) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, first)
     if kind.HAS_TIME:
         slot = begin // BLOCK_M + b + block
         near = tiles.near + slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
@@ -159,7 +165,8 @@ def _attend(
 ):  # fmt: skip
     """Return acc [BLOCK_M, V] plus the keys first .. last (multiples of BLOCK_N; MASKED: `last` may pass the end)."""
     n = tl.arange(0, BLOCK_N)
-    place = bias_position(t, sequence, kind.HAS_TARGETS)[:, None]
+    MORE: tl.constexpr = kind.MORE
+    place = bias_position(t, sequence, kind)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
         ahead = read_ahead(first, last, bias, tile, BLOCK_N, kind.ASM)
@@ -174,7 +181,7 @@ def _attend(
             half += biases
         weights = silu_of_half(half, kind.FAST)
         if MASKED and not (IS_NEAR and kind.HAS_TIME):
-            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
+            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, MORE)
             weights = tl.where(mask, weights, 0.0)
         value = load_block(v, start, n, v_stride, sequence.length, kind.V, kind.PAD_V, MASKED)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=kind.PRECISION)
@@ -194,9 +201,7 @@ def dense_attention_fwd_kernel(
     if b < 0:
         return
     PAD_V: tl.constexpr = kind.PAD_V
-    begin, sequence, block, t = find_query_tile(
-        b, entry, seq_offsets, num_targets, num_context, window_size, kind, BLOCK_M
-    )
+    begin, sequence, block, t = find_query_tile(b, entry, seq_offsets, num_targets, num_context, window_size, BLOCK_M)
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, sequence.length, kind.D, kind.PAD_D, True)
@@ -222,7 +227,8 @@ def _attend_dq(
 ):  # fmt: skip
     """Return dq [BLOCK_M, D] plus the keys first .. last, sums for the bias tables, and the ring's least distance."""
     n = tl.arange(0, BLOCK_N)
-    place = bias_position(t, sequence, kind.HAS_TARGETS)[:, None]
+    MORE: tl.constexpr = kind.MORE
+    place = bias_position(t, sequence, kind)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
         ahead = read_ahead(first, last, bias, tile, BLOCK_N, kind.ASM)
@@ -242,7 +248,7 @@ def _attend_dq(
         _, slope = silu_and_slope(half, kind.FAST)
         ds = dp * slope + dp
         if MASKED and not (IS_NEAR and kind.HAS_TIME):
-            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
+            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, MORE)
             ds = tl.where(mask, ds, 0.0)
         acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=kind.PRECISION)
         if kind.HAS_POSITION:
@@ -268,9 +274,7 @@ def dense_attention_bwd_dq_kernel(
     if b < 0:
         return
     PAD_D: tl.constexpr = kind.PAD_D
-    begin, sequence, block, t = find_query_tile(
-        b, entry, seq_offsets, num_targets, num_context, window_size, kind, BLOCK_M
-    )
+    begin, sequence, block, t = find_query_tile(b, entry, seq_offsets, num_targets, num_context, window_size, BLOCK_M)
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, sequence.length, kind.D, kind.PAD_D, True)
@@ -330,7 +334,8 @@ def _attend_dkv(
     Tiles are transposed, keys x queries.
     """
     m = tl.arange(0, BLOCK_M)
-    place = bias_position(s, sequence, kind.HAS_TARGETS)[:, None]
+    MORE: tl.constexpr = kind.MORE
+    place = bias_position(s, sequence, kind)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
         ahead = read_ahead(first, last, bias, tile, BLOCK_M, kind.ASM)
@@ -347,7 +352,7 @@ def _attend_dkv(
         dp = tl.dot(v, tl.trans(dout), input_precision=kind.PRECISION)
         weights, slope = silu_and_slope(half, kind.FAST)
         if MASKED and not (IS_NEAR and kind.HAS_TIME):
-            mask = visible((start + m)[None, :], s[:, None], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
+            mask = visible((start + m)[None, :], s[:, None], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, MORE)
             weights = tl.where(mask, weights, 0.0)
             slope = tl.where(mask, slope, -1.0)
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=kind.PRECISION)
@@ -367,8 +372,7 @@ def dense_attention_bwd_dkv_kernel(
         return
     PAD_D: tl.constexpr = kind.PAD_D
     PAD_V: tl.constexpr = kind.PAD_V
-    MORE: tl.constexpr = kind.MORE
-    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context, MORE)
+    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context)
     length = sequence.length
     # The mask tells the compiler that it is not negative: divisions by powers of two are shifts, with fewer registers.
     first_row = (tl.load(entry + 1) & MOST_TILES) * BLOCK_N
@@ -376,7 +380,10 @@ def dense_attention_bwd_dkv_kernel(
     s = first_row + n
     key = load_block(row_pointer(k, begin, head), first_row, n, k.stride_t, length, kind.D, kind.PAD_D, True)
     value = load_block(row_pointer(v, begin, head), first_row, n, v.stride_t, length, kind.V, kind.PAD_V, True)
-    begin_row, full, free, end = query_ranges(first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N)
+    MORE: tl.constexpr = kind.MORE
+    begin_row, full, free, end = query_ranges(
+        first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N, MORE
+    )
     tile = TileBias(0.0, 0.0, 0, 0, 0, 0, 0, 0)
     if kind.HAS_TIME:
         slot = begin // BLOCK_N + b + first_row // BLOCK_N
@@ -392,7 +399,7 @@ def dense_attention_bwd_dkv_kernel(
     near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M) if kind.HAS_TIME else wide
     front = 0
     if kind.SEES_ALL:
-        front = tl.where(first_row < sequence.history, (sequence.context + BLOCK_M - 1) // BLOCK_M * BLOCK_M, 0)
+        front = front_rows(first_row, sequence, BLOCK_M, MORE)
     ranges = ((begin_row, near_end), (near_end, wide), (full, free), (free, end), (0, tl.minimum(front, begin_row)))
 
     queries = block_source(row_pointer(q, begin, head), q.stride_t, length, kind.D, BLOCK_M, kind.PAD_D, TMA)

@@ -68,16 +68,16 @@ def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, BLOCK: tl.con
 
 @triton.jit
 def _map_tile(
-    first_row, slot, begin, sequence, own_times, times, k_times, cells, tiles, row,
+    first_row, slot, begin, sequence, own_times, times, k_times, cells, tiles, row, MORE: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of a `TileMap` for the tile from `first_row` on."""
     length = sequence.length
     if BY_QUERY:
-        _, low, high, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OWN, OTHER)
+        _, low, high, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, MORE)
     else:
-        nearest_row, low, high, end = query_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OTHER, OWN)
+        nearest_row, low, high, end = query_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OTHER, OWN, MORE)
     own_times += begin
     times += begin
     origin = tl.load(k_times + begin)
@@ -119,7 +119,7 @@ def _map_tile(
         other_high, other_low = load_split_times(times + other, other < length)
         buckets = bucket_of(tl.abs((own_high - other_high) + (own_low - other_low)), cells, ASM)
         t, s = (owned, other) if BY_QUERY else (other, owned)
-        seen = visible(t, s, sequence, HAS_TARGETS, HAS_WINDOW)
+        seen = visible(t, s, sequence, HAS_TARGETS, HAS_WINDOW, MORE)
         buckets = tl.where(seen, buckets, HIDDEN).to(tl.uint8)
         place = nearest - block if BY_QUERY else block - nearest
         where = place * (OWN * OTHER) + tl.arange(0, OWN * OTHER)
@@ -145,11 +145,11 @@ def dense_attention_plan_kernel(
     elif k_times is not None:
         slot = program - num_seqs
         b, _, _, index = locate(seq_offsets, slot, num_seqs, OWN)
-        begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context, MORE)
+        begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context)
         if index * OWN < sequence.length:
             own_times, times = (q_times, k_times) if BY_QUERY else (k_times, q_times)
             _map_tile(
-                index * OWN, slot.to(tl.int64), begin, sequence, own_times, times, k_times, cells, tiles, row,
+                index * OWN, slot.to(tl.int64), begin, sequence, own_times, times, k_times, cells, tiles, row, MORE,
                 HAS_TARGETS, HAS_WINDOW, OWN, OTHER, BY_QUERY, HIDDEN, CHUNK, ASM,
             )  # fmt: skip
 
@@ -259,7 +259,7 @@ def purpose_of(
     """Return the purpose of the plan for a call with these arguments. hopper: see `launch.Arguments`."""
     num_seqs, buckets = seq_offsets.shape[0] - 1, num_time_buckets(bias.time)
     position, time = bias.position is not None, bias.time is not None
-    more = Extension.of(mask)
+    more = Extension.of(mask, mask.extension)
     if hopper is None:
         hopper = more is None and configs.prefers_hopper(q, v, position or time, num_seqs)
     f = features(q, v, position, time, hopper)
@@ -326,7 +326,8 @@ def _map(*arguments) -> list[torch.Tensor]:
     tiles = TileMap(*tensors)
     slots = tiles.schedule.shape[0]
     constants = dict(
-        MORE=Extension.of(a.mask), HAS_TARGETS=a.mask.num_targets is not None, HAS_WINDOW=a.mask.window_size > 0,
+        MORE=Extension.of(a.mask, a.mask.extension), HAS_TARGETS=a.mask.num_targets is not None,
+        HAS_WINDOW=a.mask.window_size > 0,
         OWN=a.owned, OTHER=a.other,
         BY_QUERY=a.by_query, HIDDEN=hidden_bucket(a.num_buckets) if timed else 0, ASM=proven(a.seq_offsets.device),
         CHUNK=16, num_warps=8 if timed else 4,

@@ -8,6 +8,7 @@ import torch
 
 from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, shown
+from hstu_sparse.core.mask import Mask, check_mask
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import check_bool, check_heads, check_kernel, check_scale, check_seed, choose_backend
 from hstu_sparse.flash.cute import check_cute, faster_with_cute, flash_cute_operator
@@ -25,6 +26,11 @@ def flash_attention(
     scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    num_targets: torch.Tensor | None = None,
+    target_group_size: int = 1,
+    num_context: torch.Tensor | None = None,
+    context_sees_all: bool = False,
+    full_attention_prefix: int = 0,
     alibi_slopes: torch.Tensor | None = None,
     dropout: float = 0.0,
     seed: torch.Tensor | None = None,
@@ -47,14 +53,18 @@ def flash_attention(
         scale: above 0, D ** -0.5 by default.
         causal: a query sees no key behind it.
         window_size: (left, right): t sees from t - left to t + right; -1 for no bound.
+        num_targets, target_group_size, num_context, context_sees_all: as for `hstu_attention`; they need causal=True
+            and no k_offsets.
+        full_attention_prefix: likewise. Slopes then count positions, and at least 0.
         alibi_slopes: [H] or [B, H] fp32.
         dropout: probability of zeroing a weight, 0 <= dropout < 1.
         seed: int64 tensor of one element on q's device; drawn from torch's generator by default. The dropped weights
             depend only on it, sequence, head and positions, in both backends and for any division of the work.
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
         backend: "triton"; "reference"; "cute": FlashAttention-4 (the extra `cute`; fp16 and bf16 on compute capability
-            9.0 to 11.x, D = V a multiple of 8, no alibi_slopes, no dropout); or "auto": reference for CPU tensors, for
-            CUDA tensors triton, or cute where it is installed and measured to be faster (docs/ring.md).
+            9.0 to 11.x, D = V a multiple of 8, no alibi_slopes, dropout, candidates, context and prefix); or
+            "auto": reference for CPU tensors, for CUDA tensors triton, or cute where it is installed and measured to be
+            faster (docs/ring.md).
 
     Returns:
         [T, H, V], dtype of q, and the log-sum-exp if requested. Gradients flow to q, k and v; only the reference
@@ -84,6 +94,16 @@ def flash_attention(
             raise ValueError(f"k_offsets must be {list(seq_offsets.shape)} as seq_offsets, got {list(k_offsets.shape)}")
         starts = (k_offsets.diff() - seq_offsets.diff()).to(torch.int32)
     options = check_options(q, seq_offsets.shape[0] - 1, scale, causal, window_size, alibi_slopes, dropout, seed)
+    left = min(options.left, 2**31 - 2)  # as good as any longer window
+    mask = check_mask(
+        Mask(num_targets, num_context, left + 1, context_sees_all, target_group_size, full_attention_prefix),
+        seq_offsets,
+    )
+    if mask.first is not None:
+        if not causal or starts is not None:
+            unsupported = "k_offsets" if causal else "causal=False"
+            raise ValueError(f"{mask.first} needs causal=True and no k_offsets, got {unsupported}")
+        options = options._replace(left=left, mask=mask)
     size = q.shape[0], seq_offsets.shape[0] - 1
     backend = choose_flash_backend("flash_attention", backend, q, sizes["V"], size, options)
     if backend == "reference":
@@ -96,8 +116,8 @@ def flash_attention(
         from hstu_sparse.flash.launch import flash_operator
 
         out, lse = flash_operator(
-            q, k, v, seq_offsets, k_offsets, starts, options.slopes, options.seed, options.left, options.right,
-            options.scale, options.dropout,
+            q, k, v, seq_offsets, k_offsets, starts, *options.mask, options.slopes, options.seed, options.left,
+            options.right, options.scale, options.dropout,
         )  # fmt: skip
     return (out, lse) if return_lse else out
 

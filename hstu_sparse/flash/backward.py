@@ -50,8 +50,8 @@ def row_width(num_pieces, total):
 def _attend_dq(
     acc, q, do, row_lse, row_delta, first, last, t, t_first, q_inside, k, v, k_stride, v_stride, k_length, k_position,
     options,
-    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the keys first .. last of a piece to acc [m, D]."""
@@ -63,10 +63,10 @@ def _attend_dq(
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         s = (k_position + start + n)[None, :]
         if options.slope is not None:
-            scores -= options.slope * tl.abs(t - s).to(tl.float32)
+            scores -= options.slope * forward.span(t, s, options.sequence, MORE).to(tl.float32)
         if MASKED:
             inside = (start + n < k_length)[None, :]
-            scores = forward.hide(scores, t, s, q_inside, inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
+            scores = forward.hide(scores, t, s, q_inside, inside, options, HAS_LEFT, HAS_RIGHT, MORE)
         weights = tl.exp2(scores - row_lse)
         if options.seed is not None:
             keep = forward.dropout_mask(options, t_first, k_position + start, ALIGNED, BLOCK_M, BLOCK_N)
@@ -81,7 +81,8 @@ def flash_attention_bwd_dq_kernel(
     q, k, v, do, rows, before, dq, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call, left, right,
     slope_stride, seed,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
-    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IN_PLACE: tl.constexpr,
+    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WGMMA: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -112,23 +113,26 @@ def flash_attention_bwd_dq_kernel(
     rows += head * width + (begin // forward.ROW_BLOCK + tile.index) * forward.ROW_BLOCK + first_row + m
     row_lse = tl.load(rows)[:, None]
     row_delta = tl.load(rows + H * width)[:, None]
-    slope = None if call.slopes is None else forward.head_slope(call.slopes, tile, head, slope_stride)
-    options = forward.HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
+    options = forward.head_options(call, tile, head, q_offsets, left, right, slope_stride, seed, H, MORE)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = forward.piece(tile.sequence * PIECES + i, k_offsets, k_starts)
-        bounds = forward.key_ranges(
-            first_row, length, k_length, tile.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
-        )
+        if MORE is not None:
+            bounds = forward.masked_key_ranges(first_row, options.sequence, HAS_LEFT, MORE, BLOCK_M, BLOCK_N)
+        else:
+            bounds = forward.key_ranges(
+                first_row, length, k_length, tile.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+                BLOCK_N,
+            )  # fmt: skip
         keys = block_source(row_pointer(k, k_begin, head // GROUP), k.stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
         values = block_source(row_pointer(v, k_begin, head // GROUP), v.stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
-        for part in tl.static_range(3):
-            if part > 0 or HAS_LEFT:  # noqa: SIM102  a compile-time constant
+        for part in tl.static_range(3 if MORE is None else 5):
+            if part != 3 and (part > 0 or HAS_LEFT or MORE is not None):  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     acc = _attend_dq(
                         acc, query, dout, row_lse, row_delta, bounds[part], bounds[part + 1], t, t_first, q_inside,
                         keys, values, k.stride_t, v.stride_t, k_length, k_position, options, D, V, HAS_LEFT, HAS_RIGHT,
-                        ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                        MORE, ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
     result = acc * (call.scale / forward.LOG2_E)
@@ -165,8 +169,8 @@ def load_row(base, start, rows, TMA: tl.constexpr):
 def _attend_dkv(
     dk, dv, k, v, first, last, s, s_first, k_inside, q, do, lse, delta, q_stride, do_stride, q_length, q_position,
     options,
-    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the queries first .. last of a piece to dk [n, D] and dv [n, V]; tiles are transposed, keys x queries."""
@@ -178,10 +182,10 @@ def _attend_dkv(
         scores = tl.dot(k, tl.trans(query), input_precision=PRECISION) * options.scale
         t = (q_position + start + m)[None, :]
         if options.slope is not None:
-            scores -= options.slope * tl.abs(t - s).to(tl.float32)
+            scores -= options.slope * forward.span(t, s, options.sequence, MORE).to(tl.float32)
         if MASKED:
             inside = (start + m < q_length)[None, :]
-            scores = forward.hide(scores, t, s, inside, k_inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
+            scores = forward.hide(scores, t, s, inside, k_inside, options, HAS_LEFT, HAS_RIGHT, MORE)
         weights = tl.exp2(scores - row_lse)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         passed = weights
@@ -200,30 +204,33 @@ def _one_head(
     dk, dv, key, value, head, tile, s, s_first, k_inside, q, do, rows, width, q_offsets, q_starts, call, left, right,
     slope_stride, seed,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, MORE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of one head of queries to dk and dv."""
-    slope = None if call.slopes is None else forward.head_slope(call.slopes, tile, head, slope_stride)
-    options = forward.HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
+    options = forward.head_options(call, tile, head, q_offsets, left, right, slope_stride, seed, H, MORE)
     for i in tl.static_range(PIECES):
         index = tile.sequence * PIECES + i
         begin, length, position = forward.piece(index, q_offsets, q_starts)
-        bounds = forward.query_ranges(
-            tile.first, length, tile.length, position - tile.position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
-            BLOCK_N,
-        )  # fmt: skip
+        if MORE is not None:
+            bounds = forward.masked_query_ranges(tile.first, options.sequence, HAS_LEFT, MORE, BLOCK_M, BLOCK_N)
+        else:
+            bounds = forward.query_ranges(
+                tile.first, length, tile.length, position - tile.position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+                BLOCK_N,
+            )  # fmt: skip
         query = block_source(row_pointer(q, begin, head), q.stride_t, length, D, BLOCK_M, PAD_D, TMA)
         dout = block_source(row_pointer(do, begin, head), do.stride_t, length, V, BLOCK_M, PAD_V, TMA)
         lse = rows + head * width + (begin // forward.ROW_BLOCK + index) * forward.ROW_BLOCK
         delta = row_source(lse + H * width, length, BLOCK_M, TMA)
         lse = row_source(lse, length, BLOCK_M, TMA)
-        for part in tl.static_range(3):
-            if part > 0 or HAS_RIGHT:  # noqa: SIM102  a compile-time constant
+        for part in tl.static_range(3 if MORE is None else 5):
+            if part != 3 and (part > 0 or HAS_RIGHT or MORE is not None):  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     dk, dv = _attend_dkv(
                         dk, dv, key, value, bounds[part], bounds[part + 1], s, s_first, k_inside, query, dout, lse,
-                        delta, q.stride_t, do.stride_t, length, position, options, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED,
+                        delta, q.stride_t, do.stride_t, length, position, options, D, V, HAS_LEFT, HAS_RIGHT,
+                        MORE, ALIGNED,
                         PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     return dk, dv
@@ -249,9 +256,9 @@ def flash_attention_bwd_dkv_kernel(
     q, k, v, do, rows, dk, dv, dk_sums, dv_sums, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call,
     left, right, slope_stride, seed,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
-    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
-    TMA: tl.constexpr,
+    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
+    PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of BLOCK_N keys of one head in one program, over the GROUP heads of queries sharing it.
 
@@ -274,15 +281,15 @@ def flash_attention_bwd_dkv_kernel(
     if GROUP == 1:
         acc_k, acc_v = _one_head(
             acc_k, acc_v, key, value, k_head, tile, s, s_first, k_inside, q, do, rows, width, q_offsets, q_starts, call,
-            left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
-            BLOCK_N, PAD_D, PAD_V, TMA,
+            left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, MORE, ALIGNED, PRECISION,
+            BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     else:
         for head in range(k_head * GROUP, (k_head + 1) * GROUP):
             acc_k, acc_v = _one_head(
                 acc_k, acc_v, key, value, head, tile, s, s_first, k_inside, q, do, rows, width, q_offsets, q_starts,
-                call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION,
-                BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, MORE, ALIGNED,
+                PRECISION, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
             )  # fmt: skip
     acc_k *= call.scale / forward.LOG2_E
     begin += first_row

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from hstu_sparse.tiles import ranges
 from hstu_sparse.tiles.rows import block_source, load_block, load_head, locate, row_pointer
 
 # Numbers that differ between batches, for which Triton would compile again, and the caller's pointers.
@@ -42,15 +43,23 @@ def piece(index, offsets, starts):
 
 
 class Call(NamedTuple):
-    """The numbers of a launch that batches share: the scale times log2(e), the slopes or None, and the dropout."""
+    """The numbers of a launch that batches share: the scale times log2(e), the slopes or None, and the dropout.
+
+    num_targets, num_context: as in core/mask.py; kernels with a `MORE` read them.
+    """
 
     scale: object
     slopes: object
     dropout: object
+    num_targets: object = None
+    num_context: object = None
 
 
 class HeadOptions(NamedTuple):
-    """The options of a sequence's head: slope in units of log2, or None; `pair`: its number in Philox's counters."""
+    """The options of a sequence's head: slope in units of log2, or None; `pair`: its number in Philox's counters.
+
+    sequence: a `ranges.Sequence` if the mask has options, else None.
+    """
 
     scale: tl.tensor
     slope: tl.tensor
@@ -59,6 +68,7 @@ class HeadOptions(NamedTuple):
     seed: tl.tensor
     pair: tl.tensor
     dropout: tl.tensor
+    sequence: ranges.Sequence
 
 
 class Tile(NamedTuple):
@@ -141,19 +151,64 @@ def query_ranges(
 
 
 @triton.jit
+def head_options(
+    call, tile, head, q_offsets, left, right, slope_stride, seed, H: tl.constexpr, MORE: tl.constexpr
+):  # fmt: skip
+    """Return the `HeadOptions` of a head of the tile's sequence."""
+    slope = None if call.slopes is None else head_slope(call.slopes, tile, head, slope_stride)
+    sequence = None
+    if MORE is not None:
+        _, sequence = ranges.find_sequence(tile.sequence, q_offsets, call.num_targets, left + 1, call.num_context)
+    return HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout, sequence)
+
+
+@triton.jit
+def masked_key_ranges(
+    first_row, sequence, HAS_LEFT: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return `key_ranges` for a mask with options, and (0, end) of the keys seen before them."""
+    begin, full, free, end = ranges.key_ranges(first_row, sequence, True, HAS_LEFT, BLOCK_M, BLOCK_N, MORE)
+    prefix = (ranges.prefix_tokens(sequence, MORE) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    return begin, full, free, end, 0, tl.minimum(prefix, begin)
+
+
+@triton.jit
+def masked_query_ranges(
+    first_key, sequence, HAS_LEFT: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return `query_ranges` for a mask with options, and (0, end) of the context that sees the keys."""
+    begin, full, free, end = ranges.query_ranges(first_key, sequence, True, HAS_LEFT, BLOCK_M, BLOCK_N, MORE)
+    return begin, full, free, end, 0, tl.minimum(ranges.front_rows(first_key, sequence, BLOCK_M, MORE), begin)
+
+
+@triton.jit
+def span(t, s, sequence, MORE: tl.constexpr):
+    """Return the distances of queries and keys in positions, at least 0."""
+    if MORE is not None:
+        return tl.maximum(ranges.place(t, sequence, True, MORE) - ranges.place(s, sequence, True, MORE), 0)
+    else:
+        return tl.abs(t - s)
+
+
+@triton.jit
 def head_slope(slopes, tile, head, stride):
     """Return the slope of a head of the tile's sequence, in units of log2."""
     return tl.load(slopes + tile.sequence * stride + head) * LOG2_E
 
 
 @triton.jit
-def hide(scores, t, s, q_inside, k_inside, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def hide(
+    scores, t, s, q_inside, k_inside, options, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr
+):
     """Set masked pairs to -inf; t, s and the others broadcast to the shape of the scores."""
     seen = q_inside & k_inside
-    if HAS_RIGHT:
-        seen = seen & (s - t <= right)
-    if HAS_LEFT:
-        seen = seen & (t - s <= left)
+    if MORE is not None:
+        seen = seen & ranges.visible(t, s, options.sequence, True, HAS_LEFT, MORE)
+    else:
+        if HAS_RIGHT:
+            seen = seen & (s - t <= options.right)
+        if HAS_LEFT:
+            seen = seen & (t - s <= options.left)
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -182,9 +237,9 @@ def dropout_mask(options, t_first, s_first, ALIGNED: tl.constexpr, M: tl.constex
 @triton.jit
 def _attend(
     acc, peak, total, q, first, last, t, t_first, q_inside, k, v, k_stride, v_stride, k_length, k_position, options,
-    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, IS_STEADY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Return (output before normalisation [m, V], maximum [m], sum [m]) with the keys first .. last of a piece."""
     n = tl.arange(0, BLOCK_N)
@@ -194,11 +249,11 @@ def _attend(
         s = (k_position + start + n)[None, :]
         factor = options.scale
         if options.slope is not None:
-            scores = scores * options.scale - options.slope * tl.abs(t - s).to(tl.float32)
+            scores = scores * options.scale - options.slope * span(t, s, options.sequence, MORE).to(tl.float32)
             factor = 1.0
         if MASKED:
             inside = (start + n < k_length)[None, :]
-            scores = hide(scores, t, s, q_inside, inside, options.left, options.right, HAS_LEFT, HAS_RIGHT)
+            scores = hide(scores, t, s, q_inside, inside, options, HAS_LEFT, HAS_RIGHT, MORE)
         if IS_STEADY:
             weights = tl.exp2(scores * factor - peak[:, None])
             total += tl.sum(weights, 1)
@@ -221,8 +276,9 @@ def _attend(
 def _walk(
     acc, other_lse, query, tile, t, t_first, q_inside, k, v, k_head, k_offsets, k_starts, options,
     D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    ADD: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
+    MORE: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Apply `_attend` to all keys. ADD: acc and other_lse (in units of log2) are the results of other keys."""
     peak = tl.full([BLOCK_M], 0.0 if IS_STEADY else LEAST, tl.float32)
@@ -233,20 +289,23 @@ def _walk(
         acc = acc * sums[:, None]
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(tile.sequence * PIECES + i, k_offsets, k_starts)
-        bounds = key_ranges(
-            tile.first, tile.length, k_length, tile.position - k_position, options.left, options.right, HAS_LEFT,
-            HAS_RIGHT, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        if MORE is not None:
+            bounds = masked_key_ranges(tile.first, options.sequence, HAS_LEFT, MORE, BLOCK_M, BLOCK_N)
+        else:
+            bounds = key_ranges(
+                tile.first, tile.length, k_length, tile.position - k_position, options.left, options.right, HAS_LEFT,
+                HAS_RIGHT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
         keys = block_source(row_pointer(k, k_begin, k_head), k.stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
         values = block_source(row_pointer(v, k_begin, k_head), v.stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
-        for part in tl.static_range(3):
-            if part > 0 or HAS_LEFT:  # noqa: SIM102  a compile-time constant
+        for part in tl.static_range(3 if MORE is None else 5):
+            if part != 3 and (part > 0 or HAS_LEFT or MORE is not None):  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     acc, peak, sums = _attend(
                         acc, peak, sums, query, bounds[part], bounds[part + 1], t, t_first, q_inside, keys, values,
                         k.stride_t, v.stride_t, k_length, k_position, options,
-                        D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1, IS_STEADY, BLOCK_M, BLOCK_N, PAD_D,
-                        PAD_V, TMA,
+                        D, V, HAS_LEFT, HAS_RIGHT, MORE, ALIGNED, PRECISION, part != 1, IS_STEADY, BLOCK_M, BLOCK_N,
+                        PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     return acc, peak, sums
 
@@ -268,7 +327,8 @@ def flash_attention_fwd_kernel(
     q, k, v, longest, before, out, lse, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call, left,
     right, slope_stride, seed,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
-    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IN_PLACE: tl.constexpr,
+    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -294,8 +354,7 @@ def flash_attention_fwd_kernel(
     t_first = tile.position + first_row
     t = (t_first + m)[:, None]
     query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, length, D, PAD_D, True)
-    slope = None if call.slopes is None else head_slope(call.slopes, tile, head, slope_stride)
-    options = HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout)
+    options = head_options(call, tile, head, q_offsets, left, right, slope_stride, seed, H, MORE)
     inside = q_inside & (e < V_OUT)[None, :]
     lse += head.to(tl.int64) * total + begin + first_row + m
 
@@ -317,12 +376,14 @@ def flash_attention_fwd_kernel(
     if steady:
         acc, peak, sums = _walk(
             acc, other_lse, query, tile, t, t_first, q_inside, k, v, head // GROUP, k_offsets, k_starts, options,
-            D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+            D, V, PIECES, HAS_LEFT, HAS_RIGHT, MORE, ADD, ALIGNED, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+            TMA,
         )  # fmt: skip
     else:
         acc, peak, sums = _walk(
             acc, other_lse, query, tile, t, t_first, q_inside, k, v, head // GROUP, k_offsets, k_starts, options,
-            D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+            D, V, PIECES, HAS_LEFT, HAS_RIGHT, MORE, ADD, ALIGNED, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+            TMA,
         )  # fmt: skip
     sees_keys = sums != 0.0  # true for NaN
     sums = tl.where(sees_keys, sums, 1.0)  # acc is 0 for a query without keys

@@ -8,6 +8,7 @@ import torch
 
 from hstu_sparse.core import launch
 from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, configuration, padded_head, precision, run
+from hstu_sparse.core.mask import MASK, Mask
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.flash.backward import (
     flash_attention_bwd_dkv_kernel,
@@ -22,6 +23,7 @@ from hstu_sparse.flash.forward import (
     flash_attention_longest_kernel,
 )
 from hstu_sparse.flash.reference import Layout, Options, empty_results
+from hstu_sparse.tiles.ranges import Extension
 from hstu_sparse.tiles.rows import Rows, as_rows
 
 # Tokens of a batch from which the launch of `looks_for_bounds` costs less than it saves.
@@ -115,7 +117,7 @@ class Launch:
         slopes = options.slopes
         self.problem = (
             layout.q_offsets, layout.k_offsets, layout.q_starts, layout.k_starts, self.pieces, q.shape[0],
-            Call(options.scale * LOG2_E.value, slopes, options.dropout), options.left, options.right,
+            Call(options.scale * LOG2_E.value, slopes, options.dropout, *options.mask[:2]), options.left, options.right,
             slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
             options.seed if options.dropout else None,
         )  # fmt: skip
@@ -129,8 +131,8 @@ class Launch:
         self.constants = dict(
             H=self.heads, GROUP=self.heads // self.kv_heads, D=self.q.shape[2], V=self.v.shape[2], D_OUT=self.d_out,
             V_OUT=self.v_out, PIECES=layout.pieces, HAS_LEFT=options.left >= 0, HAS_RIGHT=options.right >= 0,
-            ALIGNED=layout.k_starts is None, PRECISION=precision(q.dtype, parts), PAD_D=self.sizes[0],
-            PAD_V=self.sizes[1],
+            MORE=Extension.of(options.mask, options.mask.first), ALIGNED=layout.k_starts is None,
+            PRECISION=precision(q.dtype, parts), PAD_D=self.sizes[0], PAD_V=self.sizes[1],
         )  # fmt: skip
 
     @staticmethod
@@ -207,8 +209,8 @@ class Launch:
 
 
 def _launch(q, k, v, *layout_and_options) -> Launch:
-    q_offsets, k_offsets, q_starts, slopes, seed, left, right, scale, dropout = layout_and_options
-    options = Options(scale, left, right, slopes, dropout, seed)
+    q_offsets, k_offsets, q_starts, *mask, slopes, seed, left, right, scale, dropout = layout_and_options
+    options = Options(scale, left, right, slopes, dropout, seed, Mask(*mask))
     return Launch(q, k, v, Layout(q_offsets, k_offsets, q_starts), options)
 
 
@@ -230,7 +232,7 @@ def _backward(grad, q, k, v, *layout_and_options):
 
 
 _SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, Tensor? q_starts, Tensor? slopes, "
+    f"Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, Tensor? q_starts, {MASK}, Tensor? slopes, "
     "Tensor? seed, SymInt left, SymInt right, float scale, float dropout"
 )
 flash_operator = Operator("flash", _SCHEMA, _forward, _backward, empty_results, "q k v", outputs=2, keep_output=True)

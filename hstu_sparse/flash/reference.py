@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.core.jagged import longest_sequence, masked_product, padded_index, sequence_ids
+from hstu_sparse.core.mask import Mask, pairs
 from hstu_sparse.core.precision import widened
 
 
@@ -39,6 +40,8 @@ class Options(NamedTuple):
     scale     factor of the scores, above 0
     slopes    [H] or [B, H] fp32 or None: slope * |t - s| is subtracted from the scores (ALiBi)
     dropout   probability of zeroing a weight of the softmax; other weights are divided by 1 - dropout
+    mask      options of the mask for causal attention of sequences to themselves, its window is left + 1; without any
+              of them it is not read. Then |t - s| is the distance in positions, at least 0
     seed      [1] int64, with dropout. The weight (b, h, t, s) is not dropped if word s % 4 of Philox-4x32-10 with this
               key and the counter (s // 4, t, b * H + h, 0), without its low 8 bits, is at least dropout * 2^24
     """
@@ -49,6 +52,7 @@ class Options(NamedTuple):
     slopes: torch.Tensor | None = None
     dropout: float = 0.0
     seed: torch.Tensor | None = None
+    mask: Mask = Mask()
 
 
 def empty_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,14 +140,19 @@ class _Block:
         o = self.options
         scores = self._by_head(o.scale * (self.q @ self.k.transpose(-1, -2)))  # [B, H, n, m]
         distance = self.t[:, :, None] - self.s[:, None, :]
+        seen = self.q_valid[:, :, None] & self.k_valid[:, None, :]
+        if o.mask.first is not None:
+            lengths = self.layout.q_offsets.diff().long()
+            distance, visible = pairs(o.mask, torch.arange(self.t.shape[1], device=self.t.device), lengths)
+            distance, seen = distance.clamp(min=0), seen & visible
+        else:
+            if o.left >= 0:
+                seen = seen & (distance <= o.left)
+            if o.right >= 0:
+                seen = seen & (-distance <= o.right)
         if o.slopes is not None:
             slopes = o.slopes.to(scores.dtype).expand(self.batch, -1)
-            scores = scores - slopes[:, :, None, None] * distance[:, None].abs()
-        seen = self.q_valid[:, :, None] & self.k_valid[:, None, :]
-        if o.left >= 0:
-            seen = seen & (distance <= o.left)
-        if o.right >= 0:
-            seen = seen & (-distance <= o.right)
+            scores = scores - slopes[:, :, None, None] * distance.abs()[..., None, :, :]
         return self._by_group(scores.masked_fill(~seen[:, None], -torch.inf))
 
     def _dropout(self, heads: int) -> torch.Tensor:

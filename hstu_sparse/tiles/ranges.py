@@ -20,9 +20,9 @@ class Extension(NamedTuple):
     PREFIX: int
 
     @classmethod
-    def of(cls, mask: Mask) -> "Extension | None":
-        """Return the extension, None if no option is in use."""
-        if mask.extension is None:
+    def of(cls, mask: Mask, used: str | None) -> "Extension | None":
+        """Return the extension, None if no option is `used`."""
+        if used is None:
             return None
         return cls(mask.num_context is not None, *mask[3:])
 
@@ -30,18 +30,17 @@ class Extension(NamedTuple):
 class Sequence(NamedTuple):
     """One sequence: its number of tokens, of tokens before all candidates, and the window (in tokens).
 
-    context: the number of its context tokens, or None; more: the kernel's `Extension`, or None.
+    context: the number of its context tokens, or None. Functions take the kernel's `Extension`, or None, as `more`.
     """
 
     length: tl.tensor
     history: tl.tensor
     window_size: tl.tensor
     context: tl.tensor
-    more: tl.constexpr
 
 
 @triton.jit
-def find_sequence(b, seq_offsets, num_targets, window_size, num_context=None, more: tl.constexpr = None):
+def find_sequence(b, seq_offsets, num_targets, window_size, num_context=None):
     """Return (first token, Sequence) of sequence b; it has no candidates if `num_targets` is None."""
     begin = tl.load(seq_offsets + b).to(tl.int64)
     length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
@@ -49,56 +48,66 @@ def find_sequence(b, seq_offsets, num_targets, window_size, num_context=None, mo
     if num_targets is not None:
         history = length - tl.load(num_targets + b).to(tl.int32)
     if num_context is not None:
-        return begin, Sequence(length, history, window_size, tl.load(num_context + b).to(tl.int32), more)
+        return begin, Sequence(length, history, window_size, tl.load(num_context + b).to(tl.int32))
     else:
-        return begin, Sequence(length, history, window_size, None, more)
+        return begin, Sequence(length, history, window_size, None)
 
 
 @triton.jit
-def place(t, sequence, HAS_TARGETS: tl.constexpr):
+def place(t, sequence, HAS_TARGETS: tl.constexpr, more: tl.constexpr = None):
     """Return a token's position, but for a constant of the sequence: its number, if it is an event."""
     history = sequence.history
     if HAS_TARGETS:
         first = t
         t = tl.minimum(t, history)
-        if sequence.more is not None:  # noqa: SIM102
-            if sequence.more.GROUP > 1:
-                t += tl.maximum(first - history, 0) % sequence.more.GROUP
+        if more is not None:  # noqa: SIM102
+            if more.GROUP > 1:
+                t += tl.maximum(first - history, 0) % more.GROUP
     if sequence.context is not None:
         t = tl.maximum(t, sequence.context - 1)
     return t
 
 
 @triton.jit
-def prefix_tokens(sequence):
+def prefix_tokens(sequence, more: tl.constexpr):
     """Return how many tokens at the sequence's begin are seen whatever the window, if there is a prefix or context."""
     tokens = sequence.length * 0
-    if sequence.more is not None:
-        tokens += sequence.more.PREFIX
+    if more is not None:
+        tokens += more.PREFIX
         if sequence.context is not None:
             tokens += sequence.context
     return tokens
 
 
 @triton.jit
-def visible(t, s, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def front_rows(first_key, sequence, BLOCK_M: tl.constexpr, more: tl.constexpr):
+    """Return the end, a multiple of BLOCK_M, of the context that sees keys from `first_key` on because it sees all."""
+    rows = sequence.length * 0
+    if sequence.context is not None:  # noqa: SIM102
+        if more.SEES_ALL:
+            rows = (sequence.context + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+            rows = tl.where(first_key < sequence.history, rows, 0)
+    return rows
+
+
+@triton.jit
+def visible(t, s, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, more: tl.constexpr = None):
     """Return the mask of the pairs (t, s), two tensors that broadcast against each other."""
     mask = (s <= t) & (t < sequence.length)
     history = sequence.history
     if HAS_TARGETS:
-        in_group = s == t
-        if sequence.more is not None:  # noqa: SIM102
-            if sequence.more.GROUP > 1:
-                in_group = s >= t - tl.maximum(t - history, 0) % sequence.more.GROUP
-        mask = mask & ((s < history) | in_group)
+        if more is not None:
+            mask = mask & ((s < history) | (s >= t - tl.maximum(t - history, 0) % more.GROUP))
+        else:
+            mask = mask & ((s < history) | (s == t))
     if HAS_WINDOW:
-        if sequence.more is not None:
-            near = place(t, sequence, HAS_TARGETS) - place(s, sequence, HAS_TARGETS) < sequence.window_size
-            mask = mask & (near | (s < prefix_tokens(sequence)))
+        if more is not None:
+            near = place(t, sequence, HAS_TARGETS, more) - place(s, sequence, HAS_TARGETS, more) < sequence.window_size
+            mask = mask & (near | (s < prefix_tokens(sequence, more)))
         else:
             mask = mask & (tl.minimum(t, history) - tl.minimum(s, history) < sequence.window_size)
     if sequence.context is not None:
-        seen = history if sequence.more.SEES_ALL else sequence.context
+        seen = history if more.SEES_ALL else sequence.context
         mask = mask | ((t < sequence.context) & (s < seen))
     return mask
 
@@ -106,7 +115,7 @@ def visible(t, s, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr)
 @triton.jit
 def key_ranges(
     first_row, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, more: tl.constexpr = None,
 ):  # fmt: skip
     """Return (begin, full, diagonal, end), multiples of BLOCK_N: only the keys in full .. diagonal need no mask.
 
@@ -123,8 +132,8 @@ def key_ranges(
     if HAS_WINDOW:
         begin = tl.maximum(tl.minimum(first_row, history) - window_size + 1, 0) // BLOCK_N * BLOCK_N
         last = history
-        if sequence.more is not None:
-            last += sequence.more.GROUP - 1
+        if more is not None:
+            last += more.GROUP - 1
         full = tl.maximum(tl.minimum(end - 1, last) - window_size + 1 + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         diagonal = tl.maximum(diagonal, begin)
         full = tl.minimum(tl.maximum(full, begin), diagonal)
@@ -132,7 +141,7 @@ def key_ranges(
         # Blocks with context need no mask for most queries, but its positions are not its numbers.
         full = tl.maximum(full, (sequence.context + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
         full = tl.minimum(full, diagonal)
-        seen = history if sequence.more.SEES_ALL else sequence.context
+        seen = history if more.SEES_ALL else sequence.context
         end = tl.where(first_row < sequence.context, tl.maximum(end, seen), end)
     return begin, full, diagonal, end
 
@@ -140,7 +149,7 @@ def key_ranges(
 @triton.jit
 def query_ranges(
     first_row, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, more: tl.constexpr = None,
 ):  # fmt: skip
     """Return (begin, full, free, end), multiples of BLOCK_M except `end`: only queries in full .. free need no mask.
 
@@ -149,23 +158,22 @@ def query_ranges(
     length, history, window_size = sequence.length, sequence.history, sequence.window_size
     end = length
     last_key = first_row + BLOCK_N - 1
-    begin = first_row // BLOCK_M * BLOCK_M
     full = (last_key + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     free = length // BLOCK_M * BLOCK_M
     if HAS_TARGETS:
         if first_row >= history:
             end = tl.minimum(first_row + BLOCK_N, length)
-            if sequence.more is not None:
-                end = tl.minimum(first_row + BLOCK_N + (sequence.more.GROUP - 1), length)
+            if more is not None:
+                end = tl.minimum(first_row + BLOCK_N + (more.GROUP - 1), length)
         if last_key >= history:
             free = 0
     if HAS_WINDOW:
         seen_last = tl.minimum(last_key, history - 1) + window_size
         last = history
-        if sequence.more is not None:
-            last += sequence.more.GROUP - 1
+        if more is not None:
+            last += more.GROUP - 1
             # Of tiles with keys of the prefix `seen_last` and `window_size` are beyond every query.
-            prefix = prefix_tokens(sequence)
+            prefix = prefix_tokens(sequence, more)
             seen_last = tl.where(first_row < prefix, length + window_size, seen_last)
             window_size = tl.where(last_key < prefix, length + window_size, window_size)
         if seen_last <= history:
@@ -173,8 +181,10 @@ def query_ranges(
         if last - first_row >= window_size:
             free = tl.minimum(free, (first_row + window_size) // BLOCK_M * BLOCK_M)
     if sequence.context is not None:
-        begin = tl.where(first_row < sequence.context, 0, begin)
         beyond = (sequence.context + BLOCK_M - 1) // BLOCK_M * BLOCK_M
         full = tl.where(first_row < sequence.context, tl.maximum(full, beyond), full)
     full = tl.minimum(full, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+    begin = first_row // BLOCK_M * BLOCK_M
+    if sequence.context is not None:
+        begin = tl.where(first_row < sequence.context, 0, begin)
     return begin, full, tl.maximum(tl.minimum(free, end), full), end

@@ -8,6 +8,7 @@ import torch
 
 from hstu_sparse import flash_attention
 from hstu_sparse.core.launch import LaunchConfig, override
+from hstu_sparse.core.mask import Mask
 from hstu_sparse.flash.reference import Layout, Options, flash_attention_reference, philox
 from tests.random.cases import flash
 from tests.support.budgets import EDGE_CASES, make_jagged, make_offsets
@@ -215,5 +216,5 @@ def test_compiles_whole_and_is_a_good_operator():
     for a, b in zip(torch.autograd.grad(compiled(*inputs), inputs, grad), expected, strict=True):
         assert torch.equal(a, b)
     torch.library.opcheck(
-        torch.ops.hstu_sparse.flash_fwd.default, (*inputs, offsets, offsets, None, None, None, -1, 0, 0.1, 0.0)
+        torch.ops.hstu_sparse.flash_fwd.default, (*inputs, offsets, offsets, None, *Mask(), None, None, -1, 0, 0.1, 0.0)
     )

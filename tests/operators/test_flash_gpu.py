@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hstu_sparse import flash_attention
+from hstu_sparse.core.mask import Mask
 from tests.random.cases import flash
 from tests.support.budgets import make_jagged, make_offsets
 
@@ -25,6 +26,7 @@ BASE = dict(
     contiguous=True,
     seed=1,
 )
+MASK = dict(targets=True, context=40, context_sees_all=False, target_group_size=1, full_attention_prefix=0)
 CASES = {
     "causal": {},
     "full": dict(causal=False),
@@ -40,6 +42,9 @@ CASES = {
     "other key lengths": dict(key_lengths=[900, 5, 0, 77, 20]),
     "more queries than keys": dict(key_lengths=[300, 5, 10, 1, 333]),
     "multiples of the tiles": dict(lengths=[512, 128, 256]),
+    "context that sees all, groups": dict(mask=MASK | dict(context_sees_all=True, target_group_size=3)),
+    "context, prefix, window": dict(mask=MASK | dict(full_attention_prefix=70), window=(100, -1), alibi="heads"),
+    "much context, shared keys": dict(mask=MASK | dict(context=300, context_sees_all=True), window=(5, -1), kv_heads=2),
     "thousands": dict(lengths=[4096, 1111], heads=2, kv_heads=2),
 }
 
@@ -101,7 +106,7 @@ def test_opcheck():
     (q, k, v), _ = attention_of([40, 9], size=64)
     offsets = make_offsets([40, 9], device="cuda")
     torch.library.opcheck(
-        torch.ops.hstu_sparse.flash_fwd.default, (q, k, v, offsets, offsets, None, None, None, -1, 0, 0.1, 0.0)
+        torch.ops.hstu_sparse.flash_fwd.default, (q, k, v, offsets, offsets, None, *Mask(), None, None, -1, 0, 0.1, 0.0)
     )
     assert flash_operator is not None
 

@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 
-from hstu_sparse import RelativeBias, attention_plan, hstu_attention
+from hstu_sparse import RelativeBias, attention_plan, flash_attention, hstu_attention
 from hstu_sparse.core.mask import Mask, pairs
+from tests.random.cases import flash
 from tests.random.cases.dense import compare, inputs
 
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -77,7 +78,7 @@ def test_agrees_with_the_published_masks(n, c, m):
 
 
 def random_case(seed):
-    """Return (arguments of hstu_attention in fp64, the output by pairs) of a random batch with random options."""
+    """Return (arguments of hstu_attention in fp64, its output by pairs, that of the softmax) of a random batch."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     lengths = [draw.choice([0, 1, 2, draw.randrange(3, 14)]) for _ in range(draw.randrange(1, 4))]
@@ -112,14 +113,16 @@ def random_case(seed):
         context_sees_all=options["sees_all"], target_group_size=options["group"],
         full_attention_prefix=options["prefix"],
     )  # fmt: skip
-    expected = torch.zeros(total, 2, 2, dtype=torch.float64)
+    expected, softmax = torch.zeros(2, total, 2, 2, dtype=torch.float64)
     for begin, n, c, m in zip(offsets.tolist(), lengths, context, targets):
         key_seconds = times[begin : begin + n].tolist()
         query_seconds = query_times[begin : begin + n].tolist()
         key_seconds[:c] = query_seconds[:c] = [key_seconds[min(c, n - 1)]] * c if n else []
+        weights = torch.zeros(n, n, 2, dtype=torch.float64)  # of the softmax, without a bias
         for t, s in itertools.product(range(n), repeat=2):
             if not sees(t, s, n, c, m, **options):
                 continue
+            weights[t, s] = torch.exp((q[begin + t] * k[begin + s]).sum(-1) * 0.5)
             added = 0.0
             if use["position"]:
                 distance = position(t, n, c, m, options["group"]) - position(s, n, c, m, options["group"])
@@ -130,12 +133,19 @@ def random_case(seed):
                 )
             x = (q[begin + t] * k[begin + s]).sum(-1) * 0.5 + added
             expected[begin + t] += (x * torch.sigmoid(x) / longest)[:, None] * v[begin + s]
-    return dict(q=q, k=k, v=v, scale=0.5, **arguments), expected
+        weights = weights / weights.sum(1, keepdim=True)
+        softmax[begin : begin + n] = torch.einsum("tsh,shv->thv", weights, v[begin : begin + n])
+    return dict(q=q, k=k, v=v, scale=0.5, **arguments), expected, softmax
 
 
 def check_random_case(seed):
-    arguments, expected = random_case(seed)
+    arguments, expected, softmax = random_case(seed)
     torch.testing.assert_close(hstu_attention(**arguments), expected, atol=1e-12, rtol=1e-10)
+    for name in ("max_seq_len", "bias"):
+        del arguments[name]
+    window = arguments.pop("window_size") - 1, -1
+    out = flash_attention(**arguments, window_size=window, causal=True)
+    torch.testing.assert_close(out, softmax, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -150,7 +160,7 @@ def test_reference_by_pairs_500_times():
 
 
 def test_reference_gradients():
-    arguments, _ = random_case(3)
+    arguments, *_ = random_case(3)
     names = ["q", "k", "v"]
     tables = [x.requires_grad_() for x in arguments["bias"][:2] if x is not None]
     leaves = [arguments.pop(name).requires_grad_() for name in names]
@@ -221,3 +231,30 @@ def test_a_plan_holds_the_options():
     for change in ({"num_context": torch.tensor([1])}, {"context_sees_all": False}, {"full_attention_prefix": 1}):
         with pytest.raises(ValueError, match="plan was made for"):
             hstu_attention(q, k, v, **{**x, **change}, backend="triton", plan=plan)
+
+
+# Those of the softmax.
+
+
+@pytest.mark.parametrize("change", [{"causal": False}, {"k_offsets": torch.tensor([0, 6])}])
+def test_softmax_needs_a_causal_mask(change):
+    x = torch.zeros(6, 1, 4)
+    with pytest.raises(ValueError, match="num_context needs causal=True and no k_offsets, got "):
+        flash_attention(x, x, x, torch.tensor([0, 6]), num_context=torch.tensor([1]), **{"causal": True, **change})
+
+
+@interpreter
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (dict(context=40, context_sees_all=True, target_group_size=2, full_attention_prefix=0), {}),
+        (
+            dict(context=5, context_sees_all=False, target_group_size=5, full_attention_prefix=9),
+            dict(window=(11, -1), alibi="heads", kv_heads=1),
+        ),
+    ],
+)
+def test_flash_kernels(mask, options):
+    case = dict(heads=2, kv_heads=2, size=16, value_size=16, dtype="float32", contiguous=True, seed=4)
+    case |= dict(lengths=[70, 0, 41], key_lengths=None, causal=True, dropout=0.0, alibi=None, window=(-1, -1))
+    flash.check("cpu", **case | options, mask=dict(targets=True) | mask)

@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from hstu_sparse.core.mask import Mask
 from hstu_sparse.flash.api import flash_attention
 from tests.random.cases import Launches
 from tests.random.terms import sizes_under_softmax
@@ -11,24 +12,35 @@ from tests.support.budgets import assert_within_budget, gradients, make_jagged, 
 
 
 def draw(random, small):
-    most = 70 if small else 2000
+    most, masked = 70 if small else 2000, random.random() < 0.3
     sequences = random.randint(0, 3 if small else 12)
     heads = random.choice([1, 2, 4] if small else [1, 2, 3, 8])
     sizes = [1, 16, 24, 32] if small else [16, 25, 50, 64, 80, 128, 192, 256]
     return dict(
         lengths=[random.choice([0, 1, *(random.randint(2, most) for _ in range(4))]) for _ in range(sequences)],
-        key_lengths=[random.randint(0, most) for _ in range(sequences)] if random.random() < 0.3 else None,
+        key_lengths=[random.randint(0, most) for _ in range(sequences)]
+        if random.random() < 0.3 and not masked
+        else None,
         heads=heads,
         kv_heads=random.choice([h for h in range(1, heads + 1) if heads % h == 0]),
         size=random.choice(sizes),
         value_size=random.choice(sizes),
         dtype="float32" if small else random.choice(["float32", "float16", "bfloat16"]),
-        causal=random.random() < 0.6,
+        causal=masked or random.random() < 0.6,
         window=random.choice([(-1, -1), (-1, -1), (random.randint(0, most), random.randint(-1, most))]),
         alibi=random.choice([None, None, "heads", "sequences"]),
         dropout=random.choice([0.0, 0.0, 0.25]),
         contiguous=random.random() < 0.5,
         seed=random.randrange(2**31),
+        mask=dict(
+            targets=random.random() < 0.5,
+            context=random.choice([0, 3, 100]),
+            context_sees_all=random.random() < 0.5,
+            target_group_size=random.choice([1, 2, 5]),
+            full_attention_prefix=random.choice([0, 1, 70]),
+        )
+        if masked
+        else None,
     )
 
 
@@ -39,7 +51,7 @@ def reference_bytes(*, lengths, key_lengths, heads, size, value_size, **_):
 
 def problem(
     device, lengths, key_lengths, heads, kv_heads, size, value_size, dtype, causal, window, alibi, dropout, contiguous,
-    seed,
+    seed, mask=None,
 ):  # fmt: skip
     """Return (q, k, v by name, the other arguments)."""
     dtype = getattr(torch, dtype)
@@ -57,7 +69,19 @@ def problem(
         slopes = torch.rand((len(lengths), heads), generator=torch.Generator().manual_seed(seed)).to(device)
         slopes = slopes if alibi == "sequences" or not lengths else slopes[0]
         slopes = slopes if slopes.shape[0] else None
+    options = {}
+    if mask:
+        options = dict(full_attention_prefix=mask["full_attention_prefix"])
+        rest = torch.tensor(lengths, dtype=torch.int64)
+        if mask["targets"]:
+            targets = rest * (seed % 7) // 8
+            options |= dict(num_targets=targets.to(device), target_group_size=mask["target_group_size"])
+            rest = rest - targets
+        if mask["context"]:
+            context = rest.clamp(max=mask["context"]).to(device)
+            options |= dict(num_context=context, context_sees_all=mask["context_sees_all"])
     return inputs, dict(
+        **options,
         seq_offsets=make_offsets(lengths, device=device),
         k_offsets=None if key_lengths is None else make_offsets(key_lengths, device=device, dtype=torch.int32),
         causal=causal,
@@ -102,7 +126,7 @@ def launches():
 
     def case(
         size, dtype, *, group=1, left=-1, right=-1, pieces=1, add=False, alibi=False, dropout=0.0, v=None, many=False,
-        **more,
+        masked=False, **more,
     ):  # fmt: skip
         def call():
             q = torch.zeros(64, 2, size, dtype=dtype)
@@ -112,7 +136,9 @@ def launches():
             starts = torch.zeros(pieces, dtype=torch.int64) if pieces > 1 else None
             layout = Layout(offsets, offsets, starts, starts, pieces)
             seed = torch.zeros(1, dtype=torch.int64) if dropout else None
-            options = Options(0.1, left, right, torch.ones(2) if alibi else None, dropout, seed)
+            numbers = torch.zeros(pieces, dtype=torch.int32)
+            mask = Mask(numbers, numbers, left + 1, True, 2, 5) if masked else Mask()
+            options = Options(0.1, left, right, torch.ones(2) if alibi else None, dropout, seed, mask)
             launch = Launch(q, k, value, layout, options)
             pad_d, pad_v, dtype_, features, arch = launch.chosen
             launch.chosen = pad_d, pad_v, dtype_, features | ({"many"} if many else set()), arch
@@ -122,7 +148,9 @@ def launches():
             launch.dq(out, rows, q, before=q.float() if add else None)
             launch.dkv(out, rows, k, value, sums=(k.float(), value.float()) if add else None)
 
-        label = f"{dtype} D={size} G={group} window={left, right} P={pieces} add={add} alibi={alibi} {dropout=}"
+        label = (
+            f"{dtype} D={size} G={group} window={left, right} P={pieces} add={add} alibi={alibi} {dropout=} {masked=}"
+        )
         return Launches(label, call, **more)
 
     bf16, dkv = torch.bfloat16, "flash_attention_bwd_dkv_kernel"
@@ -134,6 +162,7 @@ def launches():
         case(128, bf16, right=0, many=True, architectures=(90,), local_bytes={dkv: 32}),
         case(128, bf16, right=0, pieces=2, add=True, many=True, architectures=(90,), local_bytes={dkv: 96}),
         case(256, bf16, right=0, v=192, architectures=(90,), local_bytes={dkv: 96}),
+        case(64, bf16, left=100, right=0, masked=True, architectures=(80, 90), local_bytes=96),
         case(64, torch.float16, left=100, right=0, group=2, architectures=(80,)),
         case(50, bf16, alibi=True, dropout=0.1, architectures=(80,)),
         case(64, torch.float32, right=0, dropout=0.1, architectures=(80, 90), local_bytes=40),
