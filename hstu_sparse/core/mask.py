@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.jagged import readable, sequence_ids
-from hstu_sparse.core.validation import INTEGER, check_bool, check_int, check_tensor
+from hstu_sparse.core.validation import INTEGER, check_bool, check_int, check_targets, check_tensor
 
 
 class Mask(NamedTuple):
@@ -63,18 +63,17 @@ def check_mask(mask: Mask, seq_offsets: Tensor) -> Mask:
     check_bool("context_sees_all", mask.context_sees_all)
     check_int("target_group_size", mask.target_group_size, 1, 2**31 - 1)
     check_int("full_attention_prefix", mask.full_attention_prefix, 0, 2**31 - 1)
-    sizes = {"B": seq_offsets.shape[0] - 1}
-    taken = [0] * sizes["B"]
-    for name, numbers in (("num_targets", mask.num_targets), ("num_context", mask.num_context)):
-        if numbers is None:
-            continue
-        check_tensor(name, numbers, "B", sizes, dtype=INTEGER, device=seq_offsets.device)
-        if readable(numbers) and readable(seq_offsets):
-            for b, (number, length) in enumerate(zip(numbers.tolist(), seq_offsets.diff().tolist())):
-                if not 0 <= number <= length - taken[b]:
-                    most = f"its length {length}" + (f" less {taken[b]} candidates" if taken[b] else "")
-                    raise ValueError(f"{name} of sequence {b} must be 0 to {most}, got {number}")
-                taken[b] = number
+    check_targets(mask.num_targets, seq_offsets)
+    context, targets = mask.num_context, mask.num_targets
+    if context is not None:
+        sizes = {"B": seq_offsets.shape[0] - 1}
+        check_tensor("num_context", context, "B", sizes, dtype=INTEGER, device=seq_offsets.device)
+        if readable(context) and readable(seq_offsets) and (targets is None or readable(targets)):
+            history = seq_offsets.diff() if targets is None else seq_offsets.diff() - targets
+            for b, (number, most) in enumerate(zip(context.tolist(), history.tolist())):
+                if not 0 <= number <= most:
+                    less = "" if targets is None else " less its candidates"
+                    raise ValueError(f"num_context of sequence {b} must be 0 to its length{less}, {most}, got {number}")
     if mask.context_sees_all and mask.num_context is None:
         raise ValueError("context_sees_all=True needs num_context [B], got None")
     if mask.target_group_size > 1 and mask.num_targets is None:

@@ -179,12 +179,12 @@ def test_reference_gradients():
         (
             {"num_context": torch.tensor([3, 1])},
             ValueError,
-            "num_context of sequence 0 must be 0 to its length 2, got 3",
+            "num_context of sequence 0 must be 0 to its length, 2, got 3",
         ),
         (
             {"num_context": torch.tensor([0, 3]), "num_targets": torch.tensor([0, 2])},
             ValueError,
-            "num_context of sequence 1 must be 0 to its length 4 less 2 candidates, got 3",
+            "num_context of sequence 1 must be 0 to its length less its candidates, 2, got 3",
         ),
         ({"num_context": torch.zeros(2)}, TypeError, "num_context must be int32 or int64, got torch.float32"),
         ({"context_sees_all": True}, ValueError, r"context_sees_all=True needs num_context \[B\], got None"),
