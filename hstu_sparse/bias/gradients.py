@@ -242,10 +242,11 @@ def _add_to_ring(cell, ds, to_exact):
 
 
 @triton.jit
-def _add_column(gradients, ds, distance, s, length):
-    """Add ds [BLOCK_M, BLOCK_N] to the position bias's gradient, each of its columns s at one distance, at least 0."""
+def _add_column(gradients, ds, position, key_positions, s, length):
+    """Add ds [BLOCK_M, BLOCK_N], of queries at one position, to the position bias's gradient: a sum for each key s."""
     column = tl.sum(ds, 0) * gradients.scale
-    add_to(gradients.position + tl.maximum(distance, 0), column, None, (s < length) & (column != 0.0))
+    seen = (s < length) & (column != 0.0)
+    add_to(gradients.position + tl.maximum(position - key_positions, 0), column, None, seen)
 
 
 @triton.jit
@@ -283,10 +284,10 @@ def add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind: t
             for i in range(kind.GROUP if kind.GROUP < BLOCK_M else BLOCK_M):
                 in_group = (first + i) % kind.GROUP
                 alike = candidate & ((t - sequence.history) % kind.GROUP == in_group)[:, None]
-                _add_column(gradients, tl.where(alike, ds, 0.0), sequence.history + in_group - keys, s, sequence.length)
+                _add_column(gradients, tl.where(alike, ds, 0.0), sequence.history + in_group, keys, s, sequence.length)
         else:
-            keys = s if sequence.context is None else tl.maximum(s, sequence.context - 1)
-            _add_column(gradients, tl.where(candidate, ds, 0.0), sequence.history - keys, s, sequence.length)
+            keys = tl.maximum(s, sequence.context - 1) if kind.HAS_CONTEXT else s
+            _add_column(gradients, tl.where(candidate, ds, 0.0), sequence.history, keys, s, sequence.length)
         along = tl.where(candidate, 0.0, ds)
     if kind.HAS_CONTEXT:
         # Context tokens have one position: a diagonal is a row, and of those that see all one entry.

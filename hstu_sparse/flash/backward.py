@@ -113,7 +113,10 @@ def flash_attention_bwd_dq_kernel(
     rows += head * width + (begin // forward.ROW_BLOCK + tile.index) * forward.ROW_BLOCK + first_row + m
     row_lse = tl.load(rows)[:, None]
     row_delta = tl.load(rows + H * width)[:, None]
-    options = forward.head_options(call, tile, head, q_offsets, left, right, slope_stride, seed, H, MORE)
+    slope = None if call.slopes is None else forward.head_slope(call.slopes, tile, head, slope_stride)
+    sequence = None if MORE is None else forward.mask_sequence(call, tile, q_offsets, left)
+    pair = tile.sequence * H + head
+    options = forward.HeadOptions(call.scale, slope, left, right, seed, pair, call.dropout, sequence)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = forward.piece(tile.sequence * PIECES + i, k_offsets, k_starts)
@@ -208,7 +211,10 @@ def _one_head(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of one head of queries to dk and dv."""
-    options = forward.head_options(call, tile, head, q_offsets, left, right, slope_stride, seed, H, MORE)
+    slope = None if call.slopes is None else forward.head_slope(call.slopes, tile, head, slope_stride)
+    sequence = None if MORE is None else forward.mask_sequence(call, tile, q_offsets, left)
+    pair = tile.sequence * H + head
+    options = forward.HeadOptions(call.scale, slope, left, right, seed, pair, call.dropout, sequence)
     for i in tl.static_range(PIECES):
         index = tile.sequence * PIECES + i
         begin, length, position = forward.piece(index, q_offsets, q_starts)

@@ -151,15 +151,10 @@ def query_ranges(
 
 
 @triton.jit
-def head_options(
-    call, tile, head, q_offsets, left, right, slope_stride, seed, H: tl.constexpr, MORE: tl.constexpr
-):  # fmt: skip
-    """Return the `HeadOptions` of a head of the tile's sequence."""
-    slope = None if call.slopes is None else head_slope(call.slopes, tile, head, slope_stride)
-    sequence = None
-    if MORE is not None:
-        _, sequence = ranges.find_sequence(tile.sequence, q_offsets, call.num_targets, left + 1, call.num_context)
-    return HeadOptions(call.scale, slope, left, right, seed, tile.sequence * H + head, call.dropout, sequence)
+def mask_sequence(call, tile, q_offsets, left):
+    """Return the `ranges.Sequence` of the tile's sequence, for a mask with options."""
+    _, sequence = ranges.find_sequence(tile.sequence, q_offsets, call.num_targets, left + 1, call.num_context)
+    return sequence
 
 
 @triton.jit
@@ -354,7 +349,10 @@ def flash_attention_fwd_kernel(
     t_first = tile.position + first_row
     t = (t_first + m)[:, None]
     query = load_block(row_pointer(q, begin, head), first_row, m, q.stride_t, length, D, PAD_D, True)
-    options = head_options(call, tile, head, q_offsets, left, right, slope_stride, seed, H, MORE)
+    slope = None if call.slopes is None else head_slope(call.slopes, tile, head, slope_stride)
+    sequence = None if MORE is None else mask_sequence(call, tile, q_offsets, left)
+    pair = tile.sequence * H + head
+    options = HeadOptions(call.scale, slope, left, right, seed, pair, call.dropout, sequence)
     inside = q_inside & (e < V_OUT)[None, :]
     lse += head.to(tl.int64) * total + begin + first_row + m
 

@@ -30,13 +30,27 @@ class Extension(NamedTuple):
 class Sequence(NamedTuple):
     """One sequence: its number of tokens, of tokens before all candidates, and the window (in tokens).
 
-    context: the number of its context tokens, or None. Functions take the kernel's `Extension`, or None, as `more`.
+    Functions take the kernel's `Extension`, or None, as `more`.
     """
 
     length: tl.tensor
     history: tl.tensor
     window_size: tl.tensor
+
+
+class ContextSequence(NamedTuple):
+    """A `Sequence` with the number of its context tokens."""
+
+    length: tl.tensor
+    history: tl.tensor
+    window_size: tl.tensor
     context: tl.tensor
+
+
+@triton.constexpr_function
+def has_context(more):
+    """Return whether sequences have context."""
+    return more is not None and more.CONTEXT
 
 
 @triton.jit
@@ -48,9 +62,9 @@ def find_sequence(b, seq_offsets, num_targets, window_size, num_context=None):
     if num_targets is not None:
         history = length - tl.load(num_targets + b).to(tl.int32)
     if num_context is not None:
-        return begin, Sequence(length, history, window_size, tl.load(num_context + b).to(tl.int32))
+        return begin, ContextSequence(length, history, window_size, tl.load(num_context + b).to(tl.int32))
     else:
-        return begin, Sequence(length, history, window_size, None)
+        return begin, Sequence(length, history, window_size)
 
 
 @triton.jit
@@ -63,7 +77,7 @@ def place(t, sequence, HAS_TARGETS: tl.constexpr, more: tl.constexpr = None):
         if more is not None:  # noqa: SIM102
             if more.GROUP > 1:
                 t += tl.maximum(first - history, 0) % more.GROUP
-    if sequence.context is not None:
+    if has_context(more):
         t = tl.maximum(t, sequence.context - 1)
     return t
 
@@ -74,7 +88,7 @@ def prefix_tokens(sequence, more: tl.constexpr):
     tokens = sequence.length * 0
     if more is not None:
         tokens += more.PREFIX
-        if sequence.context is not None:
+        if has_context(more):
             tokens += sequence.context
     return tokens
 
@@ -83,7 +97,7 @@ def prefix_tokens(sequence, more: tl.constexpr):
 def front_rows(first_key, sequence, BLOCK_M: tl.constexpr, more: tl.constexpr):
     """Return the end, a multiple of BLOCK_M, of the context that sees keys from `first_key` on because it sees all."""
     rows = sequence.length * 0
-    if sequence.context is not None:  # noqa: SIM102
+    if has_context(more):  # noqa: SIM102
         if more.SEES_ALL:
             rows = (sequence.context + BLOCK_M - 1) // BLOCK_M * BLOCK_M
             rows = tl.where(first_key < sequence.history, rows, 0)
@@ -106,7 +120,7 @@ def visible(t, s, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
             mask = mask & (near | (s < prefix_tokens(sequence, more)))
         else:
             mask = mask & (tl.minimum(t, history) - tl.minimum(s, history) < sequence.window_size)
-    if sequence.context is not None:
+    if has_context(more):
         seen = history if more.SEES_ALL else sequence.context
         mask = mask | ((t < sequence.context) & (s < seen))
     return mask
@@ -137,7 +151,7 @@ def key_ranges(
         full = tl.maximum(tl.minimum(end - 1, last) - window_size + 1 + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         diagonal = tl.maximum(diagonal, begin)
         full = tl.minimum(tl.maximum(full, begin), diagonal)
-    if sequence.context is not None:
+    if has_context(more):
         # Blocks with context need no mask for most queries, but its positions are not its numbers.
         full = tl.maximum(full, (sequence.context + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
         full = tl.minimum(full, diagonal)
@@ -180,11 +194,11 @@ def query_ranges(
             end = tl.minimum(end, tl.maximum(seen_last, tl.minimum(first_row + BLOCK_N, length)))
         if last - first_row >= window_size:
             free = tl.minimum(free, (first_row + window_size) // BLOCK_M * BLOCK_M)
-    if sequence.context is not None:
+    if has_context(more):
         beyond = (sequence.context + BLOCK_M - 1) // BLOCK_M * BLOCK_M
         full = tl.where(first_row < sequence.context, tl.maximum(full, beyond), full)
     full = tl.minimum(full, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     begin = first_row // BLOCK_M * BLOCK_M
-    if sequence.context is not None:
+    if has_context(more):
         begin = tl.where(first_row < sequence.context, 0, begin)
     return begin, full, tl.maximum(tl.minimum(free, end), full), end
