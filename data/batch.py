@@ -106,6 +106,7 @@ class Batch:
                       alone: all of them or none (data/ranking.py has both in a batch)
     num_targets       [B] int64 or None: how many of the last tokens of each sequence are candidates, which have the
                       position of the first of them, and see the tokens before them all and themselves
+    num_context       how many tokens in front of each sequence stand for features of its user (`with_context`), an int
     phase             the training step at which the current phase of training began, a host-side int: whatever changes
                       at a certain step compares that step with it; the default is greater than any step
     cut               a `Cut` if the batch holds a part of each sequence, else None
@@ -145,6 +146,7 @@ class Batch:
     rows: Tensor | None = field(default=None, metadata=per_token())
     has_action: Tensor | None = field(default=None, metadata=per_token(padding=False))
     num_targets: Tensor | None = field(default=None, metadata=per_sequence())
+    num_context: int = 0
     phase: int = sys.maxsize
     cut: Cut | None = None
     whole: Whole | None = None
@@ -173,14 +175,27 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """The position of each token, [T] int64, in its whole sequence even if the batch holds a part of it."""
+        """The position of each token, [T] int64, in its whole sequence even if the batch holds a part of it.
+
+        Behind context tokens, which have position 0, events begin at 1.
+        """
         if self.cut is not None:
             return self.cut.positions
         sequences = sequence_ids(self.seq_offsets, self.num_tokens)
         places = torch.arange(self.num_tokens, device=sequences.device) - self.seq_offsets[sequences]
-        if self.num_targets is None:
-            return places
-        return torch.minimum(places, (self.seq_offsets.diff() - self.num_targets)[sequences])
+        if self.num_targets is not None:
+            places = torch.minimum(places, (self.seq_offsets.diff() - self.num_targets)[sequences])
+        return (places - self.num_context + 1).clamp(min=0) if self.num_context else places
+
+    @property
+    def moved(self) -> bool:
+        """Whether `positions` are not just the places of tokens in the batch's sequences."""
+        return self.cut is not None or self.num_targets is not None or self.num_context > 0
+
+    @property
+    def context_counts(self) -> Tensor | None:
+        """The number of context tokens of each sequence, [B] int64; None for 0."""
+        return torch.full_like(self.users, self.num_context) if self.num_context else None
 
     @property
     def origins(self) -> Tensor:
@@ -225,6 +240,26 @@ class Batch:
             name: value.index_select(0, index) for name, value, layout in self._tensors() if layout.kind == "token"
         }
         return dataclasses.replace(self, **chosen | {"seq_offsets": seq_offsets})
+
+    def with_context(self, count: int) -> tuple[Batch, Tensor]:
+        """Return (the batch with `count` more tokens in front of each sequence, the new places [T] of its own tokens).
+
+        The new tokens have the time of the sequence's first event, and otherwise the values of padding.
+        """
+        sequences = sequence_ids(self.seq_offsets, self.num_tokens)
+        places = torch.arange(self.num_tokens, device=sequences.device) + count * (sequences + 1)
+        total = self.num_tokens + count * self.num_sequences
+        wider: dict[str, Any] = {
+            name: x.new_full((total, *x.shape[1:]), layout.padding).index_copy_(0, places, x)
+            for name, x, layout in self._tensors()
+            if layout.kind == "token"
+        }
+        number = torch.arange(self.num_sequences + 1, device=places.device)
+        wider["seq_offsets"] = offsets = self.seq_offsets + count * number
+        front = (offsets[:-1, None] + number.new_tensor(range(count))).flatten()
+        for name in ("timestamps", "query_timestamps"):
+            wider[name].index_copy_(0, front, self.origins.repeat_interleave(count, output_size=len(front)))
+        return dataclasses.replace(self, num_context=count, **wider), places
 
     def as_padding(self) -> Batch:
         """Return the same tokens marked as padding: not real and without targets, so that none counts in any loss."""

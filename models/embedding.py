@@ -35,8 +35,8 @@ class InputEmbedding(nn.Module):
     the positions again, Xavier normal: no gain after 101 epochs, docs/notes/2026-11-23-quality.md.)
 
     With features, the embeddings of the features of the item, the user, the event and its time are added to x[t] before
-    * sqrt(E). The rows of items without a training event then are and stay zero, since no loss includes them. With an
-    `id_dropout` of 1 no item has a row.
+    * sqrt(E); those of users may be tokens of their own (`user_tokens`). The rows of items without a training event
+    then are and stay zero, since no loss includes them. With an `id_dropout` of 1 no item has a row.
     """
 
     added: Tensor | None  # [M, E], the representations of items that were added
@@ -53,6 +53,7 @@ class InputEmbedding(nn.Module):
         id_dropout: float = 0.0,
         table: ItemTable | None = None,
         vector_correction: int = 0,
+        user_tokens: bool = False,
     ):
         super().__init__()
         self.scale, self.num_items, self.sharded = embedding_dim**0.5, num_items, table
@@ -103,7 +104,7 @@ class InputEmbedding(nn.Module):
                 self.local_places = [int(features.trained[:row].sum()) for row in (table.begin[0], table.end[0])]
         self.register_buffer("added", None, persistent=False)
         if features is not None and (features.of("users") or features.of("events") or features.calendar):
-            self.context = ContextFeatures(features, embedding_dim, dtype)
+            self.context = ContextFeatures(features, embedding_dim, dtype, user_tokens)
 
     @property
     def item_weight(self) -> Tensor:
@@ -270,6 +271,11 @@ class InputEmbedding(nn.Module):
         if more is not None:
             x = x + more
         return F.dropout(x, self.dropout, self.training)
+
+    def user_tokens(self, batch: Batch) -> Tensor:
+        """Embed the features of the batch's users as tokens, without a position: [B, F, E]."""
+        assert self.context is not None
+        return F.dropout(self.context.tokens(batch) * self.scale, self.dropout, self.training)
 
 
 def without(rows: Tensor, left_out: Tensor | None) -> Tensor:

@@ -90,9 +90,13 @@ class FeatureTables(nn.Module):
         return torch.cat([self.tables.embedding_bags[name].weight for name in self.names])
 
     def forward(self, bags: list[Bags], count: int) -> Tensor:
-        """Look up [R, E] for the bags of each feature; count: R."""
+        """Look up the sum [R, E] of the bags of all features; count: R."""
+        return self.each(bags, count).sum(1)
+
+    def each(self, bags: list[Bags], count: int) -> Tensor:
+        """Look up [R, F, E] for the bags of each feature; count: R."""
         if not count:  # torchrec takes no batch without rows
-            return next(self.parameters()).new_zeros(0, self.embedding_dim)
+            return next(self.parameters()).new_zeros(0, len(bags), self.embedding_dim)
         from torchrec import KeyedJaggedTensor
 
         looked_up = self.tables(
@@ -105,7 +109,7 @@ class FeatureTables(nn.Module):
                 length_per_key=[len(bag.values) for bag in bags],
             )
         )
-        return looked_up.values().unflatten(1, (len(bags), self.embedding_dim)).sum(1)
+        return looked_up.values().unflatten(1, (len(bags), self.embedding_dim))
 
 
 class ValueLists(nn.Module):
@@ -236,14 +240,18 @@ def summed(parts: list[Tensor]) -> Tensor:
 
 
 class ContextFeatures(nn.Module):
-    """Sum the features of a token's user, event and time: [T, E]."""
+    """Sum the features of a token's user, event and time: [T, E].
+
+    as_tokens: features of users are not in the sum, but tokens of their own.
+    """
 
     before: Tensor
     zone_starts: Tensor
     zone_offsets: Tensor
 
-    def __init__(self, known: FeatureVocabulary, embedding_dim: int, dtype: torch.dtype):
+    def __init__(self, known: FeatureVocabulary, embedding_dim: int, dtype: torch.dtype, as_tokens: bool = False):
         super().__init__()
+        self.as_tokens = as_tokens
         users, events = known.of("users"), known.of("events")
         self.calendar = known.calendar
         self.zoned = known.time_zone is not None
@@ -260,9 +268,8 @@ class ContextFeatures(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         added = torch.zeros((), device=batch.item_ids.device)
-        if self.users is not None:
-            rows = checked_rows(batch.user_features, self.num_users, "users")
-            of_users = self.users([Bags.of_padded(part) for part in rows.unbind(1)], batch.num_sequences)
+        if self.users is not None and not self.as_tokens:
+            of_users = self.users(self._bags_of_users(batch), batch.num_sequences)
             added = added + F.embedding(sequence_ids(batch.seq_offsets, batch.num_tokens), of_users)
         if self.events is not None:
             parts: list[Tensor] = []
@@ -275,6 +282,15 @@ class ContextFeatures(nn.Module):
             parts += [calendar_rows(name, clock)[:, None] for name in self.calendar]
             added = added + self.events([Bags.of_padded(part) for part in parts], batch.num_tokens)
         return added
+
+    def tokens(self, batch: Batch) -> Tensor:
+        """Look up the features of each sequence's user, one by one: [B, F, E]."""
+        assert self.users is not None
+        return self.users.each(self._bags_of_users(batch), batch.num_sequences)
+
+    def _bags_of_users(self, batch: Batch) -> list[Bags]:
+        rows = checked_rows(batch.user_features, self.num_users, "users")
+        return [Bags.of_padded(part) for part in rows.unbind(1)]
 
     def clock(self, timestamps: Tensor) -> Tensor:
         """Return times [T] as the clocks of the calendar's zone show them, in seconds since 1970 there."""

@@ -41,7 +41,7 @@ def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Ten
             times=times if config.rotary.time else None,
             origins=batch.origins if config.rotary.time else None,
             position=config.rotary.position,
-            positions=None if batch.cut is None and batch.num_targets is None else batch.positions,
+            positions=batch.positions if batch.moved else None,
         )
         for x, times in ((q, batch.query_timestamps), (k, batch.timestamps))
     )
@@ -200,7 +200,8 @@ class SequenceModel(nn.Module):
 
     Auxiliary losses of one name are summed over the layers. `head` scores outputs against items unless the score is the
     cosine; `task_head` is the module of a task other than retrieval. With `recompute` layers save only their inputs for
-    the backward pass.
+    the backward pass. With `user_tokens` layers see a token for each feature of a user in
+    front of the sequence.
     """
 
     def __init__(
@@ -211,6 +212,7 @@ class SequenceModel(nn.Module):
         task_head: nn.Module | None = None,
         features: FeatureVocabulary | None = None,
         table: ItemTable | None = None,
+        user_tokens: bool = False,
     ):
         super().__init__()
         self.embedding = InputEmbedding(
@@ -224,7 +226,12 @@ class SequenceModel(nn.Module):
             config.id_dropout,
             table,
             config.vector_correction,
+            user_tokens,
         )
+        # Tokens in front of each sequence, as many as users have features: layers get as many more.
+        self.num_context = len(features.of("users")) if features is not None and user_tokens else 0
+        if self.num_context:
+            config = config.model_copy(update={"max_seq_len": config.max_seq_len + self.num_context})
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.recompute = False
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
@@ -273,11 +280,17 @@ class SequenceModel(nn.Module):
         loss to a rank's share of the mean over all ranks.
         """
         batch = dataclasses.replace(batch)  # results that layers share (`Batch.once`) last for this pass
-        x = self.embedding(batch, rows)
+        x, places = self.embedding(batch, rows), None
+        if self.num_context:
+            users, events = self.embedding.user_tokens(batch), x
+            batch, places = batch.with_context(self.num_context)
+            x = events.new_empty(batch.num_tokens, events.shape[1]).index_copy(0, places, events)
+            front = batch.seq_offsets[:-1, None] + torch.arange(self.num_context, device=places.device)
+            x = x.index_copy(0, front.flatten(), users.flatten(0, 1).to(x.dtype))
         total: dict[str, AuxLoss] = {}
         for layer in self.layers:
             x, aux = recomputed(layer, x, batch) if self.recompute and self.training else layer(x, batch)
             for name, loss in aux.items():
                 loss = loss if share is None else share(loss)
                 total[name] = total[name] + loss if name in total else loss
-        return x.float(), total
+        return (x if places is None else x.index_select(0, places)).float(), total

@@ -105,6 +105,13 @@ class ModelConfig(Options):
         for part in (*self.attention, self.head):
             part.check_run(run)
         items = run.data.features.items if run.data.features else None
+        if run.data.features and run.data.features.user_tokens:
+            for kind in (attention.kind for attention in self.attention):
+                if not ATTENTION_KINDS.class_of(kind).context:
+                    raise ValueError(
+                        f"data.features.users.as=tokens: model.attention.kind={kind} has no tokens that all others "
+                        "see: use dense or softmax, or as=sum"
+                    )
         if self.id_dropout and items is None:
             raise ValueError("model.id_dropout: needs data.features.items, which stand for what is left out")
         if self.id_dropout == 1 and run.parallel.sharded:

@@ -116,6 +116,10 @@ def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> lis
     dtype: the dtype to which autocast would cast the weights of an HSTU layer's products in each pass: they are cast
     here.
     """
+    if model.num_context:
+        raise ServingError(
+            "data.features.users.as=tokens: pages have no tokens of features: such a run cannot be served"
+        )
     layers = []
     for place, layer in enumerate(cast(Iterable[Any], model.layers)):
         inner = layer.attention

@@ -440,4 +440,4 @@ def _keys_at(location: Sequence[int | str], tree: dict) -> list[str]:
                 kind = tree["model"]["head"].get("kind")
                 models = [o for o in models if kind in typing.get_args(o.model_fields["kind"].annotation)]
             model = next(iter(models), model)
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]

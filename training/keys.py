@@ -43,7 +43,7 @@ class Section(NamedTuple):
 
 def sections(config: type[BaseModel] = RunConfig, prefix: str = "", title: str = "") -> Iterator[Section]:
     """Yield the mapping that `config` describes, then every mapping inside it."""
-    fields = config.model_fields
+    fields = {field.alias or name: field for name, field in config.model_fields.items()}
     keys = [
         Key(
             prefix + name,

@@ -312,7 +312,8 @@ def build_model(
     num_items, table = len(vocabulary.item_ids), None
     if ranks is not None and config.parallel.sharded:
         table = table_class(config, num_items, ranks, device)
-    model = SequenceModel(config.model, num_items, num_actions, head, vocabulary.features, table)
+    as_tokens = config.data.features is not None and config.data.features.user_tokens
+    model = SequenceModel(config.model, num_items, num_actions, head, vocabulary.features, table, as_tokens)
     model.recompute = config.train.recompute
     return model if device.type == "cpu" else model.to(device)
 

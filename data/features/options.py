@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from data.options import Options
 
@@ -156,10 +156,15 @@ class ItemFile(FeatureFile):
 class UserFile(FeatureFile):
     """Features of users."""
 
+    model_config = ConfigDict(serialize_by_alias=True)  # `as` is no name in Python
+
     format: Literal["csv", "parquet", "u.user", "users.dat"]
     """The form of the file: csv, parquet or MovieLens' own."""
     unknown: Literal["error", "drop"] | None = None
     """What happens to a row whose id is in no event; absent, `error`, but `drop` in MovieLens' own files."""
+    enters: Literal["sum", "tokens"] = Field("sum", alias="as")
+    """How features enter a sequence: `sum` adds them to each of its tokens; `tokens` puts a token for each feature in
+    front of it, which every later token sees and no window hides."""
 
 
 class EventFeatures(Options):
@@ -199,6 +204,11 @@ class Features(Options):
         """Map each entity that has a file of features to that file."""
         return {name: file for name in ("items", "users") if (file := getattr(self, name)) is not None}
 
+    @property
+    def user_tokens(self) -> bool:
+        """Whether features of users are tokens in front of a sequence."""
+        return self.users is not None and self.users.enters == "tokens"
+
     def without_items(self) -> Features | None:
         """Return the options without items, for data whose items a trained model knows already."""
         users = self.users and self.users.model_copy(update={"unknown": "drop"})
@@ -215,7 +225,7 @@ class Features(Options):
         for entity, file in self.files().items():
             # Keys added later are left out when unused, so that earlier caches keep their fingerprints.
             unused = {key for key in LATER if getattr(file, key) == type(file).model_fields[key].default}
-            options = file.model_dump(exclude={"path", "columns"} | unused)
+            options = file.model_dump(exclude={"path", "columns", "enters"} | unused)
             recipe[entity] = options | {"columns": _read_as(file.columns)}
         if self.events and self.events.columns:
             recipe["events"] = {"columns": _read_as(self.events.columns)}

@@ -100,8 +100,8 @@ class PagedForm(NamedTuple):
 class AttentionKind(nn.Module):
     """Base of the attention modules: `__init__(config, sizes)`, `forward(x, q, k, v, batch)`.
 
-    The module stores nothing of one call for the next. candidates: whether batches may have `num_targets`; as `paged`,
-    not inherited with another `forward`.
+    The module stores nothing of one call for the next. candidates, context: whether batches may have
+    `num_targets` and `num_context`; as `paged`, not inherited with another `forward`.
 
     Examples:
         >>> class Mean(AttentionKind):  # averages the values of a sequence up to each token
@@ -114,11 +114,12 @@ class AttentionKind(nn.Module):
     """
 
     candidates: ClassVar[bool] = False
+    context: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         # It computes something else than its base, whose form in pages would give other results.
-        for name in ("paged", "candidates") if "forward" in vars(cls) else ():
+        for name in ("paged", "candidates", "context") if "forward" in vars(cls) else ():
             if name not in vars(cls):
                 setattr(cls, name, getattr(AttentionKind, name))
 

@@ -56,7 +56,7 @@ class DenseAttention(HSTUAttention):
             check_16_bits("hopper", run)
 
     config: Config
-    candidates = True
+    candidates = context = True
 
     def paged(self) -> PagedForm:
         return self.biased_form(window=self.config.window_size)
@@ -64,7 +64,7 @@ class DenseAttention(HSTUAttention):
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         config, bias = self.config, self.bias(batch)
         options: dict[str, Any] = dict(window_size=config.window_size, bias=bias, backend=config.backend)
-        options["num_targets"] = batch.num_targets
+        options |= dict(num_targets=batch.num_targets, num_context=batch.context_counts)
         offsets, longest = batch.seq_offsets, self.sizes.max_seq_len
         options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, once=batch.once, **options)
         options |= dict(scale=config.scale, normalizer=self.normalizer)

@@ -12,6 +12,7 @@ import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
+from hstu_sparse.core.mask import Mask, pairs
 from models.attention.contract import AuxLoss, LayerSizes, PagedForm
 from models.attention.shared import (
     BiasedAttention,
@@ -65,12 +66,14 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config, sizes, positions=sizes.max_seq_len)
 
+    context = True
+
     def paged(self) -> PagedForm:
         return self.biased_form(softmax=True)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         backend = self.config.backend
-        if (q.is_cuda or backend != "auto") and self.bias(batch) is None:
+        if (q.is_cuda or backend != "auto") and self.bias(batch) is None and not batch.num_context:
             dropout = self.config.dropout if self.training else 0.0
             out = hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, causal=True, dropout=dropout, backend=backend)
             return cast(Tensor, out), {}
@@ -107,19 +110,24 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         return out.unflatten(-1, (q.shape[1], v.shape[2]))
 
     def mask(self, batch: Batch, longest: int, q: Tensor, pad: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return the relative bias as an additive mask [B or 1, 1, longest, longest], -inf for invisible keys.
+        """Return the relative bias as an additive mask [B or 1, 1, longest, longest], -inf for invisible keys; None if
+        the causal mask is all.
 
         pad: [T] -> [B, longest].
         """
         bias = self.bias(batch)
-        if bias is None:
+        if bias is None and not batch.num_context:
             return None
         place = torch.arange(longest, device=q.device)
-        distance = place[:, None] - place
+        mask = Mask(num_context=batch.context_counts)
+        distance, visible = pairs(mask, place, batch.seq_offsets.diff())
+        if bias is None:
+            added = torch.zeros((), device=q.device).expand(visible.shape)
+            return added.masked_fill(~visible, float("-inf")).to(q.dtype)[:, None]
         query_times = key_times = None
         if bias.time is not None:
             queries, keys = (cast(Tensor, y) for y in (bias.query_timestamps, bias.timestamps))
             query_times, key_times = pad(queries)[:, :, None], pad(keys)[:, None, :]
         added = cast(Tensor, pair_bias(bias, distance, query_times, key_times))
-        added = added[:, None] if added.dim() == 3 else added[None, None]
-        return added.to(q.dtype).masked_fill(distance < 0, float("-inf"))
+        added, visible = (x[:, None] if x.dim() == 3 else x[None, None] for x in (added, visible))
+        return added.to(q.dtype).masked_fill(~visible, float("-inf"))

@@ -225,3 +225,23 @@ def test_errors_of_the_configuration(finished_run):
     ):
         with pytest.raises(ConfigError, match=expected.replace("?", ".").replace("[", ".").replace("{", ".")):
             load_config(finished_run / "run.yaml", [option])
+
+
+def test_features_of_users_as_tokens(finished_run, tmp_path, capsys):
+    run, options = tmp_path / "run", ["data.features.users.as=tokens", "train.epochs=1", f"run_dir={tmp_path}"]
+    assert train.main([str(finished_run / "run.yaml"), "--run", str(run), *options]) == 0
+    assert "as: tokens" in (run / "config.yaml").read_text()
+    assert evaluation.main([str(run)]) == 0
+    result, again = (json.loads((run / name).read_text())["model"] for name in ("result.json", "eval-test.json"))
+    assert again == result
+    capsys.readouterr()
+    assert train.main(["--resume", str(run), "data.features.users.as=sum"]) != 0
+    assert "data.features.users.as" in capsys.readouterr().err
+    assert evaluation.main([str(run), "--serve"]) != 0
+    assert "cannot be served" in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match=r"data\.features\.users\.as=tokens: model\.attention\.kind=htree has no tokens"
+    ):
+        load_config(finished_run / "run.yaml", [options[0], "model.attention.kind=htree"])
+    with pytest.raises(ConfigError, match=r"data\.features\.users\.as: .*sum.*tokens"):
+        load_config(finished_run / "run.yaml", ["data.features.users.as=token"])
