@@ -27,15 +27,32 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
         text = (ROOT / included[1]).read_text().replace("](docs/", "](")
         markdown = markdown.replace(included[0], text)
     if notebook := NOTEBOOK.search(markdown):
-        markdown = markdown.replace(notebook[0], _cells(ROOT / notebook[1]))
+        markdown = markdown.replace(notebook[0], notebook_cells(ROOT / notebook[1]))
     markdown = LINK.sub(lambda link: _link(link, Path(page.file.src_uri).parent), markdown)
     return IMAGE.sub(r"[\1](\2)", markdown)  # a figure opens in full, which phones need
 
 
-def _cells(notebook: Path) -> str:
-    """The text and code of a notebook, without outputs."""
-    cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(notebook.read_text())["cells"])
-    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells)
+def notebook_cells(notebook: Path) -> str:
+    """The text and code of a notebook, each cell's stored outputs after it."""
+    parts = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+        parts += map(_output, cell.get("outputs", []))
+    return "\n\n".join(parts)
+
+
+def _output(output: dict) -> str:
+    """An output of a notebook: HTML and figures as they are, otherwise its text."""
+    data = output.get("data", {"text/plain": output.get("text", "")})
+    forms = {form: "".join(value) for form, value in data.items()}
+    if "text/html" in forms:
+        content = re.sub(r"\s*\n\s*", " ", forms["text/html"])  # an empty line would end the HTML
+        return f'<div class="output">{content}</div>'
+    if "image/png" in forms:
+        content = forms["image/png"].replace("\n", "")
+        return f'<div class="output"><img alt="figure of the cell above" src="data:image/png;base64,{content}"></div>'
+    return f"```text\n{forms['text/plain'].rstrip()}\n```"
 
 
 def _link(link: re.Match, folder: Path) -> str:

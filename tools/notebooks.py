@@ -1,0 +1,73 @@
+"""Run notebooks of examples/ from a clean kernel and store their outputs, which the site shows.
+
+    python tools/notebooks.py examples/shop.ipynb [--data FOLDER]
+
+It needs nbclient and ipykernel. Outputs keep text, tables and figures; what is written to stderr, progress and times of
+execution go.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN = ("text/html", "image/png", "text/plain")
+MOST_BYTES = 400_000  # of a notebook with its outputs
+
+
+def executed(path: Path, raw: Path | None = None):
+    """Run a notebook in an empty folder, in which `raw` stands as the folder raw/, and return it with its outputs."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(path, as_version=4)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    with tempfile.TemporaryDirectory() as folder:
+        if raw is not None:
+            shutil.copytree(raw, Path(folder, "raw", raw.name))
+        nbclient.NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": folder}}).execute()
+    return notebook
+
+
+def with_clean_outputs(notebook):
+    """Return the notebook with only those outputs that are shown, and without times of execution."""
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = list(filter(None, map(clean, cell.outputs)))
+    notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
+    return notebook
+
+
+def clean(output):
+    """Return an output with the richest of its forms alone; None for one that is not shown."""
+    if output.output_type == "stream":
+        return output if output.name == "stdout" else None
+    form = next((form for form in SHOWN if form in output.data), None)
+    if form is None or "application/vnd.jupyter.widget-view+json" in output.data:
+        return None
+    output.data, output.metadata = {form: output.data[form]}, {}
+    return output
+
+
+def main() -> None:
+    import nbformat
+
+    parser = argparse.ArgumentParser(description="Run notebooks and store their outputs.")
+    parser.add_argument("notebooks", nargs="+", type=Path)
+    parser.add_argument("--data", type=Path, help="a folder that a notebook finds as raw/NAME")
+    options = parser.parse_args()
+    for path in options.notebooks:
+        notebook = with_clean_outputs(executed(path, options.data))
+        text = nbformat.writes(notebook) + "\n"
+        if len(text) > MOST_BYTES:
+            raise SystemExit(f"{path}: {len(text):,} bytes with its outputs, expected at most {MOST_BYTES:,}")
+        path.write_text(text)
+        print(f"{path}: {len(text):,} bytes")
+
+
+if __name__ == "__main__":
+    main()
