@@ -154,22 +154,15 @@ def update(place, shop, extra):
     rows += [(user, *order) for user, orders in shop.orders.items() for order in list(orders)]
     write_data(place / "day-8.csv", rows + extra)
     runs = place / "runs"
-    command = [
-        "--update",
-        str(runs / "day-1"),
-        f"data.path={place / 'day-8.csv'}",
-        "train.update.epochs=2",
-        "--run",
-        str(runs / "day-8"),
-    ]
-    assert train.main(command) == 0
+    options = [f"data.path={place / 'day-8.csv'}", "train.update.epochs=2", "--run", str(runs / "day-8")]
+    assert train.main(["--update", str(runs / "day-1"), *options]) == 0
 
 
 def add_bad_run(place):
     """Put a newer run into the folder whose weights are damaged."""
     shutil.copytree(place / "runs" / "day-8", place / "bad")
-    files = [file for file in (place / "bad" / "checkpoints").rglob("*") if file.is_file()]
-    weights = max(files, key=lambda file: file.stat().st_size)
+    last = max((place / "bad" / "checkpoints").iterdir())
+    weights = max(last.iterdir(), key=lambda file: file.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-8] + b"damaged!")
     manifest = json.loads((place / "bad" / "run.json").read_text())
     (place / "bad" / "run.json").write_text(json.dumps(manifest | {"created": "9999-01-01"}))
