@@ -186,7 +186,7 @@ def query_ranges(
         last = history
         if more is not None:
             last += more.GROUP - 1
-            # Of tiles with keys of the prefix `seen_last` and `window_size` are beyond every query.
+            # For tiles with keys of the prefix, `seen_last` and `window_size` are beyond every query.
             prefix = prefix_tokens(sequence, more)
             seen_last = tl.where(first_row < prefix, length + window_size, seen_last)
             window_size = tl.where(last_key < prefix, length + window_size, window_size)
