@@ -9,7 +9,7 @@ matrix.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -303,9 +303,8 @@ def _backward(grad, *inputs):
     elif call.per_token:
         ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along, weights)
     else:
-        ditems = backward_products(
-            call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along, weights
-        )
+        above = Above(grad, inverse_count, weights)
+        ditems = backward_products(call, above, lse, row_scale, item_scale, positive, dout, along)
     gradients = [dout, ditems]
     if call.temperature is not None:
         slope = -along.sum() * inverse_count[0] * grad / call.temperature
@@ -313,12 +312,17 @@ def _backward(grad, *inputs):
     return gradients
 
 
-def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along, weights, hits=None):
-    """Write dout and along; return ditems.
+class Above(NamedTuple):
+    """The factors of a token's gradient: the gradient of the loss, 1 / the number of targets, weights [T] or None."""
 
-    weights: factors [T] of the tokens' gradients, or None. hits: local targets, else -1, if some are in other parts
-    (parts.py).
-    """
+    grad: Tensor
+    inverse_count: Tensor
+    weights: Tensor | None
+
+
+def backward_products(call, above: Above, lse, row_scale, item_scale, positive, dout, along, hits=None):
+    """Write dout and along; return ditems. hits: local targets, else -1, if some are in other parts (parts.py)."""
+    grad, inverse_count, weights = above
     matrix, ids, shift = call.walked()
     sampled = ids is not None
     logits = positive if sampled or hits is not None else None

@@ -172,9 +172,8 @@ class _Kernels(torch.autograd.Function):
             positive = torch.where(inside, -math.inf, torch.where(has_target, lse, 0.0))
             hits = torch.where(inside, rows, -1).to(torch.int32)
             grad, weights = call.token_weights(grad)
-            ditems = launches.backward_products(
-                call, grad, lse, row_scale, item_scale, positive, share[None], dout, along, weights, hits
-            )
+            above = launches.Above(grad, share[None], weights)
+            ditems = launches.backward_products(call, above, lse, row_scale, item_scale, positive, dout, along, hits)
         slope = None
         if ctx.learned is not None:
             slope = (-along.sum() * share * grad / ctx.learned).to(ctx.learned.dtype)
