@@ -1,16 +1,17 @@
 """Run notebooks of examples/ from a clean kernel and store their outputs, which the site shows.
 
-    python tools/notebooks.py examples/shop.ipynb [--data FOLDER]
+    python -m tools.notebooks examples/shop.ipynb [--data FOLDER]
 
 It needs nbclient and ipykernel. Outputs keep text, tables and figures; what is written to stderr, progress and times of
 execution go.
 """
 
-import argparse
 import os
 import shutil
 import tempfile
 from pathlib import Path
+
+from cli.command import Parser, started
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("text/html", "image/png", "text/plain")
@@ -54,12 +55,14 @@ def clean(output):
 
 
 def main() -> None:
-    import nbformat
-
-    parser = argparse.ArgumentParser(description="Run notebooks and store their outputs.")
+    parser = Parser(description="Run notebooks and store their outputs.")
     parser.add_argument("notebooks", nargs="+", type=Path)
     parser.add_argument("--data", type=Path, help="a folder that a notebook finds as raw/NAME")
     options = parser.parse_args()
+    for path in options.notebooks:
+        path.stat()  # raises, before anything runs, for one that is not there
+    import nbformat
+
     for path in options.notebooks:
         notebook = with_clean_outputs(executed(path, options.data))
         text = nbformat.writes(notebook) + "\n"
@@ -70,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

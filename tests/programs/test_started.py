@@ -55,6 +55,10 @@ WRONG = {
     ],
     "examples/vectors.py": [("items.csv titles", "titles: expected a name that ends in .npy")],
     "tools/doctor.py": [],
+    "tools/notebooks.py": [
+        ("absent.ipynb", "absent.ipynb: No such file"),
+        ("", "the following arguments are required"),
+    ],
     "tools/forget.py": [("user --data absent", "--data: absent: no such folder"), ("", "arguments are required")],
 }
 

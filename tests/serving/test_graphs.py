@@ -89,8 +89,8 @@ def test_sizes():
     sizes = [rounded_up(count, 4) for count in range(1, 3000)]
     assert all(count <= size < 1.25 * count + 1 for count, size in enumerate(sizes, 1))
     assert len({size for size in sizes if 1024 < size <= 2048}) == 4
-    parts = Sizes(5, 2, 3).split(torch.arange(6 * 5 + 3 * 2 + 3 + 3))
-    assert [list(x.shape) for x in parts] == [[6, 5], [2], [2], [2], [3], [2, 3]]
+    parts = Sizes(5, 2, 3).split(torch.arange(7 * 5 + 3 * 2 + 3 + 3))
+    assert [list(x.shape) for x in parts] == [[7, 5], [2], [2], [2], [3], [2, 3]]
 
 
 @pytest.mark.gpu
