@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
+from hstu_sparse.catalogue import BLOCK
 from hstu_sparse.core.jagged import sequence_ids
 from hstu_sparse.core.precision import without_autocast
 from models.attention.contract import AuxLoss
@@ -36,10 +37,17 @@ TERM_WIDTH = 8  # numbers for each item of a window that the term of repeats com
 
 
 class Negatives(NamedTuple):
-    """Items drawn as negatives, [T, K] or, shared by all positions, [K]; log_q [I]: of the probability of each."""
+    """Items drawn as negatives, [ceil(T / block), K] or, shared by all positions, [K]; log_q [I]: of the probability of
+    each. block: the consecutive positions that share a row.
+    """
 
     ids: Tensor
     log_q: Tensor | None = None
+    block: int = 1
+
+    def of_positions(self, positions: int) -> Tensor:
+        """Return the ids with a row for each position, [T, K], or [K] as they are."""
+        return self.ids if self.block == 1 else self.ids.repeat_interleave(self.block, 0)[:positions]
 
 
 class Share(NamedTuple):
@@ -102,7 +110,7 @@ def head_loss(
         temperature = None if learned is None else config.temperature * learned.exp()
         excluded = None if excluded is None else places_of(features, excluded)
         return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature, excluded, repeats), {}
-    ids = None if drawn is None else drawn.ids.expand(len(targets), -1)
+    ids = None if drawn is None else drawn.of_positions(len(targets)).expand(len(targets), -1)
     return mol_loss(model.head, out, items, targets, ids, None if share is None else share.ranks)
 
 
@@ -118,7 +126,7 @@ def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tu
     if part is None:
         return targets, drawn
     if drawn is not None and drawn.ids.dim() == 2:
-        drawn = drawn._replace(ids=drawn.ids[part])
+        drawn = drawn._replace(ids=drawn.ids[part // drawn.block], block=1)
     return targets[part], drawn
 
 
@@ -140,7 +148,7 @@ def competing_items(
     row = order.new_zeros(len(trained)).scatter_reduce_(0, places, order, "amax", include_self=False)
     rows = row[places]
     log_q = None if drawn.log_q is None else drawn.log_q[places]
-    negatives = Negatives(rows[len(targets) :].view(drawn.ids.shape).to(drawn.ids.dtype), log_q)
+    negatives = drawn._replace(ids=rows[len(targets) :].view(drawn.ids.shape).to(drawn.ids.dtype), log_q=log_q)
     items = embedding.item_rows(trained[places])
     return items, torch.where(targets < 0, -1, rows[: len(targets)]), negatives
 
@@ -151,11 +159,13 @@ def draw_negatives(
     """Draw the negatives of the configured loss; None if the whole catalogue competes.
 
     pool: the targets of the whole batch, the source of in-batch negatives, if `targets` are a part of them. below:
-    (limit, shape, dtype) -> random integers from 0 on; by default from torch's global generator.
+    (limit, shape, dtype) -> random integers from 0 on, which then decides which positions get the same; by default from
+    torch's global generator.
     """
     if config.kind == "cross_entropy":
         return None
-    rows: tuple[int, ...] = () if config.negatives == "shared" else (len(targets),)
+    block = BLOCK if config.negatives == "block" and below is None else 1
+    rows: tuple[int, ...] = () if config.negatives == "shared" else (-(-len(targets) // block),)
     # The kernels read them often: half the bytes. On a CPU torch indexes by int64 alone.
     dtype = torch.int32 if targets.is_cuda else torch.int64
     if below is None:
@@ -167,7 +177,7 @@ def draw_negatives(
         return below(num_items, (*rows, count), dtype)
 
     if config.kind in ("sampled_softmax", "bce"):
-        return Negatives(uniform(config.num_negatives))
+        return Negatives(uniform(config.num_negatives), block=block)
     pool = targets if pool is None else pool
     scored = pool >= 0
     total = scored.sum().clamp(min=1)
@@ -181,12 +191,12 @@ def draw_negatives(
         return candidates.index_select(0, places.flatten()).view(places.shape)
 
     if config.kind == "in_batch":
-        return Negatives(of_batch(config.num_negatives))
+        return Negatives(of_batch(config.num_negatives), block=block)
     count = config.num_in_batch
     share = count / config.num_negatives
     seen = torch.zeros(num_items, device=targets.device).index_add_(0, pool.clamp(min=0), scored.float())
     log_q = (share / total * seen + (1 - share) / num_items).log()
-    return Negatives(torch.cat([of_batch(count), uniform(config.num_negatives - count)], -1), log_q)
+    return Negatives(torch.cat([of_batch(count), uniform(config.num_negatives - count)], -1), log_q, block)
 
 
 def training_loss(
@@ -243,6 +253,7 @@ def sampled_loss(
             temperature=config.temperature if temperature is None else temperature,
             negatives=None if drawn is None else drawn.ids,
             log_q=None if drawn is None else drawn.log_q,
+            block=1 if drawn is None else drawn.block,
             label_smoothing=config.label_smoothing,
         )
     if temperature is not None:
@@ -255,7 +266,7 @@ def sampled_loss(
     if repeats is not None:
         width += TERM_WIDTH * repeats.earlier.longest
     rows = max(1, chunk_size(out) * (1 if whole else 2) // width)
-    ids, log_q = drawn or (None, None)
+    ids, log_q = (None, None) if drawn is None else (drawn.of_positions(len(out)), drawn.log_q)
     shared = ids if ids is not None and ids.dim() == 1 else None
 
     tokens = torch.arange(len(out), device=out.device)

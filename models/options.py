@@ -140,8 +140,9 @@ class LossConfig(Options):
     """`cross_entropy` is over the whole catalogue, `in_batch` over the batch's targets, the others over negatives."""
     num_negatives: int = Field(128, ge=1)
     """The number of negatives of a position."""
-    negatives: Literal["per_position", "shared"] = "per_position"
-    """Whether each position draws its own negatives or the whole batch shares them, which is faster."""
+    negatives: Literal["per_position", "block", "shared"] = "per_position"
+    """Whether each position draws its own negatives, 128 consecutive ones of the batch share them, or all do: the fewer
+    are drawn, the faster."""
     in_batch_share: float = Field(0.5, gt=0, lt=1)
     """With `mixed_negatives`, the share of negatives that are targets of the batch; the others are uniform."""
     temperature: float = Field(0.05, ge=1e-4, le=1e4)

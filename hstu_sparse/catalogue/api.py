@@ -8,9 +8,19 @@ import torch
 from hstu_sparse.catalogue.parts import Part, catalogue_loss_reference, loss_of_part
 from hstu_sparse.core.jagged import check_storage, readable
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import INTEGER, check_bool, check_kernel, check_number, check_tensor, choose_backend
+from hstu_sparse.core.validation import (
+    INTEGER,
+    check_bool,
+    check_int,
+    check_kernel,
+    check_number,
+    check_tensor,
+    choose_backend,
+)
 
 MAX_EMBEDDING = 512
+# Tokens that share negatives in blocks are a multiple of this: no tile of a kernel has tokens of two blocks.
+BLOCK = 128
 
 
 @without_autocast
@@ -23,6 +33,7 @@ def catalogue_loss(
     normalize: bool = True,
     negatives: torch.Tensor | None = None,
     log_q: torch.Tensor | None = None,
+    block: int = 1,
     label_smoothing: float = 0.0,
     weights: torch.Tensor | None = None,
     reduction: str = "mean",
@@ -51,10 +62,12 @@ def catalogue_loss(
         targets: [T] int32 or int64 below I; a negative one does not count.
         temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient; its value is
             checked on a CPU.
-        negatives: [K] for all tokens, or [T, K], int32 or int64 below I; negative ones do not count. The [T, K] form
-            never allocates [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4), computes
-            products with all items, some thousand tokens at a time.
+        negatives: [K] for all tokens, [T, K], or with `block` [ceil(T / block), K], int32 or int64 below I; negative
+            ones do not count. The [T, K] form never allocates [T, K, E]: it gathers rows in the kernel, or, for I up to
+            K * E / 2.5 (fp32: / 4), computes products with all items, some thousand tokens at a time.
         log_q: [I], logarithm of the probability with which each item is drawn as a negative. It gets no gradient.
+        block: 1, or a multiple of 128: the number of consecutive tokens that share a row of `negatives`. The fewer
+            rows are gathered, the faster: in Triton, blocks cost little more than negatives [K].
         label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
         weights: [T] floating point, finite and at least 0, checked on a CPU: each target's weight in the mean, which is
             the sum of the weighted losses over the sum of the weights of the targets >= 0 (0 if that is 0).
@@ -112,6 +125,11 @@ def catalogue_loss(
         check_tensor("weights", weights, "T", sizes, device=out.device)
         if readable(weights) and not (valid := weights.isfinite() & (weights >= 0)).all():
             raise ValueError(f"weights must be finite and at least 0, got {weights[~valid][0].item()}")
+    check_int("block", block, 1)
+    if block % BLOCK and block != 1:
+        raise ValueError(f"block must be 1 or a multiple of {BLOCK}, got {block}")
+    if block > 1 and negatives is None:
+        raise ValueError("block: of tokens that share negatives, it needs negatives")
     if negatives is None:
         if log_q is not None:
             raise ValueError("log_q corrects sampled negatives: it needs negatives")
@@ -119,7 +137,12 @@ def catalogue_loss(
         if label_smoothing:
             raise ValueError(f"label_smoothing is over the whole catalogue: with negatives 0, got {label_smoothing}")
         per_token = isinstance(negatives, torch.Tensor) and negatives.dim() == 2
-        check_tensor("negatives", negatives, "T K" if per_token else "K", sizes, dtype=INTEGER, device=out.device)
+        rows = "T" if block == 1 else "G"
+        check_tensor("negatives", negatives, f"{rows} K" if per_token else "K", sizes, dtype=INTEGER, device=out.device)
+        if block > 1 and (not per_token or sizes["G"] != -(-sizes["T"] // block)):
+            raise ValueError(
+                f"negatives must be [ceil(T={sizes['T']} / block={block}), K], got shape {list(negatives.shape)}"
+            )
         if log_q is not None:
             check_tensor("log_q", log_q, "I", sizes, device=out.device)
             log_q = log_q.detach()
@@ -136,7 +159,7 @@ def catalogue_loss(
     elif backend == "reference":
         loss = catalogue_loss_reference(
             out, items, targets, temperature=temperature, normalize=normalize, negatives=negatives, log_q=log_q,
-            label_smoothing=label_smoothing,
+            label_smoothing=label_smoothing, block=block,
         )  # fmt: skip
         if reduced:
             loss = loss.sum() / (targets >= 0).sum().clamp(min=1)
@@ -146,7 +169,7 @@ def catalogue_loss(
         learned = isinstance(temperature, torch.Tensor)
         loss = catalogue_loss_operator(
             out, items, targets, temperature if learned else None, negatives, log_q, 1.0 if learned else temperature,
-            normalize, label_smoothing, reduced,
+            normalize, label_smoothing, reduced, block,
         )[0]  # fmt: skip
     if weights is None:
         return loss

@@ -2,10 +2,10 @@
 
 Letters: T tokens, I items, E embedding size, K negatives, W rows of the matrix that a product iterates over.
 
-There are three forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K,
-E] that is treated like a catalogue; negatives [T, K], with kernels of their own, or over a small catalogue with
-small.py. Backward recomputes what it needs: saved are lse and scales of the outputs, [T] each, and the scales of the
-matrix.
+There are four forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K,
+E] that is treated like a catalogue; negatives of blocks of tokens, whose rows are such a matrix for each block;
+negatives [T, K], with kernels of their own, or over a small catalogue with small.py. Backward recomputes what it needs:
+saved are lse and scales of the outputs, [T] each, and the scales of the matrix.
 """
 
 import math
@@ -32,6 +32,8 @@ FEW_ITEMS = 2**16
 # Numbers of a tile of rows in the kernels that read a matrix once.
 ROW_TILE = 2048
 CHUNK, PIECE = 32, 1024
+# Rows of a tile of a block's negatives, which are padded to a multiple of it: tiles of one block only.
+DRAWN_TILE = 64
 
 # Tile sizes and options of the products by dtype and padded E; `programs` of a multiprocessor, by which the work is
 # split.
@@ -138,10 +140,27 @@ def _settings(config: LaunchConfig, tma: bool) -> LaunchConfig:
     return config.replace(TMA=tma, STAGES=config.num_stages)
 
 
+class Arguments(NamedTuple):
+    """The operator's arguments, as `catalogue_loss` has them; reduced: whether the loss is a mean over tokens."""
+
+    out: Tensor
+    items: Tensor
+    targets: Tensor
+    temperature: Tensor | None
+    negatives: Tensor | None
+    log_q: Tensor | None
+    scale: float
+    normalize: bool
+    smoothing: float
+    reduced: bool
+    block: int = 1
+
+
 class _Call:
     """The values that both directions derive from the arguments of a call."""
 
-    def __init__(self, out, items, targets, temperature, negatives, log_q, scale, normalize, smoothing, reduced):
+    def __init__(self, arguments: Arguments):
+        out, items, targets, temperature, negatives, log_q, scale, normalize, smoothing, reduced, block = arguments
         if len(out) >= 2**31 or len(items) >= 2**31:
             raise ValueError(f"the kernels take T and I below 2^31, got {len(out)} and {len(items)}")
         self.T, self.E = out.shape
@@ -161,7 +180,9 @@ class _Call:
         self.negatives, self.log_q = negatives, log_q
         self.K = 0 if negatives is None else negatives.shape[-1]
         self.drawn = _gather_config(self.width)
-        self.per_token = negatives is not None and negatives.dim() == 2
+        self.block = block  # tokens that share negatives
+        self.per_token = negatives is not None and negatives.dim() == 2 and block == 1
+        self.in_blocks = negatives is not None and block > 1
         self.small = self.per_token and small.takes_products(self.I, self.K, self.E, out.dtype)
 
     def walked(self):
@@ -169,9 +190,21 @@ class _Call:
         if self.negatives is None:
             return self.items, None, None
         ids = self.negatives.to(torch.int32)
+        if self.in_blocks:
+            ids = torch.nn.functional.pad(ids, (0, _padded(self.K) - self.K), value=-1).flatten()
         valid_ids = ids.clamp(min=0)
         shift = None if self.log_q is None else (self.log_q.float()[valid_ids] + math.log(max(1, self.K))) * LOG2E
         return self.items.index_select(0, valid_ids), ids, shift
+
+    def ways(self, rows: int, streamed: int, config: LaunchConfig, row_bytes: int, of_tokens: bool):
+        """Return (splits, streamed rows of each, rows of a group or None) of a product.
+
+        of_tokens: whether its programs have tokens and walk over items, rather than the reverse.
+        """
+        if not self.in_blocks:
+            return *plan_splits(rows, streamed, config, self.out.device, row_bytes), None
+        groups = self.block, _padded(self.K)
+        return 1, groups[of_tokens], groups[not of_tokens]
 
     def gathered(self) -> tuple[Tensor, Tensor | None]:
         """Return the table that rows are gathered from, contiguous [I, WIDTH], and if they are few its rows' scales."""
@@ -226,7 +259,7 @@ class _Call:
 
 def _forward(*arguments):
     """Return the loss, then lse, row_scale, item_scale, positive, inverse_count and picked, saved for backward."""
-    call = _Call(*arguments)
+    call = _Call(Arguments(*arguments))
     return _forward_per_token(call) if call.per_token else forward_products(call)
 
 
@@ -237,7 +270,7 @@ def forward_products(call: _Call):
     item_scale = call.scales(matrix, 1.0, None) if call.normalize else call.new(0)
     W = len(matrix)
     config = config_of("fwd", call.out)
-    splits, per_split = plan_splits(call.T, W, config, call.out.device, 4)
+    splits, per_split, per_group = call.ways(call.T, W, config, 4, True)
     partial = call.new(splits, call.T)
     out, matrix = as_rows(call.out, matrix)
     walk, lengths, settings = _walk(config, matrix, item_scale if call.normalize else None)
@@ -245,7 +278,7 @@ def forward_products(call: _Call):
         run(
             products.catalogue_loss_fwd_kernel, cdiv(call.T, config.BLOCK_M) * splits,
             out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets,
-            partial, min(call.bound, BOUND), call.T, W, per_split, E=out.shape[1],
+            partial, min(call.bound, BOUND), call.T, W, per_split, per_group, E=out.shape[1],
             BOUNDED=call.bound <= BOUND, PRECISION=call.precision, **settings,
         )  # fmt: skip
     lse, positive = call.new(call.T), call.new(call.T)
@@ -291,7 +324,7 @@ def _forward_per_token(call: _Call):
 def _backward(grad, *inputs):
     """Return the gradients of out, items and, if it is a tensor, temperature."""
     *arguments, lse, row_scale, item_scale, positive, inverse_count, picked = inputs
-    call = _Call(*arguments)
+    call = _Call(Arguments(*arguments))
     if not call.T:
         inputs = (call.out, call.items, call.temperature)
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
@@ -337,13 +370,13 @@ def backward_products(call, above: Above, lse, row_scale, item_scale, positive, 
     shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision)
     end = rows.OutputsEnd(logits, call.items, call.items.stride(0), item_sum, grad, inverse_count, weights, dout, along)
     config = config_of("dout", call.out)
-    splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
+    splits, per_split, per_group = call.ways(call.T, W, config, 4 * call.E, True)
     partial: Any = call.new(splits, call.T, call.E) if splits > 1 else None
     walk, lengths, settings = _walk(config, matrix, item_scale)
     run(
         products.catalogue_loss_bwd_dout_kernel, cdiv(call.T, config.BLOCK_M) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
-        end, partial, call.smoothing, call.T, call.I, W, per_split, SIZE=call.E, **shape, **settings,
+        end, partial, call.smoothing, call.T, call.I, W, per_split, per_group, SIZE=call.E, **shape, **settings,
     )  # fmt: skip
     if splits > 1:
         call.over_rows(
@@ -352,7 +385,9 @@ def backward_products(call, above: Above, lse, row_scale, item_scale, positive, 
         )  # fmt: skip
     del partial
     config = config_of("ditems", call.out)
-    splits, per_split = plan_splits(W, call.T, config, call.out.device, 4 * call.E)
+    if call.in_blocks:
+        config = config.replace(BLOCK_M=min(config.BLOCK_M, DRAWN_TILE))
+    splits, per_split, per_group = call.ways(W, call.T, config, 4 * call.E, False)
     parts = splits > 1 or sampled
     partial = call.new(splits, W, call.E) if parts else None
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
@@ -364,14 +399,14 @@ def backward_products(call, above: Above, lse, row_scale, item_scale, positive, 
         run(
             products.catalogue_loss_bwd_ditems_kernel, cdiv(W, config.BLOCK_M) * splits,
             walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, factors,
-            items_end, partial, call.smoothing, W, call.T, per_split, SIZE=call.E, **shape, **settings,
+            items_end, partial, call.smoothing, W, call.T, per_split, per_group, SIZE=call.E, **shape, **settings,
         )  # fmt: skip
     if sampled:
         drawn = partial[0] if splits == 1 else partial.sum(0)
         factor = torch.where(call.targets < 0, 0.0, torch.exp2(positive - lse) - 1.0)
         shares = factor * row_scale if call.normalize else factor
         shares = shares if weights is None else shares * weights
-        return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, drawn)
+        return _table_gradient(call, grad, inverse_count, row_scale, ids, shares, drawn)
     if splits > 1:
         call.over_rows(
             rows.catalogue_loss_merge_bwd_ditems_kernel, W, partial, call.items, call.items.stride(0), items_end,
@@ -429,24 +464,31 @@ def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, dra
     return ditems
 
 
-def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, label_smoothing, reduced):
+def _padded(negatives: int) -> int:
+    """Return the number of rows of a block's negatives, padded with some that do not count."""
+    return cdiv(negatives, DRAWN_TILE) * DRAWN_TILE
+
+
+def _fake(*arguments):
+    out, items, _, _, negatives, _, _, normalize, _, reduced, block = arguments
+
     def empty(*shape):
         return out.new_empty(shape, dtype=torch.float32)
 
     T, W = out.shape[0], items.shape[0]
     loss = empty() if reduced else empty(T)
-    if negatives is not None and negatives.dim() == 2:
+    if negatives is not None and negatives.dim() == 2 and block == 1:
         uses_products = small.takes_products(W, negatives.shape[1], out.shape[1], out.dtype)
         positive, picked = (empty(T), empty(*negatives.shape)) if uses_products else (empty(0), empty(0))
         return loss, empty(T), empty(0 if normalize else 1), empty(0), positive, empty(1), picked
     if negatives is not None:
-        W = negatives.shape[0]
+        W = negatives.shape[0] if block == 1 else negatives.shape[0] * _padded(negatives.shape[1])
     return loss, empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), empty(0)
 
 
 _SCHEMA = (
     "Tensor out, Tensor items, Tensor targets, Tensor? temperature, Tensor? negatives, Tensor? log_q, float scale, "
-    "bool normalize, float label_smoothing, bool reduced"
+    "bool normalize, float label_smoothing, bool reduced, int block"
 )
 catalogue_loss_operator = Operator(
     "catalogue_loss", _SCHEMA, _forward, _backward, _fake, "out items temperature", outputs=7

@@ -31,6 +31,7 @@ def catalogue_loss_reference(
     negatives: torch.Tensor | None,
     log_q: torch.Tensor | None,
     label_smoothing: float,
+    block: int = 1,
 ) -> torch.Tensor:
     """Compute each target's loss [T], 0 for none, of `catalogue_loss`. 16-bit inputs are converted to fp32."""
     dtype = working_dtype(out.dtype)
@@ -46,6 +47,8 @@ def catalogue_loss_reference(
         losses = F.cross_entropy(logits, rows.long(), label_smoothing=label_smoothing, reduction="none")
     else:
         positive = (out * ready(items[rows])).sum(-1) / temperature
+        if block > 1:
+            negatives = negatives.repeat_interleave(block, 0)[: len(out)]
         drawn = negatives.clamp(min=0)
         if negatives.dim() == 1:
             logits = out @ ready(items[drawn]).T / temperature
@@ -185,6 +188,6 @@ def _device(x: Tensor):
 
 
 def _call(ctx: Any, out: Tensor, items: Tensor, targets: Tensor):
-    from hstu_sparse.catalogue.launches import _Call
+    from hstu_sparse.catalogue.launches import Arguments, _Call
 
-    return _Call(out, items, targets, ctx.learned, None, None, *ctx.options)
+    return _Call(Arguments(out, items, targets, ctx.learned, None, None, *ctx.options))

@@ -13,7 +13,8 @@ without `normalize`) the logit is <out_t, items_i> * row_scale[t] * item_scale[i
 16-bit inputs enter the tensor cores unchanged.
 
 The items are the catalogue, or (sampled) the rows drawn for the whole batch, with their `ids`, by which accidental hits
-are removed, and the correction `shift` of each.
+are removed, and the correction `shift` of each. If blocks of tokens have their own drawn rows, a group is a block's
+outputs, or its drawn rows, and a tile of one iterates over the other: per_group resident rows, per_split streamed ones.
 
 In backward the softmax, rounded to the inputs' dtype, is the left side of a second product. fp16 cannot represent a
 small probability times 1 / |item|: there the right side is normalised, and the probability multiplied by 2^15.
@@ -26,7 +27,7 @@ from hstu_sparse.catalogue.rows import finish_items, finish_outputs, store_rows
 from hstu_sparse.tiles.rows import in_registers
 
 # Sizes that differ between batches.
-PER_BATCH = ["T", "W", "per_split"]
+PER_BATCH = ["T", "W", "per_split", "per_group"]
 CALLER_POINTERS = ["targets", "ids"]
 
 
@@ -115,39 +116,42 @@ def _numbers(base, start, limit, other, SIZE: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
-def _range(rows, per_split, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _range(rows, per_group, per_split, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (tile, split, bounds): whole tiles from bounds[0] to bounds[1], masked ones from bounds[1] to bounds[2].
 
-    Programs of one split are neighbours, so that their streamed data stay in the cache.
+    Programs of one split are neighbours, so that their streamed data stay in the cache. With groups there is one split.
     """
     tiles = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0) % tiles
     split = tl.program_id(0) // tiles
-    first = split * per_split
+    if per_group is None:
+        first = split * per_split
+    else:
+        first = tile * BLOCK_M // per_group * per_split
     last = tl.minimum(first + per_split, W)
     return tile, split, (first, first + (last - first) // BLOCK_N * BLOCK_N, last)
 
 
 @triton.jit
 def _sum_exp(
-    top, total, resident, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, bound, W,
+    top, total, resident, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, bound,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return (top, total) [M] with the items first .. last: sum of 2^logit = total * 2^(BOUNDED: bound; else top)."""
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
-        tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
+        tile = _tile(items, start, items_stride, last, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(resident, tile, PRECISION)
         if item_scale is not None:
-            logits *= _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
+            logits *= _numbers(item_scale, start, last, 0.0, BLOCK_N, MASKED, TMA)[None, :]
         logits *= row_scale
         if shift is not None:
-            logits -= _numbers(shift, start, W, 0.0, BLOCK_N, MASKED, False)[None, :]
+            logits -= _numbers(shift, start, last, 0.0, BLOCK_N, MASKED, False)[None, :]
         if MASKED:
-            logits = tl.where((n < W)[None, :], logits, float("-inf"))
+            logits = tl.where((n < last)[None, :], logits, float("-inf"))
         if ids is not None:
-            drawn = _numbers(ids, start, W, -1, BLOCK_N, MASKED, False)[None, :]
+            drawn = _numbers(ids, start, last, -1, BLOCK_N, MASKED, False)[None, :]
             logits = tl.where((drawn == target) | (drawn < 0), float("-inf"), logits)
         if BOUNDED:
             total += tl.sum(tl.exp2(logits - bound), 1)
@@ -161,14 +165,14 @@ def _sum_exp(
 @triton.jit(do_not_specialize=[*PER_BATCH, "bound"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_fwd_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, bound, T, W, per_split,
-    E: tl.constexpr, BOUNDED: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
+    per_group, E: tl.constexpr, BOUNDED: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute lse [splits, T]: log2 of the sum of 2^logit over a split's items (-1e30 for none), for BLOCK_M outputs.
 
     BOUNDED: all logits are within `bound` of 0, small enough for fp32, so that no maximum is needed.
     """
-    tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
+    tile, split, bounds = _range(T, per_group, per_split, W, BLOCK_M, BLOCK_N)
     t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     resident = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
     scale = tl.load(row_scale + t, t < T, 0.0)[:, None]
@@ -183,7 +187,7 @@ def catalogue_loss_fwd_kernel(
         if bounds[part] < bounds[part + 1]:
             top, total = _sum_exp(
                 top, total, resident, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids,
-                shift, target, bound, W, E, BLOCK_E, BOUNDED, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
+                shift, target, bound, E, BLOCK_E, BOUNDED, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if BOUNDED:
         top = tl.zeros([BLOCK_M], tl.float32) + bound
@@ -194,27 +198,27 @@ def catalogue_loss_fwd_kernel(
 
 @triton.jit
 def _weigh_items(
-    acc, resident, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W,
+    acc, resident, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse,
     E: tl.constexpr, BLOCK_E: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return acc + softmax of the items first .. last times the (normalised) items."""
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
-        tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
+        tile = _tile(items, start, items_stride, last, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(resident, tile, PRECISION)
         length = None
         if item_scale is not None:
-            length = _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
+            length = _numbers(item_scale, start, last, 0.0, BLOCK_N, MASKED, TMA)
             logits *= length[None, :]
         logits = logits * row_scale - lse
         if shift is not None:
-            logits -= _numbers(shift, start, W, 0.0, BLOCK_N, MASKED, False)[None, :]
+            logits -= _numbers(shift, start, last, 0.0, BLOCK_N, MASKED, False)[None, :]
         if MASKED:
-            logits = tl.where((n < W)[None, :], logits, float("-inf"))
+            logits = tl.where((n < last)[None, :], logits, float("-inf"))
         weights = tl.exp2(logits)
         if ids is not None:
-            drawn = _numbers(ids, start, W, -1, BLOCK_N, MASKED, False)[None, :]
+            drawn = _numbers(ids, start, last, -1, BLOCK_N, MASKED, False)[None, :]
             weights = tl.where((drawn == target) | (drawn < 0), 0.0, weights)
         if HALF:
             weights *= 32768.0
@@ -227,7 +231,7 @@ def _weigh_items(
 @triton.jit(do_not_specialize=[*PER_BATCH, "smoothing"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_bwd_dout_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, end, partial,
-    smoothing, T, I, W, per_split,
+    smoothing, T, I, W, per_split, per_group,
     SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -235,7 +239,7 @@ def catalogue_loss_bwd_dout_kernel(
 
     E: columns of the matrices, SIZE padded with zeros.
     """
-    tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
+    tile, split, bounds = _range(T, per_group, per_split, W, BLOCK_M, BLOCK_N)
     t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     HALF: tl.constexpr = out.dtype.element_ty == tl.float16
     resident = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
@@ -250,7 +254,7 @@ def catalogue_loss_bwd_dout_kernel(
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_items(
                 acc, resident, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift,
-                target, log_sum, W, E, BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
+                target, log_sum, E, BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if HALF:
         acc = _times(acc, 1.0 / 32768.0)
@@ -267,31 +271,31 @@ def catalogue_loss_bwd_dout_kernel(
 @triton.jit
 def _weigh_outputs(
     acc, resident, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, token_weights, keep,
-    W, E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return acc + gradient of the logits at the outputs first .. last times the (scaled) outputs."""
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
-        tile = _tile(out, start, out_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
+        tile = _tile(out, start, out_stride, last, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(resident, tile, PRECISION)
         if NORMALIZE:
             logits *= item_scale
-        scale = _numbers(row_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
-        logits = logits * scale[None, :] - _numbers(lse, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
+        scale = _numbers(row_scale, start, last, 0.0, BLOCK_N, MASKED, TMA)
+        logits = logits * scale[None, :] - _numbers(lse, start, last, 0.0, BLOCK_N, MASKED, TMA)[None, :]
         if shift is not None:
             logits -= shift
-        hit = ids == _numbers(targets, start, W, -1, BLOCK_N, MASKED, TMA)[None, :]
+        hit = ids == _numbers(targets, start, last, -1, BLOCK_N, MASKED, TMA)[None, :]
         if MASKED:
-            logits = tl.where((n < W)[None, :], logits, float("-inf"))
-            hit = hit & (n < W)[None, :]
+            logits = tl.where((n < last)[None, :], logits, float("-inf"))
+            hit = hit & (n < last)[None, :]
         weights = tl.exp2(logits)
         if SAMPLED:
             weights = tl.where(hit, 0.0, weights)
         else:
             weights = tl.where(hit, weights - keep, weights)
         if token_weights is not None:
-            weights *= _numbers(token_weights, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
+            weights *= _numbers(token_weights, start, last, 0.0, BLOCK_N, MASKED, TMA)[None, :]
         if HALF:
             weights *= 32768.0
         elif NORMALIZE:
@@ -303,7 +307,7 @@ def _weigh_outputs(
 @triton.jit(do_not_specialize=[*PER_BATCH, "smoothing"], do_not_specialize_on_alignment=CALLER_POINTERS)
 def catalogue_loss_bwd_ditems_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, token_weights, end, partial,
-    smoothing, I, W, per_split,
+    smoothing, I, W, per_split, per_group,
     SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -311,7 +315,7 @@ def catalogue_loss_bwd_ditems_kernel(
 
     TMA: out, row_scale, targets, lse and token_weights are tensor descriptors. I: rows of `items`, W: T.
     """
-    tile, split, bounds = _range(I, per_split, W, BLOCK_M, BLOCK_N)
+    tile, split, bounds = _range(I, per_group, per_split, W, BLOCK_M, BLOCK_N)
     i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     HALF: tl.constexpr = items.dtype.element_ty == tl.float16
     resident = _tile(items, tile * BLOCK_M, items_stride, I, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
@@ -329,7 +333,7 @@ def catalogue_loss_bwd_ditems_kernel(
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_outputs(
                 acc, resident, bounds[part], bounds[part + 1], out, out_stride, row_scale, scale, item_ids,
-                None if shift is None else correction, targets, lse, token_weights, 1.0 - smoothing, W, E, BLOCK_E,
+                None if shift is None else correction, targets, lse, token_weights, 1.0 - smoothing, E, BLOCK_E,
                 NORMALIZE, ids is not None, HALF, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if HALF:

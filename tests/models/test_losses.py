@@ -28,7 +28,7 @@ def config(kind, **options):
 
 def by_hand(c, out, items, targets):
     """The loss one position at a time, from the same random numbers."""
-    rows = () if c.negatives == "shared" else (T,)
+    rows = {"shared": (), "block": (5,), "per_position": (T,)}[c.negatives]
     if c.kind == "in_batch":
         negatives = targets[torch.randint(2**62, (*rows, 5)) % T]
     elif c.kind == "mixed_negatives":
@@ -36,6 +36,8 @@ def by_hand(c, out, items, targets):
         negatives = torch.cat([of_batch, torch.randint(I, (*rows, 3))], -1)
     else:
         negatives = torch.randint(I, (*rows, 5))
+    if c.negatives == "block":
+        negatives = torch.stack([negatives[t // 8] for t in range(T)])
     negatives = negatives.expand(T, 5)
     probability = [2 / 5 * (targets == i).sum().item() / T + 3 / 5 / I for i in range(I)]
     items = items / items.norm(dim=1, keepdim=True)
@@ -60,13 +62,14 @@ def by_hand(c, out, items, targets):
 KINDS = ["sampled_softmax", "in_batch", "mixed_negatives", "bce", "cross_entropy"]
 
 
-@pytest.mark.parametrize("form", ["per_position", "shared"])
+@pytest.mark.parametrize("form", ["per_position", "block", "shared"])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole catalogue", "gathered rows"])
 @pytest.mark.parametrize("chunk", [2**20, 300])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients(inputs, kind, chunk, whole, form, monkeypatch):
     out, items, targets = inputs
     monkeypatch.setitem(chunks.CHUNK, "cpu", chunk)
+    monkeypatch.setattr(losses, "BLOCK", 8)
     if not whole or form == "shared":
         if kind == "cross_entropy" or (whole and form == "shared"):
             pytest.skip("one way only")
@@ -116,7 +119,7 @@ def test_a_learned_temperature_gets_its_gradient(inputs, kind, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["per_position", "shared"])
+@pytest.mark.parametrize("form", ["per_position", "block", "shared"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu_as_on_a_cpu(inputs, kind, form, monkeypatch):
     """The operator against the chunks, with the same negatives."""
@@ -127,7 +130,10 @@ def test_on_a_gpu_as_on_a_cpu(inputs, kind, form, monkeypatch):
     drawn = losses.draw_negatives(chosen, I, targets)
     results = []
     for device in ("cpu", "cuda"):
-        moved = None if drawn is None else losses.Negatives(*(x if x is None else x.to(device) for x in drawn))
+        moved = drawn
+        if drawn is not None:
+            log_q = None if drawn.log_q is None else drawn.log_q.to(device)
+            moved = drawn._replace(ids=drawn.ids.to(device), log_q=log_q)
         monkeypatch.setattr(losses, "draw_negatives", lambda *_, moved=moved: moved)
         x, y = out.to(device).requires_grad_(), items.detach().to(device).requires_grad_()
         loss = training_loss(chosen, x, y, targets.to(device))
@@ -165,7 +171,7 @@ def test_untrained_loss_is_that_of_chance():
     assert loss.item() == pytest.approx(math.log(6), rel=1e-2)
 
 
-@pytest.mark.parametrize("form", ["per_position", "shared"])
+@pytest.mark.parametrize("form", ["per_position", "block", "shared"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_does_not_count(inputs, kind, form):
     if kind == "mixed_negatives" and form == "per_position":
@@ -182,7 +188,7 @@ def test_padding_does_not_count(inputs, kind, form):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("form", ["per_position", "shared"])
+@pytest.mark.parametrize("form", ["per_position", "block", "shared"])
 @pytest.mark.parametrize("kind", ["in_batch", "mixed_negatives"])
 def test_negatives_of_the_batch_are_targets_wherever_tokens_have_none(kind, form):
     """A token may have no target without being padding: none of its like is drawn, and every target can be."""
@@ -191,7 +197,7 @@ def test_negatives_of_the_batch_are_targets_wherever_tokens_have_none(kind, form
     drawn = set()
     for seed in range(50):
         torch.manual_seed(seed)
-        ids, log_q = losses.draw_negatives(chosen, I, targets)
+        ids, log_q, _ = losses.draw_negatives(chosen, I, targets)
         ids = ids[..., :3] if kind == "mixed_negatives" else ids
         drawn |= set(ids.flatten().tolist())
     assert drawn == {3, 5, 7}

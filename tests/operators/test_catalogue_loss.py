@@ -200,6 +200,13 @@ def test_result_is_fp32_for_16_bit_inputs(inputs):
         ({"label_smoothing": 0.1, "negatives": torch.zeros(2).long()}, ValueError, "label_smoothing is over the whole"),
         ({"negatives": torch.zeros(2, 2).long()}, ValueError, r"negatives must be \[T=3, K\], got shape \[2, 2\]"),
         ({"negatives": torch.zeros(2)}, TypeError, "negatives must be int32 or int64"),
+        ({"block": 128}, ValueError, "block: of tokens that share negatives, it needs negatives"),
+        ({"block": 64, "negatives": torch.zeros(2).long()}, ValueError, "block must be 1 or a multiple of 128, got 64"),
+        (
+            {"block": 128, "negatives": torch.zeros(2, 2).long()},
+            ValueError,
+            r"negatives must be \[ceil\(T=3 / block=128\), K\], got shape \[2, 2\]",
+        ),
         ({"log_q": torch.zeros(5)}, ValueError, "log_q corrects sampled negatives: it needs negatives"),
         ({"negatives": torch.zeros(2).long(), "log_q": torch.zeros(4)}, ValueError, r"log_q must be \[I=5\]"),
         ({"weights": torch.zeros(2)}, ValueError, r"weights must be \[T=3\], got shape \[2\]"),
@@ -252,6 +259,10 @@ CASES = {
     "negatives of the batch, no normalisation": {"sampled": "shared", "normalize": False, "temperature": 3.0},
     "negatives of the batch, all ignored": {"sampled": "shared", "ignored": 1.0},
     "negatives of the batch, no token": {"sampled": "shared", "tokens": 0},
+    "negatives of blocks": {"sampled": "blocks", "learned": True, "tokens": 150},
+    "negatives of blocks, corrected": {"sampled": "blocks", "corrected": True, "weighted": True, "tokens": 130},
+    "negatives of blocks, no normalisation": {"sampled": "blocks", "normalize": False, "temperature": 3.0},
+    "negatives of blocks, no token": {"sampled": "blocks", "tokens": 0},
     "negatives of each token": {"sampled": "per token", "learned": True, "tokens": 13},
     "negatives of each token, corrected": {"sampled": "per token", "corrected": True, "tokens": 13},
     "negatives of each token, no normalisation": {
@@ -305,7 +316,15 @@ def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
 
 @interpreter
 @pytest.mark.parametrize(
-    "name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch", "each target's loss"]
+    "name",
+    [
+        "whole catalogue",
+        "no normalisation",
+        "several chunks",
+        "negatives of the batch",
+        "negatives of blocks",
+        "each target's loss",
+    ],
 )
 def test_kernels_with_tensor_descriptors(name):
     launches = pytest.importorskip("hstu_sparse.catalogue.launches")
@@ -355,8 +374,12 @@ def test_an_item_of_norm_zero():
 
 
 @interpreter
-@pytest.mark.parametrize("shape", [(7,), (4, 9), (4, 1)], ids=["of the batch", "products", "gathered"])
-def test_opcheck(shape):
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((7,), 1), ((1, 7), 128), ((4, 9), 1), ((4, 1), 1)],
+    ids=["of the batch", "blocks", "products", "gathered"],
+)
+def test_opcheck(shape, block):
     pytest.importorskip("hstu_sparse.catalogue.launches")
     generator = torch.Generator().manual_seed(0)
     out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (4, 30))
@@ -365,6 +388,6 @@ def test_opcheck(shape):
     temperature = torch.tensor(0.3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.hstu_sparse.catalogue_loss_fwd.default,
-        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0, True),
+        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0, True, block),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from hstu_sparse import catalogue_loss
+from hstu_sparse.catalogue import BLOCK
 from tests.random.cases.catalogue_loss import check
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +29,9 @@ CASES = {
     "E = 320, rows apart": {"size": 320, "strided": True},
     "negatives of the batch": {"sampled": "shared", "num_negatives": 777, "corrected": True},
     "negatives of the batch, E = 64": {"sampled": "shared", "size": 64, "normalize": False, "temperature": 10.0},
+    "negatives of blocks": {"sampled": "blocks", "corrected": True},
+    "negatives of blocks, E = 64": {"sampled": "blocks", "size": 64, "normalize": False, "temperature": 10.0},
+    "negatives of blocks, weights": {"sampled": "blocks", "weighted": True, "num_negatives": 128},
     "negatives of each token": {"sampled": "per token", "corrected": True},
     "negatives of each token, E = 50": {"sampled": "per token", "size": 50, "items": 40},
     "negatives of each token, several chunks": {
@@ -96,8 +100,8 @@ def test_tf32_where_torch_may():
         assert 0 < (exact - rounded).norm() < 5e-3 * exact.norm()
 
 
-# Without negatives, of the batch, of each token: over a small catalogue, over a large one.
-FORMS = [None, "shared", "per token", "gathered"]
+# Without negatives, of the batch, of blocks, of each token: over a small catalogue, over a large one.
+FORMS = [None, "shared", "blocks", "per token", "gathered"]
 
 
 def problem(tokens=3000, items=7000, size=256, negatives=None, dtype=torch.bfloat16):
@@ -108,19 +112,20 @@ def problem(tokens=3000, items=7000, size=256, negatives=None, dtype=torch.bfloa
     generator = torch.Generator().manual_seed(0)
     out, table = (torch.randn(n, size, generator=generator).to("cuda", dtype) for n in (tokens, items))
     targets = torch.randint(-1, items, (tokens,), generator=generator).cuda()
-    shape = {"shared": (500,), "per token": (tokens, 60)}.get(negatives)
+    shape = {"shared": (500,), "blocks": (-(-tokens // BLOCK), 60), "per token": (tokens, 60)}.get(negatives)
     drawn = None if shape is None else torch.randint(items // 20, shape, generator=generator).cuda()
-    return out.requires_grad_(), table.requires_grad_(), targets, drawn
+    sampled = {"negatives": drawn, "block": BLOCK if negatives == "blocks" else 1}
+    return out.requires_grad_(), table.requires_grad_(), targets, sampled
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_bits_in_every_run(form, request):
     if form == "gathered":
         request.getfixturevalue("deterministic")
-    out, items, targets, negatives = problem(negatives=form)
+    out, items, targets, sampled = problem(negatives=form)
     runs = []
     for _ in range(3):
-        loss = catalogue_loss(out, items, targets, temperature=0.05, negatives=negatives)
+        loss = catalogue_loss(out, items, targets, temperature=0.05, **sampled)
         runs.append((loss, *torch.autograd.grad(loss, (out, items))))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
@@ -128,11 +133,11 @@ def test_the_same_bits_in_every_run(form, request):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_wait_for_the_device_and_graphs(form):
-    out, items, targets, negatives = problem(negatives=form)
+    out, items, targets, sampled = problem(negatives=form)
     temperature = torch.tensor(0.05, device="cuda", requires_grad=True)
 
     def step():
-        loss = catalogue_loss(out, items, targets, temperature=temperature, negatives=negatives)
+        loss = catalogue_loss(out, items, targets, temperature=temperature, **sampled)
         return loss.detach(), *torch.autograd.grad(loss, (out, items, temperature))
 
     stream = torch.cuda.Stream()
@@ -163,8 +168,8 @@ def test_no_wait_for_the_device_and_graphs(form):
 def test_compiles_without_graph_breaks(form, request):
     if form == "gathered":
         request.getfixturevalue("deterministic")
-    out, items, targets, negatives = problem(negatives=form, tokens=300)
-    run = lambda out, items: catalogue_loss(out, items, targets, temperature=0.05, negatives=negatives)
+    out, items, targets, sampled = problem(negatives=form, tokens=300)
+    run = lambda out, items: catalogue_loss(out, items, targets, temperature=0.05, **sampled)
     loss, compiled = run(out, items), torch.compile(run, fullgraph=True)(out, items)
     torch.testing.assert_close(loss, compiled)
     for a, b in zip(torch.autograd.grad(loss, (out, items)), torch.autograd.grad(compiled, (out, items))):
@@ -175,11 +180,11 @@ def test_compiles_without_graph_breaks(form, request):
 def test_opcheck(form, deterministic):
     import hstu_sparse.catalogue.launches  # noqa: F401  registers the operators
 
-    out, items, targets, negatives = problem(40, 90, 32, form, torch.float32)
+    out, items, targets, sampled = problem(40, 90, 32, form, torch.float32)
     temperature = torch.tensor(0.3, device="cuda", requires_grad=True)
     torch.library.opcheck(
         torch.ops.hstu_sparse.catalogue_loss_fwd.default,
-        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0, True),
+        (out, items, targets, temperature, sampled["negatives"], None, 1.0, True, 0.0, True, sampled["block"]),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -193,8 +198,8 @@ def test_batches_do_not_recompile_kernels():
 
     def step(tokens):
         for form in FORMS:
-            out, items, targets, negatives = problem(tokens, 3000, 64, form)
-            catalogue_loss(out, items, targets, temperature=0.05, negatives=negatives).backward()
+            out, items, targets, sampled = problem(tokens, 3000, 64, form)
+            catalogue_loss(out, items, targets, temperature=0.05, **sampled).backward()
 
     for tokens in (1, 300, 100_000):  # one gradient split, both, the other
         step(tokens)

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from hstu_sparse.catalogue import Part
+from hstu_sparse.catalogue import BLOCK, Part
 from models.attention.contract import AuxLoss
 from models.embedding import InputEmbedding
 from models.heads import CataloguePart, as_share, mol_loss, normalized
 from models.hstu import SequenceModel
-from models.losses import Negatives, Share, draw_negatives, places_of
+from models.losses import Share, draw_negatives, places_of
 from models.options import LossConfig
 from training.ranks.draws import Draws
 from training.ranks.processes import Ranks
@@ -42,7 +42,9 @@ def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: B
         if config.kind in ("in_batch", "mixed_negatives"):
             pool = of_the_whole(targets + 1, batch, ranks) - 1
         assert batch.whole is not None and batch.rows is not None
-        draws = Draws(seed, batch.whole.step, batch.rows)
+        # Positions of one block of the whole batch get the same numbers.
+        rows = batch.rows // BLOCK if config.negatives == "block" else batch.rows
+        draws = Draws(seed, batch.whole.step, rows)
         drawn = draw_negatives(config, num_items, targets, pool, draws.below)
     share = Share(ranks, targets, drawn, ranks.sum((targets >= 0).sum()).clamp(min=1))
     return Prepared(share) if embedding.sharded is None else looked_up(embedding, batch, share)
@@ -67,7 +69,7 @@ def looked_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared
     log_q = None
     if drawn.log_q is not None:
         log_q = drawn.log_q[ids if embedding.items is None else embedding.items.place[ids].clamp(min=0)]
-    negatives = Negatives(of_negatives.view(drawn.ids.shape).to(drawn.ids.dtype), log_q)
+    negatives = drawn._replace(ids=of_negatives.view(drawn.ids.shape).to(drawn.ids.dtype), log_q=log_q)
     targets = torch.where(targets < 0, -1, of_targets)
     return Prepared(share._replace(targets=targets, drawn=negatives, items=items), inputs)
 

@@ -3,6 +3,7 @@
 import torch
 
 from hstu_sparse import catalogue_loss
+from hstu_sparse.catalogue import BLOCK
 from tests.random.cases import Launches
 from tests.support.budgets import compare_with_reference, gradients
 
@@ -15,7 +16,7 @@ def draw(random, small):
     # A few sharp choices between a few items can all be right: loss and gradients of nearly 0, differences of large
     # numbers. A dot product of plain normal rows is about sqrt(size).
     many = min(tokens, items, num_negatives) > 5
-    sampled = random.choice(["no", "no", "shared", "per token"])
+    sampled = random.choice(["no", "no", "shared", "blocks", "per token"])
     normalize = random.random() < 0.7
     return dict(
         tokens=tokens,
@@ -41,7 +42,7 @@ def draw(random, small):
 
 
 def reference_bytes(*, tokens, items, size, sampled, num_negatives, **_):
-    gathered = size if sampled == "per token" else 1
+    gathered = size if sampled in ("per token", "blocks") else 1
     scores = tokens * (items if sampled == "no" else num_negatives * gathered)
     return 96 * (scores + (tokens + items) * size)
 
@@ -60,14 +61,16 @@ def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, n
     if weighted:
         options["weights"] = torch.rand(tokens, generator=generator).to(device)
     if sampled != "no":
-        shape = (num_negatives,) if sampled == "shared" else (tokens, num_negatives)
+        rows = {"shared": (), "blocks": (-(-tokens // BLOCK),), "per token": (tokens,)}[sampled]
+        shape = (*rows, num_negatives)
         negatives = torch.randint(-1, items, shape, generator=generator)
         if tokens and num_negatives > 1:
             # A target among them, and, beside others, an item twice.
-            negatives[..., 0] = targets[0] if sampled == "shared" else targets
+            negatives[..., 0] = targets[0] if sampled == "shared" else targets[:: BLOCK if sampled == "blocks" else 1]
             if num_negatives > 2:
                 negatives[..., -1] = negatives[..., -2]
         options["negatives"] = negatives.to(device, ids)
+        options["block"] = BLOCK if sampled == "blocks" else 1
         if corrected:
             options["log_q"] = torch.randn(items, generator=generator).sub(3).to(device)
     inputs = {"out": out, "items": table}
@@ -83,10 +86,12 @@ def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, n
 FLOOR = {"float32": (4e-6, 4e-6, 2e-5), "float16": (4e-6, 3e-3, 4e-3), "bfloat16": (4e-6, 2e-2, 2e-2)}
 
 
-def alone(items: int, targets, negatives=None, **_) -> bool:
+def alone(items: int, targets, negatives=None, block=1, **_) -> bool:
     """No target has another item beside it: loss and gradients are differences of equal numbers."""
     if negatives is None:
         return items == 1
+    if block > 1:
+        negatives = negatives.repeat_interleave(block, 0)[: len(targets)]
     target_column = targets[:, None].expand(len(targets), negatives.shape[-1])
     return not ((target_column >= 0) & (negatives >= 0) & (negatives != target_column)).any()
 
@@ -174,11 +179,13 @@ def launches():
         def call():
             out, table = torch.zeros(tokens, size, dtype=dtype), torch.zeros(items, size, dtype=dtype)
             targets = torch.zeros(tokens, dtype=torch.int64)
-            shape = {"no": None, "shared": (40,), "per token": (tokens, 40)}[sampled]
+            rows = {"shared": (), "blocks": (-(-tokens // BLOCK),), "per token": (tokens,)}
+            shape = None if sampled == "no" else (*rows[sampled], 40)
             negatives = None if shape is None else torch.zeros(shape, dtype=torch.int64)
             log_q = None if shape is None else torch.zeros(items)
             temperature = None if bounded else torch.ones(())
             arguments = (out, table, targets, temperature, negatives, log_q, 0.05, normalize, smoothing, reduced)
+            arguments = (*arguments, BLOCK if sampled == "blocks" else 1)
             _, *saved = operator.forward(*arguments)
             operator.backward(torch.ones(() if reduced else tokens), *arguments, *saved)
 
@@ -199,6 +206,8 @@ def launches():
     return [
         case(256, torch.bfloat16, tokens=40_000),
         case(256, torch.bfloat16, "shared", tokens=64),
+        case(256, torch.bfloat16, "blocks", architectures=(90,)),
+        case(50, torch.float32, "blocks", architectures=(80,)),
         # A small catalogue, and one whose rows are gathered.
         case(50, torch.float32, "per token", items=400, architectures=(90,)),
         case(256, torch.bfloat16, "per token", architectures=(80,)),
