@@ -204,6 +204,7 @@ def prepare(options, attention: dict, length: int, device: torch.device) -> tupl
         before = torch.cuda.memory_allocated()
     with device:  # copying a table of gigabytes from the CPU takes long
         model = SequenceModel(config.model, options.items).train()
+    model.residual_dtype = torch.bfloat16 if config.train.residual == "bfloat16" else None
     batch = random_batch(config, options.items, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -250,8 +250,11 @@ class InputEmbedding(nn.Module):
         )
         return looked_up["item"].values(), looked_up["action"].values() if "action" in features else None
 
-    def forward(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
-        """Embed a batch; rows [T, E]: the representations of the batch's items, if they were looked up before."""
+    def forward(self, batch: Batch, rows: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Embed a batch; rows [T, E]: the representations of the batch's items, if they were looked up before.
+
+        dtype: of the result, by default that of the sum.
+        """
         if rows is None:
             rows, more = self._looked_up(batch)
         else:
@@ -266,11 +269,13 @@ class InputEmbedding(nn.Module):
             # The kernels draw their mask from a seed of their own.
             seed = torch.randint(2**62, (1,), device=rows.device) if dropout else None
             options: dict[str, Any] = {"num_targets": batch.num_targets, "more": more, "dropout": dropout, "seed": seed}
-            return hstu_sparse.embed_inputs(rows, self.position, batch.seq_offsets, scale=self.scale, **options)
+            options |= {"scale": self.scale, "dtype": dtype}
+            return hstu_sparse.embed_inputs(rows, self.position, batch.seq_offsets, **options)
         x = rows * self.scale + self.position.index_select(0, batch.positions)
         if more is not None:
             x = x + more
-        return F.dropout(x, self.dropout, self.training)
+        x = F.dropout(x, self.dropout, self.training)
+        return x if dtype is None else x.to(dtype)
 
     def user_tokens(self, batch: Batch) -> Tensor:
         """Embed the features of the batch's users as tokens, without a position: [B, F, E]."""

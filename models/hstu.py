@@ -200,7 +200,8 @@ class SequenceModel(nn.Module):
 
     Auxiliary losses of one name are summed over the layers. `head` scores outputs against items unless the score is the
     cosine; `task_head` is the module of a task other than retrieval. With `recompute` layers save only their inputs for
-    the backward pass. With `user_tokens` layers see a token for each feature of a user in
+    the backward pass. With a `residual_dtype` the sum that layers add to has that dtype in training, and so has
+    `raw_output`. With `user_tokens` layers see a token for each feature of a user in
     front of the sequence.
     """
 
@@ -234,6 +235,7 @@ class SequenceModel(nn.Module):
             config = config.model_copy(update={"max_seq_len": config.max_seq_len + self.num_context})
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.recompute = False
+        self.residual_dtype: torch.dtype | None = None
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
         self.head = config.head.module(config.embedding_dim)
         # The logarithm of the learned factor of loss.temperature.
@@ -269,7 +271,7 @@ class SequenceModel(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         x, aux = self.raw_output(batch)
-        return normalized(x), aux
+        return normalized(x.float()), aux
 
     def raw_output(
         self, batch: Batch, rows: Tensor | None = None, share: Callable[[AuxLoss], AuxLoss] | None = None
@@ -280,7 +282,8 @@ class SequenceModel(nn.Module):
         loss to a rank's share of the mean over all ranks.
         """
         batch = dataclasses.replace(batch)  # results that layers share (`Batch.once`) last for this pass
-        x, places = self.embedding(batch, rows), None
+        narrow = self.residual_dtype if self.training else None
+        x, places = self.embedding(batch, rows, narrow), None
         if self.num_context:
             users, events = self.embedding.user_tokens(batch), x
             batch, places = batch.with_context(self.num_context)
@@ -293,4 +296,5 @@ class SequenceModel(nn.Module):
             for name, loss in aux.items():
                 loss = loss if share is None else share(loss)
                 total[name] = total[name] + loss if name in total else loss
-        return (x if places is None else x.index_select(0, places)).float(), total
+        x = x if places is None else x.index_select(0, places)
+        return x if narrow is not None else x.float(), total

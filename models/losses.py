@@ -90,7 +90,7 @@ def head_loss(
     `repeats_of`.
     """
     if model.head is not None or repeats is not None or not takes_kernel(config, out):
-        out = normalized(out)
+        out = normalized(out.float())
     features = model.embedding.items
     if share is None:
         count = None if part is None else (targets >= 0).sum().clamp(min=1)

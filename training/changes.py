@@ -49,7 +49,7 @@ RULES = {
     "choice": Rule("eval.best_metric", None, None),  # of a resumed run: see `training.best.best_again`
     "figures": Rule("eval.filter_seen eval.same_time eval.metrics data.targets", EVALUATE, None),
     "schedule": Rule("eval.every eval.test", "eval.py RUN evaluates each split", NO_EFFECT),
-    "precision": Rule("train.autocast train.matmul_precision", NEW_RUN, None),
+    "precision": Rule("train.autocast train.residual train.matmul_precision", NEW_RUN, None),
     "attention": Rule("model.attention", NEW_RUN, None),  # where the weights fit
     "reading": Rule(
         "data.format data.columns data.separator data.encoding data.decimal data.where data.on_bad_row "

@@ -81,6 +81,9 @@ class TrainConfig(Options):
     """The greatest norm of a step's gradient; absent, gradients are not clipped."""
     autocast: Literal["none", "bf16"] = "none"
     """Whether layers compute in bf16."""
+    residual: Literal["float32", "bfloat16"] = "float32"
+    """The dtype, in training, of the sum that each layer adds to; bfloat16, with `autocast: bf16`, moves fewer bytes.
+    """
     matmul_precision: Literal["default", "highest", "high"] = "default"
     """The precision of fp32 products on a GPU: `high` is TF32, `default` is torch's own setting."""
     compile: bool = False
@@ -102,6 +105,8 @@ class TrainConfig(Options):
     def check_run(self, run: "RunConfig") -> None:
         if self.recompute and self.compile:
             raise ValueError("train.recompute: not with train.compile, which decides by itself what to recompute")
+        if self.residual == "bfloat16" and self.autocast != "bf16":
+            raise ValueError("train.residual=bfloat16: needs train.autocast=bf16")
 
 
 class EvalConfig(Options):

@@ -315,6 +315,7 @@ def build_model(
     as_tokens = config.data.features is not None and config.data.features.user_tokens
     model = SequenceModel(config.model, num_items, num_actions, head, vocabulary.features, table, as_tokens)
     model.recompute = config.train.recompute
+    model.residual_dtype = torch.bfloat16 if config.train.residual == "bfloat16" else None
     return model if device.type == "cpu" else model.to(device)
 
 

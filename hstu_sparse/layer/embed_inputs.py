@@ -20,6 +20,7 @@ from hstu_sparse.core.launch import LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.core.precision import widened, without_autocast
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.validation import check_kernel, check_number, check_seed, check_some, check_tensor, choose_backend
+from hstu_sparse.layer.norm_gate import check_dtype
 from hstu_sparse.tiles.rows import drop, locate
 
 MAX_SIZE = 4096
@@ -36,6 +37,7 @@ def embed_inputs(
     more: torch.Tensor | None = None,
     dropout: float = 0.0,
     seed: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Compute dropout(rows * scale + position[t] + more), t being the position of each token in its sequence.
@@ -53,10 +55,11 @@ def embed_inputs(
         num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
         more: [T, E], added without a factor, or None.
         dropout, seed: as `norm_gate`'s.
+        dtype: dtype of the result, floating point; by default the one that rows + position (+ more) has.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, E], contiguous, of the dtype that rows + position (+ more) has. Gradients flow to rows, position and more;
+        [T, E], contiguous, of that dtype. Gradients flow to rows, position and more;
         the kernels have no second derivatives.
 
     Examples:
@@ -79,26 +82,30 @@ def embed_inputs(
     check_jagged(seq_offsets, sizes["N"], rows=rows)
     validation.check_targets(num_targets, seq_offsets)
     scale, dropout = check_number("scale", scale), validation.check_dropout(dropout)
+    check_dtype(dtype)
     if backend == "reference":
         return embed_inputs_reference(
-            rows, position, seq_offsets, scale=scale, num_targets=num_targets, more=more, dropout=dropout
-        )
+            rows, position, seq_offsets, scale=scale, num_targets=num_targets, more=more, dropout=dropout,
+            dtype=dtype,
+        )  # fmt: skip
     check_kernel("embed_inputs", rows, {"E": sizes["E"]}, most=MAX_SIZE, products=False)
     if dropout:
         check_seed(seed, rows.device)
     return embed_inputs_operator(
-        rows, position, seq_offsets, num_targets, more, seed if dropout else None, scale, dropout
+        rows, position, seq_offsets, num_targets, more, seed if dropout else None, scale, dropout, dtype
     )
 
 
-def embed_inputs_reference(rows, position, seq_offsets, *, scale, num_targets, more, dropout) -> torch.Tensor:
+def embed_inputs_reference(
+    rows, position, seq_offsets, *, scale, num_targets, more, dropout, dtype=None
+) -> torch.Tensor:
     """Compute dropout(rows * scale + position[place in the sequence] + more); torch's own generator draws the mask."""
     tokens = torch.arange(rows.shape[0], device=rows.device)
     sequences = sequence_ids(seq_offsets, rows.shape[0])
     places = tokens - seq_offsets[sequences]
     if num_targets is not None:
         places = torch.minimum(places, (seq_offsets.diff() - num_targets)[sequences])
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (rows, position, more) if x is not None))
+    dtype = _result(rows, position, more, dtype)
     rows, position, more = widened(rows, position, more)
     x = rows * scale + position.index_select(0, places)
     if more is not None:
@@ -201,13 +208,13 @@ def _config(size: int) -> LaunchConfig:
     return LaunchConfig(max(4, width // 512), E=size, PAD_E=width, ROWS=max(1, TILE // width))
 
 
-def _result(rows, position, more) -> torch.dtype:
-    dtype = torch.promote_types(rows.dtype, position.dtype)
-    return dtype if more is None else torch.promote_types(dtype, more.dtype)
+def _result(rows, position, more, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the result's dtype: `dtype`, or that of the sum."""
+    return dtype or functools.reduce(torch.promote_types, (x.dtype for x in (rows, position, more) if x is not None))
 
 
-def _forward(rows, position, seq_offsets, num_targets, more, seed, scale, dropout):
-    out = torch.empty(rows.shape, dtype=_result(rows, position, more), device=rows.device)
+def _forward(rows, position, seq_offsets, num_targets, more, seed, scale, dropout, dtype):
+    out = torch.empty(rows.shape, dtype=_result(rows, position, more, dtype), device=rows.device)
     sequences, config = len(seq_offsets) - 1, _config(rows.shape[1])
     if len(rows):
         run(
@@ -218,7 +225,7 @@ def _forward(rows, position, seq_offsets, num_targets, more, seed, scale, dropou
     return out
 
 
-def _backward(grad, rows, position, seq_offsets, num_targets, more, seed, scale, dropout):
+def _backward(grad, rows, position, seq_offsets, num_targets, more, seed, scale, dropout, _):
     """Return the gradients of rows, position and, if given, more."""
     drows, dposition, *dmore = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (rows, position, more) if x is not None
@@ -240,12 +247,12 @@ def _backward(grad, rows, position, seq_offsets, num_targets, more, seed, scale,
     return [drows, dposition if direct else parts.sum(0).to(position.dtype), *dmore]
 
 
-def _fake(rows, position, seq_offsets, num_targets, more, *_):
-    return rows.new_empty(rows.shape, dtype=_result(rows, position, more))
+def _fake(rows, position, seq_offsets, num_targets, more, seed, scale, dropout, dtype):
+    return rows.new_empty(rows.shape, dtype=_result(rows, position, more, dtype))
 
 
 _SCHEMA = (
     "Tensor rows, Tensor position, Tensor seq_offsets, Tensor? num_targets, Tensor? more, Tensor? seed, float scale, "
-    "float dropout"
+    "float dropout, ScalarType? dtype"
 )
 embed_inputs_operator = Operator("embed_inputs", _SCHEMA, _forward, _backward, _fake, "rows position more")

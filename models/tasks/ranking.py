@@ -267,7 +267,7 @@ class Ranking(Task):
         assert isinstance(batch, RankingBatch)
         labels = batch.labels
         scored = labels >= 0
-        logits = model.task_head(out)
+        logits = model.task_head(out.float())
         losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0).to(logits), reduction="none")
         count = scored.sum(0) if share is None else share.ranks.sum(scored.sum(0))
         means = torch.where(scored, losses, 0).sum(0) / count.clamp(min=1)

@@ -404,3 +404,25 @@ def test_softmax_with_biases_and_a_shared_key_head_by_hand():
                     scores.append(q[t, head] @ k[s, 0] / 2 + bias)
                 expected = torch.stack(scores).softmax(0) @ v[begin : t + 1, 0]
                 torch.testing.assert_close(out[t, head], expected)
+
+
+@pytest.mark.parametrize("block", ["hstu", "pre_norm", "transformer"])
+def test_a_residual_in_bf16(block):
+    """In training under autocast the sum that layers add to is rounded, its gradients are near; evaluation is as it
+    was.
+    """
+    config = KINDS["softmax"] | {"block": block, "feed_forward_dim": 12, "dropout": 0.0}
+    batch, results = make_batch([5, 1, 12]), []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = SequenceModel(ModelConfig.model_validate(config), NUM_ITEMS)
+        model.residual_dtype = dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            evaluated = model.eval()(batch)[0]
+            out = model.train().raw_output(batch)[0]
+        assert out.dtype == (dtype or torch.float32)
+        out.float().square().sum().backward()
+        results.append((evaluated, out.float(), model.item_weight.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    for a, b in list(zip(*results))[1:]:
+        assert 0 < (a - b).norm() < 0.03 * a.norm()

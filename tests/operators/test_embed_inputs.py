@@ -48,6 +48,7 @@ def test_reference():
         ({"seq_offsets": torch.tensor([0, 4])}, ValueError, "seq_offsets must end at T=5, got 4"),
         ({"num_targets": torch.tensor([0, 4])}, ValueError, "num_targets of sequence 1 must be 0 to its length 3"),
         ({"scale": float("nan")}, ValueError, "scale must be a finite number"),
+        ({"dtype": torch.int64}, TypeError, "dtype must be floating point, got torch.int64"),
         ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and less than 1"),
     ],
 )
@@ -76,14 +77,15 @@ def test_candidates_have_the_position_of_the_first_of_them():
 
 @interpreter
 def test_many_sequences_and_dropout():
-    check("cpu", lengths=[3, 0, 5, 1] * 9, longer=2, size=16, dtype="float32", more=False, strided=False, seed=0)
+    options = {"size": 16, "dtype": "float32", "more": False, "strided": False, "seed": 0, "result": "bfloat16"}
+    check("cpu", lengths=[3, 0, 5, 1] * 9, longer=2, **options)
     check_dropout((37, 0, 13), 40, 50)
 
 
 @interpreter
 def test_opcheck():
     x = inputs((2, 3), 4, 6)
-    rest = (x["seq_offsets"], torch.tensor([1, 2]), None, torch.tensor([3]), 2.0, 0.3)
+    rest = (x["seq_offsets"], torch.tensor([1, 2]), None, torch.tensor([3]), 2.0, 0.3, None)
     leaves = x["rows"].requires_grad_(), x["position"].requires_grad_()
     torch.library.opcheck(torch.ops.hstu_sparse.embed_inputs_fwd.default, (*leaves, *rest))
     plain = (y.detach() for y in leaves)

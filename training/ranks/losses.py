@@ -106,7 +106,7 @@ def catalogue_share(
     gradients of the outputs. Source: the vocabulary-parallel cross-entropy of Megatron-LM (Shoeybi et al., arXiv
     1909.08053).
     """
-    learned = model.log_temperature
+    learned, out = model.log_temperature, out.float()
     items, first = model.embedding.local_items()
     targets = places_of(model.embedding.items, of_the_whole(batch.target_ids + 1, batch, ranks) - 1)
 

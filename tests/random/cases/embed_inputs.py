@@ -34,6 +34,7 @@ def draw(random, small):
         more=random.random() < 0.4,
         targets=random.random() < 0.4,
         strided=random.random() < 0.5,
+        result=random.choice([None, None, "bfloat16"]),
         seed=random.randrange(2**31),
     )
 
@@ -42,21 +43,22 @@ def reference_bytes(*, lengths, longer, size, **_):
     return 80 * size * (sum(lengths) + longer + max([1, *lengths]))
 
 
-def check(device, *, lengths, longer, size, dtype, more, strided, seed, targets=False):
+def check(device, *, lengths, longer, size, dtype, more, strided, seed, targets=False, result=None):
     n = max([1, *lengths]) + longer
     x = inputs(lengths, n, size, dtype=getattr(torch, dtype), more=more, targets=targets, device=device, seed=seed,
                contiguous=not strided)  # fmt: skip
-    functions = (functools.partial(f, scale=size**0.5) for f in (kernel, reference))
+    options = {"scale": size**0.5, "dtype": result and getattr(torch, result)}
+    functions = (functools.partial(f, **options) for f in (kernel, reference))
     compare_with_reference(*functions, x, factor=4.0, floor={"grad of position": 1e-6})
 
 
 def launches():
     from hstu_sparse.layer.embed_inputs import embed_inputs_operator as operator
 
-    def case(size, dtype, more, dropout, targets=False):
+    def case(size, dtype, more, dropout, targets=False, result=None):
         def call():
             x = inputs((40, 56), 100, size, dtype=dtype, more=more, targets=targets)
-            arguments = (*x.values(), torch.zeros(1, dtype=torch.int64) if dropout else None, 2.0, dropout)
+            arguments = (*x.values(), torch.zeros(1, dtype=torch.int64) if dropout else None, 2.0, dropout, result)
             operator.backward(operator.forward(*arguments), *arguments)
 
         return Launches(f"{dtype} E={size} more={more} dropout={dropout} targets={targets}", call)
@@ -66,4 +68,5 @@ def launches():
         case(50, torch.float32, True, 0.5),
         case(64, torch.float32, False, 0.5, targets=True),
         case(128, torch.bfloat16, False, 0.0),
+        case(256, torch.float32, False, 0.5, result=torch.bfloat16),
     ]
