@@ -176,6 +176,7 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
         ("model.attention=[{kind: dense}, {kind: dense}, {kind: dense}]", "lists 3 mappings for num_layers=2"),
         ("model.num_heads=3", "embedding_dim=8 is not divisible by num_heads=3"),
         ("model.block=transformer", "model: block=transformer needs feed_forward_dim"),
+        ("train.residual=bfloat16", "train.residual=bfloat16: needs train.autocast=bf16"),
         ("model.rotary={time: false}", "model.rotary: turns by nothing: set position or time to true"),
         ("eval.best_metric=HR@0", "eval.best_metric: HR@0 is none of"),
         ("train.lr", "expected key=value"),

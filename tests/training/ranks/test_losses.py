@@ -1,12 +1,20 @@
 """The loss of ranks that share a batch."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import torch
 
-from data.batch import Batch
+from data.batch import Batch, Whole
 from models import embedding
 from models.losses import Negatives, Share
+from models.options import LossConfig
 from tests.training.ranks.test_tables import Shard
-from training.ranks.losses import looked_up
+from training.config import load_config
+from training.ranks.losses import looked_up, prepare
+from training.ranks.processes import Ranks
+
+CONFIG = Path(__file__).parents[3] / "configs/synthetic-hstu.yaml"
 
 
 def test_ranks_look_up_the_items_that_one_process_looks_up():
@@ -22,3 +30,16 @@ def test_ranks_look_up_the_items_that_one_process_looks_up():
         drawn = Negatives(torch.tensor(negatives)[:, None])
         looked_up(model, part, Share(None, part.target_ids, drawn, torch.tensor(4)))
     assert id_sets[0] == {3, 4, 7, 8, 9, 11, *range(20, 25)} == id_sets[1] | id_sets[2] and id_sets[3] < id_sets[0]
+
+
+def test_a_rank_draws_for_its_tokens_what_their_blocks_of_the_whole_batch_draw():
+    model = SimpleNamespace(embedding=embedding.InputEmbedding(1000, 0, 8, 300, 0.0))
+    config, ranks = LossConfig(negatives="block", num_negatives=4), Ranks(load_config(CONFIG, []))
+    drawn = []
+    for rows in (torch.arange(300), torch.tensor([256, 3, 127, 128])):
+        zeros = torch.zeros(len(rows), dtype=torch.long)
+        batch = Batch(zeros, zeros, zeros, zeros, torch.tensor([0, len(rows)]), torch.tensor([0]), rows=rows)
+        batch.whole = Whole(step=5, tokens=300, imbalance=1.0)
+        drawn.append(prepare(model, config, 7, batch, ranks).share.drawn.of_positions(len(rows)))
+    assert torch.equal(drawn[1], drawn[0][[256, 3, 127, 128]])
+    assert torch.equal(drawn[0][0], drawn[0][127]) and not torch.equal(drawn[0][127], drawn[0][128])
