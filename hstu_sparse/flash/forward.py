@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.tiles import ranges
-from hstu_sparse.tiles.rows import block_source, load_block, load_head, locate, row_pointer
+from hstu_sparse.tiles.rows import block_source, head_and_slot, load_block, load_head, locate, row_pointer
 
 # Numbers that differ between batches, for which Triton would compile again, and the caller's pointers.
 PER_BATCH = ["num_pieces", "total", "left", "right", "slope_stride"]
@@ -29,6 +29,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 STEADY = tl.constexpr(80.0)
 # The size of slots for the numbers of queries that backward computes first, at least the queries of a tile.
 ROW_BLOCK = tl.constexpr(128)
+# Tiles of one head that begin before those of the next one.
+TOGETHER = tl.constexpr(64)
 
 
 @triton.jit
@@ -88,14 +90,19 @@ def find_tile(
     offsets, starts, num_pieces, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     LAST_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Return the program's Tile, `first` negative if there is none. LAST_FIRST: from the last piece's end on."""
-    slot = tl.program_id(0) // HEADS
+    """Return the program's Tile, `first` negative if there is none. LAST_FIRST: from the last piece's end on.
+
+    TOGETHER tiles of a head begin one after another: they read the same keys at about the same time, and programs that
+    run at the same time read the keys of few heads, so that long sequences' keys are found in the L2 cache.
+    """
+    slots = tl.num_programs(0) // HEADS
+    head, slot = head_and_slot(tl.program_id(0), slots, HEADS, TOGETHER)
     if LAST_FIRST:
-        slot = tl.num_programs(0) // HEADS - 1 - slot
+        slot = slots - 1 - slot
     index, begin, length, tile = locate(offsets, slot, num_pieces, BLOCK)
     _, _, position = piece(index, offsets, starts)
     first = tl.where(tile * BLOCK < length, tile * BLOCK, -1)
-    return Tile(tl.program_id(0) % HEADS, index, index // PIECES, begin, length, position, first)
+    return Tile(head, index, index // PIECES, begin, length, position, first)
 
 
 @triton.jit

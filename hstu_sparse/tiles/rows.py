@@ -111,7 +111,7 @@ def locate(offsets, slot, B, SIZE):
 
 @triton.jit
 def head_and_slot(number, slots, H, together):
-    """Invert `numbered`."""
+    """Return (head, slot) of a number: each head's `together` slots, one head after another, then the next slots."""
     chunk = number // (together * H)
     in_chunk = number - chunk * (together * H)
     size = tl.minimum(together, slots - chunk * together)

@@ -1,8 +1,15 @@
-"""Tensors made rows that kernels can read: adjacent, aligned, heads padded with zeros."""
+"""Tensors made rows that kernels can read: adjacent, aligned, heads padded with zeros; the order of programs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from hstu_sparse.core.launch import run  # noqa: E402
+from hstu_sparse.tiles.rows import head_and_slot  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -49,3 +56,17 @@ def test_copies_only_what_cannot_be_read():
         check(one, source)
     plain = as_rows(shifted, None, expanded, x.transpose(1, 2), align=False)
     assert plain[0] is shifted and plain[1] is None and plain[2] is expanded and plain[3].is_contiguous()
+
+
+@triton.jit
+def _order_kernel(target, slots, heads, TOGETHER: tl.constexpr):
+    head, slot = head_and_slot(tl.program_id(0), slots, heads, TOGETHER)
+    tl.store(target + tl.program_id(0), head * slots + slot)
+
+
+def test_slots_of_a_head_before_those_of_the_next():
+    heads, slots = 3, 10
+    order = torch.zeros(heads * slots, dtype=torch.int32, device=DEVICE)
+    run(_order_kernel, heads * slots, order, slots, heads, TOGETHER=4)
+    chunks = range(0, 4), range(4, 8), range(8, 10)
+    assert order.tolist() == [head * slots + slot for chunk in chunks for head in range(heads) for slot in chunk]
