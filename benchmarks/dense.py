@@ -11,6 +11,7 @@ import torch
 from run import Case
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
+from hstu_sparse.dense.configs import HOPPER_SIZES
 from tests.support.budgets import assert_within_budget, gradients, make_offsets, make_timestamps
 
 LENGTHS = [1024, 4096, 16384, 65536]
@@ -124,7 +125,7 @@ def cases(arguments):
         described = dict(tokens=arguments.tokens, length=length, heads=heads, head_size=size, dtype=arguments.dtype)
         make = functools.partial(Case, shape=described, flops=flops(arguments.tokens, length, heads, size))
         backends = [("ours", False, "auto"), ("ours both biases", True, "auto")]
-        if torch.cuda.get_device_capability() == (9, 0) and size in (64, 128) and dtype != torch.float32:
+        if torch.cuda.get_device_capability() == (9, 0) and size in HOPPER_SIZES and dtype != torch.float32:
             backends += [("triton", False, "triton"), ("hopper", False, "hopper")]
         for name, biased, backend in backends:
             yield make(

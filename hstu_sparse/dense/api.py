@@ -72,7 +72,7 @@ def hstu_attention(
         plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
             On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
         backend: "triton", "reference", "hopper" or "auto". "hopper": by kernels for sm_90, which take fp16 and bf16
-            heads with D = V = 64 or 128, no bias, context, prefix, or groups above 1. "auto": reference for CPU
+            heads with D = V = 64, 128 or 256, no bias, context, prefix, or groups above 1. "auto": reference for CPU
             tensors, hopper for what it takes if sequences have at least 1,024 tokens on average, triton for other
             CUDA tensors.
 
@@ -201,6 +201,6 @@ def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias, mask: Ma
         raise ValueError(f"backend='hopper' takes no {option}: use backend='triton'")
     if not hopper_can(q, v):
         got = f"{q.dtype}, D = {q.shape[2]}, V = {v.shape[2]}"
-        raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64 or 128, got {got}")
+        raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64, 128 or 256, got {got}")
     if not hopper_runs(q.device):
         raise ValueError(f"backend='hopper' needs sm_90 and Triton {' or '.join(PROVEN_TRITON)}, got {q.device}")

@@ -52,9 +52,13 @@ def fwd_config(f: Features) -> LaunchConfig:
 HOPPER_FROM = 1024
 
 
+# The sizes of heads, the same for queries, keys and values, that the kernels for Hopper support.
+HOPPER_SIZES = (64, 128, 256)
+
+
 def hopper_can(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether the kernels for Hopper support heads of these sizes, [T, H, D] and [T, H, V]."""
-    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in (64, 128) and q.shape[2:] == v.shape[2:]
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in HOPPER_SIZES and q.shape[2:] == v.shape[2:]
 
 
 def hopper_runs(device: torch.device) -> bool:
@@ -74,19 +78,25 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 @configuration
 def hopper_fwd_config(f: Features) -> LaunchConfig:
     """Return the settings of the kernel for Hopper: the output."""
-    return LaunchConfig(BLOCK_M=128, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, num_warps=4)
+    if f.pad_d == 256:
+        return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=2, TILES=1, num_warps=4)
+    return LaunchConfig(BLOCK_M=128, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, TILES=2, num_warps=4)
 
 
 @configuration
 def hopper_dq_config(f: Features) -> LaunchConfig:
     """Return the settings of the kernel for Hopper: dq."""
-    return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
+    if f.pad_d == 256:
+        return LaunchConfig(BLOCK_M=128, BLOCK_N=32, STAGES=3, TILES=1, num_warps=4)
+    return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, TILES=2, num_warps=4)
 
 
 @configuration
 def hopper_dkv_config(f: Features) -> LaunchConfig:
     """Return the settings of the kernel for Hopper: dk and dv."""
-    return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
+    if f.pad_d == 256:
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=64, STAGES=2, TILES=1, num_warps=4)
+    return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=3 if f.pad_d == 128 else 4, TILES=2, num_warps=4)
 
 
 @configuration
@@ -100,6 +110,8 @@ def bwd_dq_config(f: Features) -> LaunchConfig:
     if f.dtype == torch.float32:
         return LaunchConfig(BLOCK_M=16, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1 if both > 128 else 2)
     if f.arch == 90:
+        if wide and not (f.position or f.time):
+            return LaunchConfig(BLOCK_M=128, BLOCK_N=32, HOLD=False, num_warps=8, num_stages=2)
         if wide or both <= 64:
             return LaunchConfig(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=2)
         registers = 168 if f.time and max(f.pad_d, f.pad_v) <= 64 else None  # three programs on a multiprocessor
@@ -113,7 +125,10 @@ def bwd_dq_config(f: Features) -> LaunchConfig:
 
 @configuration
 def bwd_dkv_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel of dk and dv. TMA: load queries by descriptor, which needs few registers."""
+    """Return the settings of the kernel of dk and dv. TMA: load queries by descriptor, which needs few registers.
+
+    If the sums of both do not fit into a program's registers (`sums_apart`), each has a launch of its own.
+    """
     wide = max(f.pad_d, f.pad_v) > 128
     if f.dtype == torch.float32:
         if f.arch == 90 and max(f.pad_d, f.pad_v) <= 32:
@@ -122,7 +137,7 @@ def bwd_dkv_config(f: Features) -> LaunchConfig:
         return LaunchConfig(BLOCK_M=rows, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if f.arch == 90:
         if wide:
-            return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=2)
+            return LaunchConfig(BLOCK_M=32, BLOCK_N=128, TMA=True, num_warps=8, num_stages=2)
         if f.time:
             registers = 168 if max(f.pad_d, f.pad_v) <= 64 else None
             return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=True, num_warps=4, num_stages=3, maxnreg=registers)
@@ -132,3 +147,9 @@ def bwd_dkv_config(f: Features) -> LaunchConfig:
             return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=1)
         return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
     return LaunchConfig(BLOCK_M=32, BLOCK_N=32 if wide or f.time else 64, TMA=False, num_warps=4, num_stages=1)
+
+
+def sums_apart(f: Features) -> bool:
+    """Return whether the sums of dk and dv together need more than 128 registers of a thread."""
+    config = bwd_dkv_config(f)
+    return config.BLOCK_N * (f.pad_d + f.pad_v) > 128 * 32 * config.num_warps

@@ -327,9 +327,9 @@ def dense_attention_bwd_dq_kernel(
 def _attend_dkv(
     dk, dv, k, v, first, last, s, first_row, sequence, q, do, q_stride, do_stride, half_scale, bias, tile,
     kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr,
 ):  # fmt: skip
-    """Return dk [BLOCK_N, D] and dv [BLOCK_N, V] plus the terms of the queries first .. last.
+    """Return dk [BLOCK_N, D] and dv [BLOCK_N, V], those that are wanted, plus the terms of the queries first .. last.
 
     Tiles are transposed, keys x queries.
     """
@@ -355,8 +355,10 @@ def _attend_dkv(
             mask = visible((start + m)[None, :], s[:, None], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, MORE)
             weights = tl.where(mask, weights, 0.0)
             slope = tl.where(mask, slope, -1.0)
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=kind.PRECISION)
-        dk = tl.dot((dp * slope + dp).to(query.dtype), query, dk, input_precision=kind.PRECISION)
+        if WITH_V:
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=kind.PRECISION)
+        if WITH_K:
+            dk = tl.dot((dp * slope + dp).to(query.dtype), query, dk, input_precision=kind.PRECISION)
     return dk, dv
 
 
@@ -366,7 +368,10 @@ def dense_attention_bwd_dkv_kernel(
     row, bias,
     kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of BLOCK_N keys of one head in each program. TMA: load queries by tensor descriptor."""
+    """Compute dk and dv, or that which is not None, of BLOCK_N keys of one head in each program.
+
+    TMA: load queries by tensor descriptor.
+    """
     head, b, entry = scheduled(tiles.schedule, kind.H)
     if b < 0:
         return
@@ -413,8 +418,11 @@ def dense_attention_bwd_dkv_kernel(
                 acc_k, acc_v = _attend_dkv(
                     acc_k, acc_v, key, value, *ranges[part], s, first_row, sequence, queries, douts, q.stride_t,
                     do.stride_t, half_scale, bias, tile, kind, BLOCK_M, BLOCK_N, part != 2, part == 0, TMA,
+                    dk is not None, dv is not None,
                 )  # fmt: skip
-    target = row_pointer(dk, begin + first_row, head)
-    store_block(target, n, dk.stride_t, s < length, acc_k * (scale * half_inverse_n), kind.D_OUT, kind.PAD_D)
-    target = row_pointer(dv, begin + first_row, head)
-    store_block(target, n, dv.stride_t, s < length, acc_v * (2.0 * half_inverse_n), kind.V_OUT, kind.PAD_V)
+    if dk is not None:
+        target = row_pointer(dk, begin + first_row, head)
+        store_block(target, n, dk.stride_t, s < length, acc_k * (scale * half_inverse_n), kind.D_OUT, kind.PAD_D)
+    if dv is not None:
+        target = row_pointer(dv, begin + first_row, head)
+        store_block(target, n, dv.stride_t, s < length, acc_v * (2.0 * half_inverse_n), kind.V_OUT, kind.PAD_V)

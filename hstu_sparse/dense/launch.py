@@ -110,7 +110,8 @@ class _Launch:
         if self.features.hopper:
             from hstu_sparse.dense.hopper.kernels import dense_attention_fwd_hopper_kernel as kernel
 
-            self._run_hopper(kernel, "MNN", (self.q, self.k, self.v), (out,), factors, configs.hopper_fwd_config)
+            sources = self.q, self.k, self.v
+            self._run_hopper(kernel, self.plan.forward, "MNN", sources, (out,), factors, configs.hopper_fwd_config)
             return out, halves
         rows = map(Rows.of, (self.q, self.k, self.v, out))
         arguments = (*rows, *a.for_kernels, *factors)
@@ -118,15 +119,15 @@ class _Launch:
         return out, halves
 
     def _run_hopper(
-        self, kernel, blocks: str, sources: tuple, outputs: tuple, factors: tuple, config: Callable
+        self, kernel, tiles: TileMap, blocks: str, sources: tuple, outputs: tuple, factors: tuple, config: Callable
     ) -> None:
-        """Launch a kernel for Hopper; all of them have the same tiles.
+        """Launch a kernel for Hopper.
 
         blocks: for each of `sources` M or N, the rows of its tensor descriptor: BLOCK_M or BLOCK_N.
         """
         from hstu_sparse.dense.hopper.tiles import descriptor
 
-        settings, schedule, heads = config(self.features), self.plan.forward.schedule, self.kind.H
+        settings, schedule, heads = config(self.features), tiles.schedule, self.kind.H
         slots, mask = schedule.shape[0], self.a.mask
         descriptors = [descriptor(x, settings[f"BLOCK_{block}"]) for x, block in zip(sources, blocks)]
         strides = tuple(x.base.stride(1) for x in descriptors)
@@ -148,23 +149,26 @@ class _Launch:
         (do,) = as_rows(do)
         sources, half_scale = (self.q, self.k, self.v, do), 0.5 * a.scale
         factors = half_scale, 0.5 / a.normalizer, a.scale
+        plan = with_backward(self.plan, *a.batch)
+        assert plan.dq is not None and plan.dkv is not None
         if self.features.hopper:
             from hstu_sparse.dense.hopper.kernels import dense_attention_bwd_dkv_hopper_kernel as dkv_kernel
             from hstu_sparse.dense.hopper.kernels import dense_attention_bwd_dq_hopper_kernel as dq_kernel
 
-            self._run_hopper(dkv_kernel, "MNNM", sources, (dk, dv), factors, configs.hopper_dkv_config)
+            self._run_hopper(dkv_kernel, plan.dkv, "MNNM", sources, (dk, dv), factors, configs.hopper_dkv_config)
             dq_factors = half_scale, half_scale / a.normalizer
-            self._run_hopper(dq_kernel, "MNNM", sources, (dq,), dq_factors, configs.hopper_dq_config)
+            self._run_hopper(dq_kernel, plan.dq, "MNNM", sources, (dq,), dq_factors, configs.hopper_dq_config)
             return [dq, dk, dv]
-        plan = with_backward(self.plan, *a.batch)
-        assert plan.dq is not None and plan.dkv is not None
         rows = [*map(Rows.of, sources)]
         shared: tuple = (*a.for_kernels, *factors)
 
         if configs.bwd_dkv_config(self.features).TMA:
             allow_descriptors()
-        arguments: tuple = (*rows, Rows.of(dk), Rows.of(dv), *shared)
-        self.run(kernels.dense_attention_bwd_dkv_kernel, plan.dkv, arguments, halves, configs.bwd_dkv_config)
+        to_dk, to_dv = Rows.of(dk), Rows.of(dv)
+        launches = ((to_dk, None), (None, to_dv)) if configs.sums_apart(self.features) else ((to_dk, to_dv),)
+        for outputs in launches:
+            arguments: tuple = (*rows, *outputs, *shared)
+            self.run(kernels.dense_attention_bwd_dkv_kernel, plan.dkv, arguments, halves, configs.bwd_dkv_config)
 
         purpose, config, sums = plan.purpose, configs.bwd_dq_config(self.features), self._sums(do)
         # The greatest number of terms, of 21 bits before the shift, that one cell of the time bias's histogram gets.

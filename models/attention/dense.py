@@ -32,16 +32,17 @@ class DenseAttention(HSTUAttention):
         """The number of latest tokens, itself included, that a token sees; 0 for all."""
         backend: Literal["auto", "triton", "hopper", "reference"] = "auto"  # type: ignore[assignment]  # one more
         """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors; `hopper`
-        takes kernels for GPUs with sm_90, no biases, heads of 64 or 128 and `train.autocast: bf16`, which `auto` takes
-        for sequences of at least 1,024 tokens on average."""
+        takes kernels for GPUs with sm_90, no biases, heads of 64, 128 or 256 and `train.autocast: bf16`, which `auto`
+        takes for sequences of at least 1,024 tokens on average."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
             size, value_size = sizes.attention_dim, sizes.linear_dim
             if self.backend != "hopper":
                 return
-            if size not in (64, 128) or size != value_size:
-                raise ValueError(f"backend=hopper takes heads of 64 or 128, got {size} and {value_size} for values")
+            if size not in (64, 128, 256) or size != value_size:
+                got = f"{size} and {value_size} for values"
+                raise ValueError(f"backend=hopper takes heads of 64, 128 or 256, got {got}")
             if self.position_bias or self.time_bias:
                 raise ValueError(
                     "backend=hopper takes no bias: set position_bias and time_bias to false, or use backend=triton"

@@ -229,6 +229,22 @@ def test_int32_offsets_and_alpha():
 
 
 @interpreter
+def test_dk_and_dv_by_a_launch_each():
+    """Test that a launch for each, as wide heads have on sm_90, gives the same bits as one for both."""
+    from hstu_sparse.core.launch import override
+    from hstu_sparse.dense.configs import bwd_dkv_config
+
+    x = inputs((70, 13), 70, d=64, v=32, features=("targets", "position", "time"))
+    leaves = [x[name].requires_grad_() for name in "kv"]
+
+    def backward(warps):
+        with override(bwd_dkv_config, lambda config, *_: config.replace(BLOCK_N=64, num_warps=warps)):
+            return torch.autograd.grad(kernel(**x).square().sum(), leaves)
+
+    assert all(torch.equal(one, other) for one, other in zip(backward(1), backward(4), strict=True))
+
+
+@interpreter
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -254,6 +270,7 @@ def heads_of(tokens, d, v, dtype):
     [
         (3 * 1024, 64, 64, torch.bfloat16, False, True),
         (3 * 1024, 128, 128, torch.float16, False, True),
+        (3 * 1024, 256, 256, torch.bfloat16, False, True),
         (3 * 1024 - 1, 128, 128, torch.bfloat16, False, False),
         (3 * 1024, 64, 64, torch.float32, False, False),
         (3 * 1024, 64, 128, torch.bfloat16, False, False),

@@ -72,6 +72,17 @@ def test_head_sizes(d, v, dtype):
     compare(inputs((190, 67), 200, d=d, v=v, features=("position", "time"), dtype=dtype))
 
 
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("features", [("position",), ("time",), ALL, ("context", "all", "groups", "prefix", *ALL)])
+def test_heads_of_256_with_biases(features, window):
+    """Their sums of dk and dv do not fit into the registers of one program."""
+    x = inputs((300, 0, 701, 1, 217), 1024, d=256, v=256, features=features, window=window)
+    compare(x)
+    leaves = [x[name].requires_grad_() for name in "qkv"]
+    first, second = (torch.autograd.grad(kernel(**x).float().square().sum(), leaves) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
 )
@@ -79,7 +90,7 @@ on_hopper = pytest.mark.skipif(
 
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("window", [0, 1, 200])
 @pytest.mark.parametrize("features", [(), ("targets",)])
 def test_hopper(features, window, d, dtype):
@@ -90,7 +101,7 @@ def test_hopper(features, window, d, dtype):
 
 
 @on_hopper
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_hopper_with_many_candidates(d):
     x = inputs((500, 300, 7, 400), 500, d=d, v=d, features=("targets",), heads=4)
     x["num_targets"] = torch.tensor([400, 1, 7, 200], device="cuda")
@@ -98,7 +109,7 @@ def test_hopper_with_many_candidates(d):
 
 
 @on_hopper
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_hopper_gives_the_same_bits(d):
     x = inputs([37 * i % 600 for i in range(400)], 600, d=d, v=d, heads=4)
     expected = hopper(**x)
@@ -110,7 +121,7 @@ def test_hopper_gives_the_same_bits(d):
 
 
 @on_hopper
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_hopper_gives_the_same_gradients(d):
     x = inputs([37 * i % 600 for i in range(400)], 600, d=d, v=d, heads=4)
     leaves = [x[name].requires_grad_() for name in "qkv"]
@@ -120,12 +131,13 @@ def test_hopper_gives_the_same_gradients(d):
 
 
 @on_hopper
+@pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
-def test_hopper_keeps_sequences_apart(name):
+def test_hopper_keeps_sequences_apart(name, d):
     """Infinities in one sequence do not reach its neighbours' output and gradients."""
     lengths = (200, 77, 100)
-    x = inputs(lengths, 200, heads=4)
-    grad = make_jagged(lengths, (4, 64), seed=4, dtype=torch.bfloat16, device="cuda")
+    x = inputs(lengths, 200, d=d, v=d, heads=4)
+    grad = make_jagged(lengths, (4, d), seed=4, dtype=torch.bfloat16, device="cuda")
 
     def call():
         leaves = {n: x[n].detach().clone().requires_grad_() for n in "qkv"}
@@ -149,7 +161,7 @@ def test_hopper_keeps_sequences_apart(name):
 
 
 @on_hopper
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_auto_takes_hopper_for_long_sequences(d, monkeypatch):
     """In eager mode, compiled and in a CUDA graph, forward and backward; for short sequences not."""
     from hstu_sparse.dense import configs

@@ -167,7 +167,7 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
         ("model.attention={kind: ring, inner: softmax, backend: cute, dropout: 0.1}", "backend=cute has no dropout"),
         (
             "model.attention={kind: dense, backend: hopper}",
-            "model.attention.backend=hopper takes heads of 64 or 128, got ",
+            "model.attention.backend=hopper takes heads of 64, 128 or 256, got ",
         ),
         ("model.attention={kind: dense, backend: cute}", "model.attention.backend: input should be 'auto', 'triton'"),
         ("trian.lr=1", "trian: unknown key, did you mean train"),

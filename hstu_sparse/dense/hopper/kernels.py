@@ -90,13 +90,13 @@ def output_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind:
 def dense_attention_fwd_hopper_kernel(
     q, k, v, head_strides, out, seq_offsets, num_targets, window_size, factors, taken, slots, schedule,
     H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of a program's tiles of 128 queries. factors: half the scale, 1/N."""
-    kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, True, HAS_TARGETS, HAS_WINDOW)
+    kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, TILES, True, HAS_TARGETS, HAS_WINDOW)
     batch = Batch(schedule, slots, taken, seq_offsets, num_targets, window_size)
     output = out, factors, make_barriers(2, 1)
-    rows = ((q, head_strides[0], make_tiles(q, 2)),)
+    rows = ((q, head_strides[0], make_tiles(q, TILES)),)
     specialize(output_tile, output, rows, (k, head_strides[1]), (v, head_strides[2]), batch, kind, False, True)
 
 
@@ -170,12 +170,12 @@ def dq_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.
 def dense_attention_bwd_dq_hopper_kernel(
     q, k, v, do, head_strides, dq, seq_offsets, num_targets, window_size, factors, taken, slots, schedule,
     H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """Compute dq of a program's tiles of 128 queries. factors: half the scale, and that divided by N."""
-    kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, True, HAS_TARGETS, HAS_WINDOW)
+    kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, TILES, True, HAS_TARGETS, HAS_WINDOW)
     batch = Batch(schedule, slots, taken, seq_offsets, num_targets, window_size)
-    rows = (q, head_strides[0], make_tiles(q, 2)), (do, head_strides[3], make_tiles(do, 2))
+    rows = (q, head_strides[0], make_tiles(q, TILES)), (do, head_strides[3], make_tiles(do, TILES))
     specialize(dq_tile, (dq, factors), rows, (k, head_strides[1]), (v, head_strides[2]), batch, kind, True, False)
 
 
@@ -237,15 +237,103 @@ def dkv_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl
     return stage, phase, turn
 
 
+@gluon.jit
+def dv_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.constexpr):
+    """Compute dv of a tile of 64 keys, and pass SiLU's slopes to the group that computes dk."""
+    _, dv, factors, slopes, slopes_full = output
+    half_scale, half_inverse_n, _ = factors
+    keys = rows[0][2]
+    V: gl.constexpr = ring.b.shape[2]
+    DTYPE: gl.constexpr = keys.dtype
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    m, t, zeros = block
+    s = tile.first_row + m
+    key = keys.index(slot)
+    sums = gl.zeros([HALF, V], gl.float32, SUMS)
+    for PART in gl.static_range(3):
+        latest, stop = loop_bounds(tile, PART, kind)
+        if PART == 0:
+            latest = tile.last
+        for start in range(latest, stop - 1, -kind.OTHER):
+            mbarrier.wait(ring.a_full.index(stage), phase)
+            query = ring.a.index(stage).permute((1, 0))
+            scores = warpgroup_mma(key, query, zeros, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            mbarrier.arrive(ring.a_empty.index(stage), count=1)
+            weights, slope = weigh(scores * half_scale)
+            if PART != 1:
+                mask = visible(start + t, s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
+                weights = gl.where(mask, weights, 0.0)
+                slope = gl.where(mask, slope, -1.0)
+            # The queries' barriers guard the slopes, too: the other group releases both.
+            slopes.index(stage).store(slope.to(gl.float16))
+            mbarrier.arrive(slopes_full.index(stage), count=1)
+            left = left_operand(rounded_pairs(weights, DTYPE), DTYPE, SUMS)
+            mbarrier.wait(ring.b_full.index(stage), phase)
+            sums = warpgroup_mma(left, ring.b.index(stage), sums, is_async=True)
+            sums, left = warpgroup_mma_wait(0, deps=(sums, left))
+            mbarrier.arrive(ring.b_empty.index(stage), count=1)
+            stage = (stage + 1) % kind.STAGES
+            phase ^= stage == 0
+    store_rows(dv, tile, tile.first_row, sums * (2 * half_inverse_n), key)
+    return stage, phase, turn
+
+
+@gluon.jit
+def dk_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.constexpr):
+    """Compute dk of a tile of 64 keys with the slopes of `dv_tile`."""
+    dk, _, factors, slopes, slopes_full = output
+    _, half_inverse_n, scale = factors
+    values = rows[1][2]
+    D: gl.constexpr = ring.a.shape[2]
+    DTYPE: gl.constexpr = values.dtype
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    zeros = block[2]
+    value = values.index(slot)
+    sums = gl.zeros([HALF, D], gl.float32, SUMS)
+    for _ in range(tile.last, tile.first - 1, -kind.OTHER):
+        mbarrier.wait(ring.b_full.index(stage), phase)
+        dout = ring.b.index(stage).permute((1, 0))
+        dp = warpgroup_mma(value, dout, zeros, use_acc=False, is_async=True)
+        mbarrier.wait(slopes_full.index(stage), phase)
+        slope = slopes.index(stage).load(zeros.type.layout).to(gl.float32)
+        dp, slope = warpgroup_mma_wait(0, deps=(dp, slope))
+        mbarrier.arrive(ring.b_empty.index(stage), count=1)
+        left = left_operand(rounded_pairs(dp * slope + dp, DTYPE), DTYPE, SUMS)
+        mbarrier.wait(ring.a_full.index(stage), phase)
+        sums = warpgroup_mma(left, ring.a.index(stage), sums, is_async=True)
+        sums, left = warpgroup_mma_wait(0, deps=(sums, left))
+        mbarrier.arrive(ring.a_empty.index(stage), count=1)
+        stage = (stage + 1) % kind.STAGES
+        phase ^= stage == 0
+    store_rows(dk, tile, tile.first_row, sums * (scale * half_inverse_n), value)
+    return stage, phase, turn
+
+
+@gluon.jit
+def dv_or_dk_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.constexpr, WHICH: gl.constexpr):
+    """Compute dv of a tile of 64 keys in the first group, dk in the second: the sums of both exceed its registers."""
+    if WHICH == 0:
+        return dv_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind)
+    else:
+        return dk_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind)
+
+
 @gluon.jit(do_not_specialize=["window_size", "slots"], do_not_specialize_on_alignment=["seq_offsets", "num_targets"])
 def dense_attention_bwd_dkv_hopper_kernel(
     q, k, v, do, head_strides, dk, dv, seq_offsets, num_targets, window_size, factors, taken, slots, schedule,
     H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of a program's tiles of 128 keys. factors: half the scale, half 1/N, the scale."""
-    kind: gl.constexpr = Kind(H, BLOCK_N, BLOCK_M, STAGES, False, HAS_TARGETS, HAS_WINDOW)
+    """Compute dk and dv of a program's tiles of 128 or 64 keys. factors: half the scale, half 1/N, the scale."""
+    kind: gl.constexpr = Kind(H, BLOCK_N, BLOCK_M, STAGES, TILES, False, HAS_TARGETS, HAS_WINDOW)
     batch = Batch(schedule, slots, taken, seq_offsets, num_targets, window_size)
-    rows = (k, head_strides[1], make_tiles(k, 2)), (v, head_strides[2], make_tiles(v, 2))
-    output = dk, dv, factors
-    specialize(dkv_tile, output, rows, (q, head_strides[0]), (do, head_strides[3]), batch, kind, True, True)
+    rows = (k, head_strides[1], make_tiles(k, TILES)), (v, head_strides[2], make_tiles(v, TILES))
+    queries, douts = (q, head_strides[0]), (do, head_strides[3])
+    if BLOCK_N == HALF:
+        SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(BLOCK_M * 2, 16, 2)
+        slopes = gl.allocate_shared_memory(gl.float16, [STAGES, HALF, BLOCK_M], SWIZZLED)
+        output = dk, dv, factors, slopes, make_barriers(STAGES, 1)
+        specialize(dv_or_dk_tile, output, rows, queries, douts, batch, kind, True, True)
+    else:
+        specialize(dkv_tile, (dk, dv, factors), rows, queries, douts, batch, kind, True, True)

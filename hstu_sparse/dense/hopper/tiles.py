@@ -1,10 +1,12 @@
 """Define the shared parts of the dense kernels for Hopper: warps with roles, in Gluon (Triton with explicit layouts).
 
 A program has tiles of 128 queries (for dk and dv: keys) of one head, one tile after another, and nine warps: two groups
-of four (`HALF` rows each) that multiply, and one (`produce`) that copies. It takes the next tile's number from a
+of four (`HALF` rows each) that multiply, and one (`produce`) that copies. That one takes the next tile's number from a
 counter in memory, and copies the tile's rows, and block by block the keys and values (queries and do) that they meet,
 into a ring in shared memory, by tensor descriptor. Barriers in shared memory say which stages of the ring are full and
 which are empty. While one group computes SiLU the tensor cores multiply for the other.
+
+The sums of dk and dv of heads of 256 need the registers of both groups for 64 keys: one computes dv, the other dk.
 
 Blocks are walked from the last one back: of a tile of queries the first one is then the one with masks. The kernels
 take no bias. docs/dense.md has a picture.
@@ -57,13 +59,15 @@ class Batch(NamedTuple):
 class Kind(NamedTuple):
     """The constants that a kernel is compiled for.
 
-    OWN: rows of a tile; OTHER: of a block; BY_QUERY: tiles are of queries.
+    OWN: rows of a tile, 128, or 64 if both groups have all of them; OTHER: of a block; TILES: tiles in shared memory;
+    BY_QUERY: tiles are of queries.
     """
 
     H: gl.constexpr
     OWN: gl.constexpr
     OTHER: gl.constexpr
     STAGES: gl.constexpr
+    TILES: gl.constexpr
     BY_QUERY: gl.constexpr
     HAS_TARGETS: gl.constexpr
     HAS_WINDOW: gl.constexpr
@@ -83,7 +87,7 @@ class Tile(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """The next tiles, two at most: their numbers [2 * 3, 1] (head, sequence, tile) and the barriers of each."""
+    """The next tiles: their numbers [TILES * 3, 1] (head, sequence, tile) and the barriers of each."""
 
     numbers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -126,10 +130,10 @@ def make_ring(a, b, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def make_queue(TENSORS: gl.constexpr):
+def make_queue(TENSORS: gl.constexpr, TILES: gl.constexpr):
     """Allocate the `Queue` of tiles whose rows come from TENSORS tensors."""
-    numbers = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Queue(numbers, make_barriers(2, TENSORS + 1), make_barriers(2, 2))
+    numbers = gl.allocate_shared_memory(gl.int32, [TILES * 3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Queue(numbers, make_barriers(TILES, TENSORS + 1), make_barriers(TILES, 2))
 
 
 @gluon.jit
@@ -152,10 +156,10 @@ def find_tile(head, b, index, batch, kind: gl.constexpr):
 
 
 @gluon.jit
-def take(queue, n):
+def take(queue, n, TILES: gl.constexpr):
     """Return (head, sequence, tile) of a program's n-th tile; the sequence is -1 after the last one."""
-    slot = n % 2
-    mbarrier.wait(queue.full.index(slot), n // 2 % 2)
+    slot = n % TILES
+    mbarrier.wait(queue.full.index(slot), n // TILES % 2)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     head = gl.max(queue.numbers.index(slot * 3).load(LAYOUT), 0)
     b = gl.max(queue.numbers.index(slot * 3 + 1).load(LAYOUT), 0)
@@ -163,10 +167,9 @@ def take(queue, n):
 
 
 @gluon.jit
-def put(queue, n, head, b, index):
-    """Store the head, sequence and tile of a program's n-th tile in the queue."""
+def put(queue, slot, head, b, index):
+    """Store the head, sequence and tile of a program's next tile in the queue."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = n % 2
     queue.numbers.index(slot * 3).store(gl.full([1], 0, gl.int32, LAYOUT) + head)
     queue.numbers.index(slot * 3 + 1).store(gl.full([1], 0, gl.int32, LAYOUT) + b)
     queue.numbers.index(slot * 3 + 2).store(gl.full([1], 0, gl.int32, LAYOUT) + index)
@@ -175,11 +178,13 @@ def put(queue, n, head, b, index):
 @gluon.jit
 def clear_rows(block, inside, ROWS: gl.constexpr):
     """Set the rows of a block in shared memory from `inside` on to zero, by one warp."""
+    COLUMNS: gl.constexpr = block.shape[1]
     row = gl.arange(0, 8, gl.SliceLayout(1, EIGHT_ROWS))[:, None]
     for part in gl.static_range(ROWS // 8):
         if inside < part * 8 + 8:
-            rows = block.slice(part * 8, 8, 0)
-            rows.store(gl.where(row < inside - part * 8, rows.load(EIGHT_ROWS), 0.0))
+            for column in gl.static_range(0, COLUMNS, 64):
+                rows = block.slice(part * 8, 8, 0).slice(column, 64, 1)
+                rows.store(gl.where(row < inside - part * 8, rows.load(EIGHT_ROWS), 0.0))
 
 
 @gluon.jit
@@ -208,9 +213,9 @@ def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A:
 
     Programs take tiles as they come to them, so that none idles while others have much to do.
 
-    rows: (tensor descriptor, stride of its heads, shared memory [2, OWN, D]) of each tensor that a tile has rows of; a,
-    b: (tensor descriptor, stride of its heads) of those in the ring. copied: two barriers for `copy_block`. CLEAR_A,
-    CLEAR_B: whether their rows behind the sequence's end become zeros.
+    rows: (tensor descriptor, stride of its heads, shared memory [TILES, OWN, D]) of each tensor that a tile has rows
+    of; a, b: (tensor descriptor, stride of its heads) of those in the ring. copied: two barriers for `copy_block`.
+    CLEAR_A, CLEAR_B: whether their rows behind the sequence's end become zeros.
     """
     i = 0
     n = 0
@@ -218,15 +223,15 @@ def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A:
     number = gl.program_id(0)
     some = True
     while some:
-        slot = n % 2
-        mbarrier.wait(queue.empty.index(slot), n // 2 % 2 ^ 1)
+        slot = n % kind.TILES
+        mbarrier.wait(queue.empty.index(slot), n // kind.TILES % 2 ^ 1)
         entry = batch.schedule + 2 * (number // kind.H)
         inside_schedule = number < batch.slots * kind.H
         head = number % kind.H
         sequence = gl.load(entry, inside_schedule, -1)
         index = gl.load(entry + 1, inside_schedule, 0)
         some = sequence >= 0
-        put(queue, n, head, sequence, index)
+        put(queue, slot, head, sequence, index)
         if some:
             mbarrier.arrive(queue.full.index(slot), count=1)
             tile = find_tile(head, sequence, index, batch, kind)
@@ -257,7 +262,7 @@ def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A:
 
 @gluon.jit
 def multiply(COMPUTE: gl.constexpr, output, rows, queue, ring, batch, kind: gl.constexpr, WHICH: gl.constexpr):
-    """Compute half the rows of each tile of a program, in one of two groups of warps.
+    """Compute one group's part of each tile of a program: half the rows, or one of two results.
 
     COMPUTE(tile, block, output, rows, slot, ring, stage, phase, turn, kind, WHICH) stores a tile's results, and
     returns (stage, phase, turn) for the next one. block: rows [64, 1] of the tile and columns [1, OTHER] of a block, in
@@ -266,21 +271,22 @@ def multiply(COMPUTE: gl.constexpr, output, rows, queue, ring, batch, kind: gl.c
     the groups of the forward pass multiply in turn.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.OTHER, 16])
-    row = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))[:, None]
+    row = WHICH * (kind.OWN - HALF) + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))[:, None]
     column = gl.arange(0, kind.OTHER, gl.SliceLayout(0, SCORES))[None, :]
     block = row, column, gl.zeros([HALF, kind.OTHER], gl.float32, SCORES)
     n = 0
     stage = 0
     phase = 0
     turn = 1 - WHICH
-    head, b, index = take(queue, 0)
+    head, b, index = take(queue, 0, kind.TILES)
     while b >= 0:
         tile = find_tile(head, b, index, batch, kind)
-        stage, phase, turn = COMPUTE(tile, block, output, rows, n % 2, ring, stage, phase, turn, kind, WHICH)
+        slot = n % kind.TILES
+        stage, phase, turn = COMPUTE(tile, block, output, rows, slot, ring, stage, phase, turn, kind, WHICH)
         fence_async_shared()  # the next copy overwrites the results in shared memory
-        mbarrier.arrive(queue.empty.index(n % 2), count=1)
+        mbarrier.arrive(queue.empty.index(slot), count=1)
         n += 1
-        head, b, index = take(queue, n)
+        head, b, index = take(queue, n, kind.TILES)
 
 
 @gluon.jit
@@ -288,7 +294,7 @@ def specialize(
     COMPUTE: gl.constexpr, output, rows, a, b, batch, kind: gl.constexpr, CLEAR_A: gl.constexpr, CLEAR_B: gl.constexpr
 ):
     """Give the warps of a program their roles: `multiply` for two groups, `produce` for one warp."""
-    queue = make_queue(len(rows))
+    queue = make_queue(len(rows), kind.TILES)
     ring = make_ring(a[0], b[0], kind.STAGES)
     copied = make_barriers(2, 1)
     FIRST: gl.constexpr = 0
