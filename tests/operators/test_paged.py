@@ -6,8 +6,9 @@ import itertools
 import pytest
 import torch
 
-from hstu_sparse import PageFormat, PagePool, RelativeBias, hstu_attention, paged_attention
+from hstu_sparse import PageFormat, PagePool, RelativeBias, flash_attention, hstu_attention, paged_attention
 from hstu_sparse.core.jagged import offsets_from_lengths
+from hstu_sparse.core.mask import context_times
 from tests.support.budgets import make_jagged, make_offsets, make_timestamps
 
 H, D, V, N = 4, 16, 24, 160
@@ -104,6 +105,34 @@ def test_pages_as_they_are_give_dense_attention(window_size):
     torch.testing.assert_close(users.at_once(), hstu_attention(users.q, users.k, users.v, offsets, N, **options))
 
 
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("window_size", [0, 7])
+def test_context_is_that_of_attention_without_pages(window_size, softmax):
+    """In one call or in several; context has the time of the first event."""
+    context, offsets = torch.tensor([3, 0, 1, 20, 16, 0]), make_offsets(LENGTHS)
+    call = dict(num_context=context, window_size=window_size, activation="softmax" if softmax else "silu")
+    users, parts = (Users(PLAIN, biased=not softmax, **call) for _ in range(2))
+    bias = context_times(RelativeBias(*users.tables, users.times, users.query_times), context, offsets)
+    for one in (users, parts):
+        one.times, one.query_times = bias.timestamps, bias.query_timestamps
+    out = users.at_once()
+    tokens = users.q, users.k, users.v, offsets
+    if softmax:
+        window = window_size - 1, -1
+        expected = flash_attention(*tokens, causal=True, num_context=context, window_size=window)
+    else:
+        expected = hstu_attention(*tokens, N, bias=bias, window_size=window_size, num_context=context)
+    torch.testing.assert_close(out, expected)
+    first, second = parts.append((3, 0, 1, 20, 16, 70)), parts.append((37, 0, 0, 45, 0, 30))
+    torch.testing.assert_close(torch.cat([x for pair in zip(first, second) for x in pair]), out)
+
+
+def test_context_comes_at_once():
+    users = Users(PLAIN, num_context=torch.tensor([3, 0, 0, 0, 0, 0]))
+    with pytest.raises(ValueError, match=r"num_context of sequence 0 must be .* 0, or to its new ones, 2, .* got 3"):
+        users.append((2, 0, 1, 1, 1, 1))
+
+
 @pytest.mark.parametrize("name", ["fp64", "2 bits"])
 def test_a_window(name):
     users = Users(FORMATS[name], activation="softmax", window_size=5)
@@ -139,7 +168,7 @@ def test_a_short_portion_beside_a_long_one():
     ("name", "call"),
     [
         ("fp64", dict(activation="silu")),
-        ("fp64", dict(activation="softmax", window_size=3)),
+        ("fp64", dict(activation="softmax", window_size=3, num_context=torch.tensor([3, 0, 0, 20, 8, 0]))),
         ("2 bits", dict(activation="silu", window_size=20)),
         ("2 bits", dict(activation="softmax")),
     ],

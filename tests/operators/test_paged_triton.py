@@ -27,6 +27,12 @@ CASES = {
     ),
     "window, candidates": dict(LENGTHS, candidates=True, window=1, **BIASED),
     "window, 2 bits": dict(LENGTHS, bits=2, head_group=2, sink_tokens=18, window=24, splits=2, timed=True),
+    "context, window, append, parts": dict(
+        lengths=(70, 0, 3), query_lengths=(2, 20, 1), context=18, window=5, softmax=True, splits=2, **BIASED
+    ),
+    "context, candidates, 2 bits": dict(
+        LENGTHS, candidates=True, context=17, window=3, bits=2, sink_tokens=4, head_group=2, **BIASED
+    ),
     "2 bits": dict(LENGTHS, bits=2, head_group=2, sink_tokens=4, clip=0.75, **BIASED),
     "2 bits, parts": dict(LENGTHS, bits=2, head_group=2, sink_tokens=4, splits=2, softmax=True, candidates=True),
     "2 bits, many": dict(lengths=(30, 2), query_lengths=(17, 40), bits=2, head_group=2, sink_tokens=18, softmax=True),

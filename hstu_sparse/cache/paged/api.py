@@ -12,7 +12,7 @@ from hstu_sparse.cache.paged.reference import Queries, check_scoring, paged_refe
 from hstu_sparse.cache.pool import PagePool
 from hstu_sparse.core.jagged import check_jagged, readable
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import check_bool, check_int, check_tensor, choose_backend
+from hstu_sparse.core.validation import INTEGER, check_bool, check_int, check_tensor, choose_backend
 
 
 @without_autocast
@@ -30,6 +30,7 @@ def paged_attention(
     layer: int = 0,
     candidates: bool = False,
     window_size: int = 0,
+    num_context: Tensor | None = None,
     activation: str = "silu",
     scale: float | None = None,
     normalizer: float | None = None,
@@ -51,6 +52,11 @@ def paged_attention(
     sees positions s with p - s < W alone. Where each sequence has one new token both are
     the same, bit for bit, and candidates=True is faster with a bias.
 
+    With `num_context` the first tokens of a sequence are context, as in `hstu_attention`: they see one another and
+    nothing else, all others see them whatever the window, and they have the position before the first event's. They
+    come all at once, as the first new tokens of their sequence. Their times are the caller's: the first event's
+    for the results of `hstu_attention`.
+
     Args:
         q: [Tq, H, D], k: [Tq, H, D], v: [Tq, H, V]: the new tokens, fp32, bf16 or fp16 (the reference also fp64), which
             need not be the pool's dtype; any strides. D and V from 16 to 256 for the kernels.
@@ -63,6 +69,7 @@ def paged_attention(
         layer: whose pages of the pool.
         candidates: see above.
         window_size: W in tokens, the token itself included, 0 for none.
+        num_context: [B], int32 or int64, the context tokens of each sequence, cached or new; None for none.
         activation: "silu" or "softmax".
         scale: factor of the scores, D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N of silu; `max_seq_len` by default.
@@ -114,16 +121,30 @@ def paged_attention(
     pool.check_table(pages, lengths, None if candidates else q_offsets)
     if lengths.shape[0] != q_offsets.shape[0] - 1:
         raise ValueError(f"lengths must be [B={q_offsets.shape[0] - 1}], got {list(lengths.shape)}")
+    if num_context is not None:
+        check_tensor("num_context", num_context, "B", {"B": lengths.shape[0]}, dtype=INTEGER, device=pool.device)
     if readable(lengths) and len(lengths):
-        new = q_offsets.diff()
-        longest = int((lengths + (new.clamp(max=1) if candidates else new)).max())
+        new = q_offsets.diff().clamp(max=1) if candidates else q_offsets.diff()
+        if num_context is not None:
+            check_context(num_context, lengths, new)
+        longest = int((lengths + new).max())
         if longest > max_seq_len:
             raise ValueError(f"a sequence has {longest} tokens, new ones included, more than max_seq_len={max_seq_len}")
     bias = check_bias(bias, max_seq_len, lengths.shape[0] if candidates else sizes["Tq"], q.device)
     scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"])._replace(window=window_size)
-    queries = Queries(q, k, v, q_offsets, lengths, candidates)
+    queries = Queries(q, k, v, q_offsets, lengths, candidates, num_context)
     if choose_backend(backend, q, "paged_attention") == "reference":
         return paged_reference(queries, pool, layer, pages, scoring)
     from hstu_sparse.cache.paged.launch import attend_to_pool
 
     return attend_to_pool(queries, pool, layer, pages, scoring)
+
+
+def check_context(num_context: Tensor, lengths: Tensor, new: Tensor) -> None:
+    """Raise ValueError unless the context of each sequence, [B], is in the pool or begins the new tokens."""
+    complete = (num_context <= lengths) | (lengths == 0) & (num_context <= new) | (new == 0)
+    for b in (~complete | (num_context < 0)).nonzero()[:, 0].tolist():
+        raise ValueError(
+            f"num_context of sequence {b} must be from 0 to its cached tokens, {int(lengths[b])}, or to its new ones, "
+            f"{int(new[b])}, if none are cached, got {int(num_context[b])}"
+        )

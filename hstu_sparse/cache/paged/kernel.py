@@ -31,7 +31,7 @@ from hstu_sparse.tiles.rows import in_registers, load_rows, locate, opaque, silu
 
 @triton.jit(do_not_specialize=["P"])
 def candidate_bias_kernel(
-    out, pages, lengths, timestamps, bias, P, PAGE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr
+    out, pages, lengths, num_context, timestamps, bias, P, PAGE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write out[b, s], fp32: the candidates' bias with token s of sequence b, at s = lengths[b] with themselves.
 
@@ -55,7 +55,10 @@ def candidate_bias_kernel(
         times = tl.load(timestamps + page * PAGE + position % PAGE, cached, 0)
         times = tl.where(cached, times, tl.load(bias.key_times + b))
     inside = position <= length
-    values = table_bias(bias, length - position, inside, candidate_time, times)[0]
+    distance = length - position
+    if num_context is not None:
+        distance = length - tl.maximum(position, tl.load(num_context + b).to(tl.int32) - 1)
+    values = table_bias(bias, distance, inside, candidate_time, times)[0]
     tl.store(out + b * (P * PAGE + 1) + position, values, inside)
 
 
@@ -161,26 +164,31 @@ def turned_keys(x, start, near, far, D: tl.constexpr, OW: tl.constexpr, OUT: tl.
 
 
 @triton.jit
-def visible(inside, at, position, window, WINDOW: tl.constexpr):
-    """Return which positions [rows, R] tokens at positions `at` see."""
-    distance = at[:, None] - position[None, :]
-    seen = inside[None, :] & (distance > 0)
-    if WINDOW:
+def visible(inside, at, token, front, window, WINDOW: tl.constexpr, CONTEXT: tl.constexpr):
+    """Return (distances in positions, which are seen) [rows, R] of tokens `at` and `token`; front: those of context."""
+    distance = at[:, None] - token[None, :]
+    seen = distance > 0
+    if CONTEXT:
+        near = token[None, :] < front
+        together = near & (at < front)[:, None] & (distance != 0)
+        distance = tl.maximum(at, front - 1)[:, None] - tl.maximum(token, front - 1)[None, :]
+        if WINDOW:
+            seen = seen & (near | (distance < window))
+        seen = seen | together
+    elif WINDOW:
         seen = seen & (distance < window)
-    return seen
+    return distance, inside[None, :] & seen
 
 
 @triton.jit
-def biased(scores, inside, at, position, slot, query_time, timestamps, bias, candidates):
-    """Return scores [rows, R] of tokens at `position` and, in the pages, `slot`, plus their bias."""
+def biased(scores, distance, seen, inside, token, query_time, cached_times, bias, candidates):
+    """Return scores [rows, R] of pairs plus their bias; cached_times: (the pool's times, the tokens' places there)."""
     if candidates is not None:
-        scores += tl.load(candidates + position, inside, 0.0)[None, :]
+        scores += tl.load(candidates + token, inside, 0.0)[None, :]
     elif bias.position is not None or bias.time is not None:
-        distance = at[:, None] - position[None, :]
         times = 0
         if bias.time is not None:
-            times = tl.load(timestamps + slot, inside, 0)[None, :]
-        seen = inside[None, :] & (distance > 0)
+            times = tl.load(cached_times[0] + cached_times[1], inside, 0)[None, :]
         scores += table_bias(bias, distance, seen, query_time, times)[0]
     return scores
 
@@ -204,18 +212,18 @@ def weigh(scores, seen, greatest, total, SOFTMAX: tl.constexpr, FAST: tl.constex
 
 @triton.jit(do_not_specialize=["B", "P", "S", "Tq", "SPLITS", "window"])
 def paged_attention_fwd_kernel(
-    q, k, v, q_offsets, lengths, history, bias, candidates, out, lse, B, P, S, Tq, SPLITS, window, score_scale,
-    rotation, inverse_n,
+    q, k, v, q_offsets, lengths, num_context, history, bias, candidates, out, lse, B, P, S, Tq, SPLITS, window,
+    score_scale, rotation, inverse_n,
     FORM: tl.constexpr, OFFSET: tl.constexpr, PAD_D: tl.constexpr, OUT_V: tl.constexpr, CANDIDATES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTMAX: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr,
     R: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a part of a tile of new tokens; out, lse: [SPLITS, Tq, H, ...], final results if SPLITS is 1.
 
-    q, k, v: `Rows`; without k and v new tokens do not see themselves. history: `History`, bias: `KernelBias`.
-    candidates: the results of `candidate_bias_kernel`, in place of a bias. WINDOW: a token sees the latest `window`
-    positions alone. OUT_V: blocks of values that a program sums. The part with number 0 also
-    attends to the sinks and to the tokens themselves.
+    q, k, v: `Rows`; without k and v new tokens do not see themselves. num_context: [B] or None. history: `History`,
+    bias: `KernelBias`. candidates: the results of `candidate_bias_kernel`, in place of a bias. WINDOW: a token sees the
+    latest `window` positions alone, and context. OUT_V: blocks of values that a program sums. The part with number 0
+    also attends to the sinks and to the tokens themselves.
     """
     DTYPE: tl.constexpr = q.pointer.dtype.element_ty
     H: tl.constexpr = FORM.H
@@ -229,6 +237,7 @@ def paged_attention_fwd_kernel(
     ROPE: tl.constexpr = history.near is not None
     ROWS: tl.constexpr = HEADS * BQ
     CV: tl.constexpr = V * G
+    CONTEXT: tl.constexpr = num_context is not None
     LEVELS: tl.constexpr = (1 << FORM.BITS) - 1
     source = history.source
     b, first_query, count, q_tile = locate(q_offsets, tl.program_id(0), B, BQ)
@@ -247,7 +256,12 @@ def paged_attention_fwd_kernel(
     at = row * 0 + length if CANDIDATES else length + index
     # The end of the last row's positions; no row sees later ones.
     last = length if CANDIDATES else length + tl.minimum(count, q_tile * BQ + BQ) - 1
-    begin = 0  # no row sees earlier positions
+    front = 0
+    if CONTEXT:
+        front = tl.load(num_context + b).to(tl.int32)
+        if not CANDIDATES:  # new context sees all of it
+            last = tl.where(length + q_tile * BQ < front, tl.maximum(last, tl.minimum(front, length + count)), last)
+    begin = 0  # no row sees earlier positions, but for context
     if WINDOW:
         begin = tl.maximum((length if CANDIDATES else length + q_tile * BQ) - window + 1, 0)
     query_time = 0
@@ -310,8 +324,8 @@ def paged_attention_fwd_kernel(
         # Only the first part attends to them.
         sinks = tl.where(split == 0, tl.minimum(S, last), 0)
         sink = tl.load(first).to(tl.int64) * S
-        for tile in tl.range((sinks + R - 1) // R, num_stages=1):
-            position = tile * R + tl.arange(0, R)
+        for sink_tile in tl.range((sinks + R - 1) // R, num_stages=1):
+            position = sink_tile * R + tl.arange(0, R)
             inside = position < sinks
             scores = tl.zeros([ROWS, R], tl.float32)
             for h in tl.static_range(HEADS):
@@ -320,11 +334,10 @@ def paged_attention_fwd_kernel(
                 product = tl.dot(q_rows, tl.trans(key), input_precision=PRECISION)
                 scores = tl.where((row // BQ == h)[:, None], product, scores)
             page, slot = find(history, first, position, inside, FORM, CANDIDATES)
-            seen = visible(inside, at, position, window, WINDOW)
-            scores = biased(
-                scores * score_scale, inside, at, position, page * PAGE + slot, query_time, history.timestamps,
-                bias, candidates,
-            )  # fmt: skip
+            distance, seen = visible(inside, at, position, front, window, WINDOW, CONTEXT)
+            scores *= score_scale
+            times = history.timestamps, page * PAGE + slot
+            scores = biased(scores, distance, seen, inside, position, query_time, times, bias, candidates)
             weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
             low_weights = weights.to(DTYPE)
             new = ()
@@ -355,12 +368,19 @@ def paged_attention_fwd_kernel(
             query_sums += (tl.sum(queries[i].to(tl.float32), 1),)
     K_PER: tl.constexpr = K_BLOCKS // FORM.K_GROUPS
     first_tile = S // R if FORM.SINKS else 0
+    gap = 0  # tiles between context and the window, which no row sees
     if WINDOW:
-        first_tile = tl.maximum(first_tile, begin // R)
-    tiles = tl.maximum((last + R - 1) // R - first_tile, 0)
+        near_tile = tl.maximum(first_tile, begin // R)
+        if CONTEXT:
+            context_end = tl.minimum(tl.maximum((front + R - 1) // R, first_tile), near_tile)
+            gap = near_tile - context_end
+        else:
+            first_tile = near_tile
+    tiles = tl.maximum((last + R - 1) // R - first_tile - gap, 0)
     per = (tiles + SPLITS - 1) // SPLITS
     first_tile += split * per
-    for tile in range(first_tile, first_tile + tl.minimum(per, tiles - split * per)):
+    for step in range(first_tile, first_tile + tl.minimum(per, tiles - split * per)):
+        tile = step + tl.where(step < context_end, 0, gap) if WINDOW and CONTEXT else step
         position = tile * R + tl.arange(0, R)
         inside = position < last
         if FORM.SINKS:
@@ -402,11 +422,10 @@ def paged_attention_fwd_kernel(
                 else:
                     key = load_rows(source.k, page_group * PAGE + slot, D, inside, D, K_BLOCK).to(DTYPE)
                     scores = tl.dot(queries[i], tl.trans(key), scores, input_precision=PRECISION)
-        seen = visible(inside, at, position, window, WINDOW)
-        scores = biased(
-            scores * score_scale, inside, at, position, page * PAGE + slot, query_time, history.timestamps, bias,
-            candidates,
-        )  # fmt: skip
+        distance, seen = visible(inside, at, position, front, window, WINDOW, CONTEXT)
+        scores *= score_scale
+        times = history.timestamps, page * PAGE + slot
+        scores = biased(scores, distance, seen, inside, position, query_time, times, bias, candidates)
         weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
         new = ()
         new_constants = ()

@@ -71,8 +71,8 @@ def candidate_bias(new: Queries, history: History, form: Form, bias: KernelBias)
     room = columns * form.PAGE + 1
     out = torch.empty(batch, room, dtype=torch.float32, device=new.q.device)
     run(
-        candidate_bias_kernel, (batch, cdiv(room, BIAS_BLOCK)), out, history.table, new.lengths, history.timestamps,
-        bias, columns, PAGE=form.PAGE, SINKS=form.SINKS, BLOCK=BIAS_BLOCK, num_warps=4,
+        candidate_bias_kernel, (batch, cdiv(room, BIAS_BLOCK)), out, history.table, new.lengths, new.num_context,
+        history.timestamps, bias, columns, PAGE=form.PAGE, SINKS=form.SINKS, BLOCK=BIAS_BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -122,9 +122,9 @@ def attend(
         if candidates and looked_up:
             by_position, bias = candidate_bias(new, history, form, bias), KernelBias()
         run(
-            paged_attention_fwd_kernel, (slots, programs, splits), *rows, new.q_offsets, new.lengths, history, bias,
-            by_position, part, part_lse, batch, columns, format.sink_tokens, tokens, splits, scoring.window,
-            scoring.scale, (form.CODED * form.G) ** -0.5 if coded else 1.0, 1.0 / scoring.normalizer,
+            paged_attention_fwd_kernel, (slots, programs, splits), *rows, new.q_offsets, new.lengths, new.num_context,
+            history, bias, by_position, part, part_lse, batch, columns, format.sink_tokens, tokens, splits,
+            scoring.window, scoring.scale, (form.CODED * form.G) ** -0.5 if coded else 1.0, 1.0 / scoring.normalizer,
             **config, FORM=form, OFFSET=code_offset(format, q.dtype), PAD_D=padded_head(format.head_size),
             OUT_V=values_out, CANDIDATES=new.candidates, WINDOW=scoring.window > 0,
             SOFTMAX=scoring.softmax, SCALED=coded and few, HEADS=together,
@@ -144,7 +144,8 @@ def attend_to_pool(new: Queries, pool: PagePool, layer: int, pages: Tensor, scor
     check_kernel("paged_attention", new.q, {"D": format.head_size, "V": format.value_size})
     if format.dtype == torch.float64:
         check_kernel("paged_attention", tensors.get("k", tensors.get("sink_k", new.q)), {})
-    new = new._replace(q_offsets=new.q_offsets.contiguous(), lengths=new.lengths.contiguous())
+    context = None if new.num_context is None else new.num_context.contiguous()
+    new = new._replace(q_offsets=new.q_offsets.contiguous(), lengths=new.lengths.contiguous(), num_context=context)
     timestamps = None if scoring.bias.time is None else pool.timestamps
     history = History(Pages.of(tensors), pages.contiguous(), timestamps=timestamps)
     return attend(new, history, format, pages.shape[1] * format.page_size, scoring)[0]

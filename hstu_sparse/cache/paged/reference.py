@@ -24,6 +24,7 @@ class Queries(NamedTuple):
     q_offsets   [B+1] the new tokens of each sequence
     lengths     [B] the cached tokens of each sequence
     candidates  whether all tokens of a sequence have the position after its last cached one
+    num_context [B] the context tokens that each sequence begins with, or None
     """
 
     q: Tensor
@@ -32,6 +33,7 @@ class Queries(NamedTuple):
     q_offsets: Tensor
     lengths: Tensor
     candidates: bool
+    num_context: Tensor | None = None
 
 
 class Scoring(NamedTuple):
@@ -76,9 +78,26 @@ def check_scoring(
     return Scoring(activation == "softmax", scale, normalizer, bias, rope_base, return_lse)
 
 
+def seen_pairs(at: Tensor, token: Tensor, num_context: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+    """Return (distances in positions, whether the one sees the other) of tokens `at` [B, m] and `token` [n]: [B, m, n].
+
+    Context has the position before the first event's. It sees all other context.
+    """
+    distance = at[:, :, None] - token
+    seen = distance > 0
+    if num_context is None:
+        return distance, seen & (distance < window) if window else seen
+    context = num_context.long()[:, None]
+    distance = torch.maximum(at, context - 1)[:, :, None] - torch.maximum(token, context - 1)[:, None]
+    of_context = (token < context)[:, None]
+    if window:
+        seen = seen & ((distance < window) | of_context)
+    return distance, seen | (at < context)[:, :, None] & of_context & (at[:, :, None] != token)
+
+
 def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, scoring: Scoring) -> Tensor:
     """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked and complete arguments."""
-    q, k, v, q_offsets, lengths, candidates = new
+    q, k, v, q_offsets, lengths, candidates, num_context = new
     bias, total, dtype, device = scoring.bias, q.shape[0], q.dtype, q.device
     assert k is not None and v is not None
     if total == 0:
@@ -93,16 +112,23 @@ def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, sco
         return x.unflatten(0, (-1, most)) if equal else jagged_to_padded(x, q_offsets, most)
 
     queries, new_k, new_v = (padded(x).transpose(1, 2) for x in (q * scoring.scale, k, v))
-    # The position of new token i of each sequence, [B, m]; it sees earlier positions.
+    # The number of new token i of its sequence, [B, m]; it sees earlier ones, and context all context.
     at = lengths[:, None] + (0 if candidates else torch.arange(most, device=device))
     # Padding after a sequence's last new token gets its position, since the tables have no entry beyond N.
     at = torch.minimum(at, (lengths + counts.clamp(min=1) - 1)[:, None]).expand(-1, most)
-    seen_from_last = lengths if candidates else (lengths + counts - 1).masked_fill(pages[:, 0] < 0, 0)
+    seen_from_last = lengths
+    if not candidates:
+        seen_from_last = lengths + counts - 1
+        if num_context is not None:
+            seen_from_last = torch.maximum(seen_from_last, num_context)
+        seen_from_last = seen_from_last.masked_fill(pages[:, 0] < 0, 0)
     seen_from_last = torch.where(counts > 0, seen_from_last, 0)
     longest = int(seen_from_last.max())
-    position = torch.arange(longest, device=device)
-    inside = position < seen_from_last[:, None]  # [B, n]
+    token = torch.arange(longest, device=device)
+    inside = token < seen_from_last[:, None]  # [B, n]
     keys, values = store.read_padded(pool.tensors[layer], pool.format, pages, inside, q.dtype)  # [B, H, n, D] and V
+    distance, seen = seen_pairs(at, token, num_context, scoring.window)
+    hidden = ~(inside[:, None] & seen)[:, None]  # [B, 1, m, n]
     scores = queries @ keys.transpose(2, 3)
     self_score = (queries * new_k).sum(-1, keepdim=True)  # [B, H, m, 1]
     if bias.position is not None or bias.time is not None:
@@ -114,14 +140,9 @@ def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, sco
             if not candidates:
                 query_times, new_times = (padded(x[:, 0]) for x in (query_times, new_times))
             times, self_times = (query_times[:, :, None], cached[:, None]), (query_times, new_times)
-        distance = at[:, : 1 if candidates else most, None] - position
-        scores = scores + pair_bias(bias, distance, *times)[:, None]
+        scores = scores + pair_bias(bias, distance[:, : 1 if candidates else most], *times)[:, None]
         self_bias = pair_bias(bias, torch.zeros_like(at[:, :1]), *self_times)
         self_score = self_score + self_bias[:, None, :, None]
-    distance = at[:, :, None] - position
-    hidden = ~(inside[:, None] & (distance > 0))[:, None]  # [B, 1, m, n]
-    if scoring.window:
-        hidden = hidden | (distance >= scoring.window)[:, None]
     if not scoring.softmax:
         weights = F.silu(scores).masked_fill(hidden, 0) / scoring.normalizer
         self_weight = F.silu(self_score) / scoring.normalizer

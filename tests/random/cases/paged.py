@@ -33,6 +33,7 @@ def draw(random, small):
         clip=random.choice([1.0, 0.75]),
         candidates=random.random() < 0.5,
         window=random.choice([0, 0, 1, random.randint(2, most)]),
+        context=random.choice([None, None, 1, random.randint(0, 40)]),
         softmax=random.random() < 0.5,
         position=random.random() < 0.5,
         timed=random.random() < 0.5,
@@ -61,9 +62,12 @@ def launched_with(splits):
 def check(
     device, *, lengths, query_lengths, groups, head_size, value_size, dtype="float32", stored="float32", bits=None,
     head_group=1, quant_group=64, sink_tokens=0, clip=1.0, candidates=False, softmax=False, position=False, timed=False,
-    window=0, splits=None, contiguous=True, longer=0, seed=0,
+    window=0, context=None, splits=None, contiguous=True, longer=0, seed=0,
 ):  # fmt: skip
-    """Check that the kernels write the same pages as the reference, and attend to them correctly."""
+    """Check that the kernels write the same pages as the reference, and attend to them correctly.
+
+    context: the context tokens of sequences that have so many.
+    """
     heads, dtype, stored = groups * head_group, getattr(torch, dtype), getattr(torch, stored)
     codes = dict(bits=bits, quant_group=quant_group, sink_tokens=sink_tokens, clip=clip) if bits else {}
     format = PageFormat(heads, head_size, value_size, stored, head_group=head_group, **codes)
@@ -95,6 +99,10 @@ def check(
     cached_k, k, q = keys_and_queries
     cached_v, v = values
     times = make_timestamps(whole, device=device, seed=seed)
+    num_context = None
+    if context is not None:
+        most = [m if n == 0 and not candidates else n for n, m in zip(lengths, query_lengths)]
+        num_context = torch.tensor([min(context, n) for n in most], device=device).repeat_interleave(2)[::2]
     for target, backend in ((pool, "triton"), (plain, "reference")):
         target.write(1, cached_k, cached_v, offsets, pages, zero, backend=backend)
         if not candidates:
@@ -118,7 +126,7 @@ def check(
     with launched_with(splits):
         out = paged_attention(
             q, k, v, q_offsets, pool, pages, n, max_seq_len, bias=bias, backend="triton",
-            normalizer=None if softmax else normalizer, window_size=window, **call,
+            normalizer=None if softmax else normalizer, window_size=window, num_context=num_context, **call,
         )  # fmt: skip
     assert all(torch.equal(x, pool.tensors[1][name]) for name, x in untouched.items())
 
@@ -127,7 +135,8 @@ def check(
             return change(x.to(wide)) if x is not None and x.is_floating_point() else x
 
         scoring = Scoring(softmax, call["scale"], normalizer, RelativeBias(*map(given_as, full)), window=window)
-        return paged_reference(Queries(*map(given_as, (q, k, v)), q_offsets, n, candidates), source, 1, pages, scoring)
+        new = Queries(*map(given_as, (q, k, v)), q_offsets, n, candidates, num_context)
+        return paged_reference(new, source, 1, pages, scoring)
 
     def sizes():  # what the output was if no product cancelled
         if sum(query_lengths) > FEW_TOKENS or dtype != torch.float32:
@@ -139,7 +148,7 @@ def check(
         keys = [x.abs() for x in pool.read(1, pages, stored, torch.float64)]
         absolute.write(1, *keys, make_offsets(stored.tolist()), table, zero)
         bias = RelativeBias(*(x.abs() if x is not None and x.is_floating_point() else x for x in full))
-        new = Queries(*(x.double().abs() for x in (q, k, v)), q_offsets, n, candidates)
+        new = Queries(*(x.double().abs() for x in (q, k, v)), q_offsets, n, candidates, num_context)
         return paged_reference(
             new, absolute, 1, table, Scoring(softmax, call["scale"], normalizer, bias, window=window)
         )
@@ -182,8 +191,9 @@ def launches():
 
             zeros = torch.zeros(sum(counts), dtype=torch.int64)
             bias = RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros) if biased else RelativeBias()
-            settings = dict(candidates=False, softmax=False, window=0) | (call or {})
-            new = Queries(q, k, v, where[0], where[2], settings["candidates"])
+            settings = dict(candidates=False, softmax=False, window=0, context=None) | (call or {})
+            context = settings["context"] and torch.full((users,), settings["context"])
+            new = Queries(q, k, v, where[0], where[2], settings["candidates"], context)
             with launched_with(splits):
                 scoring = Scoring(settings["softmax"], 0.1, 200.0, bias, window=settings["window"])
                 attend_to_pool(new, pool, 0, where[1], scoring)
@@ -200,6 +210,8 @@ def launches():
         case(call=softmax, queries=1024, users=1),
         case(call=softmax | dict(window=40), queries=1024, users=1, architectures=(90,)),
         case(call=candidates | dict(window=40), splits=3, **codes, architectures=(80,)),
+        case(call=dict(context=3, window=40), queries=1024, users=1, architectures=(90,)),
+        case(call=candidates | dict(context=3, window=40), splits=3, **codes, architectures=(90,)),
         case(call=candidates, queries=1024, users=1),
         case(call=candidates, queries=40, users=1, architectures=(90,)),
         case(call=candidates, queries=1024, users=1, size=256, value_size=256, architectures=(90,)),
