@@ -277,10 +277,10 @@ class InputEmbedding(nn.Module):
         x = F.dropout(x, self.dropout, self.training)
         return x if dtype is None else x.to(dtype)
 
-    def user_tokens(self, batch: Batch) -> Tensor:
-        """Embed the features of the batch's users as tokens, without a position: [B, F, E]."""
+    def user_tokens(self, rows: Tensor | None) -> Tensor:
+        """Embed features of users, `Batch.user_features`, as tokens without a position: [B, F, E]."""
         assert self.context is not None
-        return F.dropout(self.context.tokens(batch) * self.scale, self.dropout, self.training)
+        return F.dropout(self.context.tokens(rows) * self.scale, self.dropout, self.training)
 
 
 def without(rows: Tensor, left_out: Tensor | None) -> Tensor:

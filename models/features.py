@@ -269,7 +269,7 @@ class ContextFeatures(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         added = torch.zeros((), device=batch.item_ids.device)
         if self.users is not None and not self.as_tokens:
-            of_users = self.users(self._bags_of_users(batch), batch.num_sequences)
+            of_users = self.users(self._bags_of_users(batch.user_features), batch.num_sequences)
             added = added + F.embedding(sequence_ids(batch.seq_offsets, batch.num_tokens), of_users)
         if self.events is not None:
             parts: list[Tensor] = []
@@ -283,13 +283,14 @@ class ContextFeatures(nn.Module):
             added = added + self.events([Bags.of_padded(part) for part in parts], batch.num_tokens)
         return added
 
-    def tokens(self, batch: Batch) -> Tensor:
-        """Look up the features of each sequence's user, one by one: [B, F, E]."""
-        assert self.users is not None
-        return self.users.each(self._bags_of_users(batch), batch.num_sequences)
+    def tokens(self, rows: Tensor | None) -> Tensor:
+        """Look up the features of users, one by one: [B, F, E]. rows: `Batch.user_features`."""
+        bags = self._bags_of_users(rows)
+        assert self.users is not None and rows is not None
+        return self.users.each(bags, len(rows))
 
-    def _bags_of_users(self, batch: Batch) -> list[Bags]:
-        rows = checked_rows(batch.user_features, self.num_users, "users")
+    def _bags_of_users(self, rows: Tensor | None) -> list[Bags]:
+        rows = checked_rows(rows, self.num_users, "users")
         return [Bags.of_padded(part) for part in rows.unbind(1)]
 
     def clock(self, timestamps: Tensor) -> Tensor:

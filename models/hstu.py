@@ -285,7 +285,7 @@ class SequenceModel(nn.Module):
         narrow = self.residual_dtype if self.training else None
         x, places = self.embedding(batch, rows, narrow), None
         if self.num_context:
-            users, events = self.embedding.user_tokens(batch), x
+            users, events = self.embedding.user_tokens(batch.user_features), x
             batch, places = batch.with_context(self.num_context)
             x = events.new_empty(batch.num_tokens, events.shape[1]).index_copy(0, places, events)
             front = batch.seq_offsets[:-1, None] + torch.arange(self.num_context, device=places.device)

@@ -1,7 +1,8 @@
 """The model on top of its users' pages: brings pages up to date, and answers requests from them.
 
 The pages of a user hold the window's tokens but the last, whose query time the next event or request decides. A request
-runs that token with its own time and leaves no trace; of ranking, candidates follow behind it.
+runs that token with its own time and leaves no trace; of ranking, candidates follow behind it. Features of a user that
+are tokens come first, and are always written together, since they see one another.
 
 Letters: B users, T new tokens, E embedding size, M candidates of a user.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Cut
+from hstu_sparse.core.jagged import sequence_ids
 from models.attention.contract import PagedForm
 from models.hstu import SequenceModel
 from serving.block_sums import BlockSums
@@ -84,7 +86,7 @@ class Engine:
         self.model, self.window, self.contexts = model.eval(), window, contexts
         self.device = model.embedding.position.device
         task = served_form(config)
-        self.ranking, self.per_event = task.candidates > 0, task.tokens_per_event
+        self.ranking, self.per_event, self.num_context = task.candidates > 0, task.tokens_per_event, model.num_context
         self.autocast = config.train.autocast == "bf16"
         self.layers = served_layers(model, torch.bfloat16 if self.autocast else None)
         form = page_format(model, options)
@@ -94,7 +96,7 @@ class Engine:
             raise ServingError(f"cache={options.cache}: bsa is served from keys and values as they are, not from codes")
         self._choices = {place: (form.heads, blocks.chosen) for place, blocks in sparse.items()}
         sizes = {place: blocks.size for place, blocks in sparse.items()}
-        longest = self.per_event * window.capacity
+        longest = self._tokens(window.capacity)
         plain, beside = (
             form.bytes(longest, len(self.layers)),
             form.num_pages(longest) * BlockSums.page_bytes(form, sizes),
@@ -126,7 +128,7 @@ class Engine:
     @property
     def bytes_per_user(self) -> int:
         """The number of bytes of the pages of a user with a full window, and of the sums of their blocks."""
-        pool, tokens = self.caches.pool, self.per_event * self.window.capacity
+        pool, tokens = self.caches.pool, self._tokens(self.window.capacity)
         sizes = {} if self.sums is None else self.sums.sizes
         beside = pool.format.num_pages(tokens) * BlockSums.page_bytes(pool.format, sizes)
         return pool.format.bytes(tokens, pool.layers) + beside
@@ -172,7 +174,7 @@ class Engine:
     @property
     def description(self) -> dict:
         """The pages' format in words, and the bytes of a full window in it and in bf16."""
-        form, layers, tokens = self.caches.pool.format, len(self.layers), self.per_event * self.window.capacity
+        form, layers, tokens = self.caches.pool.format, len(self.layers), self._tokens(self.window.capacity)
         whole = hstu_sparse.PageFormat(form.heads, form.head_size, form.value_size, torch.bfloat16)
         facts: dict[str, Any] = {"cache": str(form.dtype).removeprefix("torch.")}
         if form.bits:
@@ -181,9 +183,13 @@ class Engine:
 
     # What pages hold.
 
+    def _tokens(self, events: int) -> int:
+        """Return the number of tokens of a window of so many events, 0 below one."""
+        return self.num_context + self.per_event * events if events > 0 else 0
+
     def _seen(self, user: str, history: History) -> Seen:
         begin = self.window.begin(history.count)
-        return Seen(user, history, begin, self.per_event * (history.count - begin))
+        return Seen(user, history, begin, self._tokens(history.count - begin))
 
     def changed(self, user: str, history: History, unchanged: int) -> None:
         """Drop the user's tokens after the first `unchanged` events from the pages; the last of these gets a new query.
@@ -197,8 +203,8 @@ class Engine:
         if entry.begin != begin:
             self.caches.length(user, begin)
         for entry in (self.caches.entries[user], self.caches.ahead.get(user)):
-            if entry is not None and entry.length >= self.per_event * (unchanged - entry.begin):
-                self.caches.cut(entry, max(0, self.per_event * (unchanged - entry.begin) - 1))
+            if entry is not None and entry.length >= self._tokens(unchanged - entry.begin):
+                self.caches.cut(entry, max(0, self._tokens(unchanged - entry.begin) - 1))
 
     def encode_ahead(self, history_of: Callable[[str], History | None], most: int | None = None) -> int:
         """Encode up to `most` tokens (by default AHEAD) of windows to which users' windows will slide within a few
@@ -206,18 +212,18 @@ class Engine:
 
         Only free pages are used. history_of: returns a user's history.
         """
-        caches, per_event, most = self.caches, self.per_event, most or AHEAD[self.device.type]
+        caches, most = self.caches, most or AHEAD[self.device.type]
         pieces: list[Piece] = []
-        while caches.soon and most:
+        while caches.soon and most > 0:
             user, _ = caches.soon.popitem(last=False)
             history, entry = history_of(user), caches.entries[user]
             if history is None or entry.begin != self.window.begin(history.count):
                 continue
             begin = entry.begin + self.window.slide
-            window = Seen(user, history, begin, per_event * (history.count - begin))
+            window = Seen(user, history, begin, self._tokens(history.count - begin))
             following = caches.reserve_ahead(user, begin, window.tokens)
             if following is not None and following.length < window.tokens - 1:
-                stop = min(window.tokens - 1, following.length + most)
+                stop = min(window.tokens - 1, max(self.num_context, following.length + most))
                 pieces.append(Piece(window, following, following.length, stop))
                 most -= stop - following.length
         if not pieces:
@@ -271,7 +277,7 @@ class Engine:
             if start >= end or window.user in done:
                 continue
             done.add(window.user)
-            if window.tokens > self.per_event * (self.window.capacity - self._margin):
+            if window.tokens > self._tokens(self.window.capacity - self._margin):
                 self.caches.soon[window.user] = None
             while start < end:
                 stop = min(end, start + room)
@@ -296,16 +302,20 @@ class Engine:
                 pieces = [piece for piece in pieces if piece.stop - piece.start > FEW]
         starts, stops = (np.array([piece[place] for piece in pieces]) for place in (2, 3))
         counts = stops - starts
-        if (counts == 1).all():
+        context = self.num_context
+        if (counts == 1).all() and starts.min() >= context:
             seen = [piece.window for piece in pieces]
-            events = [x.begin - x.history.first + start // self.per_event for x, _, start, _ in pieces]
-            columns = single_tokens([x.history for x in seen], events, starts, self.per_event)
+            events = [x.begin - x.history.first + (start - context) // self.per_event for x, _, start, _ in pieces]
+            columns = single_tokens([x.history for x in seen], events, starts - context, self.per_event)
         else:
             order = np.argsort(starts > 0, kind="stable")
             pieces, starts, counts = [pieces[i] for i in order], starts[order], counts[order]
             seen = [piece.window for piece in pieces]
             columns = Columns.joined(
-                [window_tokens(x.history, x.begin, start, stop, self.per_event) for x, _, start, stop in pieces]
+                [
+                    window_tokens(x.history, x.begin, start - context, stop - context, self.per_event)
+                    for x, _, start, stop in pieces
+                ]
             )
         origins = np.array([x.origin for x in seen], np.int64)
         entries = [piece.entry for piece in pieces]
@@ -354,7 +364,7 @@ class Engine:
         histories, at = [request.history for request in requests], [request.at for request in requests]
         entries = [self.caches.entries[request.user] for request in requests]
         events, last = [len(history.items) - 1 for history in histories], np.array([x.tokens for x in windows]) - 1
-        columns = single_tokens(histories, events, last, self.per_event, at)
+        columns = single_tokens(histories, events, last - self.num_context, self.per_event, at)
         origins = np.array([x.origin for x in windows], np.int64)
         features = self._features(x.user for x in windows)
         if not self.ranking:
@@ -385,7 +395,8 @@ class Engine:
             served = Pass(self.caches.pool, [], choices=self._open_choices(work.entries), sums=self.sums)
             if work.kind == "write" and not of_sparse:
                 whole = work.whole
-            out = self._pass(work.kind, sizes, work.numbers(sizes, rows).to(self.device), served, whole)
+            numbers = work.numbers(sizes, rows).to(self.device)
+            out = self._pass(work.kind, sizes, numbers, served, whole, work.new_windows)
             return out[work.output_tokens(sizes)], served.choices
         sizes = work.padded_sizes(self._widest)
         call = lambda numbers: self._pass(work.kind, sizes, numbers, Pass(self.caches.pool, []))
@@ -395,16 +406,34 @@ class Engine:
         out = self.graphs(key, call, work.numbers(sizes, rows, self.graphs.staged(key, 0)))[work.output_tokens(sizes)]
         return (out.clone() if len(out) else out), {}
 
-    def _pass(self, kind: str, sizes: Sizes, numbers: Tensor, served: Pass, whole: tuple[int, int] = (0, 0)) -> Tensor:
+    def _pass(
+        self,
+        kind: str,
+        sizes: Sizes,
+        numbers: Tensor,
+        served: Pass,
+        whole: tuple[int, int] = (0, 0),
+        new_windows: bool = True,
+    ) -> Tensor:
         """Return the outputs [T, E] of the tokens described by `numbers` (`Work.numbers`), and write tokens to the
         pages.
 
         whole: of kind "write": the numbers of users and tokens, at the beginning, with nothing in their pages.
+        new_windows: whether tokens may be the first ones of their user's window.
         """
         columns, lengths, seen, at, offsets, pages = sizes.split(numbers)
-        items, codes, times, query_times, positions, origins, features = columns.unbind()
+        items, codes, times, query_times, places, origins, features = columns.unbind()
         total, users = sizes.tokens, sizes.users
         ones = torch.arange(total + 1, device=self.device)
+        positions, num_context = places, None
+        if self.num_context:
+            positions, num_context = (places + 1).clamp(min=0), torch.where(pages[:, 0] < 0, 0, self.num_context)
+            if new_windows and kind == "write":
+                features = features[offsets[:-1].clamp(max=total - 1)]  # of users
+                last = self.num_context * (1 + sequence_ids(offsets, total))
+                served.context = torch.where(places < 0, places + last, -1)
+            else:
+                features = features[:0]
         common: dict[str, Any] = dict(
             item_ids=items,
             timestamps=times,
@@ -418,20 +447,21 @@ class Engine:
         )
         has_action = None
         if self.per_event == 2:
-            has_action = positions % 2 == 1
+            has_action = places % 2 == 1
         elif self.ranking:  # candidates follow behind a token of each user
             has_action = ones[:-1] < (users if kind == "rank" else total)
         batch = ServedBatch(has_action=has_action, **common)
 
         def part(tokens: slice, mine: slice, begins: Tensor, candidates: bool, whole: bool = False) -> Part:
             part_times = times[tokens], query_times[tokens]
-            return Part(tokens, begins, pages[mine], lengths[mine], candidates, *part_times, whole)
+            context = None if num_context is None else num_context[mine]
+            return Part(tokens, begins, pages[mine], lengths[mine], candidates, *part_times, whole, context)
 
         everyone, first = slice(0, users), slice(0, users)
         if kind == "ask":
             served.parts = [part(slice(0, total), everyone, ones, True)]
         elif kind == "rank":
-            candidates = Part(slice(users, total), offsets, pages, seen, True, at, at)
+            candidates = Part(slice(users, total), offsets, pages, seen, True, at, at, num_context=num_context)
             served.parts = [part(first, everyone, ones[: users + 1], False), candidates]
         else:
             served.last = len(self.layers) - 1

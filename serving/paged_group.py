@@ -27,6 +27,7 @@ class Part:
     times        [T] int64, seconds, of the tokens; of candidates [B]
     query_times  [T] int64, when what follows the tokens happens; of candidates [B]
     whole        whether the users' pages hold nothing but the new tokens, which are all that these see
+    num_context  [B] int64, the tokens of features that the users' sequences begin with; None for none
     shared       what layers compute of the part's offsets and times, as `Batch.once` keeps it
     """
 
@@ -38,6 +39,7 @@ class Part:
     times: Tensor
     query_times: Tensor
     whole: bool = False
+    num_context: Tensor | None = None
     shared: dict = field(default_factory=dict)
 
     def once(self, key: Hashable, compute: Callable[[], object]) -> object:
@@ -55,6 +57,8 @@ class Pass:
     choices  layer -> [B, H, S] int32, for bsa: the blocks chosen by the group that the next token of each user is in,
              -1 where there are fewer or a new group begins. Layers leave there what holds behind the tokens they saw.
     sums     of the blocks of bsa, for models that have such layers
+    context  [T] int64, of tokens of features their places among all features of the users, -1 of events; None where
+             there are events alone
     """
 
     pool: hstu_sparse.PagePool
@@ -62,6 +66,7 @@ class Pass:
     last: int | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)
     sums: BlockSums | None = None
+    context: Tensor | None = None
 
 
 @dataclass

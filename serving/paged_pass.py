@@ -4,6 +4,7 @@ Letters: T new tokens, E embedding size, H heads, D query/key and V value head s
 """
 
 import copy
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hstu_sparse
+from data.batch import Cut
 from hstu_sparse.bias.relative import RelativeBias
 from models.attention.contract import AttentionKind, AuxLoss, PagedForm
 from models.hstu import HSTULayer, SequenceModel
@@ -69,6 +71,7 @@ class ServedAttention(nn.Module):
             layer=self.layer,
             candidates=part.candidates or one_each,
             window_size=form.window,
+            num_context=part.num_context,
             activation="softmax" if form.softmax else "silu",
             scale=form.scale,
             normalizer=form.normalizer,
@@ -94,14 +97,15 @@ def whole_attention(
     can do that for codes, so far only on a CPU.
     """
     exact = form.bits is None and (form.dtype == k.dtype or form.dtype.itemsize > k.dtype.itemsize)
-    if attention.softmax or (not exact and (form.bits is None or q.is_cuda or attention.window)):
+    only_exact = form.bits is None or q.is_cuda or attention.window or part.num_context is not None
+    if attention.softmax or (not exact and only_exact):
         return None
     # Coded keys are padded to a size that the Hadamard transform supports.
     q, k = (F.pad(x, (0, form.coded_size - form.head_size)) if form.bits else x for x in (q, k))
     offsets = part.offsets
     options: dict[str, Any] = dict(bias=bias)
     if exact:
-        options["window_size"] = attention.window
+        options |= dict(window_size=attention.window, num_context=part.num_context)
     options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, **options, once=part.once)
     options |= dict(scale=attention.scale, normalizer=attention.normalizer)
     if exact:
@@ -116,14 +120,10 @@ def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> lis
     dtype: the dtype to which autocast would cast the weights of an HSTU layer's products in each pass: they are cast
     here.
     """
-    if model.num_context:
-        raise ServingError(
-            "data.features.users.as=tokens: pages have no tokens of features: such a run cannot be served"
-        )
     layers = []
     for place, layer in enumerate(cast(Iterable[Any], model.layers)):
         inner = layer.attention
-        form = paged_form(inner, place)
+        form = paged_form(inner, place, model.num_context > 0)
         twin = copy.copy(layer)
         twin._modules = layer._modules | {"attention": ServedAttention(inner, form, place)}
         if dtype is not None and isinstance(layer, HSTULayer):
@@ -137,8 +137,8 @@ def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> lis
     return layers
 
 
-def paged_form(inner: AttentionKind, place: int) -> PagedForm:
-    """Return how a layer's attention reads from pages; ServingError if it cannot."""
+def paged_form(inner: AttentionKind, place: int, context: bool) -> PagedForm:
+    """Return how a layer's attention reads from pages; ServingError if it cannot. context: of features of users too."""
     try:
         form = inner.paged()
     except ValueError as error:
@@ -147,10 +147,27 @@ def paged_form(inner: AttentionKind, place: int) -> PagedForm:
         raise ServingError(
             f"layer {place} ({inner.config.kind}) cannot be served: dense, softmax, rotatekv and bsa can"
         )
+    if context and not inner.context:
+        raise ServingError(f"layer {place} ({inner.config.kind}) has no data.features.users.as=tokens")
     heads = inner.kv_heads(inner.config, inner.sizes.num_heads)
     if heads != inner.sizes.num_heads:
         raise ServingError(f"layer {place} shares {heads} key heads between {inner.sizes.num_heads}, pages do not")
     return form
+
+
+def embedded(model: SequenceModel, batch: ServedBatch) -> Tensor:
+    """Return the embeddings [T, E] of events and of features of users."""
+    embedding, served = model.embedding, batch.served
+    # A plain look-up: torchrec's needs a dozen launches more.
+    rows = None if embedding.sharded else embedding.item_rows(batch.item_ids)
+    if not model.num_context:
+        return embedding(batch, rows)
+    cut = cast(Cut, batch.cut)  # in layers, events begin at position 1
+    x = embedding(dataclasses.replace(batch, cut=cut._replace(positions=(cut.positions - 1).clamp(min=0))), rows)
+    if served.context is None:
+        return x
+    of_users = embedding.user_tokens(batch.user_features).flatten(0, 1).to(x.dtype)
+    return torch.where((served.context < 0)[:, None], x, of_users[served.context.clamp(min=0)])
 
 
 @torch.inference_mode()
@@ -160,9 +177,7 @@ def run(model: SequenceModel, layers: list[Any], batch: ServedBatch) -> Tensor:
     for part in served.parts:
         if not part.candidates:
             served.pool.write_timestamps(part.times, part.offsets, part.pages, part.lengths)
-    embedding = model.embedding
-    # A plain look-up: torchrec's needs a dozen launches more.
-    x = embedding(batch, None if embedding.sharded else embedding.item_rows(batch.item_ids))
+    x = embedded(model, batch)
     for layer in layers:
         x, _ = layer(x, batch)
     return x.float()

@@ -29,9 +29,8 @@ class Sizes(NamedTuple):
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of `Work.numbers`, without a copy.
 
-        columns [7, T]: items, codes of events, times, query times, positions, times of the windows' first events,
-        numbers of the users' features; lengths [B], lengths that candidates see [B], times of the requests [B], offsets
-        [B + 1], pages [B, P] int32.
+        columns [7, T]: those of `Columns`, times of the windows' first events, numbers of the users' features; lengths
+        [B], lengths that candidates see [B], times of the requests [B], offsets [B + 1], pages [B, P] int32.
         """
         tokens, users, pages = self
         table = cdiv(users * pages, 2)
@@ -55,7 +54,7 @@ class Work:
     columns  the tokens, user by user; of rank one of each user, which the candidates see
     origins  [B] times of the first events of the users' windows
     features [B] the numbers of the users' features
-    lengths  [B] tokens in the pages before the new ones; of write the users without any stand first
+    lengths  [B] tokens in the pages before the new ones, of features too; of write the users without any stand first
     counts   [B] new tokens of each user, at least one; of rank the number of candidates
     at       [B] of rank: the times of the requests
     items    of rank: the candidates, rows of the item table, user by user
@@ -85,6 +84,11 @@ class Work:
         if self.kind == "ask":
             return slice(len(self.entries))
         return slice(sizes.users, sizes.users + int(self.counts.sum()))
+
+    @property
+    def new_windows(self) -> bool:
+        """Whether the first tokens of some user's window are written."""
+        return self.kind == "write" and not self.lengths.all()
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -140,7 +144,7 @@ class Work:
             candidates = columns[:, begin : begin + len(self.items)]
             columns[5, :users], columns[6, :users] = self.origins, self.features
             at[:users], candidates[0] = self.at, self.items
-            of_each = self.codes, self.at, self.at, self.lengths + 1, self.origins, self.features
+            of_each = self.codes, self.at, self.at, self.columns.positions + 1, self.origins, self.features
             for row, of_users in zip(candidates[1:], of_each):
                 row[:] = np.repeat(cast(np.ndarray, of_users), counts)
         lengths[:users], seen[:users] = self.lengths, self.lengths + 1

@@ -18,7 +18,11 @@ from serving.histories import History
 
 @dataclass
 class Columns:
-    """T tokens as columns of int64: `items`, `actions`, `times`, `query_times`, and `positions` in their windows."""
+    """T tokens as columns of int64: `items`, `actions`, `times`, `query_times`, and `positions` in their windows.
+
+    Those of C features of a user, which come before the events, have positions from -C to -1, and of their first event
+    all other columns.
+    """
 
     items: np.ndarray
     actions: np.ndarray
@@ -32,17 +36,18 @@ class Columns:
 
 
 def window_tokens(history: History, begin: int, start: int, stop: int, per_event: int, at: int = 0) -> Columns:
-    """Return the tokens start .. stop-1 of the window that begins at event `begin`.
+    """Return the tokens start .. stop-1 of the window that begins at event `begin`; below 0 they are features'.
 
     per_event: tokens of an event, 1 or 2. at: the query time of the window's last token, seconds.
     """
     positions = np.arange(start, stop)
-    events = positions // per_event + (begin - history.first)
+    events = positions.clip(min=0) // per_event + (begin - history.first)
     times = history.timestamps
     following = np.append(times, at)[events + 1]
     event_times = times[events]
     # The item token of a ranking event predicts the action at the event's own time.
-    query_times = following if per_event == 1 else np.where(positions % 2 == 1, following, event_times)
+    own_time = (positions < 0) | ((positions % 2 == 0) & (per_event == 2))
+    query_times = np.where(own_time, event_times, following)
     actions = (
         np.zeros(len(positions), np.int64) if history.actions is None else history.actions[events].astype(np.int64)
     )

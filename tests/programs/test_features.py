@@ -237,8 +237,17 @@ def test_features_of_users_as_tokens(finished_run, tmp_path, capsys):
     capsys.readouterr()
     assert train.main(["--resume", str(run), "data.features.users.as=sum"]) != 0
     assert "data.features.users.as" in capsys.readouterr().err
-    assert evaluation.main([str(run), "--serve"]) != 0
-    assert "cannot be served" in capsys.readouterr().err
+    assert evaluation.main([str(run), "--serve", "--slide", "1", "--cache-bytes", str(2**24)]) == 0
+    served = json.loads((run / "eval-test-serve-slide=1.json").read_text())["model"]
+    assert all(metrics == pytest.approx(result[name], abs=1e-6) for name, metrics in served.items())
+    # An added item is as one of the catalogue without a training event, before and after a user has it.
+    recommender = Recommender.load(run, history=True, cache_bytes=2**24)
+    recommender.add_items(["added"], {"group": ["g1"]})
+    pair = [["new1", "added"]] * 2
+    assert np.ptp(recommender.score(["1", "2"], pair, 10**6), axis=1).max() < 1e-6
+    recommender.append(["a", "a", "b", "b"], ["5", "new1", "5", "added"], [1, 2] * 2)
+    a, b = recommender.score(["a", "b"], [["1", "2"]] * 2, 10**6)
+    np.testing.assert_allclose(a, b, atol=1e-6)
     with pytest.raises(
         ConfigError, match=r"data\.features\.users\.as=tokens: model\.attention\.kind=htree has no tokens"
     ):

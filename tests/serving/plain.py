@@ -5,11 +5,13 @@ It knows the window rule and the model, and nothing of how serving works.
 
 import bisect
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from data.batch import Batch
+from data.features.vocabulary import FeatureVocabulary, KnownFeature
 from data.ranking import RankingBatch
 from data.vocabulary import Vocabulary
 from models.tasks.scoring import output_scorer
@@ -23,6 +25,12 @@ RANKING = {
     "task": {"kind": "ranking", "actions": [{"name": "liked", "at_least": 4}]},
     "data": {"format": "ml-100k", "protocol": "last_tenth"},
 }
+USER_FEATURES = FeatureVocabulary(
+    (
+        KnownFeature("users", "country", "category", np.array(["de", "fr"])),
+        KnownFeature("users", "tags", "list", np.array(["a", "b", "c"])),
+    )
+)
 TASKS = {
     "retrieval": {},
     "ranking": RANKING,
@@ -30,8 +38,11 @@ TASKS = {
 }
 
 
-def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", loss=None, **model) -> RunConfig:
-    """A small run of the given attention; `model`: further options of the model."""
+def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", loss=None, tokens=False, **model) -> RunConfig:
+    """A small run of the given attention; `model`: further options of the model.
+
+    tokens: whether there are features of users, which are tokens.
+    """
     sizes = dict(block="hstu", max_seq_len=max_seq_len, embedding_dim=32, num_layers=2, num_heads=2)
     tree = {
         "name": "small",
@@ -39,7 +50,11 @@ def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", loss=None,
         "model": sizes | {"attention": attention} | model,
         "train": {"epochs": 1},
     } | ({"loss": loss} if loss else {})
-    return RunConfig.model_validate(tree | TASKS[task])
+    tree |= TASKS[task]
+    if tokens:
+        users = {"format": "csv", "path": "users.csv", "columns": dict(country="category", tags="list"), "as": "tokens"}
+        tree |= {"data": tree["data"] | {"features": {"users": users}}}
+    return RunConfig.model_validate(tree)
 
 
 def make_model(config: RunConfig, seed=0):
@@ -52,6 +67,9 @@ def make_model(config: RunConfig, seed=0):
             for name in ("position_bias", "time_bias"):
                 if getattr(layer.attention, name, None) is not None:
                     getattr(layer.attention, name).mul_(20)
+        if model.num_context:
+            for weight in model.embedding.context.parameters():
+                weight.mul_(20)
     return model
 
 
@@ -61,7 +79,8 @@ def item_ids():
 
 def vocabulary(config):
     actions = config.task.kind == "ranking" or config.model.action_embedding
-    return Vocabulary(item_ids(), NUM_ACTIONS if actions else None)
+    known = Vocabulary(item_ids(), NUM_ACTIONS if actions else None)
+    return replace(known, features=USER_FEATURES) if config.data.features else known
 
 
 def serve(config, model, clock=lambda: 0, **options) -> Recommender:
@@ -85,6 +104,7 @@ class Plain:
             self.capacity = longest - config.task.num_targets
         self.slide = slide or max(1, self.capacity // 4)
         self.users: dict[str, list[tuple[int, int, int]]] = {}
+        self.features: dict[str, list[list[int]]] = {}  # by user: a row of the country, rows of up to two tags
 
     def append(self, users, items, timestamps, actions=None):
         actions = [0] * len(users) if actions is None else actions
@@ -95,6 +115,15 @@ class Plain:
     def window(self, user):
         events = self.users[str(user)]
         return events[window_begin(len(events), self.capacity, self.slide) :]
+
+    def describe(self, user, country, tags):
+        rows = (None if country is None else ["xx", "de", "fr"].index(country)), [["z", *"abc"].index(x) for x in tags]
+        self.features[str(user)] = [[-1 if rows[0] is None else rows[0], -1], (rows[1] + [-1, -1])[:2]]
+
+    def user_features(self, user):
+        if self.config.data.features is None:
+            return None
+        return torch.tensor([self.features.get(str(user), [[-1, -1], [-1, -1]])])
 
     @torch.no_grad()
     def output(self, user, at):
@@ -109,6 +138,7 @@ class Plain:
             seq_offsets=torch.tensor([0, len(items)]),
             users=torch.zeros(1, dtype=torch.int64),
             actions=actions if self.config.model.action_embedding else None,
+            user_features=self.user_features(user),
         )
         return self.model(batch)[0][-1]
 
@@ -141,5 +171,6 @@ class Plain:
             actions=both(actions),
             has_action=torch.arange(count) < count - 1 if self.targets else torch.arange(count) % 2 == 1,
             num_targets=torch.ones(1, dtype=torch.int64) if self.targets else None,
+            user_features=self.user_features(user),
         )
         return self.model.task_head(self.model.raw_output(batch)[0][-1:])[0, 0].sigmoid()

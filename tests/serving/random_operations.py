@@ -26,7 +26,7 @@ class Campaign:
     def __init__(self, config, seed: int, users: int, resident: int, folder: Path, **options):
         self.rng, self.users, self.folder = np.random.default_rng(seed), users, folder
         self.config, self.model = config, make_model(config, seed)
-        tokens = (2 if config.task.kind == "ranking" else 1) * config.model.max_seq_len
+        tokens = (2 if config.task.kind == "ranking" else 1) * config.model.max_seq_len + self.model.num_context
         heads, size = config.model.num_heads, config.model.layer_sizes.attention_dim
         layers = config.model.num_layers
         self.options = options | {"cache_bytes": resident * (tokens + 16) * (layers * heads * size * 2 * 4 + 8)}
@@ -37,7 +37,8 @@ class Campaign:
         self.now = self.ahead = 0
 
     def run(self, operations: int) -> None:
-        names, weights = list(WEIGHTS), np.array(list(WEIGHTS.values()), float)
+        chosen = WEIGHTS | ({} if self.config.data.features is None else {"describe": 10})
+        names, weights = list(chosen), np.array(list(chosen.values()), float)
         for name in self.rng.choice(names, operations, p=weights / weights.sum()):
             getattr(self, name)()
             pool = self.served.statistics
@@ -134,7 +135,16 @@ class Campaign:
         for user in set(self.some()[:1]):
             assert self.served.forget(user) and not self.served.forget(user)
             del self.plain.users[str(user)]
+            self.plain.features.pop(str(user), None)
             self.pinned.discard(user)
+
+    def describe(self) -> None:
+        """Change the features of some users, who need no events."""
+        for user in self.rng.integers(0, self.users, 2).tolist():
+            country = [None, "de", "fr", "xx"][self.rng.integers(0, 4)]
+            tags = self.rng.choice(list("abcz"), self.rng.integers(0, 3)).tolist()
+            self.served.add_users([user], {"country": [country], "tags": [tags]})
+            self.plain.describe(user, country, tags)
 
 
 def resident_bytes() -> int:

@@ -9,8 +9,9 @@ import torch
 from data.features.vocabulary import FeatureVocabulary, KnownFeature
 from data.ranking import RankingBatch
 from models.heads import normalized
-from serving import InvalidRequest, Recommender, ServingOptions
-from tests.serving.plain import item_ids, make_config, vocabulary
+from serving import InvalidRequest, Recommender, ServingError, ServingOptions
+from serving.paged_pass import served_layers
+from tests.serving.plain import DENSE, item_ids, make_config, make_model, vocabulary
 from training.run import build_model
 
 FEATURES = FeatureVocabulary(
@@ -85,10 +86,10 @@ EVENTS = [  # item, time, action, device, watched
 CANDIDATES, AT = item_ids()[5:9], 100_000
 
 
-def served(task, **options):
-    config = make_config(task=task, max_seq_len=20)
+def served(task, attention=DENSE, *, tokens=False, seed=0, **options):
+    config = make_config(attention, task=task, max_seq_len=20, tokens=tokens)
     known = replace(vocabulary(config), features=FEATURES)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = build_model(config, known, torch.device("cpu")).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -105,9 +106,20 @@ def append(recommender, user, events):
     recommender.append([user] * len(events), items, times, actions, features=features)
 
 
-@pytest.mark.parametrize("task", ["retrieval", "ranking", "targets"])
-def test_answers_are_those_of_batches_with_the_features(task, tmp_path):
-    recommender, reference = served(task)
+@pytest.mark.parametrize(
+    ("task", "attention", "tokens"),
+    [
+        ("retrieval", DENSE, False),
+        ("ranking", DENSE, False),
+        ("targets", DENSE, False),
+        ("retrieval", DENSE | {"window_size": 2}, True),
+        ("retrieval", {"kind": "softmax"}, True),
+        ("targets", DENSE, True),
+    ],
+)
+def test_answers_are_those_of_batches_with_the_features(task, attention, tokens, tmp_path):
+    """Also where features of users are tokens, which all later ones see whatever the window."""
+    recommender, reference = served(task, attention, tokens=tokens)
     append(recommender, "u", EVENTS[:3])
     append(recommender, "v", EVENTS[1:])
     recommender.add_users(["u", "v"], {"country": ["de", "xx"], "tags": [["a", "c", "new"], None]})
@@ -131,13 +143,36 @@ def test_answers_are_those_of_batches_with_the_features(task, tmp_path):
     if task != "retrieval":  # what is known before the user acts
         assert (check("u", EVENTS, [[2], [-1]], "tv") != after).all()
     recommender.save(tmp_path / "store")
-    again, _ = served(task)
+    again, _ = served(task, attention, tokens=tokens)
     again.restore(tmp_path / "store")
     assert np.array_equal(again.score(["u"], [CANDIDATES], AT)[0], after)
     # A deleted user has no features.
     assert recommender.forget("u")
     append(recommender, "u", EVENTS)
     check("u", EVENTS, [[-1], [-1]])
+
+
+def test_a_kind_without_context_is_refused():
+    config = make_config(tokens=True)
+    model = make_model(config)
+    model.layers[1].attention = make_model(make_config({"kind": "rotatekv"})).layers[1].attention
+    with pytest.raises(ServingError, match=r"layer 1 \(rotatekv\) has no data\.features\.users\.as=tokens"):
+        served_layers(model)
+
+
+def test_tokens_are_written_anew_only_where_they_must_be():
+    recommender, _ = served("retrieval", tokens=True)
+    count = lambda: recommender.statistics["tokens_encoded"]
+    append(recommender, "u", EVENTS[:1])
+    assert count() == 2  # features, of which the only event, not yet encoded, sees both
+    append(recommender, "u", EVENTS[1:3])
+    append(recommender, "v", EVENTS[:3])
+    assert count() == 4 + 4
+    recommender.add_users(["u", "v"], {"country": ["de", None], "tags": [None, []]})  # nothing new of v
+    recommender.score(["u", "v"], [CANDIDATES] * 2, AT)
+    assert count() == 4 + 4 + 4
+    append(recommender, "u", [(112, 10, 1, None, None)])  # an event before the first, whose time features have
+    assert count() == 4 + 4 + 4 + 5
 
 
 def test_features_that_are_refused():

@@ -18,7 +18,7 @@ from tests.serving.plain import DENSE, NUM_ACTIONS, NUM_ITEMS, item_ids, make_co
 
 SOFTMAX = {"kind": "softmax", "position_bias": True, "time_bias": True}
 CASES = [
-    (DENSE, "retrieval", {"action_embedding": True}, {}),
+    (DENSE, "retrieval", {"action_embedding": True, "tokens": True}, {}),
     (DENSE, "ranking", {}, {"slide": 1}),
     (DENSE, "retrieval", {"head": {"kind": "mol"}}, {}),
     (DENSE, "ranking", {}, {"cache": "8bit", "sink_tokens": 2}),
@@ -41,6 +41,8 @@ def play(served, other, config, rounds, same):
         candidates = item_ids()[rng.integers(0, NUM_ITEMS, (len(known), int(rng.integers(1, 90))))]
         for one in (served, other):
             one.append(*events, actions)
+            if config.data.features:
+                one.add_users([0, 1], {"country": ["de", "fr"], "tags": [["a"] * (count % 2), []]})
         same(served.score(known, candidates, now + 60), other.score(known, candidates, now + 60))
         if config.task.kind == "retrieval":
             k, seen = int(rng.integers(1, 9)), bool(rng.random() < 0.7)
@@ -70,7 +72,7 @@ def test_padding_changes_nothing(attention, task, changes, options):
 @pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
     ("attention", "task", "changes", "options"),
-    [pytest.param(*CASES[3], marks=pytest.mark.slow), (SOFTMAX, "retrieval", {}, {})],
+    [pytest.param(*CASES[3], marks=pytest.mark.slow), (SOFTMAX, "retrieval", {"tokens": True}, {})],
 )
 def test_kernels_of_padded_passes_stay_in_their_memory(attention, task, changes, options, monkeypatch):
     """In the interpreter, which holds kernels to their tensors."""

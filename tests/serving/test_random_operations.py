@@ -21,9 +21,15 @@ ROTARY = {"rotary": {"position": True, "time": True}}
         (BSA | {"selection_group": 4, "window_size": 0}, "ranking", {}, {}),
         (BSA | {"block_size": 1, "selection_group": 1}, "ranking", {}, {"slide": 3}),
         (DENSE, "retrieval", {"head": {"kind": "mol"}}, {}),
+        (DENSE | {"window_size": 5}, "retrieval", ROTARY | {"tokens": True}, {}),
+        (DENSE, "ranking", {"tokens": True}, {"slide": 1}),
+        (DENSE, "targets", ROTARY | {"tokens": True}, {"slide": 3}),
+        (SOFTMAX, "retrieval", {"block": "transformer", "feed_forward_dim": 8, "tokens": True}, {}),
     ],
 )
 def test_against_a_model_that_recomputes_everything(attention, task, changes, options, tmp_path):
     campaign = Campaign(make_config(attention, task=task, **changes), 1, 6, 3, tmp_path, **options)
     campaign.run(40)
+    if campaign.config.data.features:
+        assert campaign.worst < 1e-6
     assert campaign.worst > 0 and campaign.served.statistics["tokens_encoded"] > 0

@@ -22,6 +22,10 @@ ROTARY = {"rotary": {"position": True, "time": True}}
         (DENSE, "ranking", {}, {"cache": "bf16"}),
         (DENSE, "targets", {}, {}),
         (SOFTMAX, "retrieval", {}, {"slide": 1}),
+        (DENSE | {"window_size": 9}, "retrieval", ROTARY | {"tokens": True}, {}),
+        (DENSE, "ranking", {"tokens": True}, {"cache": "8bit", "sink_tokens": 4}),
+        (SOFTMAX, "retrieval", {"tokens": True}, {"slide": 1}),
+        ({"kind": "softmax"}, "retrieval", {"tokens": True}, {}),
         (BSA, "retrieval", {}, {}),
         (BSA, "ranking", {}, {"cache": "bf16"}),
         (DENSE, "retrieval", {"head": {"kind": "mol"}}, {}),
@@ -47,6 +51,10 @@ def test_a_gpu_serves_what_a_cpu_serves(attention, task, changes, options, tmp_p
         actions = rng.integers(0, NUM_ACTIONS, count) if reads else None
         for one in served:
             one.append(users, items, times, actions)
+            if "tokens" in changes:
+                one.add_users(
+                    [0, 1], {"country": ["de", ["fr", "xx"][count % 2]], "tags": [["a"] * (count % 3), ["b"]]}
+                )
         known = sorted(set(users.tolist()))
         candidates = item_ids()[rng.integers(0, NUM_ITEMS, (len(known), 33))]
         expected, actual = (one.score(known, candidates, now + 60) for one in served)

@@ -57,7 +57,8 @@ def candidate_bias_kernel(
     inside = position <= length
     distance = length - position
     if num_context is not None:
-        distance = length - tl.maximum(position, tl.load(num_context + b).to(tl.int32) - 1)
+        front = tl.load(num_context + b).to(tl.int32)
+        distance = tl.maximum(length, front - 1) - tl.maximum(position, front - 1)
     values = table_bias(bias, distance, inside, candidate_time, times)[0]
     tl.store(out + b * (P * PAGE + 1) + position, values, inside)
 

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from serving.contexts import packed
 from serving.http.app import create_app
 from serving.http.event_log import EventLog
 from serving.http.redis_store import SharedUsers
 from serving.http.replay import replay
+from serving.http.requests import AddUsers, Events, Score
+from serving.http.worker import Exchange, Worker
 from tests.serving.http.test_redis_store import Memory
 from tests.serving.test_contexts import AT, CANDIDATES, EVENTS, Reference, served
 
@@ -40,7 +43,8 @@ def store(client, *users):
     assert answer.status_code == 200 and answer.json() == {"model": "small", "users": len(users)}
 
 
-def test_a_service_and_its_restarts(tmp_path):
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_service_and_its_restarts(tokens, tmp_path):
     path = tmp_path / "events.log"
 
     def check(client, reference, rows, device=None):
@@ -49,7 +53,7 @@ def test_a_service_and_its_restarts(tmp_path):
         np.testing.assert_allclose(scores(client, "u", **more), expected, atol=1e-6)
 
     for start in range(3):
-        recommender, _ = served("ranking")
+        recommender, _ = served("ranking", tokens=tokens)
         reference = Reference(recommender.config, recommender.model)
         log = EventLog(path)
         if start == 2:
@@ -71,7 +75,7 @@ def test_a_service_and_its_restarts(tmp_path):
                 assert client.post("/events", json=body("u", EVENTS)).json()["accepted"] == 4
                 check(client, reference, [[-1], [-1]])
         log.close()
-    recommender, _ = served("ranking")
+    recommender, _ = served("ranking", tokens=tokens)
     log = EventLog(path)
     replay(recommender, log)
     assert log.replaced
@@ -80,6 +84,32 @@ def test_a_service_and_its_restarts(tmp_path):
     assert recommender.contexts.of_user("u") == 0 and "country" not in path.read_text()
     with TestClient(create_app(recommender, None, clock=lambda: AT)) as client:
         check(client, reference, [[-1], [-1]])
+
+
+def test_another_model_has_the_features(tmp_path):
+    """Features of users that are tokens reach it, also those that came while it was loaded."""
+    old, reference = served("retrieval", tokens=True)
+    new, new_reference = served("retrieval", tokens=True, seed=1)
+    log = EventLog(tmp_path / "events.log")
+    worker = Worker(old, log)
+    events = [packed(None, {"device": device, "watched": watched}) for *_, device, watched in EVENTS]
+    items, times, *_ = zip(*EVENTS)
+
+    def check(reference, rows):
+        score = Score("u", CANDIDATES, AT)
+        worker.answer([score])
+        np.testing.assert_allclose(score.done.result(0), reference.scores(EVENTS, rows, CANDIDATES, AT), atol=1e-6)
+
+    worker.answer([Events(["u"] * 4, [*items], [*times], events), AddUsers(["u"], [{"country": "fr"}])])
+    check(reference, [[2], [-1]])
+    reader = log.reader()
+    replay(new, reader)
+    new.encode(["u"])
+    worker.answer([AddUsers(["u"], [{"country": "de", "tags": ["a", "c"]}])])
+    worker.answer([Exchange(new, reader)])
+    assert worker.recommender is new
+    check(new_reference, ROWS)
+    log.close()
 
 
 @pytest.mark.parametrize(
