@@ -1,7 +1,7 @@
 """The kind `softmax`. Letters: T tokens, B sequences."""
 
 from collections.abc import Callable
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -13,7 +13,7 @@ from data.batch import Batch
 from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.core.mask import Mask, pairs
-from models.attention.contract import AuxLoss, LayerSizes, PagedForm
+from models.attention.contract import BACKEND, AuxLoss, LayerSizes, PagedForm
 from models.attention.shared import (
     BiasedAttention,
     FlashBackend,
@@ -55,6 +55,11 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
                 raise ValueError(f"backend={self.backend} has no position_bias and time_bias: leave it out")
             check_flash_backend(self.backend, self.dropout)
 
+        def check_run(self, run: RunOptions) -> None:
+            super().check_run(run)
+            if self.backend == "cute" and run.data.features and run.data.features.user_tokens:
+                raise ValueError(f"{BACKEND}=cute has no data.features.users.as=tokens: use backend=triton, or as=sum")
+
         def check_device(self, run: RunOptions, device: torch.device) -> None:
             if self.backend == "cute":
                 check_cute(run, device)
@@ -73,10 +78,10 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         backend = self.config.backend
-        if (q.is_cuda or backend != "auto") and self.bias(batch) is None and not batch.num_context:
-            dropout = self.config.dropout if self.training else 0.0
-            out = hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, causal=True, dropout=dropout, backend=backend)
-            return cast(Tensor, out), {}
+        if (q.is_cuda or backend != "auto") and self.bias(batch) is None:
+            options: dict[str, Any] = dict(dropout=self.config.dropout if self.training else 0.0, backend=backend)
+            options |= dict(causal=True, num_context=batch.context_counts)
+            return cast(Tensor, hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, **options)), {}
         return self.padded(q, k, v, batch), {}
 
     def padded(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:

@@ -32,6 +32,9 @@ def make_model(kind, known: FeatureVocabulary | None = USERS, **changes):
     return SequenceModel(config, NUM_ITEMS, features=known, user_tokens=True).double().eval()
 
 
+SHARED_KEYS = {"kind": "softmax", "num_kv_heads": 1}
+
+
 def batch_of(features=((1, 2), (3, 1), (2, 2), (0, 3)), **fields):
     rows = torch.tensor(features)[:, :, None]
     return dataclasses.replace(make_batch(LENGTHS), user_features=rows, **fields)
@@ -63,6 +66,26 @@ def test_nothing_later_is_seen(kind):
         other = dataclasses.replace(batch, **{field: changed(getattr(batch, field), value, 5 + 4)})
         assert torch.equal(model(other)[0][: 5 + 4], out[: 5 + 4])
         assert torch.equal(model(other)[0][17:], out[17:])
+
+
+def test_softmax_of_jagged_sequences_is_that_of_padded_ones():
+    one, other = (make_model("softmax", attention=SHARED_KEYS | more) for more in ({}, {"backend": "reference"}))
+    torch.testing.assert_close(other(batch_of())[0], one(batch_of())[0])
+
+
+@pytest.mark.gpu
+def test_softmax_on_a_gpu():
+    """Jagged there, padded on the CPU: the same outputs and gradients."""
+    model, batch = make_model("softmax", attention=SHARED_KEYS, num_layers=2).float(), batch_of()
+    outputs, grads = [], []
+    for device in ("cpu", "cuda"):
+        model.zero_grad()
+        out = model.to(device)(batch.to(device))[0]
+        out[:, 0].sum().backward()
+        outputs.append(out.detach().cpu())
+        grads.append([p.grad.cpu() for p in model.layers.parameters()])
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["dense", "dense with a window", "dense with rotary"])

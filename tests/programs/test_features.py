@@ -252,5 +252,7 @@ def test_features_of_users_as_tokens(finished_run, tmp_path, capsys):
         ConfigError, match=r"data\.features\.users\.as=tokens: model\.attention\.kind=htree has no tokens"
     ):
         load_config(finished_run / "run.yaml", [options[0], "model.attention.kind=htree"])
+    with pytest.raises(ConfigError, match=r"model\.attention\.backend=cute has no data\.features\.users\.as=tokens"):
+        load_config(finished_run / "run.yaml", [options[0], "model.attention={kind: softmax, backend: cute}"])
     with pytest.raises(ConfigError, match=r"data\.features\.users\.as: .*sum.*tokens"):
         load_config(finished_run / "run.yaml", ["data.features.users.as=token"])
