@@ -1,4 +1,5 @@
-"""Benchmark ring attention against SDPA on one GPU and against a ring of SDPA calls: errors first, then times.
+"""Benchmark attention over ranks, by a ring and by heads, against one GPU and against a ring of SDPA calls: errors
+first, then times.
 
     torchrun --nproc-per-node 2 benchmarks/ring.py                   errors, then 16,384 and 131,072 tokens
     torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --trace traces
@@ -7,8 +8,10 @@
                                                                      by FlashAttention-4, against it on one GPU
     torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --graph
                                                                      replays of a CUDA graph
+    torchrun --nproc-per-node 4 benchmarks/ring.py --cases ours --by ring,heads --ranks 2,4
+                                                                     by both, over two and over four of the GPUs
 
-One causal sequence, bf16. Errors at --check tokens against fp64; those of the ring may be at most BOUNDS, and twice
+One causal sequence, bf16. Errors at --check tokens against fp64; those of ours may be at most BOUNDS, and twice
 those of SDPA on one GPU, else the exit code is 1. Rank 0 prints a JSON line for each case; times are medians of whole
 calls over which all ranks wait for each other. `efficiency` is the time of the same attention on one GPU over W times
 that of the ring: of ours for ours, of SDPA for the ring of SDPA. `extra_memory`: a rank's peak, inputs and all, over a
@@ -31,13 +34,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 from run import environment, replayed
 
 from cli.command import Parser, started
-from hstu_sparse import cut_sequences, flash_attention
+from hstu_sparse import cut_sequences, flash_attention, heads_to_tokens, tokens_to_heads
 from hstu_sparse.compat import zigzag_triton_ring_flash_attn_func
 from hstu_sparse.ring.communication import Ring, backward_round
 
 SHOWN = 30  # kernels at each end of a timeline
-NAMES = ("out", "lse", "dq", "dk", "dv")
-BOUNDS = {"out": 1e-2, "lse": 1e-2, "dq": 5e-2, "dk": 5e-2, "dv": 5e-2}
+LONG = 2_000  # milliseconds of a call that is timed twice only
+NAMES = ("out", "dq", "dk", "dv")
+BOUNDS = {"out": 1e-2, "dq": 5e-2, "dk": 5e-2, "dv": 5e-2}
 
 
 class SDPARing(torch.autograd.Function):
@@ -105,8 +109,22 @@ def ours(backend, q, k, v):
     return flash_attention(q, k, v, offsets, causal=True, backend=backend)
 
 
-def our_ring(backend, q, k, v):
-    return zigzag_triton_ring_flash_attn_func(q[None], k[None], v[None], causal=True, backend=backend).squeeze(0)
+def our_ring(backend, ring, q, k, v):
+    options = dict(causal=True, backend=backend, group=ring.group)
+    return zigzag_triton_ring_flash_attn_func(q[None], k[None], v[None], **options).squeeze(0)
+
+
+def by_heads(backend, ring, q, k, v):
+    return heads_to_tokens(ours(backend, *tokens_to_heads(q, k, v, group=ring.group)), group=ring.group)
+
+
+# How attention of ours is spread over ranks, and whether a rank holds two chunks of a sequence or one part.
+WAYS = {"ring": (our_ring, True), "heads": (by_heads, False)}
+
+
+def index_of(tokens, ring, zigzag):
+    """Return which of N tokens a rank holds."""
+    return cut_sequences(torch.tensor([0, tokens]), ring.rank, ring.world, zigzag=zigzag)[0].cuda()
 
 
 def sdpa_ring(ring, q, k, v):
@@ -120,11 +138,11 @@ def with_gradients(attend, q, k, v, grad):
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
 
-def gathered(part, index, shape):
+def gathered(part, index, shape, group):
     """Gather the whole tensor from every rank's part [T, ...]."""
     total = torch.zeros(shape, dtype=torch.float64, device="cuda")
     total[index] = part.double()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total
 
 
@@ -132,41 +150,36 @@ def errors(arguments, ring) -> list[dict]:
     """Return largest error, RMSE and relative error of every tensor, against fp64."""
     tensors = whole(arguments.check, arguments.heads, arguments.size, torch.bfloat16)
     offsets = torch.arange(2, device="cuda") * arguments.check
-    q, k, v, grad = (x.double() for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = flash_attention(*leaves, offsets, causal=True, return_lse=True, backend="reference")
-    exact = dict(zip(NAMES, [out.detach(), lse.T, *torch.autograd.grad(out, leaves, grad)]))
-
-    index, _ = cut_sequences(offsets, ring.rank, ring.world, zigzag=True)
-    leaves = [x[index].requires_grad_() for x in tensors[:3]]
-    options = dict(causal=True, return_attn_probs=True, backend=arguments.backend)
-    out, lse, _ = zigzag_triton_ring_flash_attn_func(*(x[None] for x in leaves), **options)
-    local_results = [out[0].detach(), lse[0].T, *torch.autograd.grad(out[0], leaves, tensors[3][index])]
-    ring_results = {n: gathered(x, index, exact[n].shape) for n, x in zip(NAMES, local_results)}
-    single = dict(zip(("out", "dq", "dk", "dv"), with_gradients(sdpa, *tensors)))
+    *leaves, grad = (x.double() for x in tensors)
+    attend = functools.partial(flash_attention, seq_offsets=offsets, causal=True, backend="reference")
+    exact = dict(zip(NAMES, with_gradients(attend, *leaves, grad)))
+    results = {"sdpa, one GPU": dict(zip(NAMES, with_gradients(sdpa, *tensors)))}
+    for way in arguments.by:
+        spread, zigzag = WAYS[way]
+        index = index_of(arguments.check, ring, zigzag)
+        parts = with_gradients(functools.partial(spread, arguments.backend, ring), *(x[index] for x in tensors))
+        results[way] = {n: gathered(x, index, exact[n].shape, ring.group) for n, x in zip(NAMES, parts)}
     records = []
-    for name, local_results in (("ours", ring_results), ("sdpa, one GPU", single)):
-        for tensor, x in local_results.items():
+    for name, values in results.items():
+        for tensor, x in values.items():
             error = x.double() - exact[tensor]
-            records.append(
-                dict(
-                    name=name,
-                    tensor=tensor,
-                    tokens=arguments.check,
-                    max_error=error.abs().max().item(),
-                    rmse=error.square().mean().sqrt().item(),
-                    relative=(error.norm() / exact[tensor].norm()).item(),
-                )
+            record = dict(
+                name=name,
+                tensor=tensor,
+                tokens=arguments.check,
+                max_error=error.abs().max().item(),
+                rmse=error.square().mean().sqrt().item(),
+                relative=(error.norm() / exact[tensor].norm()).item(),
             )
-    sdpa_errors = {r["tensor"]: r["relative"] for r in records if r["name"] != "ours"}
-    for record in records:
-        if record["name"] == "ours":
-            bound = min(BOUNDS[record["tensor"]], 2 * sdpa_errors.get(record["tensor"], float("inf")))
-            record |= {"bound": bound, "within": record["relative"] <= bound}
+            if name in WAYS:
+                bound = min(BOUNDS[tensor], 2 * records[NAMES.index(tensor)]["relative"])
+                record |= {"bound": bound, "within": record["relative"] <= bound}
+            records.append(record)
     return records
 
 
-def timed(step, arguments) -> dict:
+def timed(step, arguments, group=None) -> dict:
+    torch.cuda.empty_cache()
     if arguments.graph:
         step = replayed(step)
     for _ in range(2):
@@ -175,22 +188,22 @@ def timed(step, arguments) -> dict:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(arguments.repeats):
-        dist.barrier()
+    while len(times) < (2 if times and times[0] > LONG else arguments.repeats):
+        dist.barrier(group)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         step()
         end.record()
         end.synchronize()
         slowest = torch.tensor(start.elapsed_time(end), device="cuda")
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
         times.append(slowest.item())
     low, middle, high = torch.tensor(times).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
     peak = torch.cuda.max_memory_allocated() - before
     return dict(ms=middle, ms_p10=low, ms_p90=high, per_second=1e3 / middle, beyond_inputs_mb=peak / 2**20)
 
 
-def traced(step, path) -> tuple[dict, list[str]]:
+def traced(step, path, group) -> tuple[dict, list[str]]:
     """Trace one step to `path`; return the division of its time, and a line for each of its kernels.
 
     The parts, in milliseconds: communication (`hidden` is its share during which an attention kernel runs), attention
@@ -200,7 +213,7 @@ def traced(step, path) -> tuple[dict, list[str]]:
     with torch.profiler.profile(activities=wait) as profile:
         step()
         torch.cuda.synchronize()
-        dist.barrier()
+        dist.barrier(group)
         step()
         torch.cuda.synchronize()
     profile.export_chrome_trace(str(path))
@@ -245,7 +258,7 @@ def say(ring, lines: list[str]) -> None:
     if len(lines) > 2 * SHOWN:
         lines = [*lines[:SHOWN], f"... {len(lines) - 2 * SHOWN} more", *lines[-SHOWN:]]
     lines_by_rank = [None] * ring.world
-    dist.all_gather_object(lines_by_rank, lines)
+    dist.all_gather_object(lines_by_rank, lines, ring.group)
     if ring.rank == 0:
         for rank, rank_lines in enumerate(lines_by_rank):
             print(f"rank {rank}:", *rank_lines, sep="\n  ", flush=True)
@@ -259,63 +272,82 @@ def main() -> int:
     )
     parser.add_argument("--cases", choices=["all", "ours", "sdpa"], default="all")
     parser.add_argument("--backend", choices=["triton", "cute"], default="triton", help="the backend of our ring")
+    parser.add_argument("--by", type=lambda x: x.split(","), default=["ring"], help="ring, heads, or both with a comma")
+    parser.add_argument(
+        "--ranks", type=lambda x: [int(n) for n in x.split(",")], help="the numbers of GPUs; all by default"
+    )
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--graph", action="store_true", help="time replays of a CUDA graph of both passes")
     parser.add_argument("--trace", type=pathlib.Path, help="trace a step of ours at each length into this folder")
     arguments = parser.parse_args()
+    if unknown := set(arguments.by) - WAYS.keys():
+        parser.error(f"--by {unknown.pop()}: expected ring or heads")
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it by torchrun --nproc-per-node NUMBER")
     if not torch.cuda.is_available():
         raise SystemExit("error: benchmarks need a CUDA GPU; there is none here")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    priority = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    dist.init_process_group("nccl", device_id=device, pg_options=priority)
-    ring = Ring()
-    described = {"op": "ring", "ranks": ring.world, "heads": arguments.heads, "size": arguments.size, **environment()}
+    priority = functools.partial(dist.ProcessGroupNCCL.Options, is_high_priority_stream=True)
+    dist.init_process_group("nccl", device_id=device, pg_options=priority())
+    everyone = Ring()
+    described = {"op": "ring", "heads": arguments.heads, "size": arguments.size, **environment()}
     described |= {"backend": arguments.backend, "graph": arguments.graph}
 
-    def emit(record):
-        if ring.rank == 0:
-            print(json.dumps(described | record), flush=True)
+    def emit(record, ranks=1):
+        if everyone.rank == 0:
+            print(json.dumps(described | {"ranks": ranks} | record), flush=True)
 
+    alone = {"ours": functools.partial(ours, arguments.backend), "sdpa": sdpa}
+    cases = [case for case in alone if arguments.cases in ("all", case)]
+    single = {}
+    for case in cases:
+        for tokens in arguments.tokens:
+            tensors = whole(tokens, arguments.heads, arguments.size, torch.bfloat16)
+            record = timed(functools.partial(with_gradients, alone[case], *tensors), arguments)
+            record["inputs_mb"] = sum(x.nbytes for x in tensors) / 2**20
+            single[case, tokens] = record
+            emit({"name": f"{case}, one GPU", "tokens": tokens, "part": "fwd+bwd"} | record)
+    within = True
+    for count in arguments.ranks or [everyone.world]:
+        group = dist.new_group(range(count), pg_options=priority())
+        if everyone.rank < count:
+            within &= spread_over(Ring(group), arguments, cases, single, emit)
+        dist.barrier()
+    dist.destroy_process_group()
+    return 0 if within else 1
+
+
+def spread_over(ring, arguments, cases, single, emit) -> bool:
+    """Measure a group of ranks; return whether its errors are within their bounds. single: the records of one GPU."""
     checked = errors(arguments, ring) if arguments.check else []
     for record in checked:
-        emit(record)
-    cases = {
-        "ours": tuple(
-            (name, functools.partial(attend, arguments.backend))
-            for name, attend in (("ours, one GPU", ours), ("ours", our_ring))
-        ),
-        "sdpa": (("sdpa, one GPU", sdpa), ("sdpa ring", functools.partial(sdpa_ring, ring))),
-    }
-    for kind, ((alone, attend), (spread, attend_ring)) in cases.items():
-        for tokens in arguments.tokens if arguments.cases in ("all", kind) else ():
-            tensors = whole(tokens, arguments.heads, arguments.size, torch.bfloat16)
-            step = functools.partial(with_gradients, attend, *tensors)
-            inputs = sum(x.nbytes for x in tensors) / 2**20
-            single = {"name": alone, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments)}
-            emit(single | {"inputs_mb": inputs})
-            index, _ = cut_sequences(torch.tensor([0, tokens]), ring.rank, ring.world, zigzag=True)
-            tensors = [x[index.cuda()] for x in tensors]
-            step = functools.partial(with_gradients, attend_ring, *tensors)
-            record = {"name": spread, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments)}
-            record["efficiency"] = single["ms"] / (ring.world * record["ms"])
-            record["inputs_mb"] = inputs / ring.world
-            share = (inputs + single["beyond_inputs_mb"]) / ring.world
-            record["extra_memory"] = (inputs / ring.world + record["beyond_inputs_mb"]) / share - 1
+        emit(record, ring.world)
+    ways = {"sdpa": [("sdpa ring", sdpa_ring, True)]}
+    ways["ours"] = [(way, functools.partial(WAYS[way][0], arguments.backend), WAYS[way][1]) for way in arguments.by]
+    for case, tokens in ((case, tokens) for case in cases for tokens in arguments.tokens):
+        for name, attend, zigzag in ways[case]:
+            index = index_of(tokens, ring, zigzag)
+            tensors = [x[index] for x in whole(tokens, arguments.heads, arguments.size, torch.bfloat16)]
+            step = functools.partial(with_gradients, functools.partial(attend, ring), *tensors)
+            record = {"name": name, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments, ring.group)}
+            one = single[case, tokens]
+            record["efficiency"] = one["ms"] / (ring.world * record["ms"])
+            inputs = record["inputs_mb"] = one["inputs_mb"] / ring.world
+            share = inputs + one["beyond_inputs_mb"] / ring.world
+            record["extra_memory"] = (inputs + record["beyond_inputs_mb"]) / share - 1
             lines = []
-            if kind == "ours" and arguments.trace:
+            if case == "ours" and arguments.trace:
                 arguments.trace.mkdir(parents=True, exist_ok=True)
-                more, lines = traced(step, arguments.trace / f"{tokens}-{ring.rank}.json")
+                path = arguments.trace / f"{name}-{tokens}-{ring.world}-{ring.rank}.json"
+                more, lines = traced(step, path, ring.group)
                 record |= more
-            emit(record)
+            emit(record, ring.world)
             if lines:
                 say(ring, lines)
-    dist.destroy_process_group()
-    return 0 if all(record.get("within", True) for record in checked) else 1
+    return all(record.get("within", True) for record in checked)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from hstu_sparse.layer.residual import residual_add, residual_norm
 from hstu_sparse.layer.rotary import rotary
 from hstu_sparse.layer.silu_parts import silu_parts
 from hstu_sparse.ring.api import ring_flash_attention
+from hstu_sparse.ring.heads import heads_to_tokens, tokens_to_heads
 from hstu_sparse.ring.hstu import ring_hstu_attention
 from hstu_sparse.ring.plan import RingPlan, cut_sequences, ring_plan, whole_plan
 
@@ -47,6 +48,7 @@ __all__ = [
     "embed_inputs",
     "flash_attention",
     "hadamard_transform",
+    "heads_to_tokens",
     "hstu_attention",
     "htree_attention",
     "index_scores",
@@ -69,5 +71,6 @@ __all__ = [
     "rotatekv_self_attention",
     "silu_parts",
     "sparse_attention",
+    "tokens_to_heads",
     "whole_plan",
 ]

@@ -73,6 +73,7 @@ VALID: dict[str, dict] = {
     "ring_hstu_attention": QKV | {"positions": POSITIONS, "max_seq_len": N},
     "ring_plan": {"cu_seqlens": offsets},
     "whole_plan": {"seq_offsets": offsets, "rank": 0, "world": 2},
+    "heads_to_tokens": {"x": q},
     "cut_sequences": {"seq_offsets": offsets, "rank": 0, "world": 2},
     "rotary": {"x": q, "seq_offsets": offsets, "max_seq_len": N, "times": times},
     "rotatekv_round_trip": {"k": k, "v": v, "seq_offsets": offsets},

@@ -1,5 +1,6 @@
 """Run by test_ring_gpu.py under torchrun: each rank's part of a case against one process in fp64, and the errors of
-SDPA on one GPU beside it. The case is named on the command line, and after it a backend in place of auto.
+SDPA on one GPU beside it; by heads against one process with the same kernels. The case is named on the command line,
+and after it a backend in place of auto.
 """
 
 import os
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from hstu_sparse.ring import softmax
 from hstu_sparse.ring.plan import cut_sequences
-from tests.operators import ring_cases
+from tests.operators import heads_cases, ring_cases
 from tests.operators.ring_cases import expected, hstu_expected, hstu_inputs
 
 # name -> form, option, dtype: one of each form and of each specialisation of the kernels.
@@ -69,11 +70,24 @@ def captured(rank: int, world: int, backend: str) -> bool:
     tensors, grad, offsets, _ = ring_cases.inputs("zigzag", "causal", world, **sizes)
     index, _ = cut_sequences(offsets, rank, world, zigzag=True)
     *leaves, grad = (x[index].cuda().unflatten(0, (len(offsets) - 1, -1)) for x in (*tensors, grad))
-    leaves = [x.requires_grad_() for x in leaves]
     function, _ = ring_cases.function_of("zigzag")
+    return replays(lambda *leaves: function(*leaves, causal=True, backend=backend), leaves, grad)
+
+
+def heads_captured(rank: int, world: int) -> bool:
+    """Return the same of attention by heads, whose ranks hold different numbers of tokens."""
+    tensors, offsets = heads_cases.inputs("bf16", longer=LONGER, size=64)
+    tokens, offsets = heads_cases.tokens_of_ranks(len(tensors[0]), world), offsets.cuda()
+    *leaves, grad = (x.split(tokens)[rank].cuda() for x in tensors)
+    return replays(lambda *leaves: heads_cases.by_heads(*leaves, offsets, tokens), leaves, grad)
+
+
+def replays(attend, leaves, grad) -> bool:
+    """Return whether a CUDA graph of both passes gives, for new inputs, the bits of a call."""
+    leaves = [x.requires_grad_() for x in leaves]
 
     def step():
-        out = function(*leaves, causal=True, backend=backend)
+        out = attend(*leaves)
         return out, *torch.autograd.grad(out, leaves, grad)
 
     graph, replayed = capture(step)
@@ -100,6 +114,13 @@ def main(name: str, backend: str = "auto") -> int:
 
     if name == "captured":
         compare("other bits", 1.0 - captured(rank, world, backend), 0.0)
+        compare("other bits by heads", 1.0 - heads_captured(rank, world), 0.0)
+    elif name == "heads":
+        sizes = dict(device="cuda", longer=LONGER, size=64)
+        actual, whole = heads_cases.of_rank(rank, world, "bf16", **sizes), heads_cases.expected("bf16", **sizes)
+        tokens = heads_cases.tokens_of_ranks(len(whole[0]), world)
+        for tensor, value, right in zip(("out", "dq", "dk", "dv"), actual, whole, strict=True):
+            compare(tensor, relative(value, right.split(tokens)[rank].double()), BOUNDS[torch.bfloat16][tensor])
     elif name in HSTU_CASES:
         case = HSTU_CASES[name]
         actual = ring_cases.hstu_of_rank(rank, world, case, backend, "cuda")

@@ -20,7 +20,7 @@ def test_hstu_kernels_against_reference(seed):
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("case", [*CASES, *HSTU_CASES, "captured"])
+@pytest.mark.parametrize("case", [*CASES, *HSTU_CASES, "heads", "captured"])
 def test_two_gpus(case):
     """Every form over NCCL, at the bounds of the errors and at no more than twice those of SDPA on one GPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

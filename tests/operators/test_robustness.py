@@ -60,7 +60,7 @@ def parameters(name: str) -> set[str]:
 
 def test_every_operator_is_here():
     public = {name for name in hstu_sparse.__all__ if not name[0].isupper()} | set(compat.__all__)
-    assert public - SAME - {"bsa_plan"} <= VALID.keys()
+    assert public - SAME - {"bsa_plan", "tokens_to_heads"} <= VALID.keys()  # these take lists and any number of tensors
 
 
 @pytest.mark.parametrize("name", VALID)
@@ -116,7 +116,7 @@ def test_tensors_of_another_storage_are_named(name):
             assert str(error.value).split()[0] in (argument, ALIASES.get(argument))
 
 
-@pytest.mark.parametrize("name", VALID)
+@pytest.mark.parametrize("name", sorted(VALID.keys() - {"heads_to_tokens"}))  # which reads no values
 def test_tensors_without_values_are_named(name):
     arguments = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in VALID[name].items()}
     if any(isinstance(x, torch.Tensor) for x in arguments.values()):
