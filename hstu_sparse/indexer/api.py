@@ -9,7 +9,10 @@ G = T // R + B rows: group g of sequence b has row seq_offsets[b] // R + b + g, 
 scores -inf). With R = 1 it has G = T rows, one for each token.
 """
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
@@ -228,6 +231,7 @@ def indexer_loss(
     bias: RelativeBias | None = None,
     valid: Tensor | None = None,
     eps: float = 1e-10,
+    group=None,
     backend: str = "auto",
 ) -> Tensor:
     """Compute the KL divergence KL(p || pi) of an indexer from the attention over its choice, averaged over tokens.
@@ -247,6 +251,8 @@ def indexer_loss(
         scores: [G, K], floating point, the indexer's at `indices`; scores at masked indices are not read.
         valid: [T] bool, the tokens that count, whose number replaces T in mean and gradient. All by default.
         eps: positive.
+        group: a torch.distributed process group whose ranks each have a part of the heads, equally many, of the same
+            tokens, scores and choice: p is the mean over the heads of all. Each rank gets the whole loss.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -268,21 +274,42 @@ def indexer_loss(
     if valid is not None:
         check_tensor("valid", valid, "T", sizes, dtype=torch.bool, device=q.device)
     eps = validation.check_number("eps", eps, above=0)
+    over_ranks = None if group is None else functools.partial(_mean_over_ranks, group)
     if choose_backend(backend, q, "indexer_loss") == "reference":
         return reference.indexer_loss_reference(
-            q, k, scores, indices, seq_offsets, scale, bias, valid, eps, selection_group
+            q, k, scores, indices, seq_offsets, scale, bias, valid, eps, selection_group, over_ranks
         )
     _check_attention_kernel("indexer_loss", q, sizes, selection_group)
     if q.shape[0] == 0:
         return scores[:0].sum(dtype=torch.float32)
     from hstu_sparse.indexer.choices import choice_rows
-    from hstu_sparse.indexer.loss import indexer_loss_operator
+    from hstu_sparse.indexer.loss import chosen_attention, indexer_loss_operator
 
     rows = choice_rows(seq_offsets, q.shape[0], selection_group)
+    if over_ranks is not None:
+        p = chosen_attention(scores, q, k, indices, rows, *bias, valid, scale, eps, selection_group)
+        return _divergence(scores, over_ranks(p), indices, rows, valid, eps, selection_group)
     losses, counted = indexer_loss_operator(scores, q, k, indices, rows, *bias, valid, scale, eps, selection_group)
     if selection_group > 1:
         return losses.sum() / counted.sum().clamp(min=1)
     return losses.mean() if valid is None else losses.sum() / valid.sum().clamp(min=1)
+
+
+def _mean_over_ranks(group, p: Tensor) -> Tensor:
+    """Return the mean of all ranks' p; may overwrite the given one."""
+    p = p.contiguous()
+    dist.all_reduce(p, group=group)
+    return p / dist.get_world_size(group)
+
+
+def _divergence(scores: Tensor, p: Tensor, indices: Tensor, rows: Tensor, valid, eps: float, group: int) -> Tensor:
+    """Return `indexer_loss` of attention p [G, K]; rows: see choices.py."""
+    begin, token, _ = rows
+    counts = token >= 0 if valid is None else (token >= 0) & valid[token.clamp(min=0)]
+    last = token - begin - (1 if group > 1 else 0)
+    visible = (indices >= 0) & (indices <= last[:, None]) & counts[:, None]
+    losses = reference.index_divergence(scores, p, visible, eps)
+    return losses.sum() / (visible.any(1) if group > 1 else counts).sum().clamp(min=1)
 
 
 @without_autocast

@@ -10,7 +10,7 @@ twice. Chosen keys are the rows of the tensor cores' tile and heads its columns 
 heads and the maxima over keys stay within a few threads. Scores are in units of log 2.
 
 Forward writes pi - p if a gradient is needed: it is the gradient except for a factor of each row, by which backward
-multiplies it in place.
+multiplies it in place. Where other ranks have more heads it writes p, which they add up.
 """
 
 from typing import NamedTuple
@@ -37,6 +37,9 @@ from hstu_sparse.indexer.choices import (
     log2,
 )
 from hstu_sparse.tiles.rows import Rows, as_rows, finite_or_zero, gather_rows, load_rows
+
+# What the kernel writes for each chosen token: nothing, pi - p, or p.
+NOTHING, DIFFERENCE, ATTENTION = 0, 1, 2
 
 
 class Choice(NamedTuple):
@@ -120,9 +123,9 @@ def _divergence(p, pi, eps):
 def index_loss_kernel(
     scores, q, k, indices, rows, valid, loss, counted, difference, bias, scale, eps, K, G,
     H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-    KEY_HEADS: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_HEADS: tl.constexpr, R: tl.constexpr, WRITES_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the loss of one row and, if requested, the gradient pi - p of its index scores, 0 where masked.
+    """Compute the loss of one row and, if requested, the gradient pi - p of its index scores, or p; 0 where masked.
 
     HELD: blocks of scores in registers, at least K / BLOCK; 0 for none. counted: None, or the output that is 1 for a
     row with a visible choice, else 0.
@@ -196,7 +199,7 @@ def index_loss_kernel(
         total = tl.sum(pi)
         pi *= tl.where(total == 0.0, 0.0, 1.0 / total)
         if difference is not None:
-            tl.store(difference + row * K + slot, pi - p, mask=present)
+            tl.store(difference + row * K + slot, p if WRITES_P else pi - p, mask=present)
         divergence = tl.sum(_divergence(p, pi, eps))
     else:
         most = tl.full([BLOCK, BH], float("-inf"), tl.float32)
@@ -224,7 +227,7 @@ def index_loss_kernel(
             pi = exp2(index - index_logarithm)
             if difference is not None:
                 slot = start + tl.arange(0, BLOCK)
-                tl.store(difference + row * K + slot, pi - p, mask=slot < K)
+                tl.store(difference + row * K + slot, p if WRITES_P else pi - p, mask=slot < K)
             divergences += _divergence(p, pi, eps)
         divergence = tl.sum(divergences, 0)
     tl.store(loss + row, divergence * LN2)
@@ -263,7 +266,9 @@ def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: in
 
 
 class Arguments(NamedTuple):
-    """The operator's arguments in the order of its schema. k: [T, D] or [T, Hkv, D]; rows: see choices.py."""
+    """The operator's arguments in the order of its schema. k: [T, D] or [T, Hkv, D]; rows: see choices.py; written:
+    NOTHING, DIFFERENCE or ATTENTION.
+    """
 
     scores: Tensor
     q: Tensor
@@ -275,11 +280,11 @@ class Arguments(NamedTuple):
     scale: float
     eps: float
     group: int
-    with_grad: bool
+    written: int
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the rows' losses [G], which rows count [G] if tokens share choices, pi - p like `scores` or empty)."""
+    """Return (the rows' losses [G], which rows count [G] if tokens share choices, what is written, like `scores`)."""
     a = bundled(Arguments, arguments)
     loss, counted, difference = _fake(*arguments)
     G, H = a.rows.shape[1], a.q.shape[1]
@@ -287,8 +292,9 @@ def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
         q, k = as_rows(a.q, choices.by_heads(a.k))
         width, heads, K, key_heads = padded_head(q.shape[2]), padded_head(H), a.indices.shape[1], k.shape[1]
         config = loss_config(q.dtype, width, heads, K, launch.architecture(q.device), key_heads)
-        outputs = loss, counted if a.group > 1 else None, difference if a.with_grad else None
+        outputs = loss, counted if a.group > 1 else None, difference if a.written else None
         sizes = dict(H=H, D=q.shape[2], BH=heads, BD=width, KEY_HEADS=key_heads, R=a.group)
+        sizes["WRITES_P"] = a.written == ATTENTION
         run(
             index_loss_kernel, G, a.scores.contiguous(), Rows.of(q), Rows.of(k), a.indices, a.rows, a.valid, *outputs,
             choices.kernel_bias(a.bias), a.scale, a.eps, K, G, **sizes, **config, PRECISION=launch.precision(q.dtype),
@@ -306,19 +312,25 @@ def _fake(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     a = bundled(Arguments, arguments)
     G = a.rows.shape[1]
     rows, counted = (a.q.new_empty(n, dtype=torch.float32) for n in (G, G if a.group > 1 else 0))
-    return rows, counted, a.scores.new_empty(a.scores.shape if a.with_grad else 0)
+    return rows, counted, a.scores.new_empty(a.scores.shape if a.written else 0)
 
 
 _SCHEMA = (
     f"Tensor scores, Tensor q, Tensor k, Tensor indices, Tensor rows, {BIAS}, Tensor? valid, float scale, float eps, "
-    "SymInt group, bool with_grad"
+    "SymInt group, SymInt written"
 )
 indexer_loss_jagged = Operator("index_loss", _SCHEMA, _forward, _backward, _fake, "scores", outputs=3, spends=True)
 
 
 def indexer_loss_operator(scores: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    """Call the operator without `with_grad`; return the rows' losses, and which groups count."""
-    return indexer_loss_jagged(scores, *arguments, torch.is_grad_enabled() and scores.requires_grad)[:2]
+    """Call the operator without `written`; return the rows' losses, and which groups count."""
+    written = DIFFERENCE if torch.is_grad_enabled() and scores.requires_grad else NOTHING
+    return indexer_loss_jagged(scores, *arguments, written)[:2]
+
+
+def chosen_attention(scores: Tensor, *arguments) -> Tensor:
+    """Return p [G, K], fp32; arguments: of `indexer_loss_operator`."""
+    return indexer_loss_jagged.forward(scores.detach().float(), *arguments, ATTENTION)[2]
 
 
 def padded_loss(

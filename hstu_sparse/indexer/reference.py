@@ -11,6 +11,8 @@ without a token at or before the query is masked.
 Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -106,8 +108,9 @@ def indexer_loss_reference(
     valid: Tensor | None,
     eps: float,
     selection_group: int = 1,
+    over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the scalar of `hstu_sparse.indexer_loss`."""
+    """Return the scalar of `hstu_sparse.indexer_loss`; over_ranks: p of these heads -> p of all ranks' heads."""
     if q.shape[0] == 0:
         return scores[:0].sum()
     padding = _Padding(seq_offsets, selection_group)
@@ -117,6 +120,7 @@ def indexer_loss_reference(
         logits = _attention_logits(q.to(wide), k.to(wide), scale, padding, bias, stride=selection_group)
         logits = logits.gather(3, slots[:, None].expand(-1, q.shape[1], -1, -1))
         p = padding.unpad_choice(masked_softmax(logits, visible[:, None]).mean(1), 0)
+        p = p if over_ranks is None else over_ranks(p)
     if selection_group > 1:
         # A group counts if its first token counts and it has a choice.
         counts = visible.any(-1)

@@ -3,8 +3,10 @@ heads, D channels, W ranks.
 """
 
 import torch
+import torch.distributed as dist
 
-from hstu_sparse import flash_attention, heads_to_tokens, tokens_to_heads
+from hstu_sparse import flash_attention, heads_to_tokens, indexer_loss, tokens_to_heads
+from tests.random.cases import indexer
 from tests.support.budgets import make_jagged, make_offsets
 
 LENGTHS = [9, 0, 14, 1, 3]
@@ -46,6 +48,30 @@ def by_heads(q, k, v, offsets, tokens):
     return heads_to_tokens(flash_attention(*tokens_to_heads(q, k, v, tokens=tokens), offsets, causal=True), tokens)
 
 
+def losses_of(world: int) -> list[tuple[str, int, int]]:
+    """Return backend, selection group and chosen tokens of cases of the index loss; the interpreter is slow."""
+    backends = ("reference", "triton") if world == 2 else ("reference",)
+    return [(backend, group, top_k) for backend in backends for group, top_k in ((1, 4), (3, 70))]
+
+
+def index_loss(part: slice, backend: str, selection_group: int, top_k: int, **options) -> list[torch.Tensor]:
+    """Return the index loss of some of the heads, and the gradient of the scores."""
+    lengths, generator = (5, 0, 8), torch.Generator().manual_seed(7)
+    q, k = (make_jagged(lengths, (HEADS, 8), seed=seed)[:, part] for seed in range(2))
+    indices = indexer.group_indices(lengths, top_k, selection_group, generator)
+    scores = torch.randn(indices.shape, generator=generator).requires_grad_()
+    valid = torch.rand(13, generator=generator) < 0.7
+    options |= dict(selection_group=selection_group, valid=valid, backend=backend)
+    loss = indexer_loss(q, k, scores, indices, make_offsets(lengths), **options)
+    return [loss.detach(), *torch.autograd.grad(loss, scores)]
+
+
+def index_losses(rank: int, world: int) -> dict:
+    """Return `index_loss` of all cases over the ranks."""
+    part = slice(rank * HEADS // world, (rank + 1) * HEADS // world)
+    return {case: index_loss(part, *case, group=dist.group.WORLD) for case in losses_of(world)}
+
+
 def second_derivative(rank: int, world: int) -> bool:
     """Return whether the exchange passes torch's check of second derivatives, where all ranks take part in it."""
     x = torch.arange(12.0, dtype=torch.float64).view(1, 12, 1).requires_grad_()
@@ -80,4 +106,5 @@ def wrong_calls(rank: int, world: int) -> list[str]:
 
 def all_of_rank(rank: int, world: int) -> dict:
     results = {case: of_rank(rank, world, case) for case in CASES}
+    results["index losses"] = index_losses(rank, world)
     return results | {"twice": second_derivative(rank, world), "errors": wrong_calls(rank, world)}

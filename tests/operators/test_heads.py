@@ -1,4 +1,6 @@
-"""The exchange of tokens for heads over gloo: softmax attention on it equals that of one process, and wrong calls."""
+"""The exchange of tokens for heads over gloo: softmax attention on it, and the index loss of heads over ranks, equal
+those of one process; wrong calls.
+"""
 
 import functools
 
@@ -42,6 +44,10 @@ def test_ranks_equal_one_process(world):
         parts = [len(rank[case][0]) for rank in ranks]
         assert parts == tokens_of_ranks(len(whole[0]), world)
     assert all(rank["twice"] for rank in ranks)
+    for case in heads_cases.losses_of(world):
+        whole = heads_cases.index_loss(slice(None), *case)
+        for rank in ranks:
+            torch.testing.assert_close(rank["index losses"][case], whole, rtol=1e-5, atol=1e-7)
     for rank in ranks:
         for message, part in zip(rank["errors"], ERRORS, strict=True):
             assert part in message

@@ -589,7 +589,7 @@ def test_opcheck(name, group):
         "index_scores": (launch_indexer.index_scores_jagged, (*indexer, indices, *rest, group)),
         "index_loss": (
             losses.indexer_loss_jagged,
-            (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, group, True),
+            (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, group, losses.DIFFERENCE),
         ),
     }[name]
     torch.library.opcheck(operator.registered_forward, arguments)

@@ -333,6 +333,7 @@ def launches():
                 attending.sparse_attention_jagged.forward(*attention)
                 attending.sparse_attention_jagged.backward(x, *attention, x, lse)
                 losses.indexer_loss_jagged.forward(*loss)
+                losses.chosen_attention(*loss[:-1])
 
         return Launches(label, call, spills)
 
