@@ -70,7 +70,6 @@ class _Exchanged(torch.autograd.Function):
         return None, *_Exchanged.apply(ctx.exchange, *grads)
 
 
-@torch.compiler.disable
 def tokens_to_heads(*tensors: Tensor, tokens: Sequence[int] | None = None, group=None) -> tuple[Tensor, ...]:
     """Give each rank of a group all ranks' tokens of its part of the heads; `heads_to_tokens` is the inverse.
 
@@ -118,7 +117,6 @@ def tokens_to_heads(*tensors: Tensor, tokens: Sequence[int] | None = None, group
     return tensors if world == 1 else _Exchanged.apply(exchange, *tensors)
 
 
-@torch.compiler.disable
 def heads_to_tokens(x: Tensor, tokens: Sequence[int] | None = None, group=None) -> Tensor:
     """Give each rank of a group all heads of its own tokens: the inverse of `tokens_to_heads`.
 
