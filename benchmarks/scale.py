@@ -4,6 +4,10 @@
     python benchmarks/scale.py large long --shared           the step of several ranks, on one
     torchrun --standalone --nproc-per-node 2 benchmarks/scale.py large long whole fused
                                                              weak scaling: a batch for each rank
+    torchrun --standalone --nproc-per-node 4 benchmarks/scale.py long-replicated parallel.context=2
+                                                             two by two: ranks that share batches, and sequences
+    torchrun --standalone --nproc-per-node 4 benchmarks/scale.py long-replicated parallel.context=4 parallel.data=1
+                                                             one batch by heads over four, in CUDA graphs
     python benchmarks/scale.py --config configs/ml-1m-hstu.yaml --items 1000000 parallel.embedding=row_wise
 
 The cases (CASES) and the options of each; --config measures another configuration. train.batch_size sequences for each
@@ -35,6 +39,7 @@ from data.batch import Batch, Whole
 from models import embedding
 from models.hstu import SequenceModel
 from training.config import RunConfig, load_config
+from training.graph import captures
 from training.ranks.processes import Ranks
 from training.ranks.step import deal_of
 from training.ranks.tables import ShardedTable
@@ -62,6 +67,7 @@ class Case(NamedTuple):
 CASES = {
     "large": Case(LARGE, (), (ROWS,), 10_000_000),
     "long": Case(SMALL, (LONG, BF16, "loss.kind=in_batch", "train.batch_size=16"), (ROWS,), 100_000, True),
+    "large-replicated": Case(LARGE, (), (), 3_706),
     "long-replicated": Case(SMALL, (LONG, BF16, "loss.kind=in_batch", "train.batch_size=16"), (), 10_000, True),
     "whole": Case(
         *(SMALL, ("model.embedding_dim=128", BF16, "loss={kind: cross_entropy}", "train.batch_size=16")),
@@ -135,7 +141,7 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
         return time.monotonic()
 
     # Each padded size is run, captured, and replayed.
-    graphed = gpu and not ranks.engine and config.train.cuda_graphs
+    graphed = gpu and captures(config, ranks.world, ranks.by_heads)
     for _ in range(2 if graphed else 1):
         losses.extend(float(step(batch)["loss"]) for batch in batches)
     if gpu:
@@ -196,8 +202,9 @@ def main() -> int:
     rank, failed = int(os.environ.get("RANK", 0)), False
     for name, case in cases.items():
         for graphs in ("true",) if shared or options.config else ("true", "false"):
-            words = [*case.overrides, *overrides, f"train.cuda_graphs={graphs}"]
+            words = [*case.overrides, f"train.cuda_graphs={graphs}"]
             words += ["parallel.data=auto", *case.shared] if shared else []
+            words += overrides
             record: dict = {"case": name, "overrides": words, "rank": rank}
             faulthandler.dump_traceback_later(options.limit, exit=True)
             try:

@@ -52,20 +52,24 @@ OFFSETS = {"layout": Layout("offsets")}  # the metadata of a field [B+1], first 
 
 
 class Cut(NamedTuple):
-    """The whole batch as seen by a rank that holds a part of each sequence (models/parallel/context.py).
+    """The whole batch as seen by a rank that holds some of its tokens (training/ranks/processes.py).
 
     index      [T] int64, the index in the whole batch of each of the part's tokens
     positions  [T] int64, their positions in the whole sequences
     origins    [B] int64, the time of the first event of each whole sequence
-    plan       the placement of tokens on ranks
+    plan       the placement of tokens on the ranks of a ring; None by heads
     group      the process group of the ranks
+    uncut      by heads the whole batch, whose tokens attention sees; None in a ring
+    tokens     by heads the number of tokens of each rank, which are consecutive
     """
 
     index: Tensor  # type: ignore[assignment]  # a tuple has a method of that name
     positions: Tensor
     origins: Tensor
-    plan: RingPlan
+    plan: RingPlan | None
     group: Any
+    uncut: Batch | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class Whole(NamedTuple):
@@ -109,7 +113,8 @@ class Batch:
     num_context       how many tokens in front of each sequence stand for features of its user (`with_context`), an int
     phase             the training step at which the current phase of training began, a host-side int: whatever changes
                       at a certain step compares that step with it; the default is greater than any step
-    cut               a `Cut` if the batch holds a part of each sequence, else None
+    cut               a `Cut` if the batch holds a rank's tokens of a batch whose sequences ranks share, else None
+    heads             the process group whose ranks each have some of attention's heads; None where all are here
     whole             a `Whole` if the batch holds some of the sequences of a larger batch, else None
 
     Each field that holds a tensor declares its layout as metadata of the field; moving, padding, overwriting and
@@ -149,6 +154,7 @@ class Batch:
     num_context: int = 0
     phase: int = sys.maxsize
     cut: Cut | None = None
+    heads: Any = None
     whole: Whole | None = None
     # Results of `once`. A copy of the batch starts without them, so that no result outlives its copy's forward pass.
     _shared: dict = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -186,6 +192,13 @@ class Batch:
         if self.num_targets is not None:
             places = torch.minimum(places, (self.seq_offsets.diff() - self.num_targets)[sequences])
         return (places - self.num_context + 1).clamp(min=0) if self.num_context else places
+
+    @property
+    def with_event_positions(self) -> Batch:
+        """The batch with positions that count events alone, where a rank's part has context tokens, too."""
+        if self.cut is None or not self.num_context:
+            return self
+        return dataclasses.replace(self, cut=self.cut._replace(positions=(self.cut.positions - 1).clamp(min=0)))
 
     @property
     def moved(self) -> bool:

@@ -97,8 +97,6 @@ class DataConfig(Options):
     """With `protocol: last_tenth`, whether validation events train too: for a final figure only."""
 
     def check_run(self, run: Any) -> None:
-        if self.features is not None and run.parallel.context > 1:
-            raise ValueError("data.features: not with parallel.context > 1")
         if self.targets == "all" and self.protocol != "temporal":
             raise ValueError("data.targets: all is for data.protocol=temporal")
 

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 import hstu_sparse
 from data.batch import Batch
 from data.features.vocabulary import FeatureVocabulary
+from hstu_sparse.core.jagged import sequence_ids
 from models.attention import ATTENTION_KINDS
 from models.attention.contract import AttentionKind, AuxLoss
+from models.attention.spread import attend
 from models.embedding import InputEmbedding
 from models.features import truncated_normal_
 from models.heads import normalized
@@ -110,7 +112,7 @@ class HSTULayer(nn.Module):
         u, v, q, k = hstu_sparse.silu_parts(normed @ self.uvqk, self.sizes)
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
-        attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
+        attended, aux = attend(self.attention, normed, *turned(self.config, q, k, batch), v, batch)
         dropout = self.dropout if self.training else 0.0
         # The kernels draw their mask from a seed of their own; on a CPU the reference uses torch's generator.
         seed = torch.randint(2**62, (1,), device=x.device) if dropout and x.is_cuda else None
@@ -146,7 +148,7 @@ class TransformerLayer(nn.Module):
         normed = self.attention_norm(x)
         q = self.query(normed).unflatten(-1, (self.heads, -1))
         k, v = (linear(x).unflatten(-1, (self.kv_heads, -1)) for linear in (self.key, self.value))
-        attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
+        attended, aux = attend(self.attention, normed, *turned(self.config, q, k, batch), v, batch)
         x = self.feed_forward_norm(normed + self.output(attended.flatten(1)))
         hidden = F.dropout(F.relu(self.expand(x)), self.dropout, self.training)
         return x + F.dropout(self.contract(hidden), self.dropout, self.training), aux
@@ -179,7 +181,7 @@ class PreNormLayer(nn.Module):
         x, normed = normed_input(x)
         q = self.query(normed).unflatten(-1, (self.heads, -1))
         k, v = (linear(normed).unflatten(-1, (self.kv_heads, -1)) for linear in (self.key, self.value))
-        attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
+        attended, aux = attend(self.attention, normed, *turned(self.config, q, k, batch), v, batch)
         x = x + F.dropout(self.output(attended.flatten(1)), self.dropout, self.training)
         return self.feed_forward(x), aux
 
@@ -282,9 +284,13 @@ class SequenceModel(nn.Module):
         loss to a rank's share of the mean over all ranks.
         """
         batch = dataclasses.replace(batch)  # results that layers share (`Batch.once`) last for this pass
+        if batch.cut is not None and batch.cut.uncut is not None:
+            batch.cut = batch.cut._replace(uncut=dataclasses.replace(batch.cut.uncut))
         narrow = self.residual_dtype if self.training else None
-        x, places = self.embedding(batch, rows, narrow), None
-        if self.num_context:
+        x, places = self.embedding(batch.with_event_positions, rows, narrow), None
+        if self.num_context and batch.cut is not None:
+            x = self.with_user_tokens(x, batch)
+        elif self.num_context:
             users, events = self.embedding.user_tokens(batch.user_features), x
             batch, places = batch.with_context(self.num_context)
             x = events.new_empty(batch.num_tokens, events.shape[1]).index_copy(0, places, events)
@@ -298,3 +304,11 @@ class SequenceModel(nn.Module):
                 total[name] = total[name] + loss if name in total else loss
         x = x if places is None else x.index_select(0, places)
         return x if narrow is not None else x.float(), total
+
+    def with_user_tokens(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return x [T, E] with features of users in the place of the context tokens of a rank's part of a batch."""
+        assert batch.cut is not None and batch.cut.uncut is not None
+        sequence = sequence_ids(batch.seq_offsets, batch.num_tokens)
+        place = (batch.cut.index - batch.cut.uncut.seq_offsets[sequence]).clamp(max=self.num_context - 1)
+        users = self.embedding.user_tokens(batch.user_features)[sequence, place]
+        return torch.where((batch.positions == 0)[:, None], users.to(x.dtype), x)

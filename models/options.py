@@ -8,6 +8,7 @@ from data.explain import OPTION
 from data.options import Options
 from models.attention import ATTENTION_KINDS
 from models.attention.contract import AttentionKind, LayerSizes
+from models.attention.spread import context_by
 from models.heads import DotConfig, HeadConfig
 from models.kinds import located
 from models.protocols import RunOptions
@@ -104,6 +105,8 @@ class ModelConfig(Options):
     def check_run(self, run: RunOptions) -> None:
         for part in (*self.attention, self.head):
             part.check_run(run)
+        if run.parallel.context > 1 and context_by(run) == "ring" and run.data.features:
+            raise ValueError("data.features: not with parallel.context_by=ring")
         items = run.data.features.items if run.data.features else None
         if run.data.features and run.data.features.user_tokens:
             for kind in (attention.kind for attention in self.attention):

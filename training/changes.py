@@ -41,7 +41,10 @@ RULES = {
         None,
     ),
     "devices": Rule(
-        "device threads eval.batch_size parallel.data parallel.embedding parallel.context parallel.balance", None, None
+        "device threads eval.batch_size parallel.data parallel.embedding parallel.context parallel.context_by "
+        "parallel.balance",
+        None,
+        None,
     ),
     "kernels": Rule("model.attention.backend train.compile train.cuda_graphs train.recompute", None, None),
     "saving": Rule("train.checkpoint_seconds train.tracking", None, NO_EFFECT),

@@ -158,7 +158,10 @@ class ParallelConfig(Options):
     embedding: Literal["replicated", "row_wise", "table_wise", "column_wise", "auto"] = "replicated"
     """How the item table is divided among the ranks that share a batch; `auto` asks torchrec's planner."""
     context: int = Field(1, ge=1)
-    """The number of processes that each sequence is cut over, with `model.attention.kind: ring`."""
+    """The number of ranks that share each sequence."""
+    context_by: Literal["auto", "ring", "heads"] = "auto"
+    """How ranks share a sequence: `heads` gives each all tokens of some of attention's heads, `ring` passes keys and
+    values round (`model.attention.kind: ring` alone); `auto` is heads where they can be divided."""
     fused: Literal["rowwise_adagrad", "adam"] | None = None
     """The item table's optimiser, run in the backward pass on the rows of a step alone, in place of AdamW."""
     balance: bool = True

@@ -11,6 +11,15 @@ from torch import Tensor
 
 from data.batch import Batch
 from data.errors import ConfigError
+from training.config import RunConfig
+
+
+def captures(config: RunConfig, world: int, by_heads: bool) -> bool:
+    """Return whether steps on a GPU are CUDA graphs: those of one process, and of ranks that share sequences by heads
+    and nothing else, whose exchanges have fixed sizes.
+    """
+    c = config.train
+    return c.cuda_graphs and not c.compile and not config.parallel.engine and (world == 1 or by_heads)
 
 
 def padded_tokens(tokens: int) -> int:

@@ -10,7 +10,7 @@ from data.batches import Batches
 from models.tasks.build import build_task
 from training.average import WeightAverage
 from training.config import RunConfig
-from training.graph import GraphedStep, Losses, Step
+from training.graph import GraphedStep, Losses, Step, captures
 from training.optimizer import AdamW
 from training.ranks.processes import Ranks
 from training.ranks.step import build_shared_step, deal_of
@@ -44,7 +44,7 @@ def build_step(
     c, ranks = config.train, ranks or Ranks(config)
     if ranks.engine:
         return build_shared_step(config, model, device, average, ranks)
-    graphed = device.type == "cuda" and c.cuda_graphs and not c.compile and ranks.world == 1
+    graphed = device.type == "cuda" and captures(config, ranks.world, ranks.by_heads)
     optimizer = AdamW(
         model.parameters(),
         lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
@@ -60,10 +60,12 @@ def build_step(
     task, reserved_names = build_task(config), TAKEN.union(config.task.metric_names())
 
     def step(batch: Batch) -> Losses:
-        whole_batch, batch = batch, ranks.cut(batch)
+        whole_batch, batch = batch, ranks.cut(batch, model.num_context)
+        if batch.cut is not None and batch.cut.uncut is not None:
+            whole_batch = batch.cut.uncut
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
-            out, aux = model.raw_output(batch)
+            out, aux = model.raw_output(batch, share=ranks.part_of_context if ranks.context > 1 else None)
         loss, of_task = task.loss(model, out, batch, whole_batch, dtype)
         aux |= of_task
         if wrong := aux.keys() & reserved_names:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -54,6 +54,8 @@ class BlockSparseAttention(HSTUAttention):
     """
 
     class Config(HSTUAttention.Config):
+        context_by: ClassVar[tuple[str, ...]] = ("heads",)
+
         kind: Literal["bsa"]
         """The attention kind."""
         block_size: int = Field(32, ge=1)
@@ -73,6 +75,7 @@ class BlockSparseAttention(HSTUAttention):
                 raise ValueError(f"selection_group={self.selection_group} does not divide block_size={self.block_size}")
 
     config: Config
+    reads_input = False
 
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config, sizes)

@@ -101,7 +101,8 @@ class AttentionKind(nn.Module):
     """Base of the attention modules: `__init__(config, sizes)`, `forward(x, q, k, v, batch)`.
 
     The module stores nothing of one call for the next. candidates, context: whether batches may have
-    `num_targets` and `num_context`; as `paged`, not inherited with another `forward`.
+    `num_targets` and `num_context`; as `paged`, not inherited with another `forward`. reads_input: whether `forward`
+    reads x, which costs an exchange where heads are divided over ranks.
 
     Examples:
         >>> class Mean(AttentionKind):  # averages the values of a sequence up to each token
@@ -115,26 +116,32 @@ class AttentionKind(nn.Module):
 
     candidates: ClassVar[bool] = False
     context: ClassVar[bool] = False
+    reads_input: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         # It computes something else than its base, whose form in pages would give other results.
-        for name in ("paged", "candidates", "context") if "forward" in vars(cls) else ():
+        for name in ("paged", "candidates", "context", "reads_input") if "forward" in vars(cls) else ():
             if name not in vars(cls):
                 setattr(cls, name, getattr(AttentionKind, name))
 
     class Config(Options):
         """The kind's options. The checks raise ValueError; its message begins with the option that it is about."""
 
-        across_ranks: ClassVar[bool] = False  # whether tokens see those of other processes, with parallel.context
+        # How parallel.context may spread sequences over ranks: "ring", "heads", both or neither.
+        context_by: ClassVar[tuple[str, ...]] = ()
         portable: ClassVar[bool] = False  # whether eval.py --export-model can write a model of the kind
 
         kind: str
         """The attention kind: one of the table below, or a class of your own as `module:Class`."""
 
         def check_run(self, run: RunOptions) -> None:
-            if run.parallel.context > 1 and not self.across_ranks:
-                raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
+            """Raise ValueError, naming the option, if other options of the run do not fit."""
+
+        def check_heads(self, sizes: LayerSizes, ranks: int) -> None:
+            """Raise ValueError unless so many ranks can each have a part of the heads (parallel.context_by=heads)."""
+            if sizes.num_heads % ranks:
+                raise ValueError(f"model.num_heads={sizes.num_heads} must be a multiple of parallel.context={ranks}")
 
         def for_model(self, sizes: LayerSizes) -> Self:
             """Return these options with `auto` replaced according to the layer; called when a configuration is
@@ -192,6 +199,7 @@ class AttentionKind(nn.Module):
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         """Compute q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).
 
-        x [T, E] is the layer's input after its norm, from which a kind may compute more than q, k and v.
+        x [T, E] is the layer's input after its norm, from which a kind may compute more than q, k and v. Where
+        `batch.heads` is a process group, q, k and v have this rank's part of the heads, of all tokens.
         """
         raise NotImplementedError

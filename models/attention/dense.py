@@ -25,6 +25,7 @@ class DenseAttention(HSTUAttention):
 
     class Config(HSTUAttention.Config):
         portable: ClassVar[bool] = True
+        context_by: ClassVar[tuple[str, ...]] = ("heads",)
 
         kind: Literal["dense"]
         """The attention kind."""
@@ -58,6 +59,7 @@ class DenseAttention(HSTUAttention):
 
     config: Config
     candidates = context = True
+    reads_input = False
 
     def paged(self) -> PagedForm:
         return self.biased_form(window=self.config.window_size)

@@ -1,7 +1,7 @@
 """The kind `htree`."""
 
 import math
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -32,6 +32,8 @@ class HierarchicalTreeAttention(FewKeys):
     """
 
     class Config(FewKeys.Config):
+        context_by: ClassVar[tuple[str, ...]] = ("heads",)
+
         kind: Literal["htree"]
         """The attention kind."""
         compression_rate: AutoRate = "auto"
@@ -83,6 +85,7 @@ class HierarchicalTreeAttention(FewKeys):
             super().check_device(run, device)
 
     config: Config
+    reads_input = False
 
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config.for_model(sizes), sizes)

@@ -3,7 +3,7 @@
 Letters: T tokens, J heads of the indexer, E their size, R tokens that share a choice, G rows of a choice.
 """
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -71,6 +71,8 @@ class IndexerAttention(FewKeys, BiasedAttention):
     """
 
     class Config(FewKeys.Config, BiasedAttention.Config):
+        context_by: ClassVar[tuple[str, ...]] = ("heads",)
+
         kind: Literal["indexer"]
         """The attention kind."""
         top_k: AutoCount = "auto"
@@ -158,7 +160,7 @@ class IndexerAttention(FewKeys, BiasedAttention):
         if not self.training:
             return out, {}
         loss = hstu_sparse.indexer_loss(
-            q.detach(), k.detach(), scores, indices, offsets, bias=bias, valid=batch.real, **shared
+            q.detach(), k.detach(), scores, indices, offsets, bias=bias, valid=batch.real, group=batch.heads, **shared
         )
         count = None if batch.whole is None or group == 1 else self.groups_that_count(batch, indices)
         return out, {"indexer_loss": AuxLoss.of(loss, c.loss_weight, count)}

@@ -14,7 +14,7 @@ from models.protocols import RunOptions
 
 
 class RingAttention(SharedKeys, HSTUAttention):
-    """Softmax or dense HSTU attention whose sequences may be spread over the ranks of a ring (parallel.context).
+    """Softmax or dense HSTU attention whose sequences may be spread over ranks (parallel.context).
 
     Examples:
         >>> config = RingAttention.Config(kind="ring", inner="hstu")
@@ -31,7 +31,7 @@ class RingAttention(SharedKeys, HSTUAttention):
         for softmax and to 1 for hstu.
         """
 
-        across_ranks: ClassVar[bool] = True
+        context_by: ClassVar[tuple[str, ...]] = ("ring", "heads")
 
         kind: Literal["ring"]
         """The attention kind."""
@@ -73,6 +73,7 @@ class RingAttention(SharedKeys, HSTUAttention):
                 super().check_device(run, device)
 
     config: Config
+    reads_input = False
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, cut, offsets = self.config, batch.cut, batch.seq_offsets

@@ -1,6 +1,6 @@
 """The kind `rotatekv`."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -26,6 +26,8 @@ class RotateKVAttention(HSTUAttention):
     """
 
     class Config(HSTUAttention.Config):
+        context_by: ClassVar[tuple[str, ...]] = ("heads",)
+
         kind: Literal["rotatekv"]
         """The attention kind."""
         bits: Literal[2, 3, 4, 8] = 2
@@ -48,11 +50,20 @@ class RotateKVAttention(HSTUAttention):
             except ValueError as error:
                 raise ValueError(f"head_group={self.head_group}: {error}") from None
 
+        def check_heads(self, sizes: LayerSizes, ranks: int) -> None:
+            super().check_heads(sizes, ranks)
+            if sizes.num_heads // ranks % self.head_group:
+                raise ValueError(
+                    f"model.attention.head_group={self.head_group}: each of parallel.context={ranks} ranks would have "
+                    f"{sizes.num_heads // ranks} heads, which are no whole groups"
+                )
+
         def cache_options(self) -> dict:
             names = ("bits", "head_group", "quant_group", "sparsity", "sink_tokens", "clip")
             return {name: getattr(self, name) for name in names}
 
     config: Config
+    reads_input = False
 
     def paged(self) -> PagedForm:
         if self.config.bits == 3:

@@ -16,6 +16,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import padded_head
 from hstu_sparse.flash.cute import check_available
 from models.attention.contract import BACKEND, AttentionKind, LayerSizes, PagedForm
+from models.attention.spread import context_by
 from models.protocols import RunOptions
 
 # Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
@@ -44,8 +45,8 @@ def check_cute(run: RunOptions, device: torch.device, window_size: int = 0) -> N
     """Raise ValueError if FlashAttention-4 cannot run on the device, or not with the options of the run."""
     check_available(BACKEND, device)
     check_16_bits("cute", run)
-    if run.parallel.context > 1 and window_size:
-        raise ValueError(f"{BACKEND}=cute has no window_size with parallel.context: use backend=triton")
+    if run.parallel.context > 1 and window_size and context_by(run) == "ring":
+        raise ValueError(f"{BACKEND}=cute has no window_size with parallel.context_by=ring: use backend=triton")
 
 
 def new_table(size: int) -> nn.Parameter:
@@ -149,6 +150,13 @@ class SharedKeys(AttentionKind):
             super().check_model(sizes)
             if self.num_kv_heads and sizes.num_heads % self.num_kv_heads:
                 raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide model.num_heads={sizes.num_heads}")
+
+        def check_heads(self, sizes: LayerSizes, ranks: int) -> None:
+            super().check_heads(sizes, ranks)
+            if self.num_kv_heads and self.num_kv_heads % ranks:
+                raise ValueError(
+                    f"model.attention.num_kv_heads={self.num_kv_heads} must be a multiple of parallel.context={ranks}"
+                )
 
     @classmethod
     def kv_heads(cls, config: Any, num_heads: int) -> int:

@@ -37,6 +37,7 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
 
     class Config(SharedKeys.Config, BiasedAttention.Config):
         portable: ClassVar[bool] = True
+        context_by: ClassVar[tuple[str, ...]] = ("heads",)
 
         kind: Literal["softmax"]
         """The attention kind."""
@@ -72,6 +73,7 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         super().__init__(config, sizes, positions=sizes.max_seq_len)
 
     context = True
+    reads_input = False
 
     def paged(self) -> PagedForm:
         return self.biased_form(softmax=True)

@@ -338,7 +338,13 @@ def test_ranking_trains_all_tables():
     ("changes", "message"),
     [
         ({"model": CONFIG["model"] | {"id_dropout": 0.1}, "data": CONFIG["data"] | {"features": None}}, "id_dropout"),
-        ({"parallel": {"context": 2}}, "data.features: not with parallel.context"),
+        (
+            {
+                "parallel": {"context": 2, "context_by": "ring"},
+                "model": CONFIG["model"] | {"attention": {"kind": "ring"}},
+            },
+            "data.features: not with parallel.context_by=ring",
+        ),
     ],
 )
 def test_options_that_do_not_fit(changes, message):

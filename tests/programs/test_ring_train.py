@@ -1,4 +1,6 @@
-"""Test train.py under torchrun with sequences cut over two processes: the losses of one process, and one run folder."""
+"""Test train.py under torchrun with sequences shared by two processes, by a ring and by heads: the losses of one
+process, and one run folder.
+"""
 
 import json
 import os
@@ -31,7 +33,18 @@ KINDS = {
         "model.attention={kind: ring, inner: hstu, position_bias: true, time_bias: true}",
         "model.rotary={position: true, time: true}",
     ],
+    "indexer": [
+        "model.attention={kind: indexer, num_kv_heads: 2, top_k: 8, warmup_steps: 5}",
+        "data.features.events={calendar: [hour]}",
+    ],
 }
+# What the two processes are given, and what the run is resumed with after half of its epochs: by two, or by one alone.
+TWO = {
+    "softmax": (["parallel.context=2"], None),  # by a ring, since two ranks cannot divide its key head
+    "hstu": (["parallel.context=2", "parallel.context_by=ring"], ["parallel.context=2", "parallel.context_by=heads"]),
+    "indexer": (["parallel.context=2"], ["parallel.context=1"]),
+}
+HALF, WHOLE = "train.epochs=10", "train.epochs=20"
 
 
 # train.py for each list of arguments in a file, one after the other: starting Python anew takes seconds each time.
@@ -63,10 +76,18 @@ def losses(folder):
 
 def test_two_processes_train_as_one(tmp_path):
     calls = {kind: [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *KINDS[kind]] for kind in KINDS}
-    together = [[*call, "parallel.context=2", "--run", tmp_path / f"{kind}-two"] for kind, call in calls.items()]
+    together, alone = [], []
+    for kind, (first, then) in TWO.items():
+        folder = ["--run", tmp_path / f"{kind}-two"]
+        together.append([*calls[kind], *first, WHOLE if then is None else HALF, *folder])
+        if then is not None:
+            resumed = [*calls[kind], *then, WHOLE, *folder, "--resume", "auto"]
+            (together if "parallel.context=2" in then else alone).append(resumed)
     two = by_two(tmp_path, together)
     assert two.returncode == 0, two.stderr[-3000:]
-    assert two.stdout.count("Report:") == len(KINDS)
+    assert two.stdout.count("Report:") == len(together)
+    for call in alone:
+        assert run("train.py", *call).returncode == 0
     for kind, call in calls.items():
         one = run("train.py", *call, "--run", tmp_path / f"{kind}-one")
         assert one.returncode == 0, one.stderr[-3000:]
@@ -86,7 +107,7 @@ def test_the_number_of_processes_must_fit(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.context=2"], "only model.attention.kind=ring"),
+        (["parallel.context=3"], "model.num_heads=2 must be a multiple of parallel.context=3"),
         (["parallel.context=2", "model.head={kind: mol}", *KINDS["hstu"]], "heads other than dot"),
         (["model.attention={kind: ring, inner: softmax, time_bias: true}"], "for inner=hstu"),
         (["model.attention={kind: ring, inner: hstu, dropout: 0.1}"], "for inner=softmax"),

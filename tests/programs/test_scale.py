@@ -27,6 +27,11 @@ from training.saved import CheckpointError, load_folder
 ROOT = Path(__file__).resolve().parents[2]
 # Each model, loss and way to spread the table at least once.
 FEW = "train.epochs=2:eval.every=2:train.checkpoint_seconds=0"  # eight steps
+# How two ranks share the table or the sequences.
+SHARDINGS = ("replicated", "row_wise", "table_wise", "column_wise")
+WAYS = {sharding: [f"parallel.embedding={sharding}"] for sharding in SHARDINGS}
+WAYS |= {"heads": ["parallel.context=2"], "heads-rows": ["parallel.context=2", "parallel.embedding=row_wise"]}
+WAYS["ring"] = ["parallel.context=2", "parallel.context_by=ring", "model.attention={kind: ring, inner: hstu}"]
 SHORT = ("hstu", "hstu-table-mol", "hstu-row-fused", "bsa-column-mixed", "sasrec-row-whole", "ranking")
 
 
@@ -136,14 +141,21 @@ def test_ranks_train_and_judge_as_one(tmp_path, worlds, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "kill"), [("sasrec-row-whole", "1:step:14"), ("bsa-column-mixed", "0:save:9")])
-def test_a_killed_rank_changes_nothing(tmp_path, case, kill):
+@pytest.mark.parametrize(
+    ("case", "kill", "ranks"),
+    [
+        ("sasrec-row-whole", "1:step:14", "parallel.data=auto"),
+        ("bsa-column-mixed", "0:save:9", "parallel.data=auto"),
+        ("hstu", "1:step:14", "parallel.context=2"),  # by heads
+    ],
+)
+def test_a_killed_rank_changes_nothing(tmp_path, case, kill, ranks):
     """SIGKILL of one rank, between two steps or within a checkpoint; torchrun starts both again."""
     launch([1], tmp_path, case)
     errors = launch(
         [2],
         tmp_path,
-        f"{case}:resume:train.checkpoint_seconds=0",
+        f"{case}:resume:train.checkpoint_seconds=0:{ranks}",
         restarts=1,
         kill=f"{case}:{kill}",
     )
@@ -154,17 +166,14 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill):
 
 
 @pytest.mark.parametrize(
-    ("shardings", "kills", "epochs"),
-    [
-        (("row_wise",), 1, 2),
-        pytest.param(("replicated", "row_wise", "table_wise", "column_wise"), 5, 8, marks=pytest.mark.slow),
-    ],
+    ("ways", "kills", "epochs"),
+    [(("row_wise",), 1, 2), pytest.param(WAYS, 5, 8, marks=pytest.mark.slow)],
     ids=["one", "every"],
 )
-def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, shardings, kills, epochs):
+def test_torchrun_restarts_a_killed_rank_of_every_kind(tmp_path, ways, kills, epochs):
     """SIGKILL of a random rank at a random step of each run; the metrics are those of an undisturbed run."""
     draw, steps = random.Random(48), 4 * epochs
-    cases = {f"{sharding}-{n}": [f"parallel.embedding={sharding}"] for sharding in shardings for n in range(kills)}
+    cases = {f"{way}-{n}": WAYS[way] for way in ways for n in range(kills)}
     kill = " ".join(f"{case}:{draw.randrange(2)}:step:{draw.randint(4, steps - 1)}" for case in cases)
     print("killed, drawn with seed 48:", kill)
     more = tmp_path / "more.json"
@@ -172,7 +181,9 @@ def test_torchrun_restarts_a_killed_rank_with_every_sharding(tmp_path, shardings
     settings = f"train.epochs={epochs}:eval.every=2:train.checkpoint_seconds=0"
     launch([1], tmp_path, f"alone:resume:{settings}", more=more)
     resumed = [f"{case}:resume:{settings}" for case in cases]
-    launch([2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more)
+    errors = launch([2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more)
+    messages = errors.count("error: another process of this run was lost")
+    assert errors.count("error: ") == messages <= len(cases), errors[-3000:]
     for case in cases:
         facts = facts_of(tmp_path, case, 2)
         assert (tmp_path / f"{case}.killed").exists() and 0 < len(facts["losses"]) < steps, case
@@ -284,12 +295,16 @@ def test_resumed_on_other_ranks_and_shardings(tmp_path):
 def test_batches_sequences_and_table_are_divided_together(tmp_path):
     """Two ranks share each batch, two each sequence, and all four the table; an auxiliary loss that counts groups."""
     ring, row = "model.attention={kind: ring, inner: hstu}", "parallel.embedding=row_wise"
-    indexer = "model.attention={kind: indexer, top_k: 4, warmup_steps: 8, selection_group: 4}"
+    indexer = "model.attention={kind: indexer, top_k: 4, warmup_steps: 8, selection_group: 4, num_kv_heads: 2}"
     cases = {"ring": [ring, row], "ring-whole": [ring, row, "loss.kind=cross_entropy"], "indexer": [indexer]}
+    users = "{format: csv, path: OUT/items.csv, id: item, as: tokens, unknown: drop, columns: {group: category}}"
+    features = f"data.features={{users: {users}}}"
+    cases["features"] = [features, row, "parallel.fused=rowwise_adagrad", "loss.negatives=shared"]
     more = tmp_path / "more.json"
     more.write_text(json.dumps(cases))
     launch([1], tmp_path, *cases, more=more)
-    divided = [f"{case}:parallel.context=2" if "ring" in case else case for case in cases]
+    divided = [f"{case}:parallel.context=2" for case in cases]
+    divided = [f"{case}:parallel.context_by=ring" if "ring" in case else case for case in divided]
     launch([4], tmp_path, *divided, more=more)
     for case in cases:
         check(facts_of(tmp_path, case, 4), facts_of(tmp_path, case, 1))

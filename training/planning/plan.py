@@ -22,12 +22,13 @@ import torch
 from data.balance import Deal
 from data.batch import Batch
 from data.batches import Batches
+from models.attention.spread import context_by
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from models.tasks.contract import Task
 from training.average import WeightAverage
 from training.config import ParallelConfig, RunConfig
-from training.graph import padded_sequences, padded_tokens
+from training.graph import captures, padded_sequences, padded_tokens
 from training.planning.imagined import ImaginedGpu, NoValues, imagined_gpu
 from training.planning.meter import Meter
 from training.planning.ranks import ImaginedRanks, ImaginedTable, imagined_unique, part_of_a_step, sized
@@ -80,13 +81,14 @@ def plan(config: RunConfig, data: Data, build_step: Callable, gpu_bytes: int) ->
     """
     ranks, context = data_ranks(config), config.parallel.context
     world = ranks * context
-    graphed = config.train.cuda_graphs and not config.train.compile and world == 1 and not config.parallel.engine
+    by_heads = context > 1 and context_by(config) == "heads"
+    graphed = captures(config, world, by_heads)
     counts = tokens_of_batches(config, data)
     tokens, sequences = largest_part(config, data, counts, ranks)
-    tokens = -(-tokens // context)
     if graphed:
         tokens = padded_tokens(tokens)
         sequences = padded_sequences(config.train.batch_size, config.model.max_seq_len)
+    tokens = -(-tokens // context)
     template = next(_training(config, data).epoch(0))
     judged = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
     result = plan_step(

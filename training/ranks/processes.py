@@ -1,7 +1,9 @@
 """The processes that train one model together: a device mesh of the dimensions `data` and `context`.
 
-`context` ranks hold a part of each sequence (zigzag, so that causal attention is even work); the ring attention kind
-sees the other ranks' keys. `data` ranks have different sequences of a batch. Rank 0 alone writes the run's folder.
+`context` ranks share each sequence, by a ring or by heads (models/attention/spread.py). In a ring a rank holds a part
+of each (zigzag, so that causal attention is even work), and sees the other ranks' keys. By heads it holds consecutive
+tokens of the batch, and has all tokens of some heads while attention is computed. `data` ranks have different
+sequences of a batch. Rank 0 alone writes the run's folder.
 
 A training step's loss is a sum of shares, one of each rank: a rank's sums over its own tokens, divided by counts of the
 whole batch. The gradient of the loss is the sum of the shares' gradients.
@@ -13,6 +15,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from data.batch import Batch, Cut
 from data.errors import ConfigError
 from data.types import shown
 from hstu_sparse.ring.plan import cut_sequences, whole_plan
+from models.attention.contract import AuxLoss
+from models.attention.spread import context_by
 from training.config import RunConfig
 
 
@@ -34,12 +39,16 @@ class Ranks:
     world, rank    of all processes
     data           how many ranks share each batch; place: which of them this one is
     context        how many ranks share each sequence
+    by_heads       whether they share it by heads, else by a ring
     engine         whether batches or tables are spread over ranks (training/ranks/step.py), be it over one alone
     """
+
+    by_heads = False
 
     def __init__(self, config: RunConfig):
         p = config.parallel
         self.engine, self.context = p.engine, p.context
+        self.by_heads = p.context > 1 and context_by(config) == "heads"
         self.rank = self.place = self.context_rank = 0
         self.group = self.context_group = None
         started = _environment_number("WORLD_SIZE", 1, 2**31) if "WORLD_SIZE" in os.environ else 1
@@ -98,11 +107,15 @@ class Ranks:
         begin, end = self.share(batch.num_sequences)
         return batch.sequences(begin, end) if begin < end else batch.sequences(0, 1).as_padding()
 
-    def cut(self, batch: Batch) -> Batch:
-        """Return this rank's part of each sequence of a batch."""
+    def cut(self, batch: Batch, num_context: int = 0) -> Batch:
+        """Return this rank's part of a batch; num_context: how many context tokens the model puts in front of each
+        sequence, which by heads the part has.
+        """
         if self.context == 1:
             return batch
         rank, group = self.context_rank, self.context_group
+        if self.by_heads:
+            return consecutive(batch, rank, self.context, group, num_context)
         index, offsets = cut_sequences(batch.seq_offsets, rank, self.context, zigzag=True)
         cut = Cut(
             index=index,
@@ -112,6 +125,10 @@ class Ranks:
             group=group,
         )
         return replace(batch.part(index, offsets), cut=cut)
+
+    def part_of_context(self, loss: AuxLoss) -> AuxLoss:
+        """Return a loss that each rank of a context group has whole, with a part of its weight for each."""
+        return loss._replace(weighted=loss.weighted / self.context)
 
     def sum_gradients(self, parameters: Iterable[Tensor], loss: Tensor) -> Tensor:
         """Sum the parameters' gradients over the ranks, in place, and return the sum of the losses."""
@@ -161,6 +178,31 @@ class Ranks:
         values: list = [None] * self.world
         dist.all_gather_object(values, value, self.group)
         return values
+
+
+def consecutive(batch: Batch, rank: int, world: int, group: Any, num_context: int = 0) -> Batch:
+    """Return a rank's tokens of a batch by heads: the rank-th of equal consecutive parts.
+
+    Its sizes do not depend on the lengths of sequences, so that nothing waits for the device.
+    """
+    if num_context:
+        items, (batch, places) = batch.item_ids, batch.with_context(num_context)
+        if len(items):  # context tokens look up an item beside them: a fused optimiser steps every row of a look-up
+            following = torch.bucketize(torch.arange(batch.num_tokens, device=places.device), places)
+            batch.item_ids = items[following.clamp(max=len(items) - 1)]
+    bounds = [part * batch.num_tokens // world for part in range(world + 1)]
+    begin, end = bounds[rank], bounds[rank + 1]
+    index = torch.arange(begin, end, device=batch.item_ids.device)
+    cut = Cut(
+        index=index,
+        positions=batch.positions[begin:end],
+        origins=batch.origins,
+        plan=None,
+        group=group,
+        uncut=replace(batch, heads=group),
+        tokens=tuple(after - before for before, after in pairwise(bounds)),
+    )
+    return replace(batch.part(index, (batch.seq_offsets - begin).clamp(0, end - begin)), cut=cut)
 
 
 def _environment_number(name: str, least: int, most: int) -> int:

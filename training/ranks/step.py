@@ -95,7 +95,7 @@ def build_shared_step(
             torch.cuda.manual_seed(seed)
         if table is not None:
             table.begin_step(optimizer.param_groups[0]["lr"], batch.whole.step)
-        loss, aux = shares(ranks.cut(batch))
+        loss, aux = shares(ranks.cut(batch, model.num_context))
         optimizer.zero_grad(set_to_none=True)
         (loss + sum(one.weighted for one in aux.values())).backward()
         whole = loss.detach() + sum(one.weighted.detach() for one in aux.values())

@@ -132,7 +132,7 @@ def test_a_service_serves_a_subclass_as_its_base(package):
 
 
 def test_it_sees_no_tokens_of_other_processes(package):
-    with pytest.raises(ConfigError, match=r"parallel\.context: only model\.attention\.kind=ring sees tokens of other"):
+    with pytest.raises(ConfigError, match=r"kind=my_package\.my_module:LastAttention takes neither ring nor heads"):
         load_config(CONFIG, [f"model.attention.kind={PATH}", "parallel.context=2"])
 
 

@@ -1,0 +1,63 @@
+"""Spread attention over the ranks that share sequences (parallel.context): by a ring or by heads.
+
+Letters: T tokens of this rank, E embedding size, H heads, Hkv key/value heads, D query/key and V value head size.
+"""
+
+from torch import Tensor
+
+from data.batch import Batch
+from hstu_sparse import heads_to_tokens, tokens_to_heads
+from models.attention.contract import AttentionKind, AuxLoss
+from models.protocols import RunOptions
+
+# The greatest model.max_seq_len for which `auto` prefers heads to the ring.
+LONGEST_BY_HEADS = 2**31
+
+
+def context_by(run: RunOptions) -> str:
+    """Return how the ranks of parallel.context share sequences, `ring` or `heads`.
+
+    parallel.context_by says it. `auto` is the one that the attention of all layers can do; where it can do both, heads
+    up to sequences of LONGEST_BY_HEADS tokens, otherwise the ring. ValueError, naming the option, where it cannot.
+    """
+    way, longest = run.parallel.context_by, run.model.max_seq_len
+    faults = {name: fault_of(run, name) for name in ("heads", "ring")}
+    if way == "auto":
+        possible = [name for name, fault in faults.items() if fault is None]
+        preferred = "heads" if longest <= LONGEST_BY_HEADS else "ring"
+        way = preferred if len(possible) == 2 else (possible or ["heads"])[0]
+    if (fault := faults[way]) is not None:
+        raise ValueError(f"parallel.context_by={way}: {fault}")
+    return way
+
+
+def fault_of(run: RunOptions, way: str) -> str | None:
+    """Return why parallel.context cannot spread the attention of all layers in this way; None if it can."""
+    for attention in run.model.attention:
+        if way not in attention.context_by:
+            possible = " or ".join(attention.context_by) or "neither ring nor heads"
+            return f"model.attention.kind={attention.kind} takes {possible}"
+        if way == "heads":
+            try:
+                attention.check_heads(run.model.layer_sizes, run.parallel.context)
+            except ValueError as error:
+                return str(error)
+    return None
+
+
+def attend(
+    attention: AttentionKind, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch
+) -> tuple[Tensor, dict[str, AuxLoss]]:
+    """Call an attention module; by heads with all tokens of this rank's part of the heads.
+
+    x [T, E], q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).
+    """
+    cut = batch.cut
+    if cut is None or cut.uncut is None:
+        return attention(x, q, k, v, batch)
+    q, k, v = tokens_to_heads(q, k, v, tokens=cut.tokens, group=cut.group)
+    if attention.reads_input:
+        copies = x[:, None].expand(-1, len(cut.tokens), -1)  # one for each rank
+        x = tokens_to_heads(copies, tokens=cut.tokens, group=cut.group)[0][:, 0]
+    out, losses = attention(x, q, k, v, cut.uncut)
+    return heads_to_tokens(out, cut.tokens, cut.group), losses
