@@ -10,22 +10,17 @@ from hstu_sparse import heads_to_tokens, tokens_to_heads
 from models.attention.contract import AttentionKind, AuxLoss
 from models.protocols import RunOptions
 
-# The greatest model.max_seq_len for which `auto` prefers heads to the ring.
-LONGEST_BY_HEADS = 2**31
-
 
 def context_by(run: RunOptions) -> str:
     """Return how the ranks of parallel.context share sequences, `ring` or `heads`.
 
-    parallel.context_by says it. `auto` is the one that the attention of all layers can do; where it can do both, heads
-    up to sequences of LONGEST_BY_HEADS tokens, otherwise the ring. ValueError, naming the option, where it cannot.
+    parallel.context_by sets it; `auto` is heads if the attention of all layers can be spread so, otherwise the ring if
+    that is possible. ValueError, naming the option, if it is not.
     """
-    way, longest = run.parallel.context_by, run.model.max_seq_len
+    way = run.parallel.context_by
     faults = {name: fault_of(run, name) for name in ("heads", "ring")}
     if way == "auto":
-        possible = [name for name, fault in faults.items() if fault is None]
-        preferred = "heads" if longest <= LONGEST_BY_HEADS else "ring"
-        way = preferred if len(possible) == 2 else (possible or ["heads"])[0]
+        way = next((name for name, fault in faults.items() if fault is None), "heads")
     if (fault := faults[way]) is not None:
         raise ValueError(f"parallel.context_by={way}: {fault}")
     return way

@@ -51,14 +51,6 @@ def test_auto_is_heads_where_they_can_be_divided(overrides, way):
     assert spread.context_by(load_config(CONFIG, overrides)) == way
 
 
-def test_auto_takes_the_ring_for_the_longest(monkeypatch):
-    config = load_config(CONFIG, ["parallel.context=2", RING, "model.max_seq_len=60"])
-    monkeypatch.setattr(spread, "LONGEST_BY_HEADS", 59)
-    assert spread.context_by(config) == "ring"
-    monkeypatch.setattr(spread, "LONGEST_BY_HEADS", 60)
-    assert spread.context_by(config) == "heads"
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
