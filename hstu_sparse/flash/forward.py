@@ -14,8 +14,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from hstu_sparse.core.launch import INTERPRET
 from hstu_sparse.tiles import ranges
-from hstu_sparse.tiles.rows import block_source, head_and_slot, load_block, load_head, locate, row_pointer
+from hstu_sparse.tiles.rows import block_source, load_block, load_head, locate, row_pointer
 
 # Numbers that differ between batches, for which Triton would compile again, and the caller's pointers.
 PER_BATCH = ["num_pieces", "total", "left", "right", "slope_stride"]
@@ -29,8 +30,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 STEADY = tl.constexpr(80.0)
 # The size of slots for the numbers of queries that backward computes first, at least the queries of a tile.
 ROW_BLOCK = tl.constexpr(128)
-# Tiles of one head that begin before those of the next one.
-TOGETHER = tl.constexpr(64)
+# Tiles of one head that begin before those of the next one; the number of tiles is rounded up to a multiple of it.
+TOGETHER = tl.constexpr(2 if INTERPRET else 32)
 
 
 @triton.jit
@@ -95,10 +96,11 @@ def find_tile(
     TOGETHER tiles of a head begin one after another: they read the same keys at about the same time, and programs that
     run at the same time read the keys of few heads, so that long sequences' keys are found in the L2 cache.
     """
-    slots = tl.num_programs(0) // HEADS
-    head, slot = head_and_slot(tl.program_id(0), slots, HEADS, TOGETHER)
+    number = tl.program_id(0)
+    head = number // TOGETHER % HEADS
+    slot = number // (TOGETHER * HEADS) * TOGETHER + number % TOGETHER
     if LAST_FIRST:
-        slot = slots - 1 - slot
+        slot = tl.num_programs(0) // HEADS - 1 - slot
     index, begin, length, tile = locate(offsets, slot, num_pieces, BLOCK)
     _, _, position = piece(index, offsets, starts)
     first = tl.where(tile * BLOCK < length, tile * BLOCK, -1)

@@ -18,6 +18,7 @@ from hstu_sparse.flash.backward import (
 from hstu_sparse.flash.forward import (
     LOG2_E,
     ROW_BLOCK,
+    TOGETHER,
     Call,
     flash_attention_fwd_kernel,
     flash_attention_longest_kernel,
@@ -141,10 +142,11 @@ class Launch:
         return as_rows(*tensors, align=tensors[0].dtype != torch.float32)
 
     def _start(self, kernel, rows: int, heads: int, arguments: tuple, config: LaunchConfig, **more) -> None:
-        """Launch a program for each tile of config's BLOCK of `rows` tokens and each head."""
+        """Launch a program for each of `rows` whole tiles, and a started one of each piece, and each head."""
         if config.TMA:
             launch.allow_descriptors()
-        run(kernel, (rows + self.pieces) * heads, *arguments, *self.problem, **self.constants, **more, **config)
+        slots = cdiv(rows + self.pieces, TOGETHER.value) * TOGETHER.value
+        run(kernel, slots * heads, *arguments, *self.problem, **self.constants, **more, **config)
 
     def _longest(self) -> torch.Tensor:
         """Compute [Hkv] fp32: the square of the greatest norm of each head's keys."""
