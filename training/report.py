@@ -160,7 +160,8 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline:
             if name in baseline:
                 label = "baseline" if name == names[0] else None
                 axes.axhline(baseline[name], color=line.get_color(), linestyle=":", label=label)
-        axes.set(xlabel="epoch", title=title)
+        axes.set(xlabel="epoch")
+        axes.set_title(title, y=1)  # as finding its height does
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(names) > 1:

@@ -1,7 +1,6 @@
 """Run a function in several processes that are a process group of gloo, and collect what each returns."""
 
 import datetime
-import multiprocessing
 import tempfile
 import time
 import traceback
@@ -12,10 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.operators.addresses import addresses_checked
-
-# What the server imports, once, from which the ranks of all tests are forked.
-PRELOADED = ["pytest", "tests.operators.distributed", "tests.operators.ring_cases"]
-PRELOADED += ["tests.programs.test_scale", "torchrec", "torchrec.distributed.model_parallel", "train", "eval"]
+from tests.support.forked import forkserver
 
 
 def run_ranks(
@@ -26,8 +22,7 @@ def run_ranks(
     function: importable. hanging: a rank that does not return, and is killed once the others have; None is its result.
     seconds: after which processes that still run are killed too. timeout: of the process group.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_start, args=(function, rank, world, folder, timeout, arguments), daemon=True)

@@ -18,9 +18,9 @@ from torch.distributed.run import parse_args
 
 from cli.command import train_options
 from tests.damage import damaged_files
-from tests.operators.distributed import PRELOADED
 from tests.programs import scale_cases
 from tests.programs.scale_cases import CASES
+from tests.support.forked import forkserver
 from training.checkpoints import checkpoints, set_aside_damaged
 from training.saved import CheckpointError, load_folder
 
@@ -35,11 +35,11 @@ WAYS["ring"] = ["parallel.context=2", "parallel.context_by=ring", "model.attenti
 SHORT = ("hstu", "hstu-table-mol", "hstu-row-fused", "bsa-column-mixed", "sasrec-row-whole", "ranking")
 
 
-def launch(worlds, out, *cases, restarts=0, kill=None, more=None, status=0):
+def launch(worlds, out, *cases, restarts=0, kill=None, more=None, status=0, by_torchrun=False):
     """Have tests/programs/scale_cases.py run `cases` in so many processes, one number after the other.
 
-    restarts: of torchrun. status: of the end. Returns what was printed as errors.
-    Processes that are not to be killed are forked from one that has imported what they need, which takes ten seconds.
+    restarts: of all processes, once one of them has failed. status: of the end. by_torchrun: it starts new Pythons, in
+    place of processes that are forked with its environment. Returns what was printed as errors.
     """
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if kill is None else {"SCALE_KILL": kill}
@@ -49,29 +49,39 @@ def launch(worlds, out, *cases, restarts=0, kill=None, more=None, status=0):
     (out / "items.csv").write_text("\n".join(["item,group,tags", *items]) + "\n")
     errors = ""
     for world in worlds:
-        if restarts == 0:
-            code, printed = forked(world, environment, str(out), *cases)
-        else:
+        if by_torchrun:
             command = [*torchrun(world, restarts), "-m", "tests.programs.scale_cases", str(out), *cases]
             done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, cwd=ROOT)
             code, printed = done.returncode, done.stderr
+        else:
+            code, printed = forked(world, environment, str(out), *cases, restarts=restarts)
         assert code == status, printed[-3000:]
         errors += printed
     return errors
 
 
-def forked(world, environment, *arguments):
-    """Run the cases in `world` processes as torchrun does, without its restarts; return (status, errors)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+def forked(world, environment, *arguments, restarts=0):
+    """Run the cases in `world` processes with torchrun's environment; return (status, errors)."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     elastic = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     elastic |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "forked"}
+    errors = ""
+    for attempt in range(restarts + 1):
+        elastic["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        code, printed = started_once(world, environment | (elastic if world > 1 else {}), arguments)
+        errors += printed
+        if code == 0:
+            break
+    return code, errors
+
+
+def started_once(world, environment, arguments):
+    context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(world)]
         processes = []
         for rank, file in enumerate(files):
-            its = environment | (elastic | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
+            its = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
             processes.append(context.Process(target=started, args=(its, file, arguments), daemon=True))
         for process in processes:
             process.start()
@@ -158,6 +168,7 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill, ranks):
         f"{case}:resume:train.checkpoint_seconds=0:{ranks}",
         restarts=1,
         kill=f"{case}:{kill}",
+        by_torchrun=True,
     )
     assert errors.count("error: ") == errors.count("error: another process of this run was lost") <= 1
     resumed = facts_of(tmp_path, case, 2)
@@ -166,11 +177,11 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill, ranks):
 
 
 @pytest.mark.parametrize(
-    ("ways", "kills", "epochs"),
-    [(("row_wise",), 1, 2), pytest.param(WAYS, 5, 8, marks=pytest.mark.slow)],
+    ("ways", "kills", "epochs", "by_torchrun"),
+    [(("row_wise",), 1, 2, False), pytest.param(WAYS, 5, 8, True, marks=pytest.mark.slow)],
     ids=["one", "every"],
 )
-def test_torchrun_restarts_a_killed_rank_of_every_kind(tmp_path, ways, kills, epochs):
+def test_a_killed_rank_of_every_kind_is_restarted(tmp_path, ways, kills, epochs, by_torchrun):
     """SIGKILL of a random rank at a random step of each run; the metrics are those of an undisturbed run."""
     draw, steps = random.Random(48), 4 * epochs
     cases = {f"{way}-{n}": WAYS[way] for way in ways for n in range(kills)}
@@ -181,7 +192,7 @@ def test_torchrun_restarts_a_killed_rank_of_every_kind(tmp_path, ways, kills, ep
     settings = f"train.epochs={epochs}:eval.every=2:train.checkpoint_seconds=0"
     launch([1], tmp_path, f"alone:resume:{settings}", more=more)
     resumed = [f"{case}:resume:{settings}" for case in cases]
-    errors = launch([2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more)
+    errors = launch([2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more, by_torchrun=by_torchrun)
     messages = errors.count("error: another process of this run was lost")
     assert errors.count("error: ") == messages <= len(cases), errors[-3000:]
     for case in cases:

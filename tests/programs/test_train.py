@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import train
+from tests.support.forked import Forked
 from training import loop
 from training.checkpoints import checkpoints
 from training.config import load_config
@@ -109,58 +110,42 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     assert all(verdict["sentence"] in text for text in (done.stdout, report, (folder / "report.html").read_text()))
 
 
-# Runs train.py in children of one process, which imports once; each sends itself a signal in a call of a function.
-SIGNALLED = """
-import importlib, itertools, json, multiprocessing, os, sys
-import train
-
-def main(number, module, name, call, *arguments):
+def signal_in(number, module, name, call, arguments):
+    """Run train.py, which gets the signal `number` in its `call`-th call of module.name."""
     module, calls = importlib.import_module(module), itertools.count(1)
     whole = getattr(module, name)
 
-    def counted(*given, **named):
+    def counted(*inputs, **named):
         if next(calls) == call:
             os.kill(os.getpid(), number)
-        return whole(*given, **named)
+        return whole(*inputs, **named)
 
     setattr(module, name, counted)
-    sys.exit(train.main(list(arguments)))
-
-for moment in json.loads(sys.argv[1]):
-    child = multiprocessing.get_context("fork").Process(target=main, args=moment)
-    child.start()
-    child.join()
-    print("\\nended with", child.exitcode, flush=True)  # a killed child may leave half a line
-"""
+    return train.main(arguments)
 
 
-def signalled(number, *moments):
-    """Run train.py once for each of `moments`, (arguments, module, name, call), in a process that gets the signal
-    `number` in its `call`-th call of module.name; return (exit statuses, output).
-    """
-    listed = [[int(number), *moment, *map(str, arguments)] for arguments, *moment in moments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads would not be there in a child
-    command = [sys.executable, "-c", SIGNALLED, json.dumps(listed)]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, cwd=ROOT, env=environment, **output)
-    return [int(status) for status in re.findall(r"^ended with (.*)$", done.stdout, re.M)], done.stdout
+def signalled(number, arguments, *moment):
+    """Run `signal_in` as a process; return (exit status, output)."""
+    process = Forked(signal_in, number, *moment, list(map(str, arguments)))
+    output = "".join(process.communicate())
+    return process.returncode, output
 
 
-def dies(*moments):
-    statuses, output = signalled(signal.SIGKILL, *moments)
-    assert statuses == [-signal.SIGKILL] * len(moments), output
+def dies(arguments, *moment):
+    status, output = signalled(signal.SIGKILL, arguments, *moment)
+    assert status == -signal.SIGKILL, output
 
 
 def test_killed_and_resumed_ends_the_same(tmp_path):
     """SIGKILL within an epoch, while a checkpoint is put in place, in best/, and between two files of a checkpoint."""
     reference, folder = tmp_path / "reference", tmp_path / "run"
-    varied = ["train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}", "train.checkpoint_seconds=0"]
+    varied = ["train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}", "train.checkpoint_seconds=0", "train.epochs=3"]
     assert start(reference, *varied).returncode == 0
     resume = ["--resume", folder]
-    dies(([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], "training.loop", "set_lr", 20))
+    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], "training.loop", "set_lr", 20)
     assert checkpoints(folder)[-1].name == "step-00000019"
-    later = ("os", "rename", 2), ("training.saved", "save_file", 1), ("training.checkpoints", "write_facts", 3)
-    dies(*((resume, *moment) for moment in later))
+    for moment in ("os", "rename", 2), ("training.saved", "save_file", 1), ("training.checkpoints", "write_facts", 3):
+        dies(resume, *moment)
     assert not (folder / "result.json").exists()
     done = run("train.py", *resume)
     assert done.returncode == 0, done.stderr
@@ -197,8 +182,8 @@ def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
     reference, _ = finished
     folder = tmp_path / "run"
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
-    statuses, output = signalled(signal.SIGTERM, (arguments, "training.loop", "set_lr", 20))
-    assert statuses == [128 + signal.SIGTERM], output
+    status, output = signalled(signal.SIGTERM, arguments, "training.loop", "set_lr", 20)
+    assert status == 128 + signal.SIGTERM, output
     assert f"python train.py --resume {folder}" in output.replace("\n", "")
     assert json.loads(sorted((folder / "checkpoints").glob("step-*"))[-1].joinpath("state.json").read_text())["step"]
     assert run("train.py", "--resume", folder).returncode == 0

@@ -2,8 +2,9 @@
 
 import contextlib
 import json
-import os
 import re
+import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -16,8 +17,10 @@ import httpx
 import numpy as np
 import pytest
 
+import serve
 from serving import Recommender
 from tests.programs.test_train import run, start
+from tests.support.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--cache-bytes", str(2**24)]  # the default of 1 GiB takes longer to clear than to use
@@ -32,15 +35,18 @@ def trained(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(folder, *options, log=None, program=(ROOT / "serve.py",), python=sys.executable):
-    """Yield (the process, a client) of serve.py on a free port; the process is killed at the end if it still runs."""
-    command = [python, *program, folder, "--port", "0", "--device", "cpu", *SMALL, *options]
-    command += [] if log is None else ["--log", log]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    process = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )  # fmt: skip
+def serving(folder, *options, log=None, main=serve.main, python=None, **how):
+    """Yield (the process, a client) of serve.py on a free port; the process is killed at the end if it still runs.
+
+    main: an importable function in its place. python: start this one, in place of a fork. how: as of `Forked`.
+    """
+    arguments = [folder, "--port", "0", "--device", "cpu", *SMALL, *options, *([] if log is None else ["--log", log])]
+    arguments = list(map(str, arguments))
+    if python:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([python, ROOT / "serve.py", *arguments], cwd=folder, **pipes)
+    else:
+        process = Forked(main, arguments, cwd=folder, **how)
     try:
         output = ""
         for line in process.stdout:
@@ -59,7 +65,7 @@ def serving(folder, *options, log=None, program=(ROOT / "serve.py",), python=sys
 
 def ended(process):
     """Return (exit status, standard error) of a process that is about to end."""
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate()
     return process.returncode, err
 
 
@@ -74,7 +80,7 @@ def test_the_path_of_a_newcomer(trained, tmp_path):
     train, serve, post, get = (re.sub(r"\s+#.*", "", command) for command in commands)
     assert train.startswith("python train.py configs/synthetic-hstu.yaml --out runs/first")
     assert serve == "python serve.py runs/first --history &"
-    with serving(trained, "--history", log=tmp_path / "events.log") as (process, client):
+    with serving(trained, "--history", log=tmp_path / "events.log", python=sys.executable) as (process, client):
         for command in (post, get):
             assert command.startswith("curl -s ") and "localhost:8000" in command
             done = subprocess.run(
@@ -192,11 +198,10 @@ def check_on_a_full_disk(process, client, user):
 
 def test_deletions_outlive_a_kill_and_a_full_disk(trained, tmp_path):
     """A user of the run's data stays deleted, and only later events count; the log was renamed meanwhile."""
-    log, limited = tmp_path / "events.log", tmp_path / "python"
+    log = tmp_path / "events.log"
     user = delete_then_kill(trained, log)
-    limited.write_text(f'#!/bin/sh\nulimit -f 0\nexec {sys.executable} "$@"\n')  # no file may grow
-    limited.chmod(0o755)
-    with serving(trained, "--history", log=log, python=limited) as (process, client):
+    no_file_grows = ((resource.RLIMIT_FSIZE, 0),)
+    with serving(trained, "--history", log=log, limits=no_file_grows) as (process, client):
         check_on_a_full_disk(process, client, user)
     assert log.stat().st_mode & 0o777 == 0o600
 
@@ -251,7 +256,7 @@ def test_a_folder_of_runs_whose_newest_serves(trained, tmp_path):
         answer = client.post("/model", json={"run": "day-1"})
         assert answer.json() == {"model": "day-1", "previous": "day-8"} and post().json()["accepted"] == 1
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=600)
+        output, errors = process.communicate()
         assert process.returncode == 0 and output.count(" serves in place of ") == 2 and not errors, (output, errors)
     with serving(runs) as (_, client):
         assert client.get("/users/ann").json()["count"] == 3 and client.get("/health").json()["model"] == "day-8"
@@ -279,19 +284,19 @@ def test_refused_at_the_start(trained, tmp_path):
     assert done.returncode == 2 and "not a run folder" in done.stderr
 
 
-def test_a_run_is_loaded_with_its_history(trained, tmp_path):
+def test_a_run_is_loaded_with_its_history(trained, tmp_path, monkeypatch, capsys):
     """The example of twenty lines, and what it says is what the recommender says."""
     items = known_items(trained)
     (tmp_path / "new.csv").write_text(f"user,item,timestamp\nnewcomer,{items[0]},10\nnewcomer,{items[1]},20\n")
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "recommend.py", trained, tmp_path / "new.csv"],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["recommend.py", str(trained), str(tmp_path / "new.csv")])
+    with pytest.raises(SystemExit) as ended_with:
+        runpy.run_path(str(ROOT / "examples" / "recommend.py"), run_name="__main__")
+    assert not ended_with.value.code
+    printed = capsys.readouterr().out
     recommender = Recommender.load(trained, device="cpu", cache_bytes=2**24)
     recommender.append(["newcomer"] * 2, items[:2], [10, 20])
     lists, _ = recommender.recommend(["newcomer"], k=10)
-    assert done.stdout.splitlines()[-1] == "newcomer: " + ", ".join(map(str, lists[0]))
+    assert printed.splitlines()[-1] == "newcomer: " + ", ".join(map(str, lists[0]))
     whole = Recommender.load(trained, history=True, device="cpu", cache_bytes=2**24)
     assert whole.num_users == 200
     recommender.export(tmp_path / "vectors")

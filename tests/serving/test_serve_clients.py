@@ -15,53 +15,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+import serve
 import train
+from serving.http import limits, server
 from serving.http.event_log import EventLog
 from serving.http.server import listening
 from tests.serving.test_serve import SMALL, ended, known_items, serving, trained  # noqa: F401
+from tests.support.forked import Forked
 
 TOKEN = "a-secret-of-sixteen"
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
-# serve.py with shorter times for clients, and few descriptors.
-IMPATIENT = """
-import resource, sys
-from serving.http import limits, server
-import serve
-server.CLIENT_SECONDS, limits.BODY_SECONDS = 1.0, 1.0
-sys.exit(serve.main())
-"""
-FEW_FILES = """
-import resource, sys
-import serve
-resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-sys.exit(serve.main())
-"""
-# serve.py that gets SIGTERM when it calls a function: for each OWNER.NAME a child of one process that imports once.
-# OWNER.NAME.out and .err get what a child prints, .status its status.
-SIGNALLED = """
-import multiprocessing, os, signal, sys
-import serve
-
-def main(stage, arguments):
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{stage}.{name}", os.O_CREAT | os.O_WRONLY), number)
-    owner, name = stage.split(".")
-    owner = getattr(serve, owner, serve)
-    original = getattr(owner, name)
-    def call(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments, **options)
-    setattr(owner, name, call)
-    sys.exit(serve.main([*arguments, "--log", f"{stage}.log"]))
-
-stages, *arguments = sys.argv[1:]
-for stage in stages.split():
-    child = multiprocessing.get_context("fork").Process(target=main, args=(stage, arguments))
-    child.start()
-    child.join()
-    with open(f"{stage}.status", "w") as file:
-        file.write(str(child.exitcode))
-"""
 STAGES = {
     "Recommender.load": (143, "Stopped while loading the run"),
     "serve.EventLog": (143, "Stopped while replaying"),
@@ -70,6 +33,26 @@ STAGES = {
     "Server.startup": (0, "all accepted events are in the log"),
     "Server.run": (0, "all accepted events are in the log"),
 }
+
+
+def impatient(arguments):
+    """Run serve.py with shorter times for clients."""
+    server.CLIENT_SECONDS, limits.BODY_SECONDS = 1.0, 1.0
+    return serve.main(arguments)
+
+
+def signalled(stage, arguments):
+    """Run serve.py, which gets SIGTERM when it calls the function OWNER.NAME."""
+    owner, name = stage.split(".")
+    owner = getattr(serve, owner, serve)
+    original = getattr(owner, name)
+
+    def call(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **options)
+
+    setattr(owner, name, call)
+    return serve.main(arguments)
 
 
 def address(client):
@@ -142,12 +125,11 @@ def test_a_second_signal_ends_the_service_at_once(trained, tmp_path):  # noqa: F
 
 
 def test_a_signal_at_every_stage(trained, tmp_path):  # noqa: F811
-    command = [sys.executable, "-c", SIGNALLED, " ".join(STAGES), trained, "--port", "0", *SMALL, "--device", "cpu"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment, check=True, timeout=600)
     for stage, (status, says) in STAGES.items():
-        out, err = ((tmp_path / f"{stage}.{name}").read_text() for name in ("out", "err"))
-        assert ((tmp_path / f"{stage}.status").read_text(), err) == (str(status), ""), (stage, out)
+        options = ["--port", "0", *SMALL, "--device", "cpu", "--log", str(tmp_path / stage)]
+        process = Forked(signalled, stage, [str(trained), *options], cwd=tmp_path)
+        out, err = process.communicate()
+        assert (process.returncode, err) == (status, ""), (stage, out)
         assert says in out.splitlines()[-1], (stage, out)
 
 
@@ -204,8 +186,7 @@ def trickle(client, whole, content):
 
 
 def test_clients_that_wait_or_trickle_are_left(trained, tmp_path):  # noqa: F811
-    program = ("-c", IMPATIENT)
-    with serving(trained, log=tmp_path / "log", program=program) as (process, client):
+    with serving(trained, log=tmp_path / "log", main=impatient) as (process, client):
         before, health = open_sockets(process), head("GET", "/health")
         for sent, answers in ((b"", 0), (health[:-2], 0), (health, 1), (health + health[:-2], 1)):
             assert everything(connected(client, sent)).count(b"200 OK") == answers
@@ -234,8 +215,8 @@ def crowd(client, count):
 
 @pytest.mark.slow
 def test_more_clients_than_descriptors_do_not_stop_health(trained, tmp_path):  # noqa: F811
-    program = ("-c", FEW_FILES)
-    with serving(trained, log=tmp_path / "log", program=program) as (process, client):
+    few_files = ((resource.RLIMIT_NOFILE, 200),)
+    with serving(trained, log=tmp_path / "log", limits=few_files) as (process, client):
         clients = crowd(client, 500)
         for _ in range(5):
             assert httpx.get(f"{client.base_url}/health", timeout=60).status_code == 200

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+import serve
 import train
 from serving import Recommender
 from serving.http import event_log
@@ -36,14 +37,12 @@ OLD = [(f"u{user:02}", ITEMS[(user + 3 * n) % 20], n) for user in range(20) for 
 VISITORS = [f"u{number:02}" for number in range(5)]
 DELETED = "u19"
 WAIT = 500  # seconds, for what a busy machine may take long for
-# serve.py whose log goes on in a new file after some hundred events.
-SMALL_FILES = """
-import sys
-from serving.http import event_log
-import serve
-event_log.FULL = 20_000
-sys.exit(serve.main())
-"""
+
+
+def with_small_files(arguments):
+    """Run serve.py with a log that goes on in a new file after some hundred events."""
+    event_log.FULL = 20_000
+    return serve.main(arguments)
 
 
 class Shop:
@@ -232,7 +231,7 @@ def test_a_week_of_processes_and_kills(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     options = ["--history", "--watch", "--watch-seconds", "0.2", "--missing-items", "0.1", "--port", str(port)]
-    start = lambda: serving(tmp_path / "runs", *options, log=tmp_path / "log", program=("-c", SMALL_FILES))
+    start = lambda: serving(tmp_path / "runs", *options, log=tmp_path / "log", main=with_small_files)
     with (
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT) as of_visitors,
         contextlib.ExitStack() as visitors,
