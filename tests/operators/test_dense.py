@@ -123,7 +123,8 @@ def test_kernels_refuse_what_they_cannot_do():
 @pytest.mark.parametrize("name", EDGE_CASES)
 def test_edge_cases(name):
     lengths, n = EDGE_CASES[name]
-    compare(inputs(lengths, n, features=("targets", "position", "time")))
+    heads = 2 if name == "an empty sequence in the middle" else 1
+    compare(inputs(lengths, n, heads=heads, features=("targets", "position", "time")))
 
 
 @interpreter
@@ -173,8 +174,8 @@ def few_near_blocks(monkeypatch):
 )
 def test_narrow_tiles_of_the_time_bias(few_near_blocks, gap, features):
     """Timestamps even enough that tiles away from the diagonal span few buckets; with large gaps, too long for that."""
-    x = inputs((230,), 240, heads=1, features=features)
-    x["timestamps"] = 1_400_000_000 + gap * torch.arange(230)
+    x = inputs((180,), 190, heads=1, features=features)
+    x["timestamps"] = 1_400_000_000 + gap * torch.arange(180)
     if "query_times" in features:
         x["query_timestamps"] = x["timestamps"] + 7 * gap
     compare(x)
@@ -191,8 +192,8 @@ def test_descending_and_equal_timestamps(few_near_blocks):
 @pytest.mark.parametrize("window", [0, pytest.param(100, marks=pytest.mark.slow)])
 def test_timestamps_in_no_order(few_near_blocks, window):
     """No tile is narrow, and most are far from the diagonal."""
-    x = inputs((300,), 300, heads=1, features=("position", "time"), window=window)
-    x["timestamps"] = x["timestamps"][torch.randperm(300, generator=torch.Generator().manual_seed(1))]
+    x = inputs((160,), 160, heads=1, features=("position", "time"), window=window)
+    x["timestamps"] = x["timestamps"][torch.randperm(160, generator=torch.Generator().manual_seed(1))]
     compare(x)
 
 
@@ -223,7 +224,7 @@ def test_strided_inputs():
 
 @interpreter
 def test_int32_offsets_and_alpha():
-    x = inputs((33, 20), 40)
+    x = inputs((33, 20), 40, heads=1)
     x["seq_offsets"] = x["seq_offsets"].int()
     compare({**x, "scale": 0.9})
 
@@ -310,7 +311,7 @@ def op_arguments(x):
     "features", [pytest.param((), marks=pytest.mark.slow), ("targets", "position", "time", "query_times")]
 )
 def test_opcheck(features):
-    x = inputs((12, 0, 5), 13, features=features)
+    x = inputs((6, 0, 3), 7, heads=1, features=features)
     for name in ("q", "k", "v", "position", "time"):
         if name in x:
             x[name].requires_grad_()
@@ -318,7 +319,7 @@ def test_opcheck(features):
     torch.library.opcheck(torch.ops.hstu_sparse.dense_fwd.default, arguments)
     detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
     _, tables = torch.ops.hstu_sparse.dense_fwd(*detached)
-    torch.library.opcheck(torch.ops.hstu_sparse.dense_bwd.default, (torch.randn(17, 2, 16), *detached, tables))
+    torch.library.opcheck(torch.ops.hstu_sparse.dense_bwd.default, (torch.randn(9, 1, 16), *detached, tables))
 
 
 @interpreter
@@ -374,7 +375,7 @@ def test_a_zeroed_entry_of_a_tables_gradient_is_seen(table, monkeypatch):
         gradients[3 if table == "position" else 4][12] = 0
         return gradients
 
-    x = inputs((40, 30), 40, features=("position", "time"))
+    x = inputs((40, 30), 40, heads=1, features=("position", "time"))
     x["timestamps"] = 20 * torch.arange(70)
     monkeypatch.setattr(launch._Launch, "backward", zeroed)
     monkeypatch.setattr(dense, "assert_within_budget", lambda *_, **__: None)
@@ -400,7 +401,7 @@ def two_layers(q, k, v, seq_offsets, max_seq_len, shared, **options):
 @interpreter
 @pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "compiled"])
 def test_a_shared_plan_gives_the_same_bits(mode):
-    x = inputs((37, 0, 21), 40, features=("targets", "position", "time", "query_times"))
+    x = inputs((37, 0, 21), 40, heads=1, features=("targets", "position", "time", "query_times"))
     leaves = {name: x[name].requires_grad_() for name in ("q", "k", "v")}
     generator = torch.Generator().manual_seed(3)
     for i in (0, 1):
@@ -430,13 +431,13 @@ def test_layers_that_share_a_plan_launch_it_once(monkeypatch):
             return kernel[grid]
 
     monkeypatch.setattr(plan, "dense_attention_plan_kernel", Counted())
-    x = inputs((37, 21), 40, features=("time",))
+    x = inputs((37, 21), 40, heads=1, features=("time",))
     arguments = [x[name] for name in ("seq_offsets", "max_seq_len")]
     bias = RelativeBias(time=x["time"], timestamps=x["timestamps"])
     shared_plan = attention_plan(x["q"], x["v"], *arguments, bias=bias, backend="triton")
     once = len(launches)
     q = x["q"].requires_grad_()
-    for _ in range(3):
+    for _ in range(2):
         q = hstu_attention(q, x["k"], x["v"], *arguments, bias=bias, plan=shared_plan, backend="triton")
     q.sum().backward()
     assert 1 <= once == len(launches)

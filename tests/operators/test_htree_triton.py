@@ -49,7 +49,7 @@ def test_agrees_with_reference(case):
 GROUPED = {
     # lengths, N, query heads, key/value heads, D, V, r, top_k, selection_group
     "dense": ((7, 0, 3), 8, 2, 1, 16, 16, 4, 2, 4),
-    "two layers": ((19, 0, 13), 20, 4, 1, 16, 16, 4, 2, 4),
+    "two layers": ((18, 0, 3), 20, 4, 1, 16, 16, 4, 2, 4),
     "three layers, two key/value heads, odd sizes": ((17,), 17, 4, 2, 20, 7, 4, 1, 2),
     "tiles of siblings": ((37,), 37, 4, 1, 16, 16, 16, 1, 16),
     "more rows than a tile": ((37,), 37, 12, 1, 16, 16, 16, 1, 8),
@@ -93,7 +93,7 @@ def deterministic():
 
 @pytest.mark.parametrize("selection_group", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_deterministic_mode(deterministic, selection_group):
-    agree(*problem((9, 2), 9, 2, 1, 16, 16, 2, 2), selection_group=selection_group)
+    agree(*problem((5, 2), 5, 2, 1, 16, 16, 2, 2), selection_group=selection_group)
 
 
 def test_negative_scale_and_rope_base():
@@ -116,7 +116,7 @@ def test_ties_go_to_the_smaller_position():
     [
         pytest.param(11, 2, (4, 8), 1, marks=pytest.mark.slow),
         (19, 16, (15, 17), 1),
-        (11, 2, (3, 7), 2),
+        (11, 2, (7,), 2),
         pytest.param(35, 16, (7, 15, 31), 8, marks=pytest.mark.slow),
     ],
     ids=["any", "siblings", "groups", "groups of siblings"],
@@ -136,12 +136,14 @@ def test_the_future_does_not_reach_the_past(length, rate, tokens, group, value):
         assert torch.equal(before[: t + 1], after[: t + 1])
 
 
-@pytest.mark.parametrize("selection_group", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_choices_that_are_not_saved(selection_group, monkeypatch):
+@pytest.mark.parametrize(
+    ("selection_group", "rows"),
+    [(2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2), (1, 3), (2, 2)))],
+)
+def test_choices_that_are_not_saved(selection_group, rows, monkeypatch):
     """Tables of two or three groups, whose choices are made again in the backward pass."""
-    for rows in (2, 3):
-        monkeypatch.setattr(launch, "TABLE_BYTES", rows * 2 * (2 + 2) * 4)
-        agree(*problem((9, 3), 9, 2, 1, 16, 16, 2, 2), selection_group=selection_group)
+    monkeypatch.setattr(launch, "TABLE_BYTES", rows * 2 * (2 + 2) * 4)
+    agree(*problem((9, 3), 9, 2, 1, 16, 16, 2, 2), selection_group=selection_group)
 
 
 @pytest.mark.parametrize("selection_group", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -215,7 +215,7 @@ OPTIONS = [
 @interpreter
 @pytest.mark.parametrize(("features", "window"), OPTIONS)
 def test_dense_kernels(features, window):
-    compare(inputs((70, 0, 41), 75, heads=1, features=features, window=window))
+    compare(inputs((45, 0, 37), 50, heads=1, features=features, window=window))
 
 
 @interpreter
@@ -256,5 +256,5 @@ def test_softmax_needs_a_causal_mask(change):
 )
 def test_flash_kernels(mask, options):
     case = dict(heads=2, kv_heads=2, size=16, value_size=16, dtype="float32", contiguous=True, seed=4)
-    case |= dict(lengths=[70, 0, 41], key_lengths=None, causal=True, dropout=0.0, alibi=None, window=(-1, -1))
+    case |= dict(lengths=[45, 0, 37], key_lengths=None, causal=True, dropout=0.0, alibi=None, window=(-1, -1))
     flash.check("cpu", **case | options, mask=dict(targets=True) | mask)

@@ -122,7 +122,7 @@ def inputs(lengths, n, *, heads=2, d=16, v=16, features=(), window=0, dtype=torc
 
 
 def draw(random, small):
-    most = 150 if small else random.choice([300, 1000, 3000])
+    most = 70 if small else random.choice([300, 1000, 3000])
     lengths = [random.choice([0, 1, random.randint(1, most)]) for _ in range(random.randint(0, 3 if small else 6))]
     sizes = [16, 25, 50, 64] if small else [16, 25, 32, 50, 64, 96, 128, 200, 256]
     case = dict(

@@ -120,7 +120,7 @@ def draw(random, small):
     rate = random.choice([2, 3, 4, 16] if small else [2, 3, 4, 7, 16, 16, 32, 64])
     top_k = random.choice([1, 2, 4] if small else [1, 2, 4, 8, 13, 64])
     kv_heads = random.choice([1, 1, 2])
-    most = 40 if small else random.choice([300, 3000])
+    most = 24 if small else random.choice([300, 3000])
     powers = [rate**i + d for i in range(1, 8) for d in (-1, 0, 1) if rate**i + d <= most]
     lengths = [random.choice([0, 1, random.randint(2, most), *powers[-6:]]) for _ in range(random.choice([1, 1, 2]))]
     even = [16, 20, 32] if small else [2, 16, 24, 32, 50, 64, 96, 128, 200, 256]
