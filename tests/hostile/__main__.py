@@ -17,6 +17,7 @@ from pathlib import Path
 # Once here, not in each child:
 import matplotlib.pyplot  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
+import torchrec  # noqa: F401
 
 from tests.hostile import caches, configs, downloads, features, kills, operators, own_data, raw, runs, side
 from tests.hostile.accepted import ACCEPTED

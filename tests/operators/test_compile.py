@@ -31,15 +31,10 @@ SPILLED = {
 }.get(".".join(metadata.version("triton").split(".")[:2]), {})
 
 
-# Two halves, so that two workers can share them.
-HALVES = [("bsa", "catalogue_loss", "dense"), tuple(sorted({*NAMES} - {"bsa", "catalogue_loss", "dense"}))]
-
-
-@pytest.mark.parametrize("names", HALVES, ids=" ".join)
-def test_every_kernel_is_lowered(names):
+def test_every_kernel_is_lowered():
     """Triton's front end takes every kernel, and its passes find layouts; what LLVM and ptxas make of it is slow."""
-    kernels = compiled(names, (90,), lowered=True)
-    for name in names:
+    kernels = compiled(NAMES, (90,), lowered=True)
+    for name in NAMES:
         used = any(90 in case.architectures for case in launches_of(name))
         assert used == any(kernel["operator"] == name for kernel in kernels)
     wrong = [kernel for kernel in kernels if kernel["added_twice"] or kernel["memory_assembly"]]

@@ -16,7 +16,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = ["pytest", "tests.operators.distributed", "tests.operators.ring_cases", "tests.programs.test_scale"]
-PRELOADED += ["torchrec", "torchrec.distributed.model_parallel", "train", "eval", "serve"]
+PRELOADED += ["torchrec", "torchrec.distributed.model_parallel", "torch.utils.tensorboard", "training.plots"]
+PRELOADED += ["train", "eval", "serve"]
 
 
 def forkserver():

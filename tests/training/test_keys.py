@@ -1,6 +1,7 @@
 """The reference of the configuration: every key is there, and each says what it means."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from data.errors import ConfigError
+from tests.support.forked import Forked
 from training.config import load_config
 from training.keys import as_markdown, as_text, sections
 
@@ -68,15 +70,22 @@ def test_keys_of_a_prefix():
     assert "| `train.lr` | `0.001` | The learning rate. *number, above 0* |" in as_markdown()
 
 
-def test_the_program_prints_them():
-    command = [sys.executable, "train.py", "--keys"]
-    done = subprocess.run([*command, "train.lr"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "The learning rate." in done.stdout, done.stderr
-    done = subprocess.run([*command, "no.such"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == "error: --keys no.such: no key begins with this\n"
+def of_train(*arguments):
+    sys.argv = ["train.py", *arguments]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "status", "says"),
+    [("train.lr", 0, "The learning rate."), ("no.such", 2, "error: --keys no.such: no key begins with this\n")],
+)
+def test_the_program_prints_them(prefix, status, says):
+    process = Forked(of_train, "--keys", prefix)
+    assert says in "".join(process.communicate()) and process.returncode == status
 
 
 def test_a_reader_may_stop_early():
-    line = f"set -o pipefail; {sys.executable} train.py --keys | head -1"
+    """A new process, which also has nothing but `--keys` to do."""
+    line = f"set -o pipefail; {sys.executable} train.py --keys train | head -1"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr

@@ -43,7 +43,8 @@ RANKS = {
 }
 RANKING = ["task={kind: ranking, actions: [{name: liked, at_least: 1}]}", "data.protocol=last_tenth", "loss={}"]
 RANKING += ["data.synthetic.actions=true", "data.synthetic.mean_length=40"]
-# Prints what is planned for each argument, overrides between blanks, beside what autograd keeps of one forward pass.
+# Prints what is planned for each case, a list of overrides, beside what autograd keeps of one forward pass; the
+# prediction for RECORD; and what train.py --plan prints.
 SCRIPT = """
 import json, sys
 from dataclasses import asdict
@@ -53,8 +54,9 @@ from training.config import load_config
 from training.planning import plan as planning
 from training.run import open_data
 from training.step import build_step
+import train
 
-CONFIG, RECORD, *CASES = sys.argv[1:]
+CONFIG, RECORD, PROGRAM, *CASES = sys.argv[1:]
 for case in CASES:
     data = open_data(load_config(CONFIG, json.loads(case)), device=torch.device("cpu"))
     saved = {}
@@ -75,7 +77,8 @@ for case in CASES:
     found = planning.plan(data.config, data, recorded, planning.GPU_BYTES)
     print(json.dumps(asdict(found) | {"peak": found.peak, "training_peak": found.training_peak,
                                       "saved": sum(saved.values())}))
-print(json.dumps(scale_tables.predicted(json.loads(RECORD))))
+print(json.dumps(scale_tables.predicted(json.loads(RECORD))), flush=True)
+sys.exit(train.main([CONFIG, "--plan", *json.loads(PROGRAM)]))
 """
 # What benchmarks/scale.py writes of two ranks, as far as the prediction reads it.
 RECORD = {"case": "whole", "overrides": ["train.cuda_graphs=true", "parallel.data=auto", "parallel.embedding=row_wise"]}
@@ -83,18 +86,26 @@ RECORD |= {"items": 100_000, "ranks": 2, "steps": 2, "largest": [2000, 16], "bef
 RECORD["overrides"] += ["model.embedding_dim=128", "loss={kind: cross_entropy}", "train.batch_size=16"]
 
 
-def planned(*cases: list[str]) -> list[dict]:
-    """The plan of each case, overrides of the synthetic configuration, as a dict; and RECORD's predicted peak."""
+def planned(program: list[str], *cases: list[str]) -> list:
+    """Return the plan of each case, overrides of the synthetic configuration, as a dict; RECORD's predicted peak; and
+    the lines of train.py --plan with the arguments `program`.
+    """
     environ = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml", json.dumps(RECORD)]
+    command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml", json.dumps(RECORD), json.dumps(program)]
     command += [json.dumps([SMALL, *case]) for case in cases]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    lines = done.stdout.splitlines()
+    return [*map(json.loads, lines[: len(cases) + 1]), lines[len(cases) + 1 :]]
 
 
 @pytest.fixture(scope="module")
-def plans(tmp_path_factory) -> dict[str, dict]:
+def runs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory, runs) -> dict:
     path = tmp_path_factory.mktemp("plan") / "items.csv"
     path.write_text("item,group\n" + "\n".join(f"{item},{item % 7}" for item in range(1, 121)) + "\n")
     features = f"{{items: {{format: csv, path: {path}, unknown: add, columns: {{group: category}}}}}}"
@@ -104,12 +115,14 @@ def plans(tmp_path_factory) -> dict[str, dict]:
     cases |= {"features": [features], "features, sharded": sharded}
     cases |= {"features, whole": [*sharded, "loss.kind=cross_entropy"]}
     cases |= {"recomputed": ["train.recompute=true"]}
-    return dict(zip([*cases, "record"], planned(*cases.values())))
+    program = [SMALL, f"run_dir={runs}", "--gpu-memory", "80"]
+    return dict(zip([*cases, "record", "program"], planned(program, *cases.values())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
-    config = load_config(ROOT / "configs/synthetic-hstu.yaml", [SMALL, *KINDS[kind]])
+    few = "train.batch_size=2"  # what stays from step to step depends on none
+    config = load_config(ROOT / "configs/synthetic-hstu.yaml", [SMALL, *KINDS[kind], few])
     data = open_data(config, device=torch.device("cpu"))
     model = build_model(data.config, data.vocabulary, data.device)
     optimizer, step = build_step(data.config, model, data.device)
@@ -186,14 +199,10 @@ def test_features_have_a_plan(plans):
     assert sharded["persistent"]["optimiser"] == one["persistent"]["optimiser"]
 
 
-def test_program_prints_the_plan_and_makes_no_run(tmp_path: Path):
-    environ = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "train.py", "configs/synthetic-hstu.yaml", "--plan", SMALL]
-    command += [f"run_dir={tmp_path}", "--gpu-memory", "80"]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "MiB of 81,920 on a GPU" in done.stdout and "most at a time, evaluations included" in done.stdout
-    assert not list(tmp_path.iterdir())
+def test_program_prints_the_plan_and_makes_no_run(plans, runs):
+    printed = "\n".join(plans["program"])
+    assert "MiB of 81,920 on a GPU" in printed and "most at a time, evaluations included" in printed
+    assert not list(runs.iterdir())
 
 
 def test_meter_counts_what_lives():
