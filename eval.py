@@ -34,9 +34,8 @@ from data.reading.encodings import decoded
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
 from evaluation.item_filters import FilterError, ItemFilter, ItemFilters
-from evaluation.ranking_metrics import ranking_metrics
+from evaluation.ranking_metrics import Rankings, ranking_metrics
 from evaluation.scores import SampledCandidates, rank_targets
-from models.tasks.retrieval import rankings_of
 from models.tasks.scoring import model_scorer
 from serving import Recommender, ServingOptions
 from serving.judge import ServedModel
@@ -165,7 +164,7 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         candidates = SampledCandidates(options.sampled, options.seed)
         score = model_scorer(model, config.train.autocast == "bf16", data.task.ranks)
         tracked = terminal.track(batches.epoch(0), len(batches), "ranking among sampled items")
-        rankings = rankings_of(getattr(data.splits, split))
+        rankings = Rankings.of(getattr(data.splits, split))
         (places,) = rank_targets(score, tracked, filters=[config.eval.filter_seen], candidates=candidates)
         label = f"SAMPLED: target among {options.sampled} random unseen items, not comparable with full ranking"
         if candidates.short:

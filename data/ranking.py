@@ -19,8 +19,10 @@ from torch import Tensor
 
 from data.batch import Batch, per_token
 from data.batches import Batches, ranges
+from data.errors import ConfigError
+from data.reading.formats import FORMATS
 from data.splits import FUTURE_NOTE, Split, Splits
-from data.types import DataError, Dataset
+from data.types import DataError, Dataset, shown
 from hstu_sparse.core.jagged import sequence_ids
 
 RANKING_PROTOCOLS = ("last_tenth", "all")
@@ -199,6 +201,35 @@ class Layout(NamedTuple):
         if self.targets is None:
             return scoring_windows(users, begin, scored, end, self.capacity)
         return target_windows(users, begin, scored, end, self.capacity - self.targets + 1, 1)
+
+
+def label_table(dataset: Dataset, data_format: str, actions: dict[str, float | None]) -> np.ndarray:
+    """Return [codes, A] int8: which of `actions` each action code of the data set stands for.
+
+    actions: A names of flags or of values of the action column, or with a number the least value that counts.
+    """
+    source = FORMATS[data_format]
+    assert dataset.actions is not None
+    codes = np.arange(int(dataset.actions.max()) + 1)
+    texts = dataset.action_names or ()
+    named = ", ".join(shown(name) for name in (source.flags or texts)[:20] if name)
+    columns: list[np.ndarray] = []
+    for name, at_least in actions.items():
+        if at_least is not None and not named:
+            columns.append(codes >= at_least * source.action_scale)
+        elif at_least is not None:
+            raise ConfigError(f"task.actions: {name}: at_least is for numbers, the actions here are {named}")
+        elif name in source.flags:
+            columns.append(codes >> source.flags.index(name) & 1)
+        elif name in texts:
+            columns.append(codes == texts.index(name))
+        else:
+            raise ConfigError(f"task.actions: {name}: expected {named or 'a threshold, at_least'}")
+    table = np.stack(columns, 1).astype(np.int8)
+    for name, column in zip(actions, table[dataset.actions].T):
+        if column.min() == column.max():
+            raise ConfigError(f"task.actions: {name} is {column.min()} in every event of {dataset.name}")
+    return table
 
 
 def ranking_splits(dataset: Dataset, protocol: str, layout: Layout, *, train_on_valid: bool = False) -> Splits:

@@ -261,7 +261,7 @@ def target_samples(split: Split) -> np.ndarray:
 
 def repeats(dataset: Dataset, events: np.ndarray) -> np.ndarray:
     """Return for each of `events` [N] whether its user had the same item before: [N] bool."""
-    users = np.unique(np.searchsorted(dataset.user_offsets, events, side="right") - 1)
+    users = np.unique(dataset.users_of(events))
     begin, end = dataset.user_offsets[users], dataset.user_offsets[users + 1]
     counts = end - begin
     all_events = np.repeat(end - np.cumsum(counts), counts) + np.arange(counts.sum())

@@ -84,6 +84,15 @@ class Dataset:
         """E, the number of events."""
         return len(self.items)
 
+    def users_of(self, events: np.ndarray) -> np.ndarray:
+        """Return the user of each of `events`, indices of any shape.
+
+        Examples:
+            >>> dataset.users_of(dataset.user_offsets[:3])  # the first events of three users
+            array([0, 1, 2])
+        """
+        return np.searchsorted(self.user_offsets, events, side="right") - 1
+
 
 def did_you_mean(name: object, known: Iterable) -> str:
     """Return `, did you mean x?` for a misspelt name, else the empty string."""

@@ -131,7 +131,7 @@ def judging_splits(
     targets: `first` takes each user's first new event, `all` every one, as a ranking task does, which has a layout.
     """
     first, last = dataset.user_offsets[:-1], dataset.user_offsets[1:]
-    of_event = np.searchsorted(dataset.user_offsets, events.new, side="right") - 1
+    of_event = dataset.users_of(events.new)
     train_end = last.copy()
     np.minimum.at(train_end, of_event, events.new)
     if layout is not None:

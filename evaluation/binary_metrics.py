@@ -3,7 +3,8 @@
 Letters: M scored events, U users, R bootstrap draws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -139,6 +140,23 @@ def binary_metrics(probabilities: np.ndarray, labels: np.ndarray, users: np.ndar
         "normalized_entropy": float(loss / entropy(labels)),
         "calibration": float(probabilities.astype(np.float64).mean() / share) if share > 0 else float("nan"),
     }
+
+
+def of_actions(
+    compute: Callable[..., dict[str, Any]],
+    names: Sequence[str],
+    probabilities: np.ndarray,
+    labels: np.ndarray,
+    users: np.ndarray,
+) -> dict[str, Any]:
+    """Return the means over the actions of `binary_metrics` or `user_values` of probabilities [M, A] and labels
+    [M, A]; and, of several actions, each one's own as `action/metric`. names: [A].
+    """
+    by_action = [compute(p, np.ascontiguousarray(y), users) for p, y in zip(probabilities.T, labels.T)]
+    values = {name: np.mean([one[name] for one in by_action], axis=0) for name in by_action[0]}
+    if len(names) > 1:
+        values |= {f"{action}/{name}": one[name] for action, one in zip(names, by_action) for name in one}
+    return values
 
 
 def metrics_by_history(

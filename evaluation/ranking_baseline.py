@@ -5,11 +5,9 @@ Letters: E events, F features.
 
 import numpy as np
 
-ITEM_SMOOTHING, USER_SMOOTHING, RECENT_SMOOTHING = (
-    5,
-    5,
-    2,
-)  # the number of labels at the global mean that a mean is mixed with
+from data.types import Dataset
+
+ITEM_SMOOTHING, USER_SMOOTHING, RECENT_SMOOTHING = 5, 5, 2  # labels at the global mean that a mean is mixed with
 RECENT = 10  # latest labels of a user
 CLIP = 0.01  # means are clipped to [CLIP, 1 - CLIP] before their log-odds are taken
 STEPS, TOLERANCE = 50, 1e-10
@@ -73,3 +71,21 @@ def fit_logistic(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def predict_logistic(coefficients: np.ndarray, features: np.ndarray) -> np.ndarray:
     """Predict probabilities [M] of the positive label from features [M, F]."""
     return 1 / (1 + np.exp(-(features @ coefficients[:-1] + coefficients[-1])))
+
+
+def predicted_by_history(
+    dataset: Dataset, label_table: np.ndarray, train_end: np.ndarray, events: np.ndarray
+) -> np.ndarray:
+    """Predict probabilities [M, A] of the events [M] by logistic regression on earlier labels of items and users.
+
+    label_table: [codes, A], as of `data.ranking`; train_end: [U], where each user's training events end.
+    """
+    starts, lengths = dataset.user_offsets[:-1], np.diff(dataset.user_offsets)
+    place = np.arange(dataset.num_events) - np.repeat(starts, lengths)
+    training = place < np.repeat(train_end - starts, lengths)
+    columns = []
+    for labels in label_table.T.astype(bool)[:, dataset.actions]:
+        features = history_features(dataset.items, labels, dataset.user_offsets, training, dataset.num_items)
+        coefficients = fit_logistic(features[training], labels[training])
+        columns.append(predict_logistic(coefficients, features[events]))
+    return np.stack(columns, 1)

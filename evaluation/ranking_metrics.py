@@ -9,6 +9,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from data.splits import Split, target_samples
+
 NAMES = (*(f"{kind}@{k}" for k in (1, 5, 10, 50, 100, 200) for kind in ("HR", "NDCG")), "MRR")
 METRIC = re.compile(r"MRR|MAP|(?:HR|NDCG|Recall|Precision|MRR|MAP)@[1-9][0-9]{0,8}")
 REMOVED = np.iinfo(np.int64).max  # the rank of a target that a filter removes from the ranking: a miss in every metric
@@ -26,6 +28,16 @@ class Rankings(NamedTuple):
 
     ranking: np.ndarray
     users: np.ndarray
+
+    @classmethod
+    def of(cls, split: Split) -> Self:
+        """Return the rankings of a split's targets: one for each sample."""
+        return cls(target_samples(split), split.users)
+
+    @classmethod
+    def of_judged(cls, judged: dict[str, np.ndarray]) -> Self:
+        """Return the rankings of the arrays `judged` of a run; those of earlier versions have one for each user."""
+        return cls(judged.get("ranking", np.arange(len(judged["users"]))), judged["users"])
 
     @classmethod
     def single(cls, count: int) -> Self:

@@ -88,7 +88,7 @@ class ServedModel:
         """
         tokens = (batch.labels[:, 0] >= 0).nonzero()[:, 0]
         events = batch.events[tokens].cpu().numpy()
-        users = np.searchsorted(self.dataset.user_offsets, events, side="right") - 1
+        users = self.dataset.users_of(events)
         # The scored events of each user in order; round i asks about every user's i-th.
         order = np.lexsort((events, users))
         starts = np.flatnonzero(np.diff(users[order], prepend=-1))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from cli.terminal import terminal
@@ -109,7 +108,7 @@ def check_all_are_there(events: NewEvents, before: Dataset, name: str, folder: P
     """Raise DataError if the data `name` lack events that the run in `folder` had of users and items that they have."""
     if events.lost is not None and len(events.lost):
         event = int(events.lost[0])
-        user = before.user_ids[np.searchsorted(before.user_offsets, event, side="right") - 1]
+        user = before.user_ids[before.users_of(events.lost[0])]
         item, at = shown(str(before.item_ids[before.items[event]])), before.timestamps[event]
         raise DataError(
             f"{name}: lacks {len(events.lost):,} of the events of {folder}, like that of user {shown(str(user))}, item "

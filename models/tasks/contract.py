@@ -3,7 +3,6 @@
 Letters: T tokens, E embedding size.
 """
 
-import math
 import sys
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -20,22 +19,12 @@ from data.ranking import Layout
 from data.reading.formats import FORMATS
 from data.splits import Split, Splits, make_splits
 from data.types import Dataset
+from evaluation.report import Table
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share
 from models.options import LossConfig, ModelConfig
 from models.protocols import RankGroup, RunOptions
-
-
-class Table(NamedTuple):
-    """A table of a report: title, headings and rows of text; `short`: the columns that a terminal shows, empty for
-    none.
-    """
-
-    title: str
-    headings: list[str]
-    rows: list[list[str]]
-    short: list[int]
 
 
 class Served(NamedTuple):
@@ -254,8 +243,3 @@ class Task:
     def plots(self, result: dict) -> dict[str, bytes]:
         """Return the task's own plots of the result of `judge`, PNG images by the name of their file."""
         return {}
-
-
-def cells(values: dict, names: list[str] | tuple[str, ...]) -> list[str]:
-    """Format metrics as the cells of a table's row, `-` for one that has no value."""
-    return [f"{values[name]:.4f}" if math.isfinite(values[name]) else "-" for name in names]

@@ -17,21 +17,28 @@ from data.batch import Batch
 from data.batches import Batches
 from data.errors import ConfigError
 from data.options import Options
-from data.ranking import RANKING_PROTOCOLS, Layout, RankingBatch, RankingBatches, TargetBatches, ranking_splits
-from data.reading.formats import FORMATS
+from data.ranking import (
+    RANKING_PROTOCOLS,
+    Layout,
+    RankingBatch,
+    RankingBatches,
+    TargetBatches,
+    label_table,
+    ranking_splits,
+)
 from data.splits import Split, Splits
-from data.types import Dataset, shown
-from evaluation import binary_metrics
-from evaluation.binary_metrics import auc_difference, curves, metrics_by_history
-from evaluation.binary_plots import plot_curves
-from evaluation.ranking_baseline import fit_logistic, history_features, predict_logistic
+from data.types import Dataset
+from evaluation import binary_metrics, binary_report
+from evaluation.binary_metrics import auc_difference, curves, metrics_by_history, of_actions
+from evaluation.ranking_baseline import predicted_by_history
 from evaluation.ranking_metrics import LENGTH_EDGES
+from evaluation.report import Table
 from models.attention import ATTENTION_KINDS
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
 from models.losses import Share
 from models.protocols import RunOptions
-from models.tasks.contract import Served, Table, Task, cells
+from models.tasks.contract import Served, Task
 
 
 class ActionConfig(Options):
@@ -192,6 +199,10 @@ class Ranking(Task):
         return self.config.task.actions
 
     @property
+    def names(self) -> list[str]:
+        return [action.name for action in self.actions]
+
+    @property
     def layout(self) -> Layout:  # type: ignore[override]  # of a run's configuration
         c = self.config
         if c.task.layout == "targets":
@@ -210,7 +221,7 @@ class Ranking(Task):
         events = np.repeat(split.end - np.cumsum(counts), counts) + np.arange(counts.sum())
         labels = self.label_table(dataset)[dataset.actions[events]].astype(bool)
         metric = self.config.best_metric
-        if not np.isfinite(self.metrics(np.full(labels.shape, 0.5), labels, users_of(dataset, events))[metric]):
+        if not np.isfinite(self.metrics(np.full(labels.shape, 0.5), labels, dataset.users_of(events))[metric]):
             raise ConfigError(
                 f"eval.best_metric: {metric} has no value in the validation split of these data: it needs events with "
                 f"and without the action{', of the same user' if metric.endswith('gauc') else ''}"
@@ -218,28 +229,7 @@ class Ranking(Task):
 
     def label_table(self, dataset: Dataset) -> np.ndarray:
         """Return [codes, A] int8: the kinds of action that each action code of the data set stands for."""
-        source = FORMATS[self.config.data.format]
-        assert dataset.actions is not None
-        codes = np.arange(int(dataset.actions.max()) + 1)
-        texts = dataset.action_names or ()
-        named = ", ".join(shown(name) for name in (source.flags or texts)[:20] if name)
-        columns: list[np.ndarray] = []
-        for action in self.actions:
-            if action.at_least is not None and not named:
-                columns.append(codes >= action.at_least * source.action_scale)
-            elif action.at_least is not None:
-                raise ConfigError(f"task.actions: {action.name}: at_least is for numbers, the actions here are {named}")
-            elif action.name in source.flags:
-                columns.append(codes >> source.flags.index(action.name) & 1)
-            elif action.name in texts:
-                columns.append(codes == texts.index(action.name))
-            else:
-                raise ConfigError(f"task.actions: {action.name}: expected {named or 'a threshold, at_least'}")
-        table = np.stack(columns, 1).astype(np.int8)
-        for action, column in zip(self.actions, table[dataset.actions].T):
-            if column.min() == column.max():
-                raise ConfigError(f"task.actions: {action.name} is {column.min()} in every event of {dataset.name}")
-        return table
+        return label_table(dataset, self.config.data.format, {action.name: action.at_least for action in self.actions})
 
     def splits(self, dataset: Dataset) -> Splits:
         c = self.config.data
@@ -305,29 +295,20 @@ class Ranking(Task):
 
     def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
         predictions = self.predictions(model, batches, phase)
-        return self.metrics(
-            predictions.probabilities, predictions.labels, users_of(batches.dataset, predictions.events)
-        )
+        return self.metrics(predictions.probabilities, predictions.labels, batches.dataset.users_of(predictions.events))
 
     def metrics(self, probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, float]:
         """Compute all of `config.task.metric_names()` of probabilities [M, A] against labels [M, A]; users: [M]."""
-        by_action = [
-            binary_metrics.binary_metrics(p, y, users) for p, y in zip(probabilities.T, np.ascontiguousarray(labels.T))
-        ]
-        mean = {name: float(np.mean([values[name] for values in by_action])) for name in binary_metrics.NAMES}
-        if len(by_action) == 1:
-            return mean
-        return mean | {
-            f"{a.name}/{name}": values[name] for a, values in zip(self.actions, by_action) for name in values
-        }
+        values = of_actions(binary_metrics.binary_metrics, self.names, probabilities, labels, users)
+        return {name: float(value) for name, value in values.items()}
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """Compute metrics of the model and the baseline, the difference of their AUCs, curves, and metrics by history
         length.
         """
         predictions = self.predictions(model, batches)
-        users = users_of(dataset, predictions.events)
-        baseline = self.baseline_probabilities(dataset, splits, predictions.events)
+        users = dataset.users_of(predictions.events)
+        baseline = predicted_by_history(dataset, self.label_table(dataset), splits.train_end, predictions.events)
         history = predictions.events - dataset.user_offsets[users]
         result: dict[str, Any] = {
             "split": split,
@@ -339,10 +320,9 @@ class Ranking(Task):
         }
         for a, action in enumerate(self.actions):
             p, q, y = predictions.probabilities[:, a], baseline[:, a], predictions.labels[:, a]
-            difference, lower, upper = auc_difference(p, q, y, users)
             result["actions"][action.name] = {
                 "positive_share": float(y.mean()),
-                "auc_over_baseline": {"difference": difference, "lower": lower, "upper": upper},
+                "auc_over_baseline": dict(zip(("difference", "lower", "upper"), auc_difference(p, q, y, users))),
                 "by_history": metrics_by_history(p, y, users, history, LENGTH_EDGES),
                 "curves": {"model": curves(p, y), "baseline": curves(q, y)},
             }
@@ -350,17 +330,8 @@ class Ranking(Task):
         return result
 
     def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        users = judged["users"]
-        by_action = [
-            binary_metrics.user_values(p, np.ascontiguousarray(y), users)
-            for p, y in zip(judged["probabilities"].T, judged["labels"].T)
-        ]
-        values = {name: np.mean([values[name] for values in by_action], axis=0) for name in by_action[0]}
-        if len(by_action) > 1:
-            values |= {
-                f"{a.name}/{name}": values[name] for a, values in zip(self.actions, by_action) for name in values
-            }
-        return np.unique(users), values
+        arrays = judged["probabilities"], judged["labels"], judged["users"]
+        return np.unique(judged["users"]), of_actions(binary_metrics.user_values, self.names, *arrays)
 
     def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
         action, _, metric = self.config.best_metric.rpartition("/")
@@ -372,20 +343,6 @@ class Ranking(Task):
             if action in ("", name)
         }
 
-    def baseline_probabilities(self, dataset: Dataset, splits: Splits, events: np.ndarray) -> np.ndarray:
-        """Predict probabilities [M, A] of the events [M] by logistic regression on earlier labels of items and
-        users.
-        """
-        starts, lengths = dataset.user_offsets[:-1], np.diff(dataset.user_offsets)
-        place = np.arange(dataset.num_events) - np.repeat(starts, lengths)
-        training = place < np.repeat(splits.train_end - starts, lengths)
-        columns = []
-        for labels in self.label_table(dataset).T.astype(bool)[:, dataset.actions]:
-            features = history_features(dataset.items, labels, dataset.user_offsets, training, dataset.num_items)
-            coefficients = fit_logistic(features[training], labels[training])
-            columns.append(predict_logistic(coefficients, features[events]))
-        return np.stack(columns, 1)
-
     def protocol_lines(self, result: dict) -> list[str]:
         return [
             f"Split {result['split']}, {result['users']:,} users, {result['events']:,} scored events. The baseline is "
@@ -394,36 +351,7 @@ class Ranking(Task):
         ]
 
     def tables(self, result: dict) -> list[Table]:
-        names = list(binary_metrics.NAMES)
-        several = len(self.actions) > 1
-        rows = []
-        for action in ["", *(f"{action.name}/" for action in self.actions if several)]:
-            for who in ("model", "baseline"):
-                label = f"{who}, {action[:-1] or ('mean of the actions' if several else self.actions[0].name)}"
-                rows.append([label, *cells({name: result[who][action + name] for name in names}, names)])
-        tables = [Table("Predicted actions", ["", *names], rows, list(range(len(names) + 1)))]
-        over = []
-        for name, values in result["actions"].items():
-            gain = values["auc_over_baseline"]
-            interval = f"{gain['lower']:+.4f} to {gain['upper']:+.4f}"
-            over.append([name, f"{values['positive_share']:.4f}", f"{gain['difference']:+.4f}", interval])
-        headings = ["action", "share of positives", "AUC over the baseline's", "95% (bootstrap over users)"]
-        tables.append(Table("Against the baseline", headings, over, []))
-        for name, values in result["actions"].items():
-            rows = [[row["history"], f"{row['events']:,}", *cells(row, names)] for row in values["by_history"]]
-            title = "By length of the history" + (f": {name}" if several else "")
-            tables.append(Table(title, ["events before", "scored events", *names], rows, []))
-        return tables
+        return binary_report.tables(result, self.names)
 
     def plots(self, result: dict) -> dict[str, bytes]:
-        """Plot ROC curves and calibration of each action."""
-        images = {}
-        for name, values in result["actions"].items():
-            aucs = {who: result[who].get(f"{name}/auc", result[who]["auc"]) for who in values["curves"]}
-            images[f"ranking-{name}.png"] = plot_curves(name, values["curves"], aucs)
-        return images
-
-
-def users_of(dataset: Dataset, events: np.ndarray) -> np.ndarray:
-    """Return the user of each event: [M] -> [M]."""
-    return np.searchsorted(dataset.user_offsets, events, side="right") - 1
+        return binary_report.plots(result)

@@ -16,9 +16,10 @@ from data.options import RecallOptions
 from data.recall import RECALL_PROTOCOL, RecallBatch, RecallBatches, recall_splits
 from data.splits import Split, Splits
 from data.types import Dataset
+from evaluation.report import Table, cells
 from models.hstu import SequenceModel
 from models.protocols import RankGroup
-from models.tasks.contract import Table, Task, TaskOptions, cells
+from models.tasks.contract import Task, TaskOptions
 from models.tasks.retrieval import Retrieval
 from models.tasks.scoring import normalized_items
 
@@ -123,7 +124,7 @@ class Recall(Retrieval):
         """Compute the accuracy over all recalls, at the worst distance and at each distance, beside that of a guess."""
         recalls = self.recalls(model, batches)
         distances = {name: place for place, name in enumerate(dataset.action_names or ()) if place}
-        users = np.searchsorted(dataset.user_offsets, recalls.events, side="right") - 1
+        users = dataset.users_of(recalls.events)
         return {
             "split": split,
             "users": len(getattr(splits, split).users),
@@ -156,7 +157,7 @@ class Recall(Retrieval):
         by_distance = [[name, f"{value:.4f}"] for name, value in result["by_distance"].items()]
         return [
             Table("Recall", ["", *names], rows, [0, 1, 2]),
-            Table("By distance", ["events ago", "accuracy"], by_distance, []),
+            Table("By distance", ["events ago", "accuracy"], by_distance),
         ]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from data.splits import repeats, target_events
+from data.types import Dataset
 from evaluation.ranking_metrics import REMOVED, ranking_metrics
 from evaluation.scores import FILTERS, popularity_scorer, rank_targets
 from serving import Recommender
@@ -139,6 +140,7 @@ def test_owned_items_follow_the_run_everywhere(runs, name):
 def test_repeats_are_found_by_user():
     class Tiny:
         items, user_offsets, num_items = np.array([3, 1, 3, 3, 2, 1, 1]), np.array([0, 3, 3, 5, 7]), 4
+        users_of = classmethod(Dataset.users_of)
 
     assert repeats(Tiny, np.arange(7)).tolist() == [False, False, True, False, False, False, True]
     assert repeats(Tiny, np.array([6, 2])).tolist() == [True, True]

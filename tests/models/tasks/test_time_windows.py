@@ -12,9 +12,8 @@ import torch
 from data.batches import Batches
 from data.datasets import load_dataset
 from data.splits import make_splits, target_events
-from evaluation.ranking_metrics import ranking_metrics
+from evaluation.ranking_metrics import Rankings, ranking_metrics
 from evaluation.scores import rank_targets
-from models.tasks.retrieval import rankings_of
 from models.tasks.scoring import model_scorer
 from tests.data.test_splits import dataset_of
 from tests.programs.test_train import run
@@ -85,7 +84,7 @@ def by_batches(dataset, fraction, hidden):
 
     batches = Batches(dataset, test, batch_size=5, shuffle=False, with_seen=True)
     (ranks,) = rank_targets(scorer, batches.epoch(0), filters=["none"])
-    return ranking_metrics(ranks, NAMES, rankings_of(test))
+    return ranking_metrics(ranks, NAMES, Rankings.of(test))
 
 
 @pytest.mark.parametrize("hidden", [False, True])

@@ -1,0 +1,21 @@
+"""Define the tables of a report."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Table(NamedTuple):
+    """A table of a report: title, headings and rows of text; `short`: the columns that a terminal shows, empty for
+    none.
+    """
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+    short: Sequence[int] = ()
+
+
+def cells(values: dict, names: list[str] | tuple[str, ...]) -> list[str]:
+    """Format metrics as the cells of a table's row, `-` for one that has no value."""
+    return [f"{values[name]:.4f}" if math.isfinite(values[name]) else "-" for name in names]
