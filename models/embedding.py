@@ -222,15 +222,12 @@ class InputEmbedding(nn.Module):
         """Look up the representations of the batch's items and the rows of its actions, both [T, E]."""
         # In evaluation without torchrec, whose look-up has the same result, and which torch.export does not take.
         if self.sharded is not None or self.items is not None or not self.training:
-            actions = self.action_weight
             if self.sharded is not None:
                 ids, inverse = torch.unique(batch.item_ids, return_inverse=True)
                 rows, _ = self.of_looked_up(ids, inverse)
             else:
                 rows = self.item_rows(batch.item_ids)
-            if actions is None or batch.actions is None:
-                return rows, None
-            return rows, F.embedding(batch.actions, actions)
+            return rows, self._of_actions(batch)
         from torchrec import KeyedJaggedTensor
 
         features = {"item": batch.item_ids}
@@ -250,6 +247,11 @@ class InputEmbedding(nn.Module):
         )
         return looked_up["item"].values(), looked_up["action"].values() if "action" in features else None
 
+    def _of_actions(self, batch: Batch) -> Tensor | None:
+        """Look up the rows of the batch's actions, [T, E], if both have any."""
+        actions = self.action_weight
+        return None if actions is None or batch.actions is None else F.embedding(batch.actions, actions)
+
     def forward(self, batch: Batch, rows: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Embed a batch; rows [T, E]: the representations of the batch's items, if they were looked up before.
 
@@ -258,8 +260,7 @@ class InputEmbedding(nn.Module):
         if rows is None:
             rows, more = self._looked_up(batch)
         else:
-            actions = self.action_weight
-            more = None if actions is None or batch.actions is None else F.embedding(batch.actions, actions)
+            more = self._of_actions(batch)
         if self.context is not None:
             rows = rows + self.context(batch).to(rows.dtype)
         if batch.has_action is not None and more is not None:

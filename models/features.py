@@ -5,6 +5,8 @@ nothing. Letters: R rows (tokens, items or users), F features, L greatest number
 W items with a training event, E embedding size, T tokens, B sequences.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +18,10 @@ from torch.nn import functional as F
 from data.batch import Batch
 from data.features.new_items import NewItems
 from data.features.vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
-from data.features.zones import offsets_of
+from data.features.zones import calendar_rows, offsets_of
 from hstu_sparse.core.jagged import sequence_ids
-from models.sparse_product import SparseProduct
+from hstu_sparse.layer.sparse_product import SparseProduct
 from models.vectors import ItemVectors
-
-DAY, HOUR, THURSDAY = 86_400, 3_600, 3  # seconds; the weekday of 1970-01-01, Monday being 0
 
 
 def convert_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -203,13 +203,13 @@ class ItemFeatures(nn.Module):
         """Sum the features of every number: [I, E], in training [W, E], in fp32."""
         parts = [] if self.tables is None or self.lists is None else [self.lists.of_all(self.tables.whole())]
         items = self.trained if self.only_trained else None
-        return summed([*parts, *(vectors(items) for vectors in self.vectors)])
+        return functools.reduce(operator.add, [*parts, *(vectors(items) for vectors in self.vectors)])
 
     def of(self, numbers: Tensor) -> Tensor:
         """Sum the features of `numbers` [R]: [R, E], in fp32, with the bits of `of_all` but for vectors."""
         parts = [] if self.tables is None or self.lists is None else [self.lists.of(numbers, self.tables.whole())]
         items = self.trained[numbers] if self.only_trained else numbers
-        return summed([*parts, *(vectors(items) for vectors in self.vectors)])
+        return functools.reduce(operator.add, [*parts, *(vectors(items) for vectors in self.vectors)])
 
     def of_new(self, items: NewItems) -> Tensor:
         """Sum the features of items that are not in the catalogue: [M, E], in fp32."""
@@ -221,7 +221,7 @@ class ItemFeatures(nn.Module):
             parts.append(ValueLists(items.item_rows, sizes, np.arange(items.count)).to(device).of_all(whole))
         for module, vectors in zip(self.vectors, items.vectors):
             parts.append(module.of_new(torch.from_numpy(vectors).to(device)))
-        return summed(parts)
+        return functools.reduce(operator.add, parts)
 
     def all_is_less(self, count: int) -> bool:
         """Return whether the features of all items have fewer values to sum than those of `count` drawn ones."""
@@ -229,14 +229,6 @@ class ItemFeatures(nn.Module):
         width = sum(vectors.width for vectors in self.vectors)
         of_all = width * (len(self.trained) if self.only_trained else len(self.place))
         return count * (longest + width) > values + of_all + count
-
-
-def summed(parts: list[Tensor]) -> Tensor:
-    """Add up tensors, of which there is at least one."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 class ContextFeatures(nn.Module):
@@ -313,10 +305,3 @@ def checked_rows(rows: Tensor | None, count: int, entity: str) -> Tensor:
             f"the model has {count} features of {entity}, the batch {0 if rows is None else rows.shape[1]}"
         )
     return rows
-
-
-def calendar_rows(name: str, timestamps: Tensor) -> Tensor:
-    """Return the hour (0 to 23) or the weekday (0 to 6, Monday 0) of times in seconds on a clock: [T] int64."""
-    if name == "hour":
-        return timestamps // HOUR % CALENDAR["hour"]
-    return (timestamps // DAY + THURSDAY) % CALENDAR["weekday"]

@@ -184,6 +184,10 @@ class MixtureOfLogits(nn.Module):
         for linear, count in ((self.query, config.query_components), (self.item, config.item_components)):
             linear.weight.data = start.repeat(count, 1)
 
+    def forward(self, method: str, *arguments):
+        """Call a method by its name, as torch.func.functional_call can."""
+        return getattr(self, method)(*arguments)
+
     def queries(self, out: Tensor) -> Side:
         """Return the side of outputs [..., E] of length one."""
         # Scaled to numbers of size one, for which the layers are initialised.
@@ -316,10 +320,8 @@ def _chunk_loss(head, parameters, out, targets, negatives, source, part: Catalog
     whole catalogue, its gradients are those of this part.
     """
 
-    def of(name: str, *arguments):
-        return torch.func.functional_call(
-            _Method(head, name), {f"head.{n}": p for n, p in parameters.items()}, arguments
-        )
+    def of(method: str, *arguments):
+        return torch.func.functional_call(head, parameters, (method, *arguments))
 
     queries, chosen = of("queries", out), targets.clamp(min=0)
     if part is not None:
@@ -343,14 +345,3 @@ def _chunk_loss(head, parameters, out, targets, negatives, source, part: Catalog
         logits = logits.masked_fill(same, float("-inf"))
         losses = logits.logsumexp(1) - logits[:, 0]
     return losses.masked_fill(targets < 0, 0).sum()
-
-
-class _Method(nn.Module):
-    """A method of a module as a module's forward, for functional_call."""
-
-    def __init__(self, head: nn.Module, name: str):
-        super().__init__()
-        self.head, self.name = head, name
-
-    def forward(self, *arguments):
-        return getattr(self.head, self.name)(*arguments)

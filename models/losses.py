@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
+from data.earlier import Earlier
 from hstu_sparse.catalogue import BLOCK
 from hstu_sparse.core.jagged import sequence_ids
 from hstu_sparse.core.precision import without_autocast
@@ -28,7 +29,7 @@ from models.heads import mol_loss, normalized
 from models.hstu import SequenceModel
 from models.options import LossConfig
 from models.protocols import RankGroup
-from models.repeats import Earlier, RepeatTerm, add_terms
+from models.repeats import RepeatTerm, add_terms
 
 NORM_EPS = 1e-6
 # Embedding sizes that the kernels take.

@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from data.explain import OPTION
+from data.kinds import located
 from data.options import Options
 from models.attention import ATTENTION_KINDS
 from models.attention.contract import AttentionKind, LayerSizes
 from models.attention.spread import context_by
 from models.heads import DotConfig, HeadConfig
-from models.kinds import located
 from models.protocols import RunOptions
 
 

@@ -27,9 +27,9 @@ from data.augment import Augment
 from data.config import DataConfig, PathText
 from data.errors import ConfigError
 from data.explain import explain
+from data.kinds import Kinds
 from data.options import Options, auto_or
 from models.attention import ATTENTION_KINDS
-from models.kinds import Kinds
 from models.options import LossConfig, ModelConfig
 from models.tasks.build import TASK_KINDS, TaskConfig
 from models.tasks.retrieval import Retrieval

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from data.errors import ConfigError
+from data.kinds import Kinds
 from models.attention import ATTENTION_KINDS
-from models.kinds import Kinds
 from models.tasks.build import TASK_KINDS
 from training.config import RunConfig
 

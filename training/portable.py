@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from data.atomic import replace_file
 from data.batch import Batch
+from data.earlier import Earlier
 from data.errors import ConfigError
 from data.types import shown
 from models.heads import normalized
 from models.hstu import SequenceModel
-from models.repeats import Earlier, add_terms
+from models.repeats import add_terms
 from models.tasks.scoring import normalized_items
 from training.config import RunConfig
 from training.folder import access

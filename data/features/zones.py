@@ -1,4 +1,4 @@
-"""Convert times to the clock of a time zone, with its summer times."""
+"""Convert times to the clock of a time zone, with its summer times, and to the calendar's features."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
 import numpy as np
+from torch import Tensor
 
 from data.types import DataError, did_you_mean, shown
 
-DAY, MINUTE = 86_400, 60
+DAY, HOUR, THURSDAY = 86_400, 3_600, 3  # seconds; the weekday of 1970-01-01, Monday being 0
 LAST = 9_214_646_400  # seconds since 1970: the year 2262, the last in which an event can be
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -45,3 +46,8 @@ def offsets_of(name: str) -> tuple[np.ndarray, np.ndarray]:
         starts.append(after)
         offsets.append(offset(after))
     return np.array(starts, np.int64), np.array(offsets, np.int64)
+
+
+def calendar_rows(name: str, timestamps: Tensor) -> Tensor:
+    """Return the hour (0 to 23) or the weekday (0 to 6, Monday 0) of times in seconds on a clock: [T] int64."""
+    return timestamps // HOUR % 24 if name == "hour" else (timestamps // DAY + THURSDAY) % 7

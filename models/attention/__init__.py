@@ -4,6 +4,7 @@ A kind is one module with a class and its Config that satisfy `AttentionKind` in
 outside this package: it is then named by its path, `my_package.my_module:MyAttention`.
 """
 
+from data.kinds import Kinds
 from models.attention.bsa import BlockSparseAttention
 from models.attention.contract import AttentionKind
 from models.attention.dense import DenseAttention
@@ -12,7 +13,6 @@ from models.attention.indexer import IndexerAttention
 from models.attention.ring import RingAttention
 from models.attention.rotatekv import RotateKVAttention
 from models.attention.softmax import SoftmaxAttention
-from models.kinds import Kinds
 
 ATTENTION: dict[str, type[AttentionKind]] = {
     "dense": DenseAttention,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from models.kinds import Kinds
+from data.kinds import Kinds
 from models.protocols import RankGroup
 from models.tasks.contract import Task, TaskOptions
 from models.tasks.ranking import Ranking

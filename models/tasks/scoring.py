@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.batch import Batch
+from data.earlier import Earlier
 from evaluation import scores
 from evaluation.scores import Scores
 from models.hstu import SequenceModel
 from models.protocols import RankGroup
-from models.repeats import Earlier, add_terms
+from models.repeats import add_terms
 
 
 def normalized_items(item_weight: Tensor) -> Tensor:

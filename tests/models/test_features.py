@@ -11,11 +11,11 @@ import torch
 
 from data.features.features import feature_of
 from data.features.vocabulary import FeatureVocabulary, fit_features, with_rows
-from data.features.zones import checked_zone, offsets_of
+from data.features.zones import calendar_rows, checked_zone, offsets_of
 from data.splits import Split
 from data.synthetic import generate
 from data.types import DataError, Dataset
-from models.features import ContextFeatures, calendar_rows
+from models.features import ContextFeatures
 from models.hstu import SequenceModel
 from models.losses import Negatives, competing_items, sampled_loss
 from models.tasks.build import build_task

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from data.earlier import Earlier
 from models import chunks
 from models.hstu import SequenceModel
 from models.losses import head_loss, own_items, repeats_of
 from models.options import LossConfig, ModelConfig
-from models.repeats import COUNT_OCTAVES, EVENT_OCTAVES, TIME_OCTAVES, Earlier, RepeatTerm
+from models.repeats import COUNT_OCTAVES, EVENT_OCTAVES, TIME_OCTAVES, RepeatTerm
 from models.tasks.scoring import model_scorer
 from tests.models.test_hstu import CONFIG, NUM_ITEMS, make_batch
 from tests.serving.plain import Plain, item_ids, make_config, make_model, serve

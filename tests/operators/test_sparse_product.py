@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.sparse_product import MOST, SparseProduct
+from hstu_sparse.layer.sparse_product import MOST, SparseProduct
 
 
 @pytest.mark.parametrize(
