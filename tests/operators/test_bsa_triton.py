@@ -111,7 +111,14 @@ def test_bias_in_deterministic_mode(case):
     check("cpu", **named(case) | dict(lengths=lengths), position=True, buckets=9, deterministic=True)
 
 
-@pytest.mark.parametrize("name", ["all sequences empty", "an empty sequence in the middle", "N far above every length"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all sequences empty",
+        "an empty sequence in the middle",
+        pytest.param("N far above every length", marks=pytest.mark.slow),
+    ],
+)
 def test_bias_at_edge_cases(name):
     lengths, N = EDGE_CASES[name]
     case = named("groups of a whole small block") | dict(lengths=lengths, max_seq_len=N)

@@ -199,7 +199,7 @@ def test_mixed_dtypes():
 
 
 @interpreter
-@pytest.mark.parametrize("channels", [25, 64])
+@pytest.mark.parametrize("channels", [25, pytest.param(64, marks=pytest.mark.slow)])
 def test_dropout(channels):
     check_dropout(300, channels)
 
@@ -239,8 +239,16 @@ def one_graph(backend, options, dynamic=None):
 
 
 @interpreter
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.3, "seed": torch.tensor([5])}], ids=["plain", "dropout"])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("dynamic", "options"),
+    [
+        (None, {}),
+        (True, {"dropout": 0.3, "seed": torch.tensor([5])}),
+        pytest.param(True, {}, marks=pytest.mark.slow),
+        pytest.param(None, {"dropout": 0.3, "seed": torch.tensor([5])}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "dynamic, dropout", "dynamic", "dropout"],
+)
 def test_compiles_as_one_graph(options, dynamic):
     one_graph("aot_eager", options, dynamic)
 

@@ -120,7 +120,8 @@ PACKING = {"plain": {}, "pruned": dict(sparsity=0.7), "groups": dict(head_group=
 @pytest.mark.parametrize(
     ("options", "bits"),
     [
-        *(("plain", bits) for bits in (2, 3, 4, 8)), ("groups", 3),
+        *(("plain", bits) for bits in (2, 3)), ("groups", 3),
+        *(pytest.param("plain", bits, marks=pytest.mark.slow) for bits in (4, 8)),
         *(pytest.param("groups", bits, marks=pytest.mark.slow) for bits in (2, 4, 8)),
         *(pytest.param("pruned", bits, marks=pytest.mark.slow) for bits in (2, 3, 4, 8)),
     ],

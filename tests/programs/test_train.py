@@ -450,8 +450,10 @@ def test_users_with_too_few_events_are_left_out_and_counted(tmp_path):
     assert "Left out of test: 1 user, fewer than two events." in report
 
 
-@pytest.mark.parametrize("kind", ["dense", "indexer"])
-@pytest.mark.parametrize("timed", [True, False], ids=["with times", "without"])
+@pytest.mark.parametrize(
+    ("timed", "kind"),
+    [(True, "dense"), (True, "indexer"), (False, "dense"), pytest.param(False, "indexer", marks=pytest.mark.slow)],
+)
 def test_biases_by_time_are_on_where_the_data_have_times(tmp_path, timed, kind):
     events = tmp_path / "events.csv"
     rows = [f"{user},{(user + place) % 9},{place}" for user in range(30) for place in range(6)]

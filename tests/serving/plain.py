@@ -84,6 +84,7 @@ def vocabulary(config):
 
 
 def serve(config, model, clock=lambda: 0, **options) -> Recommender:
+    options = {"cache_bytes": 2**24} | options  # the default of 1 GiB takes a second to clear
     return Recommender(model, config, vocabulary(config), options=ServingOptions(**options), clock=clock)
 
 

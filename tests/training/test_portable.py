@@ -84,7 +84,7 @@ def test_the_file_gives_the_lists_of_the_recommender(tmp_path, trained, kind):
     assert process.returncode == 0, process.stderr
     answers, imported = json.loads(process.stdout)
     assert not imported
-    served = Recommender.load("run")
+    served = Recommender.load("run", cache_bytes=2**24)
     for user, ((items, times, at), (listed, scores)) in enumerate(zip(cases, answers)):
         served.append([user] * len(items), items, times)
         expected, values = served.recommend([user], k=9, at=at)
