@@ -195,7 +195,7 @@ class Batch:
 
     @property
     def with_event_positions(self) -> Batch:
-        """The batch with positions that count events alone, where a rank's part has context tokens, too."""
+        """The batch with positions that count events alone, where a part of the sequences has context tokens, too."""
         if self.cut is None or not self.num_context:
             return self
         return dataclasses.replace(self, cut=self.cut._replace(positions=(self.cut.positions - 1).clamp(min=0)))

@@ -427,7 +427,7 @@ class Engine:
         ones = torch.arange(total + 1, device=self.device)
         positions, num_context = places, None
         if self.num_context:
-            positions, num_context = (places + 1).clamp(min=0), torch.where(pages[:, 0] < 0, 0, self.num_context)
+            positions, num_context = (places + 1).clamp(min=0), self.num_context * (pages[:, 0] >= 0)  # none of padding
             if new_windows and kind == "write":
                 features = features[offsets[:-1].clamp(max=total - 1)]  # of users
                 last = self.num_context * (1 + sequence_ids(offsets, total))
@@ -443,6 +443,7 @@ class Engine:
             users=ones[:-1],
             cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank has no plan
             served=served,
+            num_context=self.num_context,
             **self.contexts.batch_columns(codes, features),
         )
         has_action = None

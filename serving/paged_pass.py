@@ -4,7 +4,6 @@ Letters: T new tokens, E embedding size, H heads, D query/key and V value head s
 """
 
 import copy
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hstu_sparse
-from data.batch import Cut
 from hstu_sparse.bias.relative import RelativeBias
 from models.attention.contract import AttentionKind, AuxLoss, PagedForm
 from models.hstu import HSTULayer, SequenceModel
@@ -160,10 +158,7 @@ def embedded(model: SequenceModel, batch: ServedBatch) -> Tensor:
     embedding, served = model.embedding, batch.served
     # A plain look-up: torchrec's needs a dozen launches more.
     rows = None if embedding.sharded else embedding.item_rows(batch.item_ids)
-    if not model.num_context:
-        return embedding(batch, rows)
-    cut = cast(Cut, batch.cut)  # in layers, events begin at position 1
-    x = embedding(dataclasses.replace(batch, cut=cut._replace(positions=(cut.positions - 1).clamp(min=0))), rows)
+    x = embedding(batch.with_event_positions, rows)
     if served.context is None:
         return x
     of_users = embedding.user_tokens(batch.user_features).flatten(0, 1).to(x.dtype)

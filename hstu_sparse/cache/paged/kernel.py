@@ -257,11 +257,9 @@ def paged_attention_fwd_kernel(
     at = row * 0 + length if CANDIDATES else length + index
     # The end of the last row's positions; no row sees later ones.
     last = length if CANDIDATES else length + tl.minimum(count, q_tile * BQ + BQ) - 1
-    front = 0
-    if CONTEXT:
-        front = tl.load(num_context + b).to(tl.int32)
-        if not CANDIDATES:  # new context sees all of it
-            last = tl.where(length + q_tile * BQ < front, tl.maximum(last, tl.minimum(front, length + count)), last)
+    front = tl.load(num_context + b).to(tl.int32) if CONTEXT else 0
+    if CONTEXT and not CANDIDATES:  # new context sees all of it
+        last = tl.where(length + q_tile * BQ < front, tl.maximum(last, tl.minimum(front, length + count)), last)
     begin = 0  # no row sees earlier positions, but for context
     if WINDOW:
         begin = tl.maximum((length if CANDIDATES else length + q_tile * BQ) - window + 1, 0)
