@@ -1,18 +1,18 @@
 """Evaluate a run over the full catalogue, predict, recommend and export, from the run's folder.
 
-python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 100]      the held-out events
-python eval.py RUN --data NEW                                  the same on other data, with the items of the run
-python eval.py RUN --recommend OUT.csv [--users FILE | --history FILE.csv]        what comes next after whole histories
-python eval.py RUN --recommend OUT.csv --items NEW.csv         the same with new items, known by their features
-python eval.py RUN --export-items OUT                                                        item vectors and their ids
-python eval.py RUN --export-model OUT.pt2                    the model as a file that torch loads without this package
-python eval.py RUN --serve [2bit] [--slide 1]                  as a service that gets events one by one
+python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 100]      evaluate held-out events
+python eval.py RUN --data NEW                                  evaluate on other data, with the items of the run
+python eval.py RUN --recommend OUT.csv [--users FILE | --history FILE.csv]        each user's next items
+python eval.py RUN --recommend OUT.csv --items NEW.csv         the same with new items, which have features
+python eval.py RUN --export-items OUT                          write item vectors and ids
+python eval.py RUN --export-model OUT.pt2                      write a file that torch loads without this package
+python eval.py RUN --serve [2bit] [--slide 1]                  evaluate the run as serve.py runs it, event by event
 """
 
-from cli.command import answer_early, eval_options, serving_options
+from cli.command import eval_options, parse_early, serving_options
 
 if __name__ == "__main__":
-    answer_early(eval_options, __doc__)
+    parse_early(eval_options, __doc__)
 
 import argparse
 import os
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from cli.interrupt import Interrupts
-from cli.program import guarded
+from cli.program import run_program
 from cli.terminal import terminal
 from data.errors import ConfigError
 from data.features.vocabulary import with_rows
@@ -61,13 +61,11 @@ from training.run import (
 from training.update import new_data
 from training.vocabulary import Known
 
-MOST_IDS = 2**32  # bytes of a file of ids
+MOST_IDS = 2**32  # largest file of ids, in bytes
 
 
 def open_run(folder: Path, overrides: list[str]):
-    """Return (config, data, model, facts) of a run folder, the model with its final weights, the data as in
-    training.
-    """
+    """Open a run folder; return (configuration, its data as in training, the model with its final weights, facts)."""
     config, known, weights, source, epoch = open_weights(folder, overrides)
     data = open_data(config, trained_on=known)
     model = trained_model(data.config, known, weights, source)
@@ -75,12 +73,13 @@ def open_run(folder: Path, overrides: list[str]):
 
 
 def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
+    """Check the options and outputs, then export, recommend or evaluate."""
     interrupts.stage = "opening the run; nothing was written"
     alone, other_data = os.environ.get("WORLD_SIZE", "1") == "1", bool(options.data or options.history)
     config, known, weights, source, epoch = open_weights(options.run, options.overrides, alone, other_data)
-    of_run = load_config(options.run / "config.yaml")
-    moved, notes = moved_data(of_run, config), evaluation_notes(of_run, config)
-    config, ranks = of_ranks(config, options)
+    run_config = load_config(options.run / "config.yaml")
+    moved, notes = moved_data(run_config, config), evaluation_notes(run_config, config)
+    config, ranks = with_ranks(config, options)
     lists = options.predict or options.recommend or options.export_items or options.export_model
     if lists or options.sampled:
         config.task.check_lists()
@@ -114,7 +113,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     else:
         interrupts.stage = "preparing the data; nothing was written"
         if options.split == "new":
-            data = new_data(config, known, open_data(of_run, trained_on=known, ranks=ranks), ranks)
+            data = new_data(config, known, open_data(run_config, trained_on=known, ranks=ranks), ranks)
         elif options.data:
             data = open_data(config, vocabulary=known.vocabulary, ranks=ranks)
         else:
@@ -124,8 +123,11 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         evaluate(options, data.config, data, model, facts, interrupts)
 
 
-def of_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig, Ranks | None]:
-    """Return the configuration for the processes that torchrun started, whose number is free, and the ranks or None."""
+def with_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig, Ranks | None]:
+    """Return (the configuration for torchrun's processes, the ranks); without torchrun the ranks are None.
+
+    Their number may differ from that of training.
+    """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return config, None
     if options.serve:
@@ -138,7 +140,7 @@ def of_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig,
 
 
 def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interrupts: Interrupts) -> None:
-    """Judge the split; write the result first, then show it."""
+    """Evaluate the split, write the result, then print it."""
     split, dataset = "test" if options.split == "new" else options.split, data.dataset
     if options.sampled and options.sampled > dataset.num_items:
         raise ConfigError(f"--sampled {options.sampled}: there are {dataset.num_items} items")
@@ -147,15 +149,15 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
             raise DataError(f"--split new: no user of {shown(options.data, 200)} has a new event and a history")
         raise ConfigError(f"--split {split}: protocol {config.data.protocol} has no such split in these data")
     if options.predict and config.data.targets == "all":
-        raise ConfigError("--predict writes one list for a user, and data.targets=all has several: take first")
+        raise ConfigError("--predict writes one list for each user: expected data.targets=first, got all")
     served = None
     if options.serve:
         if (form := config.task.served()) is not None and split not in form.splits:
-            raise ConfigError(f"--serve --split {split}: a user's first event has no history that a service could know")
+            raise ConfigError(f"--serve --split {split}: a user's first event has no history")
         serving = ServingOptions(cache=options.serve, **serving_options(options))
         served = Recommender(model, config, data.vocabulary, has_timestamps=dataset.has_timestamps, options=serving)
         model = ServedModel(served, dataset)
-    interrupts.stage = f"judging the split {split}; nothing was written"
+    interrupts.stage = f"evaluating the split {split}; nothing was written"
     result = judge(model, data, split) | facts | {"notes": [*facts["notes"], *dataset.notes, *data.splits.notes]}
     if options.data:
         result |= {"split": options.split, "data": config.data.path, "left_out": dataset.left_out}
@@ -204,16 +206,17 @@ def recommend(
     ranks: Ranks | None = None,
     moved: Sequence[str] = (),
 ) -> None:
-    """Write the top-k items that come next after whole histories, as a service answers: those that pass the filters,
-    without the items of the history unless `eval.filter_seen` is `none`.
+    """Write each user's top-k next items after the whole history, as serve.py recommends them.
+
+    The items pass the filters; those of the history are left out unless `eval.filter_seen` is `none`.
     """
     interrupts.stage = "preparing the data; nothing was written"
-    of_run = known
+    trained_on = known
     if options.items:
         if ranks is not None:
             raise ConfigError("--items runs in one process, without torchrun")
         known = add_items_of(options.items, config, known, model)
-        new = len(known.vocabulary.item_ids) - len(of_run.vocabulary.item_ids)
+        new = len(known.vocabulary.item_ids) - len(trained_on.vocabulary.item_ids)
         terminal.say(f"{options.items}: {new:,} new items")
     passing = item_filter(options, known)
     if options.history:
@@ -221,7 +224,7 @@ def recommend(
     elif options.data:
         dataset = load_data(config, vocabulary=known.vocabulary)
     else:
-        dataset = replace(find_data(config, of_run, moved), item_ids=known.vocabulary.item_ids)
+        dataset = replace(find_data(config, trained_on, moved), item_ids=known.vocabulary.item_ids)
     if known.vocabulary.features is not None:
         dataset = with_rows(dataset, known.vocabulary.features)
     config = for_data(config, dataset)
@@ -246,14 +249,14 @@ def recommend(
 
 
 def item_filter(options: argparse.Namespace, known: Known) -> ItemFilter:
-    """Build the filter of --allow, --deny, --where and --at-most; ConfigError for features that the run lacks."""
+    """Build the filter of --allow, --deny, --where and --at-most; ConfigError for features that are not the run's."""
     rows: dict[str, np.ndarray] = {}
     for name in ("allow", "deny"):
         if (path := getattr(options, name)) is not None:
             places = index_of(np.array(ids_of(path)), known.vocabulary.item_ids)
             rows[name] = places[places >= 0]
             if unknown := int((places < 0).sum()):
-                terminal.say(f"--{name}: {unknown:,} of {len(places):,} items are not known to the run")
+                terminal.say(f"--{name}: {unknown:,} of {len(places):,} items are unknown to the run")
     features = () if known.vocabulary.features is None else known.vocabulary.features.items
     filters = ItemFilters(len(known.vocabulary.item_ids), features)
     try:
@@ -261,12 +264,14 @@ def item_filter(options: argparse.Namespace, known: Known) -> ItemFilter:
     except FilterError as error:
         raise ConfigError(f"--{error}".replace("at_most", "at-most", 1)) from None
     if unknown := passing.unknown.get("where", 0):
-        terminal.say(f"--where: {unknown:,} values are of no item")
+        terminal.say(f"--where: {unknown:,} values occur in no item")
     return passing
 
 
 def load_history(config: RunConfig, known: Known, path: Path) -> Dataset:
-    """Load the events of a file in the run's terms: of the run's format, or CSV or Parquet by the name's ending."""
+    """Load the events of a file with the run's vocabulary, as CSV or Parquet by the name's ending, else in the run's
+    format.
+    """
     kind: str = config.data.format
     columns: Any = config.data.columns
     if path.suffix in (".csv", ".parquet"):
@@ -281,10 +286,10 @@ def load_history(config: RunConfig, known: Known, path: Path) -> Dataset:
 
 
 def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
-    """Return the indices of the users whose ids are in the file, one a line; DataError for ids that the data lack."""
+    """Return the indices of the users whose ids are in the file, one a line; DataError for ids not in the data."""
     ids = ids_of(path)
     if not ids:
-        raise DataError(f"{shown(path, 200)}: no user id in it, expected one a line")
+        raise DataError(f"{shown(path, 200)}: expected user ids, one a line, got none")
     users = index_of(np.array(ids), dataset.user_ids)
     if unknown := [name for name, user in zip(ids, users) if user < 0]:
         examples = ", ".join(shown(name) for name in unknown[:5])
@@ -301,9 +306,7 @@ def ids_of(path: Path) -> list[str]:
 
 
 def result_name(split: str, options: argparse.Namespace, data: str | None = None) -> str:
-    """Return eval-test.json, with options of serving and other data in the name, so that results have distinct
-    names.
-    """
+    """Return the name of the result's file: eval-SPLIT.json, or a longer name with the data and options of serving."""
     parts = [f"eval-{split}"]
     if data is not None:
         parts.append("of-" + (re.sub(r"[^A-Za-z0-9._]+", "-", Path(data).name)[:100] or "data"))
@@ -314,8 +317,9 @@ def result_name(split: str, options: argparse.Namespace, data: str | None = None
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return the exit status."""
     options = eval_options(__doc__, arguments)
-    return guarded(lambda interrupts: work(options, interrupts), options.quiet)
+    return run_program(lambda interrupts: work(options, interrupts), options.quiet)
 
 
 if __name__ == "__main__":

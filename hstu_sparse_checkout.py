@@ -1,7 +1,7 @@
-"""Name the folder and the commit of this checkout, and check that no other module hides one of its packages.
+"""Find the folder and the commit of this checkout, and check that no other module hides one of its packages.
 
 The packages have common names, such as `data` and `models`. `make setup` appends the checkout to the environment's
-import path, so that a file `data.py` of the user's comes before ours; the error then names that file.
+import path, so that a user's file `data.py` comes before the package `data`; the error then names that file.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def commit() -> str:
 
 
 def check_packages() -> None:
-    """Raise ImportError if Python finds another module or package in place of one of ours."""
+    """Raise ImportError if Python finds another module or package in place of one of the checkout's."""
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         origin = None if spec is None else spec.origin

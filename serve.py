@@ -1,14 +1,14 @@
 """Serve a run over HTTP: events in, recommendations and scores out (docs/serving.md).
 
-python serve.py RUN [--port 8000] [--cache 2bit --sink-tokens 4] [--history]       on 127.0.0.1; /docs has the routes
-python serve.py RUN --host 0.0.0.0 --token-file FILE                       for others, who need the token in the file
-python serve.py DIR --watch               the newest finished run in DIR, and each newer one once it ends (POST /model)
+python serve.py RUN [--port 8000] [--cache 2bit --sink-tokens 4] [--history]       on 127.0.0.1; /docs lists the routes
+python serve.py RUN --host 0.0.0.0 --token-file FILE         to other machines, whose requests need the token in FILE
+python serve.py DIR --watch          the newest finished run in DIR, then each newer run once it is finished
 """
 
-from cli.command import answer_early, serve_options, serving_options
+from cli.command import parse_early, serve_options, serving_options
 
 if __name__ == "__main__":
-    answer_early(serve_options, __doc__)
+    parse_early(serve_options, __doc__)
 
 import argparse
 import logging
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from cli.interrupt import Interrupts
-from cli.program import guarded
+from cli.program import run_program
 from cli.terminal import terminal
 from data.types import shown
 from serving import Recommender, ServingError
@@ -37,7 +37,7 @@ SHORTEST_TOKEN = 16
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file; ServingError for one that is too short to be safe."""
+    """Return the token in a file; ServingError if it is too short or not printable ASCII."""
     with access(path, "read"):
         token = read_regular(path, 2**12).decode("utf-8", "replace").strip()
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
@@ -46,7 +46,7 @@ def read_token(path: Path) -> str:
 
 
 def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: Interrupts) -> EventLog:
-    """Open the log, bring the recommender up to date with it, and remove what is stale from it."""
+    """Open the event log, replay it into the recommender, and remove events of deleted users from it."""
     path = options.log or options.run / "events.log"
     interrupts.stage = f"replaying {path}"
     log = EventLog(path, fsync=options.fsync == "always")
@@ -65,14 +65,15 @@ def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: 
             terminal.say(f"{path}: {fault}; {stale:,} events of deleted users stay in it until the next start")
     terminal.say(
         f"{recommender.num_users:,} users; {path}: {counts['taken']:,} events"
-        + (f", {counts['left_out']:,} left out that the run does not know" if counts["left_out"] else "")
-        + (f", {counts['repeated']:,} that the run's data have, too" if counts["repeated"] else "")
+        + (f", {counts['left_out']:,} left out as unknown to the run" if counts["left_out"] else "")
+        + (f", {counts['repeated']:,} that are also in the run's data" if counts["repeated"] else "")
         + f"; the model {recommender.label}"
     )
     return log
 
 
 def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
+    """Load the run and the users, then serve until a signal arrives."""
     interrupts.stage = "loading the run"
     token = None if options.token_file is None else read_token(options.token_file)
 
@@ -118,24 +119,25 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     )
     watch = options.watch_seconds if options.watch else None
     app = create_app(recommender, log, token=token, limits=limits, store=store, models=models, watch=watch)
-    del recommender, store  # another one may take its place
+    del recommender, store  # so that their memory is freed when a newer run replaces them
     logging.getLogger("hstu_sparse.serve").setLevel(options.log_level.upper())
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # otherwise clients that leave early are lines
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warning for each client that disconnects early
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     keep_objects()
     interrupts.stage = "serving"
-    with listening(options.host, options.port) as listener, interrupts.noted():
+    with listening(options.host, options.port) as listener, interrupts.deferred():
         Server(app, connections, interrupts).run(sockets=[listener])
         if log is not None:
             log.close()
         place = "the store" if options.store else "the log"
         terminal.say(f"Stopped; all accepted requests were answered, all accepted events are in {place}")
-        interrupts.signal = 0  # it was obeyed
+        interrupts.signal = 0  # so that no Stopped is raised
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return the exit status."""
     options = serve_options(__doc__, arguments)
-    return guarded(lambda interrupts: work(options, interrupts), options.quiet)
+    return run_program(lambda interrupts: work(options, interrupts), options.quiet)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,22 @@
     python train.py configs/synthetic-hstu.yaml [key=value ...]   a new run, under run_dir/name/
     python train.py --resume RUN [key=value ...]                  continue after an interruption, or with more epochs
     python train.py CONFIG --init-from RUN [key=value ...]        begin with the weights of another run
-    python train.py --update RUN [data.path=NEW]                  learn new events, as a new run that knows all of RUN
+    python train.py --update RUN [data.path=NEW]                  train RUN further on new events, as a new run
     python train.py CONFIG --dry-run                              measure time and memory of a run
-    python train.py --keys [PREFIX]                               the keys of a configuration
+    python train.py --keys [PREFIX]                               print the keys of a configuration
     python train.py CONFIG --plan                                 predict the memory of each GPU, without a GPU
 
-On the CPU a resumed run ends bit-identical to one that was never stopped, at the same number of threads.
+On the CPU, a resumed run ends bit-identical to an uninterrupted one with the same number of threads.
 """
 
 import argparse
 import shutil
 
-from cli.command import answer_early, train_options
+from cli.command import parse_early, train_options
 
 
 def check_early(options: argparse.Namespace) -> str | None:
-    """Check the configuration; return the text that --keys prints."""
+    """Check the configuration; return the text of --keys, or None without --keys."""
     if options.keys is not None:
         from training.keys import as_text
 
@@ -31,12 +31,12 @@ def check_early(options: argparse.Namespace) -> str | None:
 
 
 if __name__ == "__main__":
-    answer_early(train_options, __doc__, check_early)
+    parse_early(train_options, __doc__, check_early)
 
 import sys
 
 from cli.interrupt import Interrupts
-from cli.program import guarded
+from cli.program import run_program
 from training.config import load_config
 from training.folder import check_run
 from training.loop import train
@@ -46,6 +46,7 @@ from training.update import updated_config
 
 
 def work(options, interrupts: Interrupts) -> None:
+    """Train, resume, update, plan or measure a run."""
     if options.resume:
         check_run(options.resume)
         config = load_config(options.resume / "config.yaml", options.overrides)
@@ -71,8 +72,9 @@ def work(options, interrupts: Interrupts) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return the exit status."""
     options = train_options(__doc__, arguments)
-    return guarded(lambda interrupts: work(options, interrupts), options.quiet)
+    return run_program(lambda interrupts: work(options, interrupts), options.quiet)
 
 
 if __name__ == "__main__":

@@ -283,9 +283,9 @@ def main() -> None:
         {"attention": serve_attention, "epochs": serve_epochs, "steps": serve_steps}[what](checkout, *arguments)
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not above: other processes use their own checkout
-    from cli.command import started
+    from cli.command import run_main
 
-    started(compare)
+    run_main(compare)
 
 
 def compare() -> None:

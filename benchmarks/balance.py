@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.scale import part_of_batch
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.balance import Deal
 from models.hstu import SequenceModel
 from training.config import RunConfig, load_config
@@ -145,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -24,7 +24,7 @@ from scipy import sparse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.datasets import load_dataset
 from data.splits import make_splits
 from data.types import Dataset
@@ -129,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -15,7 +15,7 @@ import pathlib
 import torch
 from run import Case, parts
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
 GROUPS = [1, 2, 16, 64]
@@ -205,4 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

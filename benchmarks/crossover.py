@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import parts
 from benchmarks.figures import RESULTS, save
 from benchmarks.parts import NO_BIAS, described, prepare, random_batch, timed
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from models.attention import ATTENTION_KINDS
 from training.config import RunConfig
 
@@ -233,4 +233,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -31,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.trials import curve, work
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from experiments.plan import Plan, load_plan
 from experiments.runs import SETTING, last_line, training_jobs, write_settings
 from hstu_sparse_checkout import commit
@@ -229,4 +229,4 @@ def seeds(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import RESULTS, save
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from experiments.report import as_html
 from experiments.results import COSTS, FinishedRun, Results, Setting
 
@@ -135,4 +135,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -19,7 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import save
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.atomic import replace_file
 from evaluation.ranking_metrics import user_metrics
 from experiments.runs import is_finished
@@ -166,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

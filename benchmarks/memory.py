@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import RESULTS
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from eval import open_run
 from experiments.results import runs_in
 from hstu_sparse_checkout import commit
@@ -90,4 +90,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.serving import Results
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.errors import UserError
 from serving.histories import keep_objects
 
@@ -178,4 +178,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

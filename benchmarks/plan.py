@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import parts
 from benchmarks.figures import RESULTS
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.batch import Batch
 from hstu_sparse_checkout import commit
 from models.hstu import SequenceModel
@@ -141,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 
 USERS, ITEMS = 138_493, 26_744  # as in MovieLens 20M
 PART = 2_000_000  # rows that are generated at a time
@@ -151,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

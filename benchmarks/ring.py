@@ -33,7 +33,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from run import environment, replayed
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from hstu_sparse import cut_sequences, flash_attention, heads_to_tokens, tokens_to_heads
 from hstu_sparse.compat import zigzag_triton_ring_flash_attn_func
 from hstu_sparse.ring.communication import Ring, backward_round
@@ -351,4 +351,4 @@ def spread_over(ring, arguments, cases, single, emit) -> bool:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import RESULTS, panels, save
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 
 
 @dataclasses.dataclass
@@ -249,4 +249,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

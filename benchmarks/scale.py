@@ -34,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.batch import Batch, Whole
 from models import embedding
 from models.hstu import SequenceModel
@@ -234,4 +234,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.scale import CASES, Case, random_batch
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from models.hstu import SequenceModel
 from training.config import RunConfig, load_config
 from training.planning.plan import CUBLAS_BYTES, GPU_BYTES, MIB, plan_step
@@ -106,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GPUS = (8, 16, 64, 256, 1024)
@@ -269,4 +269,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

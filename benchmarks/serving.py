@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -516,4 +516,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.serving import MODELS, Results, fill, free, make
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from serving.filters import Filter
 from serving.http.requests import Events, Recommend
 from serving.http.worker import Worker
@@ -113,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

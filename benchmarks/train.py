@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.features.features import feature_of
 from data.features.options import Features, ItemFile
 from models.attention import SoftmaxAttention
@@ -189,4 +189,4 @@ def measure(config, profiled: bool, **described) -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

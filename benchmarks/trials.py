@@ -34,7 +34,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.errors import ConfigError
 from data.options import Options
 from hstu_sparse_checkout import commit
@@ -503,4 +503,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

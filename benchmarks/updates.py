@@ -29,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.trials import curve
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.datasets import load_dataset
 from data.frames import store
 from hstu_sparse_checkout import ROOT, commit
@@ -211,4 +211,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

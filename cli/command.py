@@ -1,6 +1,6 @@
 """Parse the command lines of train.py, eval.py, compare.py, tune.py and serve.py, and start smaller programs.
 
-Nothing that takes long is imported here, so that `--help` and wrong arguments are answered before torch is imported.
+Nothing slow is imported here, so that `--help` and errors in arguments are printed before torch is imported.
 """
 
 import argparse
@@ -53,20 +53,20 @@ def _floor(text: str) -> tuple[str, float]:
     return name, number
 
 
-# Options of a served run: name, type, text of --help. Their defaults are in serving.ServingOptions.
+# Options of serving a run: name, type, text of --help. Their defaults are in serving.ServingOptions.
 SERVING_OPTIONS = (
-    ("sink_tokens", int, "with codes: how many first tokens of a window are stored uncoded; by default 0"),
-    ("clip", float, "with codes: the share of a group's range that they cover; by default .75 at 2 bits, else 1"),
-    ("head_group", int, "with codes: how many heads are coded together; by default 2, or 1 where their number is odd"),
-    ("quant_group", int, "with codes: how many channels share a scale; by default 64"),
+    ("sink_tokens", int, "quantized cache: first tokens of a window to store without quantization; by default 0"),
+    ("clip", float, "quantized cache: fraction of a group's range to cover; by default .75 at 2 bits, else 1"),
+    ("head_group", int, "quantized cache: heads to code together; by default 2, or 1 if the number of heads is odd"),
+    ("quant_group", int, "quantized cache: channels that share a scale; by default 64"),
     ("cache_bytes", int, "memory for keys and values of all users, in bytes; by default 1 GiB"),
-    ("slide", int, "how many events leave a full window together; by default a quarter of the window"),
-    ("cuda_graphs", true_or_false, "on a GPU: replay passes of few tokens as CUDA graphs; by default true"),
+    ("slide", int, "oldest events to drop at once when a window is full; by default a quarter of the window"),
+    ("cuda_graphs", true_or_false, "on a GPU: run forward passes of few tokens as CUDA graphs; by default true"),
 )
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line and whose description is printed as it is."""
+    """A parser with one-line errors and a description that is printed without line wrapping."""
 
     def __init__(self, **options):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def error(self, message: str):
-        self.exit(2, f"error: {message} (--help lists what can be given)\n")
+        self.exit(2, f"error: {message} (--help lists the options)\n")
 
 
 class _Version(argparse.Action):
@@ -99,7 +99,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def train_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of train.py; exit with one line of error if they make no sense."""
+    """Parse the arguments of train.py; exit with a one-line error if they are invalid."""
     parser = _parser(description)
     add = parser.add_argument
     add("config", nargs="?", help="the run's YAML file")
@@ -110,16 +110,16 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         type=Path,
         metavar="RUN",
         help="continue this run; key=value changes its paths, device or length (docs/evaluation.md); "
-        "auto: with CONFIG and --out, continue from the newest whole checkpoint there, or begin",
+        "auto: with CONFIG and --out, continue from the newest complete checkpoint there, or begin a new run",
     )
-    add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
+    add("--init-from", type=Path, metavar="RUN", help="begin with the weights of this run; its items keep their rows")
     add(
         "--update",
         type=Path,
         metavar="RUN",
-        help="make a new run that learns the events of data.path=NEW which this run has not seen (docs/updating.md)",
+        help="train this run further on the new events of data.path=NEW, as a new run (docs/updating.md)",
     )
-    add("--dry-run", action="store_true", help="prepare the data, make a few steps, print time and memory")
+    add("--dry-run", action="store_true", help="prepare the data, train a few steps, print time and memory")
     add(
         "--keys", nargs="?", const="", metavar="PREFIX", help="print the keys of a configuration that begin with PREFIX"
     )
@@ -137,34 +137,34 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         options.resume = None
     if options.update and (options.resume or options.auto or options.init_from or options.dry_run or options.plan):
         parser.error("--update makes a new run from RUN: leave out --resume, --init-from, --dry-run and --plan")
-    of_run = "--resume" if options.resume else "--update" if options.update else None
-    if of_run and options.config is not None:
+    run_option = "--resume" if options.resume else "--update" if options.update else None
+    if run_option and options.config is not None:
         options.overrides.insert(0, options.config)
         options.config = None
         if "=" not in options.overrides[0]:
-            parser.error(f"give either a config or {of_run} RUN, not {options.overrides[0]} beside {of_run}")
-    if options.config is None and of_run is None:
+            parser.error(f"give either a config or {run_option} RUN, not both: got the config {options.overrides[0]}")
+    if options.config is None and run_option is None:
         parser.error("give a config, like configs/synthetic-hstu.yaml, or --resume RUN")
     if options.resume and (options.run or options.init_from or options.dry_run or options.plan):
-        parser.error("--out, --init-from, --dry-run and --plan are for a new run: --resume goes on with one")
+        parser.error("--out, --init-from, --dry-run and --plan are for a new run: --resume continues an existing one")
     if options.plan and (options.run or options.init_from or options.dry_run):
-        parser.error("--plan runs nothing: leave out --out, --init-from and --dry-run")
+        parser.error("--plan trains nothing: leave out --out, --init-from and --dry-run")
     if options.gpu_memory is not None and not options.plan:
-        parser.error("--gpu-memory belongs to --plan")
+        parser.error("--gpu-memory requires --plan")
     if options.config is not None and not os.path.lexists(options.config) and (near := _config_like(options.config)):
         parser.error(f"{options.config}: No such file, did you mean {near}?")
     return options
 
 
 def _config_like(name: str) -> str | None:
-    """Return the path of the config closest to a name such as `ml-100k-hstu`."""
+    """Return the path of the config with the name closest to `name`, such as `ml-100k-hstu`; None if none is close."""
     configs = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
     near = difflib.get_close_matches(Path(name).stem, configs, 1)
     return os.path.relpath(configs[near[0]]) if near else None
 
 
 def eval_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of eval.py; exit with one line of error if they make no sense."""
+    """Parse the arguments of eval.py; exit with a one-line error if they are invalid."""
     parser = _parser(description)
     add = parser.add_argument
     add("run", type=Path, nargs="?", help="the folder of a run")
@@ -173,26 +173,26 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         "--split",
         choices=("train", "valid", "test", "new"),
         default="test",
-        help="the split to evaluate; by default test; new: with --data NEW, its events after the run's last one",
+        help="the split to evaluate; by default test; new: the events of --data NEW after the run's last event",
     )
-    add("--data", metavar="NEW", help="other data of the same format; items that the run does not know are left out")
+    add("--data", metavar="NEW", help="other data of the same format; items unknown to the run are left out")
     add("--predict", type=Path, metavar="OUT", help="write the top-k items of each user of the split")
     add("--recommend", type=Path, metavar="OUT", help="write each user's next items, without evaluation")
     add("--users", type=Path, metavar="FILE", help="with --recommend: a file of user ids, one a line; by default all")
     add("--history", type=Path, metavar="FILE", help="with --recommend: events to use instead of the data's")
-    add("--items", type=Path, metavar="FILE", help="with --recommend: new items, which the run knows by their features")
+    add("--items", type=Path, metavar="FILE", help="with --recommend: a file of new items with their features")
     add(
         "--at",
         type=int,
         metavar="SECONDS",
-        help="with --recommend: the request's Unix time; by default the last event's",
+        help="with --recommend: the Unix time of the request; by default the time of the last event",
     )
     add("--top-k", type=int, default=10, metavar="K", help="the length of each user's list; by default 10")
     add(
         "--exclude-seen",
         type=true_or_false,
         metavar="BOOL",
-        help="with --recommend: leave out the items of the history; by default unless the run's filter_seen is none",
+        help="with --recommend: leave out items of the history; by default true unless the run's filter_seen is none",
     )
     add("--allow", type=Path, metavar="FILE", help="with --recommend: recommend only items of FILE, an id a line")
     add("--deny", type=Path, metavar="FILE", help="with --recommend: recommend no items of FILE, an id a line")
@@ -201,14 +201,14 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         type=_values,
         action="append",
         metavar="FEATURE=VALUE,VALUE",
-        help="with --recommend: recommend items with one of the values; several: items that meet each of them",
+        help="with --recommend: recommend items that have one of the values; several --where must all hold",
     )
     add(
         "--at-most",
         type=_values,
         action="append",
         metavar="FEATURE=N",
-        help="with --recommend: at most N items of one value in a list",
+        help="with --recommend: at most N items with the same value in a list",
     )
     add(
         "--export-items",
@@ -220,7 +220,7 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         "--export-model",
         type=Path,
         metavar="OUT.pt2",
-        help="compile the model into a file that torch loads without this package: a history in, --top-k items out",
+        help="compile the model into a file that torch loads without this package; it maps a history to --top-k items",
     )
     add("--overwrite", action="store_true", help="replace an output that exists")
     add("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
@@ -230,7 +230,7 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         nargs="?",
         const="auto",
         metavar="CACHE",
-        help="evaluate the run as a service that gets events one by one; CACHE as in serve.py --cache",
+        help="evaluate the run as serve.py runs it, event by event; CACHE as in serve.py --cache",
     )
     _add_serving(add)
     options = parser.parse_intermixed_args(arguments)
@@ -244,70 +244,70 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         parser.error(f"--at: expected seconds since 1970, got {options.at}")
     for name in ("users", "history", "items", "at", "exclude_seen", "allow", "deny", "where", "at_most"):
         if getattr(options, name) is not None and not options.recommend:
-            parser.error(f"--{name.replace('_', '-')} belongs to --recommend")
+            parser.error(f"--{name.replace('_', '-')} requires --recommend")
     for name in ("where", "at_most"):
         pairs = getattr(options, name) or []
         setattr(options, name, dict(pairs))
         if len(getattr(options, name)) < len(pairs):
-            parser.error(f"--{name.replace('_', '-')}: give a feature once")
+            parser.error(f"--{name.replace('_', '-')}: give each feature once")
     for feature, numbers in options.at_most.items():
         if len(numbers) != 1 or not numbers[0].isdecimal():
             parser.error(f"--at-most {feature}: expected a whole number, got {','.join(numbers)}")
         options.at_most[feature] = int(numbers[0])
     for name in ("predict", "sampled", "serve"):
         if getattr(options, name) is not None and (options.recommend or options.export_items or options.export_model):
-            parser.error(f"--{name.replace('_', '-')} judges a split, --recommend and the exports judge nothing")
+            parser.error(f"--{name.replace('_', '-')} evaluates a split: leave out --recommend and the exports")
     if options.split == "new" and (not options.data or options.recommend or options.export_items):
-        parser.error("--split new judges the new events of --data NEW")
+        parser.error("--split new evaluates the new events of --data NEW, without --recommend and --export-items")
     for option, conflicting, reason in (
         ("recommend", "export_items", ""),
         ("recommend", "export_model", ""),
         ("export_items", "export_model", ""),
-        ("users", "history", " (the former chooses users of the data, the latter brings its own)"),
+        ("users", "history", " (--users selects users of the data, --history replaces the data)"),
         ("history", "data", ""),
     ):
         if getattr(options, option) and getattr(options, conflicting):
             names = " and ".join(f"--{name.replace('_', '-')}" for name in (option, conflicting))
             parser.error(f"{names}: give one of them{reason}")
     if options.serve is None and (serving := serving_options(options)):
-        parser.error(f"--{next(iter(serving)).replace('_', '-')} is an option of --serve, which is not given")
+        parser.error(f"--{next(iter(serving)).replace('_', '-')} requires --serve")
     return options
 
 
 def serve_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of serve.py; exit with one line of error if they make no sense."""
+    """Parse the arguments of serve.py; exit with a one-line error if they are invalid."""
     parser = _parser(description)
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="the folder of a run, or a folder of runs, of which the newest serves")
+    add("run", type=Path, metavar="RUN", help="the folder of a run, or a folder of runs, whose newest run is served")
     add(
         "--watch",
         action="store_true",
-        help="let each newer run in the folder of runs serve once it is finished",
+        help="switch to each newer run in the folder of runs once it is finished",
     )
-    add("--watch-seconds", type=float, default=5.0, metavar="S", help="how often --watch looks; by default every 5 s")
+    add("--watch-seconds", type=float, default=5.0, metavar="S", help="seconds between checks of --watch; by default 5")
     add("--floor", type=_floor, action="append", metavar="METRIC=VALUE",
         help="refuse a run whose result.json has a worse value than this")  # fmt: skip
     add("--missing-items", type=float, default=0.0, metavar="SHARE",
-        help="the share of the served items that another run may lack; by default 0")  # fmt: skip
-    add("--host", default="127.0.0.1", help="the address to listen on; by default this machine alone can reach it")
-    add("--port", type=int, default=8000, help="by default 8000; 0 takes a free one")
-    add("--token-file", type=Path, metavar="FILE", help="ask for the bearer token in FILE, except on /health")
+        help="the fraction of the served items that a newer run may not have; by default 0")  # fmt: skip
+    add("--host", default="127.0.0.1", help="the address to listen on; by default 127.0.0.1, for this machine only")
+    add("--port", type=int, default=8000, help="the port to listen on; by default 8000; 0: any free port")
+    add("--token-file", type=Path, metavar="FILE", help="require the bearer token in FILE, except on /health")
     add("--history", action="store_true", help="start with the events of the run's data")
-    add("--users", type=Path, metavar="FILE", help="features of users, of the form of the run's data.features.users")
+    add("--users", type=Path, metavar="FILE", help="users' features, in the format of the run's data.features.users")
     add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")
-    add("--store", metavar="URL", help="redis://HOST:PORT/DB, which services share, in place of the log")
+    add("--store", metavar="URL", help="redis://HOST:PORT/DB, shared by several services, in place of the log")
     add("--fsync", choices=("always", "never"), default="always",
-        help="always: an accepted event survives a power cut; never: only a kill")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), help="by default what the run's configuration says")
+        help="always: accepted events survive a power cut; never: only a kill of the process")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), help="by default the device in the run's configuration")
     add(
         "--cache",
         default="auto",
-        help="keys and values as fp32, bf16, fp16 or as 8bit, 4bit, 2bit codes; by default auto",
+        help="the format of cached keys and values: fp32, bf16, fp16, 8bit, 4bit or 2bit; by default auto",
     )
     _add_serving(add)
     limits = (
-        ("body", 2**20, "bytes of a body"),
-        ("filter-body", 2**26, "bytes of the body of a named list or of new items"),
+        ("body", 2**20, "bytes of the body of a request"),
+        ("filter-body", 2**26, "bytes of the body of a request with a named list or new items"),
         ("events", 10_000, "events of a request"),
         ("items", 1_000, "new items of a request"),
         ("candidates", 10_000, "candidates of a request"),
@@ -316,11 +316,11 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
         (
             "waiting",
             1_024,
-            "requests under way, at most half of the connections; further ones are answered 503",
+            "requests in progress, at most half of the connections; further requests get status 503",
         ),
-        ("connections", 4_096, "open connections; a further one closes the one that has waited longest"),
-        ("users", 10_000_000, "users that the store holds"),
-        ("history", 1_000_000, "events that a user may have"),
+        ("connections", 4_096, "open connections; a further connection closes the one that is idle longest"),
+        ("users", 10_000_000, "users in the store"),
+        ("history", 1_000_000, "events of a user"),
     )
     for name, default, text in limits:
         add(f"--max-{name}", type=int, default=default, metavar="N", help=f"{text}; by default {default:,}")
@@ -352,7 +352,7 @@ def serving_options(options: argparse.Namespace) -> dict:
 
 
 def compare_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of compare.py; exit with one line of error if they make no sense."""
+    """Parse the arguments of compare.py; exit with a one-line error if they are invalid."""
     parser = _parser(description)
     add = parser.add_argument
     add("plan", type=Path, nargs="?", help="the plan's YAML file")
@@ -364,7 +364,11 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     add("--baseline", metavar="NAME", help="the setting to compare with, instead of the plan's")
     add("--no-speed", action="store_true", help="do not measure steps; the table shows earlier measurements")
     add(
-        "--runs", nargs="+", default=[], metavar="NAME=FOLDER", help="finished runs, or folders of such, to compare too"
+        "--runs",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="finished runs, or folders of runs, to compare as well",
     )
     options = parser.parse_intermixed_args(arguments)
     if options.out is None or (options.plan is None and not options.runs):
@@ -375,21 +379,21 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     for assignment in options.runs:
         name, equals, folder = assignment.partition("=")
         if not (equals and folder and re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name)):
-            parser.error(f"--runs {assignment}: expected NAME=FOLDER, the name of letters, digits, dots and dashes")
+            parser.error(f"--runs {assignment}: expected NAME=FOLDER, NAME of letters, digits, dots and dashes")
         runs.setdefault(name, []).append(Path(folder))
     options.runs = runs
     return options
 
 
 def tune_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of tune.py; exit with one line of error if they make no sense."""
+    """Parse the arguments of tune.py; exit with a one-line error if they are invalid."""
     parser = _parser(description)
     add = parser.add_argument
     add("config", help="the run's YAML file")
     add("space", type=Path, help="the YAML file with the ranges of options")
     add("overrides", nargs="*", metavar="key=value", help="dotted overrides, for all trials")
     add("--out", type=Path, required=True, help="the folder of the trials and of the result")
-    add("--trials", type=int, metavar="N", help="stop when the search has N trials, earlier ones included")
+    add("--trials", type=int, metavar="N", help="stop when the search has N trials, including earlier ones")
     add("--hours", type=float, metavar="H", help="start no trial after H hours")
     add("--parallel", type=int, default=1, metavar="N", help="the number of trials at a time, on one machine")
     options = parser.parse_intermixed_args(arguments)
@@ -423,15 +427,17 @@ def _seeds(text: str) -> list[int]:
     return seeds
 
 
-def answer_early(
+def parse_early(
     parse: Callable[[str | None], argparse.Namespace],
     description: str | None,
     check: Callable[[argparse.Namespace], str | None] | None = None,
 ) -> None:
-    """Exit if the arguments are wrong, before the imports that take seconds.
+    """Exit before the slow imports if the arguments are wrong, or if a text is all that they need.
 
-    parse: train_options or another function of this file. check: raises UserError for other faults of the options, or
-    returns a text that answers them and is printed. Ctrl-C ends the process in one line until `Interrupts` takes over.
+    Until `Interrupts` is entered, Ctrl-C ends the process with one line.
+
+    parse: train_options or another parser of this file. check: gets the parsed options; returns a text to print before
+    exit, or None to go on; raises UserError for options that are wrong.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)
@@ -447,8 +453,8 @@ def answer_early(
         sys.exit()
 
 
-def started(main: Callable[[], int | None]) -> NoReturn:
-    """Run the `main` of a benchmark or an example and exit: with 2 and one line after an error that a user can mend."""
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Run the `main` of a benchmark or an example, then exit; an error that a user can fix is one line and status 2."""
     try:
         sys.exit(main())
     except UserError as error:
@@ -456,10 +462,10 @@ def started(main: Callable[[], int | None]) -> NoReturn:
     except ModuleNotFoundError as error:
         line = f"the package {error.name} is not installed in this Python"
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        line = f"not a file of JSON: {error}"
+        line = f"not a JSON file: {error}"
     except OSError as error:
         line = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    except subprocess.CalledProcessError as error:  # its own error is printed
+    except subprocess.CalledProcessError as error:  # the command has printed its error
         line = f"{Path(error.cmd[1]).name} ended with status {error.returncode}"
     except KeyboardInterrupt:
         sys.exit(130)
@@ -468,7 +474,7 @@ def started(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _print(text: str) -> None:
-    """Print on standard output; exit with one line of error if it cannot be written and its reader is not gone."""
+    """Print on standard output; exit with a one-line error if this fails, except when the reader closed the pipe."""
     try:
         if sys.stdout is None:  # closed before the program began
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))

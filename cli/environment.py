@@ -1,17 +1,18 @@
-"""Look at what a process was started with, before libraries are imported: its standard files, and its environment."""
+"""Check a process's standard files and environment variables before libraries are imported."""
 
 import os
 from collections.abc import Callable
 from typing import NoReturn
 
-# Numbers of threads that polars or OpenMP would refuse with a panic, a message of their own or silently.
+# Variables with numbers of threads. polars panics on a bad value, OpenMP may ignore it.
 THREADS = ("POLARS_MAX_THREADS", "OMP_NUM_THREADS")
 MOST_THREADS = 1024
 
 
 def open_standard_files() -> None:
-    """Open /dev/null where standard input, output or errors are closed: a file of the run would get their number, and
-    what libraries print would be written into it.
+    """Open /dev/null in place of a closed standard input, output or error.
+
+    Otherwise a file of the run would get its descriptor, and the output of libraries would be written into that file.
     """
     for number in range(3):
         try:
@@ -21,9 +22,9 @@ def open_standard_files() -> None:
 
 
 def check_environment(leave: Callable[[int, str], NoReturn]) -> None:
-    """Exit with one line of error if the environment has a value with which a library cannot start.
+    """Exit with a one-line error if a library cannot be imported with the values of the environment.
 
-    leave: prints a message and exits with a status.
+    leave: called with (status, message); prints the message and exits.
     """
     for name in THREADS:
         value = os.environ.get(name, "").strip() or "1"

@@ -1,4 +1,4 @@
-"""Handle SIGINT and SIGTERM: they stop the work at once, or are noted while something must finish first."""
+"""Handle SIGINT and SIGTERM: stop at once, or first finish what must not be interrupted."""
 
 import os
 import signal
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PATIENCE = 1.0  # seconds that a call into a library may go on after a signal
+PATIENCE = 1.0  # seconds that a library call may take to return after a signal
 
 
 class Stopped(BaseException):
-    """A signal arrived. It is no Exception, so that error handlers let it through."""
+    """Raised on a signal. It derives from BaseException, so that handlers of Exception do not catch it."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -20,7 +20,7 @@ class Stopped(BaseException):
 
 
 def leave(number: int, frame) -> None:
-    """Handle a signal before `Interrupts`: end the process in one line."""
+    """Handle a signal before `Interrupts` is entered: print one line and end the process."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun ends the other ranks when one fails, and reports it
         os.write(2, b"Stopped while starting\n")
     os._exit(128 + number)
@@ -29,29 +29,29 @@ def leave(number: int, frame) -> None:
 class Interrupts:
     """Raise Stopped in the main thread on a signal within `with Interrupts() as interrupts`.
 
-    If a library call does not return to Python within a second, the process ends: files are written whole or not at
-    all, so that nothing is lost. Within `noted()` a signal only sets `signal`. A second signal always ends the process
-    at once.
+    If a library call does not return to Python within a second, the process ends; no file is lost, since files are
+    written whole or not at all. Within `deferred()` a signal only sets `signal`, and Stopped is raised at the end. A
+    second signal always ends the process at once.
 
     stage: the current work and its state, for the line that reports the stop: `Stopped while {stage}`.
     """
 
     def __init__(self):
         self.signal, self.stage = 0, "starting"
-        self._noting, self._done, self._heard = False, threading.Event(), threading.Event()
+        self._deferring, self._done, self._handled = False, threading.Event(), threading.Event()
 
     def __enter__(self) -> "Interrupts":
         self._out, self._in = os.pipe()
         os.set_blocking(self._in, False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *error) -> None:
         for number, handler in self._before.items():
-            # The work is done: a signal ends what is left of the process, without a word.
+            # Nothing is left to save: a signal now ends the process without a message.
             signal.signal(number, signal.SIG_DFL if handler is leave else handler)
         signal.set_wakeup_fd(self._wakeup)
         self._done.set()
@@ -61,24 +61,25 @@ class Interrupts:
             os.close(handle)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        self._noting = True
+    def deferred(self) -> Iterator[None]:
+        """Only note a signal within the `with` block, and raise Stopped at its end."""
+        self._deferring = True
         try:
             yield
         finally:
-            self._noting = False
+            self._deferring = False
         self.check()
 
     def check(self) -> None:
-        """Raise Stopped if a signal was noted."""
+        """Raise Stopped if a signal has arrived."""
         if self.signal:
             raise Stopped(self.signal)
 
-    def _hear(self, number: int, frame) -> None:
+    def _handle(self, number: int, frame) -> None:
         """Handle a signal in the main thread, between two bytecodes of Python."""
-        self._heard.set()
+        self._handled.set()
         self.signal = number
-        if not self._noting:
+        if not self._deferring:
             raise Stopped(number)
 
     def _watch(self) -> None:
@@ -92,7 +93,7 @@ class Interrupts:
                 continue
             if not first:
                 os._exit(128 + number)
-            if not self._noting and not self._heard.wait(PATIENCE) and not self._done.is_set():
+            if not self._deferring and not self._handled.wait(PATIENCE) and not self._done.is_set():
                 with suppress(OSError):
                     print(f"\nStopped while {self.stage}", file=sys.stderr, flush=True)
                 os._exit(128 + number)
@@ -101,12 +102,13 @@ class Interrupts:
 
 @contextmanager
 def keyboard_interrupts() -> Iterator[Interrupts]:
-    """Yield Interrupts for a function that a notebook or another program calls: Ctrl-C ends it with KeyboardInterrupt,
-    which says what was saved, and never the process.
+    """Yield Interrupts for a function that a notebook or another program calls.
+
+    Ctrl-C raises KeyboardInterrupt, whose text is the stage that was interrupted; it never ends the process.
     """
     interrupts, before = Interrupts(), None
-    if threading.current_thread() is threading.main_thread():  # Python tells no other thread of signals
-        before = signal.signal(signal.SIGINT, interrupts._hear)
+    if threading.current_thread() is threading.main_thread():  # only the main thread can handle signals
+        before = signal.signal(signal.SIGINT, interrupts._handle)
     try:
         yield interrupts
     except Stopped:

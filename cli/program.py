@@ -1,4 +1,4 @@
-"""Wrap the programs: report each error in one line, handle signals, return the exit status."""
+"""Run the programs: report each error in one line, handle signals, return the exit status."""
 
 import os
 import re
@@ -13,8 +13,8 @@ from cli.terminal import terminal
 from data.errors import UserError
 
 
-def guarded(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
-    """Run `work` and return the exit status: 0, 2 after an error, reported in one line, or 128 + n after signal n."""
+def run_program(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
+    """Run `work` and return the exit status: 0, 2 after an error (reported in one line), 128 + n after signal n."""
     terminal.begin(quiet)
     with Interrupts() as interrupts:
         try:
@@ -29,20 +29,20 @@ def guarded(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
             if (line := memory_fault(error)) is not None:
                 fail(line)
             elif "WORLD_SIZE" in os.environ and lost_rank(error):
-                fail("another process of this run was lost: torchrun ends the others, or starts all again")
+                fail("another process of this run has ended: torchrun ends the others, or restarts all")
             elif first_to_fail():
                 raise
     return terminal.end(2)
 
 
 def fail(message: object) -> None:
-    """Print the one line of an error; if several ranks met it or its consequences, only the first one prints."""
+    """Print an error in one line. If several ranks fail, only the first of them prints."""
     if first_to_fail():
         terminal.fail(message)
 
 
 def first_to_fail() -> bool:
-    """Return whether this process is the first of those that torchrun started together to report an error."""
+    """Return whether this process is the first of torchrun's processes to report an error."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -51,18 +51,18 @@ def first_to_fail() -> bool:
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
         return store.add(f"hstu_sparse/failed/{attempt}", 1) == 1
     except (KeyError, ValueError, RuntimeError):
-        return True  # the store is unreachable: better twice than never
+        return True  # the store is unreachable: print rather twice than never
 
 
 def lost_rank(error: Exception) -> bool:
-    """Return whether an error says that a message could not be exchanged with another process."""
+    """Return whether an error is a failed communication with another process."""
     text = str(error)
     signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
 
 
 def memory_fault(error: Exception) -> str | None:
-    """Return the line for an error about memory, on the host or a device; None for any other error."""
+    """Return the message for an out-of-memory error, of the host or a device; None for any other error."""
     text = str(error)
     on_host = any(sign in text for sign in ("DefaultCPUAllocator: can't allocate memory", "Storage size calculation"))
     if not (on_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))):

@@ -1,7 +1,7 @@
-"""Print what the programs print: lines, tables, progress and errors, on a terminal or into a pipe or file.
+"""Print the programs' lines, tables, progress and errors, on a terminal or into a pipe or file.
 
-All output goes through `terminal`, the one place that escapes the user's names (nothing in them is markup, control
-characters and undecodable bytes are shown as escapes) and that tolerates a closed pipe or a full disk.
+All output goes through `terminal`. It escapes control characters and undecodable bytes, prints names of the user's
+without reading them as markup, and tolerates a closed pipe or a full disk.
 """
 
 import errno
@@ -22,13 +22,12 @@ from data.types import shown
 
 LONGEST = 100_000  # characters of a line
 EVERY = 5.0  # seconds between two lines of progress without a terminal
-# Whose log lines are shown.
+# Loggers whose lines are shown.
 NAMESPACES = ("experiments", "serving", "training", "models", "evaluation", "data", "hstu_sparse")
 
 
 class Output:
-    """Standard output as a file: characters that its encoding lacks are escaped; after a write error, output is
-    dropped.
+    """Standard output as a file that escapes characters outside its encoding, and drops output after a write error.
 
     error: the write error, or None.
     """
@@ -38,10 +37,11 @@ class Output:
 
     @property
     def encoding(self) -> str:
+        """Standard output's encoding, or UTF-8."""
         return getattr(sys.stdout, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        if sys.stdout is None:  # it was closed before the program began
+        if sys.stdout is None:  # closed before the program began
             self.error = OSError(errno.EBADF, os.strerror(errno.EBADF))
         if self.error is None:
             try:
@@ -78,7 +78,7 @@ class Terminal:
         self.console = Console(file=cast(IO[str], self.output), markup=False, emoji=False, highlight=False)
 
     def begin(self, quiet: bool = False) -> None:
-        """Start the output of a program: log lines of the project are shown from then on."""
+        """Start the output of a program, and show the project's log lines from now on."""
         Terminal.__init__(self, quiet)
         for name in NAMESPACES:
             logger = logging.getLogger(name)
@@ -96,15 +96,15 @@ class Terminal:
             self.console.print(table)
 
     def fail(self, error: object) -> None:
-        """Print `error: ...` on standard error, in as many lines as it has."""
+        """Print `error: ...` on standard error, on as many lines as the error has."""
         lines = [shown(line, LONGEST) for line in str(error).split("\n")]
         with suppress(OSError):
             print("error: " + "\n".join(lines), file=sys.stderr, flush=True)
 
     def end(self, status: int) -> int:
-        """Return the program's exit status: 2 in place of 0 if standard output could not be written.
+        """Return the program's exit status: `status`, or 2 in place of 0 if standard output could not be written.
 
-        A closed pipe (`| head -1`) is no error, and the line of another error is enough.
+        A closed pipe (`| head -1`) is not an error.
         """
         self.output.flush()
         error = self.output.error
@@ -126,7 +126,7 @@ class Terminal:
         if first:
             text = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[more]}")
             columns = text[0], rich.BarColumn(), text[1], rich.TimeRemainingColumn()
-            # Redirected, sys.stdout would print to this console, which itself writes to sys.stdout.
+            # With redirect_stdout, sys.stdout would print to this console, which itself writes to sys.stdout.
             self.live = rich.Progress(
                 *columns, console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False
             )
@@ -141,7 +141,7 @@ class Terminal:
                 self.live = None
 
     def track(self, batches: Iterable, total: int, what: str) -> Iterator:
-        """Yield the batches themselves while showing how many of them are done."""
+        """Yield the batches, and show how many of `total` are done; what: the current work."""
         with self.bar(total) as bar:
             for done, batch in enumerate(batches):
                 bar.show(done, what)
@@ -160,7 +160,7 @@ class _Lines(logging.Handler):
 
 
 class Bar:
-    """The progress of something. `show` may be called for each batch: it draws twice a second at most."""
+    """A progress bar. `show` may be called for each batch: it draws at most twice a second."""
 
     def __init__(self, terminal: Terminal, total: int, done: int, unit: str):
         self.terminal, self.total, self.first, self.unit = terminal, total, done, unit
@@ -177,11 +177,11 @@ class Bar:
             self.live.remove_task(self.task)
 
     def due(self) -> bool:
-        """Return whether `show` would draw now, since its arguments may be costly to compute."""
+        """Return whether `show` would draw now: call this first if the arguments of `show` are costly."""
         return time.monotonic() - self.drawn >= (0.5 if self.live else EVERY)
 
     def show(self, done: int, what: str, more: str = "") -> None:
-        """Show progress; what: the current work; more: text beside the count."""
+        """Show progress; done: a count; what: the current work; more: a text after the count."""
         if not self.due():
             return
         self.drawn = now = time.monotonic()

@@ -425,7 +425,7 @@ def download(name: str, to: str | Path, *, url: str | None = None, progress: boo
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (--help lists what can be given)\n")
+        self.exit(2, f"error: {message} (--help lists the options)\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -43,7 +43,7 @@ def train(
     """
     interrupts = interrupts or Interrupts()
     with open_or_resume(config, folder, resume, init_from, interrupts, update) as run:
-        with interrupts.noted(), terminal.bar(run.steps, run.progress.step, unit="steps") as bar:
+        with interrupts.deferred(), terminal.bar(run.steps, run.progress.step, unit="steps") as bar:
             run.begin()
             while not run.finished:
                 train_epoch(run, bar)

@@ -1,10 +1,10 @@
-"""Train tiny models on a CPU from the code of some folders, and print whether all leave the same bits.
+"""Train tiny models on a CPU with the code of several folders, and print whether all results are bit-identical.
 
     git archive COMMIT | tar x -C /tmp/before
     python -m tests.programs.same_bits /tmp/before .
 
-The models are those of CASES, one thread each. The weights of best/ and of the last checkpoint are compared, and the
-losses in metrics.jsonl.
+The models are those of CASES, each trained with one thread. The weights of best/ and of the last checkpoint and the
+losses in metrics.jsonl are compared.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ CASES = {
 
 
 def trained(tree: Path, case: str, folder: Path) -> tuple[str, list[float]]:
-    """Return (the SHA-256 of the weights, the losses) of a case that the code in `tree` trains in a new folder."""
+    """Train a case with the code in `tree` in a new folder; return (the SHA-256 of the weights, the losses)."""
     command = [sys.executable, "train.py", "configs/synthetic-hstu.yaml", *SETTINGS, *CASES[case]]
     command += [f"data.cache_dir={folder / 'cache'}", "--run", str(folder / "run")]
     environment = os.environ | {"PYTHONPATH": str(tree)}

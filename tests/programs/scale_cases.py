@@ -1,15 +1,15 @@
-"""Train cases of tests/programs/test_scale.py, one after the other, in as many processes as torchrun starts.
+"""Train cases of tests/programs/test_scale.py, one after the other, in the processes that torchrun starts.
 
     torchrun --standalone --nproc-per-node 2 -m tests.programs.scale_cases OUT NAME ...
 
-Writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the metrics of the end) for W processes. A name
-`NAME:KEY=VALUE:...` has further overrides; with `NAME:resume:...` the run OUT/NAME is gone on with, or begun.
-`judge:NAME` and `export:NAME` run eval.py on OUT/NAME-1: OUT/lists.csv and OUT/items-NAME-W/.
+For W processes, a case writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the final metrics).
+`NAME:KEY=VALUE:...` adds overrides. `NAME:resume:...` resumes the run OUT/NAME, or begins it.
+`judge:NAME` and `export:NAME` run eval.py on OUT/NAME-1, which writes OUT/lists.csv and OUT/items-NAME-W/.
 
-SCALE_KILL="NAME:RANK:WHERE:NUMBER ..." kills a rank of these cases with SIGKILL, each once (OUT/NAME.killed says so):
-WHERE is `step`, before the NUMBER-th step, `save`, as it begins to write the NUMBER-th checkpoint, or `saved`, when it
-has written its part of that, which is not yet in its place. Cases that are finished are not repeated after a restart.
-SCALE_CASES=FILE has further cases, as JSON.
+SCALE_KILL="NAME:RANK:WHERE:NUMBER ..." kills a rank of each of these cases once with SIGKILL, and then writes
+OUT/NAME.killed. WHERE is `step` (before the NUMBER-th step), `save` (before the rank writes the NUMBER-th checkpoint)
+or `saved` (after the rank has written its part, before the checkpoint is moved into place). Finished cases are not
+repeated after a restart. SCALE_CASES=FILE is a JSON file with more cases.
 """
 
 import json
@@ -27,7 +27,7 @@ SETTINGS = [
     "model.dropout=0",
     "train.epochs=8",
     "train.lr=5e-3",
-    "train.batch_size=12",  # four steps an epoch, the last of which has one user: some ranks have none
+    "train.batch_size=12",  # four steps an epoch; the last step has one user, so that some ranks have none
     "train.checkpoint_seconds=1000",
     "eval.patience=null",
     "eval.every=4",
@@ -72,10 +72,7 @@ CASES = {
 
 
 def killer(name: str, out: Path):
-    """Return a function to call at each place that SCALE_KILL can name, which kills this process where it is asked to.
-
-    It is called with `step`, `save` or `saved`.
-    """
+    """Return a function that kills this process as SCALE_KILL demands; it is called with `step`, `save` or `saved`."""
     kills = {kill.split(":")[0]: kill.split(":")[1:] for kill in os.environ.get("SCALE_KILL", "").split()}
     rank, where, number = kills.get(name, ("-1", "never", "0"))
     reached, killed = [], out / f"{name}.killed"
@@ -97,7 +94,7 @@ def run(case: str, out: Path) -> None:
 
     import train
     from cli.command import train_options
-    from cli.program import guarded
+    from cli.program import run_program
     from training import setup
 
     world, losses = int(os.environ.get("WORLD_SIZE", 1)), []
@@ -117,7 +114,7 @@ def run(case: str, out: Path) -> None:
         return
     folder = out / (name if resumed else f"{case}-{world}")
     build, write, reduce = setup.build_step, FileSystemWriter.write_data, dist.all_reduce
-    agreements = []  # exchanges of whole numbers, whose greatest counts: on what ranks do after a step
+    agreements = []  # all-reduces of integers by maximum: decisions of the ranks after a step
 
     def recorded(*inputs, **options):
         optimizer, step = build(*inputs, **options)
@@ -147,7 +144,7 @@ def run(case: str, out: Path) -> None:
     arguments += [*(part for part in overrides if part != "resume"), "--run", str(folder)]
     options = train_options(None, [*arguments, *(["--resume", "auto"] if resumed else [])])
     try:
-        code = guarded(lambda interrupts: train.work(options, interrupts), quiet=True)
+        code = run_program(lambda interrupts: train.work(options, interrupts), quiet=True)
     finally:
         setup.build_step, FileSystemWriter.write_data, dist.all_reduce = build, write, reduce
     if code:

@@ -1,11 +1,11 @@
-"""The whole matrix of what test_scale.py samples, and ranks killed at random: takes an hour and a half on two cores.
+"""Run all cases of which test_scale.py runs a sample, and kill ranks at random: 90 minutes on two cores.
 
     python -m tests.programs.scale_matrix OUT [--kills 20] [--only REGEX]
 
-Every model (hstu, sasrec, bsa, hstu with mol and with features) with every loss and every sharding that they take, on 2
-and 4 ranks against one; ranks killed at 20 random steps and checkpoints; a run of 4 ranks resumed on 2, on 1 and with
-another sharding; 943 users evaluated on 4 ranks. Prints a line for each: the greatest relative difference of the steps'
-losses (after a kill, of the steps since the restart) and of the final metrics.
+The cases: every model (hstu, sasrec, bsa, hstu with mol and with features) with every loss and sharding that it
+supports, on 2 and 4 ranks against one; ranks killed at 20 random steps and checkpoints; a run of 4 ranks resumed on 2,
+on 1 and with another sharding; 943 users evaluated on 4 ranks. Each prints a line: the largest relative difference of
+the steps' losses (after a kill, of the steps since the restart) and of the final metrics.
 """
 
 import argparse
@@ -39,14 +39,14 @@ LIMIT = 1e-4
 
 
 def differences(shared: dict, alone: dict) -> tuple[float, float]:
-    """The greatest relative differences of losses (of the last steps, where a run was gone on with) and of metrics."""
+    """Return the largest relative differences of losses (of a resumed run: of the last steps) and of metrics."""
     losses = zip(shared["losses"], alone["losses"][-len(shared["losses"]) :], strict=True)
     metrics = ((shared["metrics"][name], value) for name, value in alone["metrics"].items())
     one, other = (max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs) for pairs in (losses, metrics))
     return one, other
 
 
-def tell(name: str, shared: dict, alone: dict) -> bool:
+def report(name: str, shared: dict, alone: dict) -> bool:
     one, other = differences(shared, alone)
     right = max(one, other) <= LIMIT and shared["users"] == alone["users"]
     print(f"{'ok    ' if right else 'FAILED'} {name}: losses {one:.1e}, metrics {other:.1e}", flush=True)
@@ -79,7 +79,7 @@ def every_case(options: argparse.Namespace) -> list[bool]:
         if cases:
             launch([1, 2, 4], out, *cases, more=out / "cases.json")
         for name in cases:
-            results += [tell(f"{name} on {w}", facts_of(out, name, w), facts_of(out, name, 1)) for w in (2, 4)]
+            results += [report(f"{name} on {w}", facts_of(out, name, w), facts_of(out, name, 1)) for w in (2, 4)]
     draw, out = random.Random(0), options.out / "kills"
     if re.search(options.only, "kills"):
         out.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def every_case(options: argparse.Namespace) -> list[bool]:
             folder = out / f"{number}"
             launch([2], folder, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill)
             facts = facts_of(folder, case, 2)
-            right = tell(f"killed at {kill}, {facts['starts']} starts", facts, facts_of(out, case, 1))
+            right = report(f"killed at {kill}, {facts['starts']} starts", facts, facts_of(out, case, 1))
             results.append(right and facts["starts"] == 2)
     if re.search(options.only, "resumed"):
         out = options.out / "resumed"
@@ -98,7 +98,7 @@ def every_case(options: argparse.Namespace) -> list[bool]:
         for world, epochs, kind in ((4, 2, "row_wise"), (2, 4, "row_wise"), (1, 6, "row_wise"), (4, 8, "column_wise")):
             launch([world], out, f"hstu:resume:train.epochs={epochs}:parallel.embedding={kind}")
         results.append(
-            tell("4 ranks, 2, 1, 4 with another sharding", facts_of(out, "hstu", 4), facts_of(out / "one", "hstu", 1))
+            report("4 ranks, 2, 1, 4 with another sharding", facts_of(out, "hstu", 4), facts_of(out / "one", "hstu", 1))
         )
     if re.search(options.only, "users"):
         out = options.out / "users"
@@ -107,7 +107,7 @@ def every_case(options: argparse.Namespace) -> list[bool]:
         (out / "cases.json").write_text(json.dumps({"users": [data, "train.epochs=1", "train.batch_size=400"]}))
         launch([1, 4], out, "users", more=out / "cases.json")
         assert facts_of(out, "users", 4)["users"] == 943
-        results.append(tell("943 users on 4 ranks", facts_of(out, "users", 4), facts_of(out, "users", 1)))
+        results.append(report("943 users on 4 ranks", facts_of(out, "users", 4), facts_of(out, "users", 1)))
     return results
 
 

@@ -1,4 +1,4 @@
-"""Attention kinds, tasks and heads say what they can do: other files neither compare their names nor their classes."""
+"""Check that no other file compares the names or classes of attention kinds, tasks and heads."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.programs.test_imports import FILES, MODULES
 
 NAMES = {*ATTENTION, *TASKS, "dot", "mol"}
 KINDS = (*ATTENTION.values(), *TASKS.values(), DotConfig, MoLConfig, AttentionKind, Task, Head)
-# Class -> the module that may check for it: its own, or that of the task whose batches these are.
+# Class -> the module that may check for it: the module that defines it, or that of the task whose batches these are.
 CLASSES = {cls.__name__: cls.__module__ for cls in KINDS}
 CLASSES |= {"RankingBatch": "models.tasks.ranking", "RecallBatch": "models.tasks.recall"}
 
@@ -64,7 +64,7 @@ def test_the_check_allows():
     assert not list(faults(code, "models.tasks.ranking"))
 
 
-def test_no_file_asks_for_a_kind():
+def test_no_file_compares_kinds():
     of = {file: name for name, file in MODULES.items()}
     wrong = [
         f"{file.relative_to(Path(__file__).parents[2])}: {fault}"

@@ -1,4 +1,4 @@
-"""The checkout's packages can be imported from any folder, and a file that hides one of them is named."""
+"""Test that the checkout's packages can be imported from any folder, and that an error names a file that hides one."""
 
 import subprocess
 import sys
@@ -12,14 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_python(folder: Path, code: str) -> subprocess.CompletedProcess:
-    """Run code in a folder, with the checkout last in the import path as `make setup` puts it there."""
+    """Run code in a folder, with the checkout last in the import path, as after `make setup`."""
     code = f"import sys; sys.path.append({str(ROOT)!r}); {code}"
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def test_imports_from_another_folder(tmp_path):
-    (tmp_path / "data").mkdir()  # a folder without __init__.py, as users have for their files, hides nothing
+    (tmp_path / "data").mkdir()  # a folder without __init__.py hides no package
     done = run_python(tmp_path, "import serving, training, experiments; print(serving.Recommender.__name__)")
     assert done.stdout == "Recommender\n", done.stderr
 

@@ -1,4 +1,4 @@
-"""Test compare.py as a user runs it: what is finished is not repeated, what fails is named, tables and files."""
+"""Test compare.py as a user runs it: resuming, failing runs, tables and files."""
 
 import contextlib
 import csv
@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with plan.yaml, where jobs run in this process: starting Python anew takes seconds each time.
+    """Return a folder with plan.yaml; jobs run in this process, since each start of Python takes seconds.
 
-    `place.launched` names them.
+    `place.launched` has their names.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(tiny())
@@ -94,7 +94,7 @@ def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
     assert second.returncode == 0, second.stderr
     assert place.launched[2:] == ALL[1:]
     assert Path("out/dense/seed-1/result.json").stat().st_mtime_ns == finished
-    assert json.loads(Path("out/bsa/seed-1/run.json").read_text())["command"]  # gone on with, not begun anew
+    assert json.loads(Path("out/bsa/seed-1/run.json").read_text())["command"]  # resumed, not restarted
     tree, table = results()
 
     third = run("plan.yaml", "--out", "out")
@@ -104,7 +104,7 @@ def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
     assert max(map(len, printed)) <= 80
     assert any(line.lstrip().startswith("item-kNN ") for line in printed)
 
-    # The whole thing again elsewhere: the same runs give the same figures.
+    # The same comparison in another folder gives the same figures.
     again = run("plan.yaml", "--out", "other", "--seeds", "1", "--no-speed")
     assert again.returncode == 0
     for one, other in zip(tree["settings"], results("other")[0]["settings"]):
@@ -112,11 +112,11 @@ def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
             name: values["by_seed"] for name, values in other["metrics"].items()
         }
 
-    check_what_is_told(tree, table)
-    check_runs_that_are_there(place)
+    check_output(tree, table)
+    check_existing_runs(place)
 
 
-def check_what_is_told(tree, table):
+def check_output(tree, table):
     dense, bsa = tree["settings"]
     of_runs = [json.loads(Path(f"out/bsa/seed-{seed}/result.json").read_text()) for seed in (1, 2)]
     values = [result["model"][result["filter_seen"]]["NDCG@10"] for result in of_runs]
@@ -132,22 +132,23 @@ def check_what_is_told(tree, table):
     page = Path("out/report.html").read_text()
     assert "<td>item-kNN</td>" in page
     assert page.count("<svg") == 7 and "model.attention.0.kind: dense -&gt; bsa" in page
-    assert not re.search(r"https?:|src=|@import|url\(", page)  # it stands alone
+    assert not re.search(r"https?:|src=|@import|url\(", page)  # it loads nothing
     assert "nan" not in page and f"{row['low']:.3f} to {row['high']:.3f}" in page
     rows = list(csv.DictReader(io.StringIO(table)))
     assert {(x["setting"], x["metric"]) for x in rows} >= {("dense", "MRR"), ("bsa", "HR@10")}
     assert float(next(x for x in rows if (x["setting"], x["metric"]) == ("bsa", "NDCG@10"))["mean"]) == row["mean"]
 
 
-def check_runs_that_are_there(place):
-    """Finished runs alone: of a folder that holds several, of one by itself, and against themselves."""
+def check_existing_runs(place):
+    """Compare finished runs without a plan: a folder with several, a single run, and runs with themselves."""
     before = len(place.launched)
     done = run("--runs", "a=out/dense", "b=out/bsa/seed-1", "b=out/bsa/seed-2", "c=out/dense", "--out", "there")
     assert done.returncode == 0, done.stderr
     assert place.launched[before:] == ["a, speed", "b, speed", "c, speed"]
     _, b, c = results("there")[0]["settings"]
     separate = results()[0]["settings"][1]["metrics"]["MRR"]
-    assert {**b["metrics"]["MRR"], "p_holm": None} == {**separate, "p_holm": None}  # there are more p values here
+    # p_holm depends on the number of p values.
+    assert {**b["metrics"]["MRR"], "p_holm": None} == {**separate, "p_holm": None}
     same = c["metrics"]["NDCG@10"]
     assert (same["ratio"], same["low"], same["high"], same["p"]) == (1, 1, 1, 1)
     os.remove("out/bsa/seed-1/judged.npz")
@@ -168,14 +169,14 @@ def test_a_failing_setting_is_named_and_the_others_finish(place):
     assert "<dd>error: the loss is nan" in Path("out/report.html").read_text()
     (dense,), (failed,) = (results()[0][key] for key in ("settings", "failed"))
     assert dense["name"] == "dense" and failed["run"] == "bsa, seed 1"
-    # Mended under the same name: what is there is of another configuration.
+    # Corrected under the same name: the existing run has another configuration.
     write_plan()
     other = run("plan.yaml", "--out", "out", "--seeds", "1")
     assert other.returncode == 2 and "out/bsa: has runs of another configuration (" in other.stderr
     assert "train.lr: 1e+30 -> 0.01" in other.stderr
 
 
-def test_arguments_that_make_no_sense(capsys):
+def test_invalid_arguments(capsys):
     for arguments, message in (
         ([], "give a plan or --runs, and --out DIR"),
         (["plan.yaml", "--out", "x", "--seeds", "1,b"], "expected whole numbers like 1,2,3"),
@@ -187,8 +188,8 @@ def test_arguments_that_make_no_sense(capsys):
         assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_jobs_side_by_side(tmp_path):
-    """Processes of their own: all run, though one fails; its reason is its last line."""
+def test_parallel_jobs(tmp_path):
+    """Run jobs in processes: all run although one fails, whose last line is reported."""
     code = {
         "good": "print('fine')",
         "bad": "import sys; print('no\\n\\nreason'); sys.exit(3)",
@@ -201,7 +202,7 @@ def test_jobs_side_by_side(tmp_path):
     assert (tmp_path / "good.log").read_text() == "fine\n"
 
 
-def test_a_killed_comparison_leaves_no_run_behind(tmp_path):
+def test_a_killed_comparison_ends_its_runs(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     child = (
         f"import time; pipe = open({str(tmp_path / 'pipe')!r}, 'w'); print(1, file=pipe, flush=True); time.sleep(600)"
@@ -216,5 +217,5 @@ run_all([Job("x", ["-c", {child!r}], Path({str(tmp_path / "log")!r}))], Interrup
     with (tmp_path / "pipe").open() as pipe:
         assert pipe.readline() == "1\n"
         process.kill()
-        assert pipe.read() == ""  # its end: the child is gone
+        assert pipe.read() == ""  # end of file: the child has ended
     process.wait()

@@ -1,4 +1,4 @@
-"""Check that the blocks of README and the pages run, and that what they name exists."""
+"""Check that the code blocks of README and the pages run, and that the files, keys and flags they name exist."""
 
 import contextlib
 import io
@@ -46,14 +46,14 @@ PLACEHOLDER = re.compile(r"<|\*|\.\.\.|NAME")
 
 @cache
 def known_keys() -> set[str]:
-    """The dotted keys of a configuration, and those of the mappings that hold them."""
+    """Return the dotted keys of a configuration, and those of the mappings that contain them."""
     keys = {key.name for section in sections() for key in section.keys}
     return keys | {".".join(key.split(".")[:n]) for key in keys for n in range(1, key.count(".") + 1)}
 
 
 @cache
 def flags() -> dict[str, set[str]]:
-    """Program -> its flags, from --help where that is cheap, else from its source."""
+    """Map each program to its flags, from --help where that is cheap, else from its source."""
     by_program = {}
     for program in ("train", "eval", "compare", "tune", "serve"):
         text = io.StringIO()
@@ -64,7 +64,7 @@ def flags() -> dict[str, set[str]]:
     for file in files:
         by_program[str(file.relative_to(ROOT))] = set(re.findall(r'"(--[a-z][a-z-]*)"', file.read_text()))
     shared = set().union(*(names for file, names in by_program.items() if file.startswith("benchmarks/")))
-    by_program["benchmarks/run.py"] |= shared  # which takes its operators' flags too
+    by_program["benchmarks/run.py"] |= shared  # it also has its operators' flags
     by_program["benchmarks/train.py"] |= by_program["benchmarks/parts.py"]
     by_program["(torchrun)"] = {"--standalone", "--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts"}
     return by_program
@@ -81,7 +81,7 @@ def exists(path: str) -> bool:
 
 
 def is_key(name: str) -> bool:
-    """A key, a mapping of keys, or a module or file of that name."""
+    """Return whether there is a key, a mapping of keys, a module or a file of that name."""
     name = re.sub(r"\.\d+(?=\.|$)", "", name) if name.startswith("model.attention") else name
     name = re.sub(r"(\.columns)\.[a-z_]\w*(?=\.|$)", r"\1.NAME", name) if ".features." in name else name
     parent, _, last = name.rpartition(".")
@@ -94,7 +94,7 @@ def is_key(name: str) -> bool:
 
 
 def keys_of(tree: object, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of a configuration that is written as YAML."""
+    """Yield the dotted keys of a YAML configuration."""
     if isinstance(tree, list):
         for number, one in enumerate(tree):
             yield from keys_of(one, f"{prefix}{number}.") if isinstance(one, dict) else ()
@@ -106,7 +106,7 @@ def keys_of(tree: object, prefix: str = "") -> Iterator[str]:
 
 
 def faults_of_yaml(text: str) -> Iterator[str]:
-    """The unknown keys of a block: part of a run, or a plan or search space, whose settings have dotted keys."""
+    """Yield the unknown keys of a block: part of a run's configuration, or a plan or search space with dotted keys."""
     tree = yaml.safe_load(text)
     tops = {section.title for section in sections() if "." not in section.title and section.title.islower()}
     if not isinstance(tree, dict):
@@ -127,7 +127,7 @@ def dotted(tree: dict) -> Iterator[str]:
 
 
 def faults_of_code(text: str) -> Iterator[str]:
-    """Yield the files, configs, keys and flags that a span or line of code names and that do not exist."""
+    """Yield the files, configs, keys and flags in a span or line of code that do not exist."""
     yield from (f"file {path}" for path in FILE.findall(text) if not exists(path))
     if CONFIG.fullmatch(text) and "." not in text:
         yield from (f"config {name}" for name in spread(text) if not (ROOT / f"configs/{name}.yaml").exists())
@@ -152,7 +152,7 @@ def faults_of_code(text: str) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, those of a file that it includes too (see docs/hooks.py)."""
+    """Return the anchors of the headings of a page and of files that it includes (see docs/hooks.py)."""
     text = page.read_text()
     included = [(ROOT / name).read_text() for name in re.findall(r"<!-- include (\S+) -->", text)]
     titles = re.findall(r"^#+ (.+)$", "\n".join([text, *included]), re.MULTILINE)
@@ -160,7 +160,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def faults(text: str, folder: Path) -> list[str]:
-    """Everything that a page names and that does not exist."""
+    """Return the names and links in a page whose targets do not exist."""
     listed: list[str] = []
     for language, _, block in BLOCK.findall(text):
         if language == "yaml":
@@ -174,7 +174,7 @@ def faults(text: str, folder: Path) -> list[str]:
 
 
 def faults_of_links(text: str, folder: Path) -> Iterator[str]:
-    """Links to files or headings that do not exist."""
+    """Yield the links to files or headings that do not exist."""
     for target, anchor in LINK.findall(text):
         page = folder / target
         if target and not page.exists():
@@ -184,24 +184,24 @@ def faults_of_links(text: str, folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_exists(page):
+def test_names_and_links_of_a_page_exist(page):
     assert not (wrong := faults(page.read_text(), page.parent)), wrong
 
 
-def test_what_notes_link_to_exists():
-    """Notes keep the names of their day, but a link to a heading that is gone fails the site's build."""
+def test_links_of_notes_exist():
+    """Check links only: notes may have the names of their day, but a link to a missing heading fails the build."""
     wrong = [f"{page.name}: {fault}" for page in NOTES for fault in faults_of_links(page.read_text(), page.parent)]
     assert NOTES and not wrong, wrong
 
 
 def test_pages_are_short():
-    """A page grows by a sentence at a time: histories and diaries of measurements belong to docs/notes/."""
+    """Check that pages do not grow: histories and diaries of measurements belong in docs/notes/."""
     words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert not {name: count for name, count in words.items() if count > 2_000}
 
 
 def test_no_sentence_begins_with_of():
-    """Such a sentence has to be read twice, in pages, docstrings and comments alike."""
+    """Check pages, docstrings and comments: such a sentence has to be read twice."""
     begins = re.compile(r"(?:^\s*|[.!?] |\"\"\"|# |\()Of [a-z\[|`]", re.MULTILINE)
     code = [file for folder in FOLDERS.split("|") for file in (ROOT / folder).rglob("*.py")]
     wrong = [
@@ -235,14 +235,14 @@ def test_the_check_finds_what_is_wrong(text, fault):
     assert fault in faults(text, ROOT)
 
 
-SET_UP = {"make setup", "source .venv/bin/activate", "pip install .", "make train", "make test"}  # not run, but checked
+SET_UP = {"make setup", "source .venv/bin/activate", "pip install .", "make train", "make test"}  # checked, but not run
 REPLACED = [("seeds: [1, 2]", "seeds: [1]"), ("epochs: 5", "epochs: 1"), ("epochs=8", "epochs=2")]  # for a test's time
 REPLACED += [("--retry 60", "--retry 900")]  # a service starts late on a busy machine
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder in which the programs can be called and leave their output."""
+    """Return a folder in which the programs can be called and write their output."""
     for name in (
         "train.py",
         "eval.py",
@@ -266,12 +266,12 @@ def checkout(tmp_path):
 
 # A call of a program that needs no shell: `run` makes it in this process.
 CALL = re.compile(r"python (?:train|eval|compare)\.py(?: [\w./=-]+)+")
-# A block that fails leaves no service behind.
+# A block that fails ends the services that it started.
 SHELL = "set -e -m\ntrap 'kill $(jobs -p) 2>/dev/null || :' EXIT\n"
 
 
 def run_blocks(page: str, folder: Path) -> None:
-    """Runs the blocks of a page in their order: shell and Python; a YAML block with a title becomes that file."""
+    """Run the shell and Python blocks of a page in order; a YAML block with a title is written to that file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -301,7 +301,7 @@ def run_blocks(page: str, folder: Path) -> None:
 
 
 def test_a_block_that_fails_ends_what_it_started():
-    """Processes that still run hold the output open, so that the call would only end after 60 seconds."""
+    """Check that the call ends: it would take 60 seconds if a process that still runs kept the output open."""
     block = ["bash", "-c", f"{SHELL}sleep 100 &\nfalse"]
     assert subprocess.run(block, capture_output=True, timeout=60).returncode == 1
 
@@ -341,7 +341,7 @@ def test_the_page_for_python_runs_in_a_new_process_and_folder(tmp_path, library)
         pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
     text = (ROOT / "docs" / "python.md").read_text().replace("import polars as pl", f"import {library} as pl")
     blocks = [block for language, _, block in BLOCK.findall(text) if language == "python"]
-    assert len([line for line in blocks[0].splitlines() if line]) == 10  # that the page promises
+    assert len([line for line in blocks[0].splitlines() if line]) == 10  # the page says ten lines
     code = f"import sys; sys.path.append({str(ROOT)!r})\n" + "\n".join(blocks)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "effect" in done.stdout, done.stderr
@@ -359,7 +359,7 @@ def test_every_config_says_whether_it_was_run():
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} <= names
 
 
-@pytest.mark.slow  # it starts eleven programs; the README's are seven like them
+@pytest.mark.slow  # it starts eleven programs; the README's blocks are seven similar ones
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page calls curl")
 def test_getting_started_runs(checkout):
     run_blocks("docs/getting_started.md", checkout)
@@ -368,7 +368,7 @@ def test_getting_started_runs(checkout):
 
 
 def test_tests_that_the_page_of_data_names_exist():
-    """The table of what is read names a test of each line."""
+    """Check the tests that the table of readable files names in each row."""
     page, folder = (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), ROOT / "tests" / "data"
     table = page[page.index("### What is read") : page.index("## Known formats")]
     tests = "".join(file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py"))

@@ -1,4 +1,4 @@
-"""Docstrings and pages of the API carry examples: every public name has one, and each gives what it says."""
+"""Check the examples of the API's docstrings and pages: every public name has one, and each prints what it shows."""
 
 import doctest
 import importlib
@@ -29,7 +29,7 @@ OTHERS = [
     "training.config.merge",
 ]
 API = sorted((ROOT / "docs").glob("api_*.md"))
-# Each with its options on the page that documents it, if one does.
+# Operator -> its options on the page that documents it, if any.
 OPERATORS = {f"hstu_sparse.{name}": "" for name in hstu_sparse.__all__}
 OPERATORS |= {
     path: options
@@ -37,11 +37,11 @@ OPERATORS |= {
     for path, options in DOCUMENTED.findall(page.read_text())
     if path in OPERATORS
 }
-SLOW = ("experiments.compare", "experiments.Comparison")  # runs that are processes; the second takes the first one's
+SLOW = ("experiments.compare", "experiments.Comparison")  # they start processes; the second uses the first one's runs
 
 
 class Name(NamedTuple):
-    """A public name: its path, what it is, and the paths of what it is a part of, whose examples may show it."""
+    """A public name: its path, its object, and the paths of its parents, whose examples may cover it."""
 
     path: str
     documented: object
@@ -65,7 +65,7 @@ class Name(NamedTuple):
 
 
 def resolve(path: str) -> object:
-    """Return a module, or what is in one, by its path with dots."""
+    """Return a module, or an object in a module, by its dotted path."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -79,7 +79,7 @@ def resolve(path: str) -> object:
 
 
 def members(documented: object, listed: list[str] | None) -> Iterator[tuple[str, object]]:
-    """Yield the public functions, methods and properties that a module or class defines, or those that are listed."""
+    """Yield the public functions, methods and properties of a module or class; if `listed` is given, only these."""
     if listed is not None:
         yield from ((name, inspect.getattr_static(documented, name)) for name in listed)
     elif inspect.ismodule(documented):
@@ -95,7 +95,7 @@ def members(documented: object, listed: list[str] | None) -> Iterator[tuple[str,
 
 
 def names_of(path: str, options: str = "") -> Iterator[Name]:
-    """Yield what a page documents by `::: path`: the name and its members, or those that the options list."""
+    """Yield the names that `::: path` documents in a page: the name and its members, or the members in the options."""
     documented, chosen = resolve(path), MEMBERS.search(options)
     listed = re.findall(r"\w+", chosen[1]) if chosen else None
     yield Name(path, documented)
@@ -112,7 +112,7 @@ def names_on(page: Path) -> list[Name]:
 
 
 def without_example(names: list[Name]) -> list[str]:
-    """Return the names without a docstring, or without an example of their own or of the class that they are in."""
+    """Return the names that have no docstring, or no example in it or in their class's docstring."""
     by_path = {name.path: name for name in names}
     missing = [f"{name.path}: no docstring" for name in names if not name.text]
     for name in names:
@@ -125,7 +125,7 @@ def without_example(names: list[Name]) -> list[str]:
 
 
 def check(place: str, text: str, names: dict) -> dict:
-    """Run the examples of a text, and return the names that they leave."""
+    """Run the examples of a text; return the names that they define."""
     example = doctest.DocTestParser().get_doctest(text, names, place, None, None)
     torch.manual_seed(0)
     report: list[str] = []
@@ -137,7 +137,7 @@ def check(place: str, text: str, names: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run with a feature of its items, for examples that need one."""
+    """Train a run with a feature of its items, for examples that need one."""
     import polars as pl
 
     from experiments import fit
@@ -166,7 +166,7 @@ def test_every_name_of_an_api_page_has_an_example(page):
 
 @pytest.mark.parametrize("page", API, ids=lambda page: page.stem)
 def test_the_examples_of_an_api_page(tmp_path, monkeypatch, trained, page):
-    """The page's examples, then its docstrings', which may use the names that the page documents or makes."""
+    """Run the page's examples, then those of its docstrings, which may use the names that the page defines."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     text = page.read_text()

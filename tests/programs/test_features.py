@@ -1,4 +1,4 @@
-"""Runs with features from YAML to report: cold items are recommended and told apart; runs resume and are reused."""
+"""Test runs with features from YAML to report: cold items are recommended and counted; runs resume and are reused."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from data.errors import ConfigError
 from serving import Recommender
 from training.config import load_config
 
-pl = pytest.importorskip("polars")  # raw files cannot be read without
+pl = pytest.importorskip("polars")  # it reads raw files
 
 CONFIG = """
 name: t
@@ -39,7 +39,7 @@ GROUPS = 4
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
-    """A folder with a finished run: users stay within a group of items, and a new item of each group waits."""
+    """Return a folder with a finished run: each user's items are of one group, and each group has an unseen item."""
     place = tmp_path_factory.mktemp("features")
     rng = np.random.default_rng(0)
     rows = []
@@ -55,7 +55,7 @@ def finished_run(tmp_path_factory):
     return place
 
 
-def test_cold_items_are_recommended_and_told_apart(finished_run):
+def test_cold_items_are_recommended_and_reported_separately(finished_run):
     result = json.loads((finished_run / "run" / "result.json").read_text())
     assert result["items"] == 10 * GROUPS + GROUPS and result["cold"]["items"] >= GROUPS
     assert sum(row["users"] for row in result["by_popularity"]) == result["users"] == 48
@@ -67,7 +67,7 @@ def test_cold_items_are_recommended_and_told_apart(finished_run):
     )
     frame = pl.read_csv(finished_run / "next.csv", schema_overrides={"user": pl.Int64, "item": pl.String})
     new = frame.filter(pl.col("item").str.starts_with("new"))
-    # By its feature alone: a new item goes to the users of its group.
+    # A new item is recommended to the users of its group, by its feature alone.
     right = new.filter(pl.col("item").str.slice(3).cast(pl.Int64) == pl.col("user") % GROUPS)
     assert right.height > 0.9 * new.height and right["user"].n_unique() > 24
 
@@ -97,8 +97,8 @@ def test_a_run_resumes_and_is_judged_without_its_files(finished_run, tmp_path, m
     assert train.main(["--resume", str(finished_run / "run"), "train.epochs=7"]) == 0
 
 
-def test_other_events_in_the_terms_of_the_run(finished_run, tmp_path):
-    """Users whom the users' file does not have get no value of theirs."""
+def test_other_events_with_the_vocabulary_of_the_run(finished_run, tmp_path):
+    """Check that users who are not in the users' file have no value."""
     (tmp_path / "more.csv").write_text(
         "user,item,timestamp\n" + "".join(f"9{u},{4 * n},{n}\n" for u in "ab" for n in range(5))
     )
@@ -137,7 +137,7 @@ def weights(folder):
 
 
 def test_features_in_a_service(finished_run, tmp_path, capsys):
-    """Features of items, users and the calendar are served as they were judged."""
+    """Check that a service gives the metrics of eval.py with features of items, users and the calendar."""
     run = tmp_path / "run"
     shutil.copytree(finished_run / "run", run)
     assert evaluation.main([str(run), "--serve", "--slide", "1", "--cache-bytes", str(2**24)]) == 0
@@ -148,7 +148,7 @@ def test_features_in_a_service(finished_run, tmp_path, capsys):
 
 
 def lists_of_a_program_and_of_a_service(run, tmp_path, capsys):
-    """Check that --recommend and `Recommender` filter alike, also by the value of a single item."""
+    """Check that --recommend and `Recommender` filter the same items, also by the value of a single item."""
     (tmp_path / "deny").write_text("0\n1\nnobody\n")
     recommender = Recommender.load(run, history=True, cache_bytes=2**24)
     users = [str(user) for user in range(48)]
@@ -168,7 +168,7 @@ def lists_of_a_program_and_of_a_service(run, tmp_path, capsys):
             assert rows["item"].to_list() == row[np.isfinite(values)].tolist() and len(rows) > 0
             np.testing.assert_allclose(rows["score"].to_numpy(), values[np.isfinite(values)], atol=1e-5)
         output = capsys.readouterr().out
-        assert ("--deny: 1 of 3 items are not known" in output and "--where: 1 values" in output) == (deny is not None)
+        assert ("--deny: 1 of 3 items are unknown" in output and "--where: 1 values" in output) == (deny is not None)
     for options, says in (
         (["--where", "colour=red"], "--where: colour is no feature of the items; there are group"),
         (["--at-most", "group=few"], "--at-most group: expected a whole number"),
@@ -179,7 +179,7 @@ def lists_of_a_program_and_of_a_service(run, tmp_path, capsys):
 
 
 def test_ranking_from_files_to_report(tmp_path):
-    """Users of one parity like items of one group, which features alone tell of users and items that are rarely met."""
+    """Rank with features: users of one parity like items of one group; ids alone are too rare to learn this."""
     rng = np.random.default_rng(0)
     users, items, likes = (rng.integers(high, size=900) for high in (45, 60, 10))
     likes = np.where(likes == 0, 1, 0) ^ ((users + items) % 2)

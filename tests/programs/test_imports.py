@@ -1,4 +1,4 @@
-"""Who imports whom: one direction, no circle, and every module by itself."""
+"""Check the imports between modules: in one direction, without a cycle, and each module can be imported alone."""
 
 import ast
 import functools
@@ -16,7 +16,7 @@ FILES = [
     *(ROOT / f"{program}.py" for program in PROGRAMS),
     *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")),
 ]
-# What each part may import of the project; docs/architecture.md says why.
+# Package -> the packages that it may import; docs/architecture.md gives the reasons.
 ALLOWED = {
     **{program: set(FOLDERS) for program in PROGRAMS},
     "experiments": {"experiments", "serving", "training", "models", "evaluation", "cli", "data", "hstu_sparse"},
@@ -29,9 +29,9 @@ ALLOWED = {
     "hstu_sparse": {"hstu_sparse"},
     "hstu_sparse_checkout": set(),
 }
-# The files of cli/ that programs alone import.
+# The files of cli/ that only programs import.
 PROGRAMS_ONLY = {"cli.command", "cli.program"}
-# Folders of hstu_sparse that its operators share, and pairs (operator, the operator that it is built on).
+# Folders of hstu_sparse that operators share, and pairs (operator, the operator that it is built on).
 SHARED = {"bias", "core", "tiles"}
 BUILT_ON = {("ring", "flash"), ("cache", "dense"), ("cache", "layer")}
 
@@ -41,7 +41,7 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-# Imports each module in a process of its own, which has nothing of the project but the packages around the module.
+# Imports each module in a separate process, which has loaded nothing of the project but the module's packages.
 EACH_ALONE = """
 import importlib, multiprocessing, sys
 context = multiprocessing.get_context("forkserver")
@@ -56,10 +56,10 @@ MODULES = {name_of(file): file for file in FILES}
 
 
 def imports(code: ast.AST, package: str = "") -> set[str]:
-    """The project's modules that code of a package imports, its functions' imports included.
+    """Return the project's modules that code of a package imports, including imports inside functions.
 
-    Imports for type checkers alone count too: an annotation ties modules as a call does. `from package import name` is
-    the module `package.name` where there is one, and not the package's own file, which imports what stands inside it.
+    Imports for type checkers count, too. `from package import name` is an import of the module `package.name` if there
+    is one, and not of the package's __init__.py.
     """
     names = set()
     for node in ast.iter_child_nodes(code):
@@ -77,7 +77,7 @@ def imports(code: ast.AST, package: str = "") -> set[str]:
 
 @functools.cache
 def graph() -> dict[str, set[str]]:
-    """Module -> modules that it or its functions import."""
+    """Map each module to the modules that it or its functions import."""
     return {
         name: imports(ast.parse(file.read_text()), name if file.name == "__init__.py" else name.rpartition(".")[0])
         for name, file in MODULES.items()
@@ -85,7 +85,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """A way from a module back to itself; empty if there is none."""
+    """Return a path from a module back to itself; empty if there is none."""
     done: set[str] = set()
 
     def walk(name: str, way: list[str]) -> list[str]:
@@ -125,7 +125,7 @@ def test_arrows_run_one_way():
 
 
 def test_operators_do_not_import_one_another():
-    """The folders in SHARED are no operators: several import them, and they import no operator."""
+    """Check operators and the folders in SHARED, which several operators import and which import no operator."""
     rooms = {file.parent.name for file in (ROOT / "hstu_sparse").glob("*/__init__.py")}
     pairs = {
         (name.split(".")[1], other.split(".")[1])
@@ -144,7 +144,10 @@ PACKAGES = [name for name, file in MODULES.items() if file.name == "__init__.py"
     "modules", [PACKAGES, pytest.param([*MODULES], marks=pytest.mark.slow)], ids=["packages and programs", "all"]
 )
 def test_modules_import_alone(modules):
-    """Packages and programs import nearly all others, which without a circle can be imported alone where these can."""
+    """Check that each of the modules can be imported alone.
+
+    Packages and programs suffice: they import nearly all other modules, and there is no cycle.
+    """
     run = subprocess.run([sys.executable, "-c", EACH_ALONE, *modules], cwd=ROOT, capture_output=True, text=True)
     failed = run.stdout.split()
     assert run.returncode == 0 and not failed, f"cannot be imported alone: {failed}\n{run.stderr[-3000:]}"
@@ -156,7 +159,7 @@ def test_no_function_hides_a_module():
     assert not [name for name in hstu_sparse.__all__ if f"hstu_sparse.{name}" in MODULES]
 
 
-def test_the_operators_are_imported_without_what_takes_long():
+def test_importing_the_operators_is_fast():
     """Check that `import` does not load torch._dynamo, which takes a second; a first call does."""
     code = "import sys, hstu_sparse, training.config; print([m for m in ('torch._dynamo',) if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -165,8 +168,9 @@ def test_the_operators_are_imported_without_what_takes_long():
 
 @pytest.mark.parametrize("program", ["train", "eval", "serve"])
 def test_programs_start_without_libraries_that_take_seconds(program):
-    """Functions that need torchrec, matplotlib, scipy.stats or checkpoints import them: a program that only reports an
-    error must not wait for them.
+    """Check that torchrec, matplotlib, scipy.stats and checkpoints are imported inside the functions that use them.
+
+    A program that only reports an error must not wait for them.
     """
     slow = {"torchrec", "matplotlib", "scipy.stats", "torch.distributed.checkpoint", "torch.distributed.tensor"}
     reached, waiting = set(), {program}

@@ -1,4 +1,4 @@
-"""The configs for sets whose users have thousands of events, each on a generated file of its format."""
+"""Run the configs for data sets whose users have thousands of events, each on a generated file of its format."""
 
 import json
 import time
@@ -19,7 +19,7 @@ SMALL = [
 
 
 def rows():
-    """Yield (user, item, time, what came of it) of USERS users with EVENTS events each, the last first."""
+    """Yield (user, item, time, result) of USERS users with EVENTS events each, latest first."""
     rng = np.random.default_rng(0)
     for user in range(1, USERS + 1):
         for event in reversed(range(EVENTS)):
@@ -41,7 +41,7 @@ def write_lastfm(folder):
         return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
     lines = [f'user_{u:06}\t{moment(t)}\t\tArtist "{i}"\t\tTrack, {a}' for u, i, t, a in rows()]
-    lines.insert(5, "user_000001\tyesterday\t\tArtist 1\t\tTrack")  # a bad row, which the config leaves out
+    lines.insert(5, "user_000001\tyesterday\t\tArtist 1\t\tTrack")  # a bad row, which the config drops
     folder.mkdir(parents=True)
     (folder / "userid-timestamp-artid-artname-traid-traname.tsv").write_text("\n".join(lines) + "\n")
 
@@ -64,5 +64,5 @@ def test_a_run_on_a_generated_file(tmp_path, monkeypatch, name, write):
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["users"] == USERS and result["items"] == ITEMS and 0 < result["model"]["none"]["MRR"] < 1
     assert any("1 bad row" in note or "1 row" in note for note in result["notes"]) == (name == "lastfm-1k-hstu")
-    # A user's whole history is there, cut to the window: the last target has at least EVENTS / 2 events before it.
+    # The whole history was read and cut to the window: at least EVENTS / 2 events come before the last target.
     assert result["by_history"][-1]["history"] == "101-200"

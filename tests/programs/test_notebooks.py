@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from a clean kernel, each in under five minutes on two cores; the site shows them."""
+"""Test that the notebooks of examples/ run from a clean kernel, and that the site shows their outputs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Check the files of eval.py and the output of train.py and eval.py: whole, readable, never lost or over others."""
+"""Test the files of eval.py and the output of train.py and eval.py: complete, readable, no other file overwritten."""
 
 import io
 import json
@@ -33,14 +33,14 @@ ODD = "a [/b] [red] [/]é/run"
 
 
 def events(users=range(30), first=0):
-    """Rows of a small CSV file: each user goes through the items in steps of one or two."""
+    """Return a small CSV file in which each user goes through the items in steps of one or two."""
     rows = [(user, (user * 7 + k * (1 + user % 2)) % 20, first + 1000 * k + user) for user in users for k in range(8)]
     return "".join(f"u{user},i{item:02d}é,{when}\n" for user, item, when in rows)
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
-    """A folder with events.csv, run.yaml and a finished run, in a folder whose name is markup."""
+    """Return a folder with events.csv, run.yaml and a finished run; its name is markup."""
     place = tmp_path_factory.mktemp("made")
     (place / "events.csv").write_text("user,item,timestamp\n" + events())
     (place / "run.yaml").write_text(CONFIG.replace("PATH", str(place)))
@@ -63,7 +63,7 @@ def refused(*arguments, says):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_nothing_is_written_over_what_is_not_ours(finished_run, place):
+def test_other_files_are_not_overwritten(finished_run, place):
     source = (finished_run / "events.csv").read_bytes()
     refused("--predict", finished_run / "events.csv", says="this is data.path")
     refused("--predict", finished_run / "events.csv", "--overwrite", says="this is data.path")
@@ -75,7 +75,7 @@ def test_nothing_is_written_over_what_is_not_ours(finished_run, place):
         refused("--predict", name, says="eval.py did not write the existing file; --overwrite replaces it")
         assert (place / name).read_text() == "mine"
         assert run("eval.py", "run", "--predict", name, "--overwrite").returncode == 0
-        assert run("eval.py", "run", "--recommend", name).returncode == 0  # an earlier table of ours
+        assert run("eval.py", "run", "--recommend", name).returncode == 0  # a table that eval.py has written
     (place / "full.csv").symlink_to("/dev/full")
     os.mkfifo(place / "pipe.csv")
     for name in ("full.csv", "pipe.csv"):
@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_the_earlier_table(place):
     assert run("eval.py", "run", "--recommend", "top.csv").returncode == 0
     before = (place / "top.csv").read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # items.npy has 1,408 bytes: of an export, it is items.parquet that cannot be written.
+    # items.npy has 1,408 bytes, so that an export fails at items.parquet.
     for limit, words in ((500, ("--recommend", "top.csv", "--top-k", 9)), (1500, ("--export-items", "items"))):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
@@ -120,11 +120,11 @@ def test_items_are_exported_with_their_ids(place):
     assert run("eval.py", "run", "--export-items", "items", "--overwrite").returncode == 0
     (place / "items" / "mine").write_text("mine")
     refused("--export-items", "items", "--overwrite", says="eval.py did not write what exists there")
-    refused("--export-items", "more", "--sampled", "3", says="--sampled judges a split")
+    refused("--export-items", "more", "--sampled", "3", says="--sampled evaluates a split")
 
 
 class Gone(io.StringIO):
-    """Standard output whose reader went away after the first line."""
+    """Standard output whose reader closes the pipe after the first line."""
 
     def write(self, text):
         if self.tell():
@@ -132,7 +132,7 @@ class Gone(io.StringIO):
         return super().write(text)
 
 
-def test_a_reader_who_goes_away_loses_nothing(place, monkeypatch):
+def test_a_closed_pipe_loses_nothing(place, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Gone())
     assert evaluation.main(["run", "--predict", "top.csv"]) == 0
     assert json.loads((place / "run" / "eval-test.json").read_text())["users"] == 30
@@ -149,7 +149,7 @@ def test_standard_output_on_a_full_disk(place, monkeypatch, capsys):
 
 
 def program(*arguments, environment=None, **files):
-    """Run a program in a new process; return its exit status and the lines that it printed as errors."""
+    """Run a program in a new process; return (its exit status, the lines of its standard error)."""
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, timeout=600, **files)
@@ -211,11 +211,11 @@ def test_tables_on_narrow_terminals(place, monkeypatch, width):
     for values in (result["model"]["history"], result["popularity"]["none"], result["sampled"]):
         numbers = [f"{values[name]:.4f}" for name in ("HR@1", "HR@10", "NDCG@10", "MRR")]
         assert any(all(number in line for number in numbers) for line in lines)
-    assert "HR@50" not in table  # of twenty items, HR@50 says nothing
+    assert "HR@50" not in table  # with twenty items, HR@50 has no meaning
     assert "Written: run/eval-test.json" in done.stdout.splitlines()
 
 
-def test_progress_in_a_pipe_and_silence(place, monkeypatch):
+def test_progress_in_a_pipe_and_quiet(place, monkeypatch):
     monkeypatch.setattr(printing, "EVERY", 0.0)
     done = run("train.py", "--resume", "run", "train.epochs=3")
     assert done.returncode == 0, done.stderr
@@ -226,7 +226,7 @@ def test_progress_in_a_pipe_and_silence(place, monkeypatch):
 
 
 def test_bars_on_a_terminal(monkeypatch):
-    """Bars within bars, and lines between them: rich's own redirection would send what it prints back to itself."""
+    """Draw bars within bars, and lines between them, which rich's redirection of sys.stdout would send back to rich."""
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setenv("TERM", "xterm")
@@ -242,7 +242,7 @@ def test_bars_on_a_terminal(monkeypatch):
     assert all(part in out.getvalue() for part in ("a line 0", "a line 2", "epoch 1/1", "evaluating", "loss 1.0"))
 
 
-def test_a_backend_that_is_none_costs_no_report(tmp_path):
+def test_an_unknown_matplotlib_backend_loses_no_report(tmp_path):
     plot = """
 import sys
 from pathlib import Path
@@ -302,7 +302,7 @@ def test_a_dry_run_leaves_nothing(finished_run, tmp_path, monkeypatch):
 
 
 def test_bf16_on_a_cpu(finished_run, tmp_path):
-    """Heads and a service under autocast, which torch refused."""
+    """Train heads and serve under autocast on a CPU."""
     base = [
         finished_run / "run.yaml",
         f"data.path={finished_run / 'events.csv'}",
@@ -319,8 +319,8 @@ def test_bf16_on_a_cpu(finished_run, tmp_path):
     assert done.returncode == 2 and "no single vector" in done.stderr
 
 
-def test_a_validation_window_without_anyone(finished_run, tmp_path):
-    """Newcomers alone are in it: the last weights are judged, the run can be resumed, and patience is refused."""
+def test_a_validation_window_without_users(finished_run, tmp_path):
+    """Check a window with only new users: the last weights are evaluated, the run resumes, patience is refused."""
     rows = [f"a{user},i{k % 9},{1000 * k + user}" for user in range(20) for k in range(9)]
     rows += [f"n{user},i{user % 9},{20_000 + user}" for user in range(20)]  # the validation window
     rows += [f"a{user},i{user % 9},{30_000 + user}" for user in range(20)]
@@ -336,7 +336,7 @@ def test_a_validation_window_without_anyone(finished_run, tmp_path):
     assert done.returncode == 2 and "eval.patience: there is no validation split" in done.stderr
 
 
-def test_what_cannot_be_done_is_said_before_it_is_begun(finished_run, tmp_path):
+def test_impossible_requests_fail_at_once(finished_run, tmp_path):
     base = [finished_run / "run.yaml", f"data.path={finished_run / 'events.csv'}", f"data.cache_dir={tmp_path}"]
     for override, says in (
         ("threads=4096", "threads: 4096 on a machine of"),

@@ -1,4 +1,4 @@
-"""The package: what the wheel holds and asks for, and that it works with nothing else installed."""
+"""Test the wheel: its files and requirements, and that it works with nothing else installed."""
 
 import ast
 import email
@@ -27,7 +27,7 @@ def run(*command, **options) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel of a copy of the tracked files, built without network."""
+    """Build the wheel from a copy of the tracked files, without network."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE", "hstu_sparse", "models", "data"):
         run("cp", "-r", ROOT / name, source / name)
@@ -37,13 +37,13 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def requirements(text: list[str]) -> list[Requirement]:
-    """The requirements that hold on this machine without any extra."""
+    """Return the requirements that apply on this machine without any extra."""
     parsed = [Requirement(line) for line in text]
     return [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
 
 
 def installed_with(names: list[str]) -> set[str]:
-    """The names of the distributions that installing `names` brings, as they are installed here."""
+    """Return the names of the distributions that `names` require, as they are installed here, and `names`."""
     closed: set[str] = set()
     open_names = list(names)
     while open_names:
@@ -67,8 +67,8 @@ def test_the_wheel_holds_the_operators_only(wheel):
     assert {name for name in files if name.endswith(".py")} == sources
 
 
-def test_it_asks_for_what_the_operators_import(wheel):
-    """Every requirement is imported by an operator, and every import but fbgemm is a requirement."""
+def test_requirements_are_the_imports_of_the_operators(wheel):
+    """Check that every requirement is imported by an operator, and every import but fbgemm is a requirement."""
     names = {one.name for one in requirements(facts(wheel).get_all("Requires-Dist"))}
     imported = set()
     for file in (ROOT / "hstu_sparse").rglob("*.py"):
@@ -80,8 +80,8 @@ def test_it_asks_for_what_the_operators_import(wheel):
     assert imported - sys.stdlib_module_names - {"hstu_sparse", "fbgemm_gpu"} == names
 
 
-def test_triton_is_bounded_by_the_versions_that_were_tried(wheel):
-    """To allow the next version, see CONTRIBUTING.md: then it is added here and in pyproject.toml."""
+def test_triton_is_bounded_by_the_tested_versions(wheel):
+    """Check the bounds. CONTRIBUTING.md says how to allow the next version, here and in pyproject.toml."""
     (triton,) = (one for one in requirements(facts(wheel).get_all("Requires-Dist")) if one.name == "triton")
     allowed = [
         version for version in ("3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0", "4.0.0") if version in triton.specifier
@@ -100,7 +100,7 @@ def test_facts_and_changelog_agree(wheel):
 
 
 def test_readme_kernel_lines_run_with_torch_only(wheel, tmp_path):
-    """Install the wheel by pip into an environment of torch and its requirements; README's lines run there on a CPU."""
+    """Install the wheel by pip into an environment of torch and its requirements; run README's lines on a CPU."""
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"

@@ -1,11 +1,11 @@
-"""Protocol all: every event trains, and nothing is there to judge the run by."""
+"""Test protocol all: every event is used for training, and none is held out for evaluation."""
 
 import json
 
 from tests.programs.test_train import run, start
 
 
-def test_trains_on_everything_and_judges_nothing(tmp_path):
+def test_trains_on_all_events_without_evaluation(tmp_path):
     done = start(tmp_path / "run", "data.protocol=all", "train.epochs=1")
     assert done.returncode == 0, done.stderr
     assert "nothing is held out" in done.stdout

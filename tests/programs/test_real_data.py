@@ -1,4 +1,4 @@
-"""The real data sets, where they are: preparation, a shortened training, evaluation over the full catalogue."""
+"""Test with real data sets, where present: preparation, a shortened training, evaluation over the full catalogue."""
 
 import json
 from pathlib import Path
@@ -32,14 +32,14 @@ def test_shortened_ml_100k_learns_and_its_popularity_is_the_published_one(tmp_pa
     popularity = result["popularity"]["window"]
     assert (round(popularity["HR@10"], 3), round(popularity["NDCG@10"], 3)) == (0.075, 0.041)
     assert result["users"] == 943 and result["epoch"] == epochs
-    # More than an untrained model has at random after an epoch, more than popularity after eight.
+    # After one epoch, better than an untrained model; after eight, better than popularity.
     assert result["model"]["window"]["HR@10"] > (1.3 * popularity["HR@10"] if epochs == 8 else 3 * 10 / 1682)
 
 
 @needs_data
 @pytest.mark.slow
 def test_beauty_trains_and_ranks_the_full_catalogue(tmp_path):
-    """A few steps only: an epoch takes minutes (README)."""
+    """Train a few steps only: an epoch takes minutes (README)."""
     result = result_of(
         tmp_path / "run",
         "beauty-hstu.yaml",

@@ -1,5 +1,6 @@
-"""Test train.py under torchrun with sequences shared by two processes, by a ring and by heads: the losses of one
-process, and one run folder.
+"""Test train.py under torchrun with sequences divided between two processes, by a ring and by heads.
+
+The losses are those of one process, and there is one run folder.
 """
 
 import json
@@ -38,7 +39,7 @@ KINDS = {
         "data.features.events={calendar: [hour]}",
     ],
 }
-# What the two processes are given, and what the run is resumed with after half of its epochs: by two, or by one alone.
+# The options of two processes, and those with which the run is resumed after half of its epochs, by two or by one.
 TWO = {
     "softmax": (["parallel.context=2"], None),  # by a ring, since two ranks cannot divide its key head
     "hstu": (["parallel.context=2", "parallel.context_by=ring"], ["parallel.context=2", "parallel.context_by=heads"]),
@@ -47,7 +48,7 @@ TWO = {
 HALF, WHOLE = "train.epochs=10", "train.epochs=20"
 
 
-# train.py for each list of arguments in a file, one after the other: starting Python anew takes seconds each time.
+# Runs train.py for each list of arguments in a file, in one process, since each start of Python takes seconds.
 EACH = """
 import json, runpy, sys
 for arguments in json.load(open(sys.argv[1])):
@@ -61,7 +62,7 @@ for arguments in json.load(open(sys.argv[1])):
 
 
 def by_two(folder, calls):
-    """Run train.py in two processes, for each list of arguments."""
+    """Run train.py in two processes for each list of arguments."""
     (folder / "each.py").write_text(EACH)
     (folder / "calls.json").write_text(json.dumps([[str(argument) for argument in call] for call in calls]))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
@@ -113,7 +114,7 @@ def test_the_number_of_processes_must_fit(tmp_path):
         (["model.attention={kind: ring, inner: hstu, dropout: 0.1}"], "for inner=softmax"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(overrides, message):
+def test_options_that_cannot_be_split_are_refused(overrides, message):
     from data.errors import ConfigError
     from training.config import load_config
 

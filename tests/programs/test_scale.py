@@ -1,4 +1,4 @@
-"""Test train.py over several processes: the losses and metrics of one process, also when ranks are killed."""
+"""Test train.py over several processes: same losses and metrics as one process, also when ranks are killed."""
 
 import json
 import multiprocessing.connection
@@ -25,7 +25,7 @@ from training.checkpoints import checkpoints, set_aside_damaged
 from training.saved import CheckpointError, load_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each model, loss and way to spread the table at least once.
+# Each model, loss and sharding of the table at least once.
 FEW = "train.epochs=2:eval.every=2:train.checkpoint_seconds=0"  # eight steps
 # How two ranks share the table or the sequences.
 SHARDINGS = ("replicated", "row_wise", "table_wise", "column_wise")
@@ -36,10 +36,10 @@ SHORT = ("hstu", "hstu-table-mol", "hstu-row-fused", "bsa-column-mixed", "sasrec
 
 
 def launch(worlds, out, *cases, restarts=0, kill=None, more=None, status=0, by_torchrun=False):
-    """Have tests/programs/scale_cases.py run `cases` in so many processes, one number after the other.
+    """Run `cases` by tests/programs/scale_cases.py with each number of processes; return the standard error.
 
-    restarts: of all processes, once one of them has failed. status: of the end. by_torchrun: it starts new Pythons, in
-    place of processes that are forked with its environment. Returns what was printed as errors.
+    restarts: the number of restarts of all processes after one has failed; status: the expected exit status;
+    by_torchrun: start them by torchrun, and not as forked processes with its environment.
     """
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if kill is None else {"SCALE_KILL": kill}
@@ -87,7 +87,7 @@ def started_once(world, environment, arguments):
             process.start()
         while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
             multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()])
-        for process in processes:  # of a rank that failed the others are ended
+        for process in processes:  # end the other ranks of one that failed
             process.join(30 if any(process.exitcode for process in processes) else None)
             process.terminate()
             process.join()
@@ -95,7 +95,7 @@ def started_once(world, environment, arguments):
 
 
 def started(environment, file, arguments):
-    """Run the cases with these additions to the environment; standard output and errors go to `file`."""
+    """Run the cases with these variables added to the environment; standard output and error go to `file`."""
     os.environ.update(environment)
     os.chdir(ROOT)
     with file.open("wb") as output:
@@ -106,7 +106,7 @@ def started(environment, file, arguments):
 
 
 def torchrun(world, restarts=0):
-    """Return the beginning of a command that runs a program in so many processes."""
+    """Return the beginning of a command that runs a program in `world` processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     return [sys.executable, *launcher, "--monitor-interval", "0.1", "--max-restarts", str(restarts)]
 
@@ -116,7 +116,7 @@ def facts_of(out, case, world):
 
 
 def check(shared, alone):
-    count = len(shared["losses"])  # a run that was gone on with has the last steps
+    count = len(shared["losses"])  # a resumed run has only the last steps
     assert shared["losses"] == pytest.approx(alone["losses"][-count:], rel=1e-4)
     assert shared["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)
     assert shared["users"] == alone["users"]
@@ -160,7 +160,7 @@ def test_ranks_train_and_judge_as_one(tmp_path, worlds, cases):
     ],
 )
 def test_a_killed_rank_changes_nothing(tmp_path, case, kill, ranks):
-    """SIGKILL of one rank, between two steps or within a checkpoint; torchrun starts both again."""
+    """Kill one rank with SIGKILL between two steps or within a checkpoint; torchrun restarts both."""
     launch([1], tmp_path, case)
     errors = launch(
         [2],
@@ -170,7 +170,7 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill, ranks):
         kill=f"{case}:{kill}",
         by_torchrun=True,
     )
-    assert errors.count("error: ") == errors.count("error: another process of this run was lost") <= 1
+    assert errors.count("error: ") == errors.count("error: another process of this run has ended") <= 1
     resumed = facts_of(tmp_path, case, 2)
     assert 0 < len(resumed["losses"]) < 32
     check(resumed, facts_of(tmp_path, case, 1))
@@ -182,7 +182,7 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill, ranks):
     ids=["one", "every"],
 )
 def test_a_killed_rank_of_every_kind_is_restarted(tmp_path, ways, kills, epochs, by_torchrun):
-    """SIGKILL of a random rank at a random step of each run; the metrics are those of an undisturbed run."""
+    """Kill a random rank with SIGKILL at a random step of each run; the metrics are those of an undisturbed run."""
     draw, steps = random.Random(48), 4 * epochs
     cases = {f"{way}-{n}": WAYS[way] for way in ways for n in range(kills)}
     kill = " ".join(f"{case}:{draw.randrange(2)}:step:{draw.randint(4, steps - 1)}" for case in cases)
@@ -193,7 +193,7 @@ def test_a_killed_rank_of_every_kind_is_restarted(tmp_path, ways, kills, epochs,
     launch([1], tmp_path, f"alone:resume:{settings}", more=more)
     resumed = [f"{case}:resume:{settings}" for case in cases]
     errors = launch([2], tmp_path, *resumed, restarts=len(cases), kill=kill, more=more, by_torchrun=by_torchrun)
-    messages = errors.count("error: another process of this run was lost")
+    messages = errors.count("error: another process of this run has ended")
     assert errors.count("error: ") == messages <= len(cases), errors[-3000:]
     for case in cases:
         facts = facts_of(tmp_path, case, 2)
@@ -202,13 +202,13 @@ def test_a_killed_rank_of_every_kind_is_restarted(tmp_path, ways, kills, epochs,
 
 
 def tensors_of(checkpoint):
-    """Return the tensors in a checkpoint of ranks."""
+    """Return the tensors in a checkpoint."""
     dcp_to_torch_save(checkpoint, checkpoint.parent / "whole.pt")
     return torch.load(checkpoint.parent / "whole.pt")
 
 
 def test_a_rank_without_rows_of_the_table(tmp_path):
-    """Four items by rows on three ranks: two each, and none. The run is also resumed."""
+    """Train and resume with four items sharded by rows on three ranks: two items, two, and none."""
     items = "data.synthetic={num_users: 37, num_items: 4, num_clusters: 2, mean_length: 8}"
     cases = {"few": [items, "parallel.embedding=row_wise"]}
     cases["fused"] = [*cases["few"], "parallel.fused=rowwise_adagrad", "loss.negatives=shared"]
@@ -222,8 +222,9 @@ def test_a_rank_without_rows_of_the_table(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """A folder with a finished run `row` of two ranks, whose two last checkpoints are in the last epoch, and a run
-    `hstu` that diverged; and the errors of the latter.
+    """Return (a folder with a finished run `row` of two ranks and a run `hstu` that diverged, the errors of `hstu`).
+
+    The two last checkpoints of `row` are in the last epoch.
     """
     out = tmp_path_factory.mktemp("two")
     (out / "cases.json").write_text(json.dumps({"row": ["parallel.embedding=row_wise", "train.ema_decay=0.9"]}))
@@ -232,7 +233,7 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("option", ["--out", "--init-from", "--resume", "--quiet", "--dry-run"])
-def test_torchrun_takes_no_option_of_train_for_its_own(option):
+def test_torchrun_passes_the_options_of_train_on(option):
     arguments = ["train.py", "config.yaml", option, "x"]
     assert parse_args(["--standalone", *arguments]).training_script_args == arguments[1:]
 
@@ -251,14 +252,14 @@ def test_ranks_save_nothing_that_is_not_finite(two_ranks):
 
 
 def test_ranks_agree_once_a_step(two_ranks):
-    """On whether a checkpoint is due and on signals together; and once at the end of each epoch but the last."""
+    """Count the all-reduces: one a step for checkpoints and signals, and one at the end of each epoch but the last."""
     facts = facts_of(two_ranks[0], "row", 2)
     assert facts["agreements"] == len(facts["losses"]) + 1
 
 
 @pytest.mark.slow
 def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path):
-    """Each file, shards included; and --resume auto goes on from the checkpoint before."""
+    """Damage each file, including shards; --resume auto continues from the checkpoint before."""
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True)
     run = tmp_path / "row"
     before, last = checkpoints(run)
@@ -282,7 +283,7 @@ def test_damage_of_a_checkpoint_of_ranks_is_found(two_ranks, tmp_path):
 
 
 def test_a_run_of_one_process_goes_on_with_two_ranks_and_back(tmp_path):
-    """A loss that draws nothing, since ranks draw other negatives than one process without `parallel`."""
+    """Train with a loss without negatives, since ranks draw other negatives than one process without `parallel`."""
     options = ["loss.kind=cross_entropy", "train.ema_decay=0.9"]
     (tmp_path / "cases.json").write_text(json.dumps({"whole": options, "alone": options}))
     one, two = "resume:eval.every=3:parallel.data=1:train.epochs", "resume:eval.every=3:parallel.data=auto:train.epochs"
@@ -304,7 +305,7 @@ def test_resumed_on_other_ranks_and_shardings(tmp_path):
 
 @pytest.mark.slow
 def test_batches_sequences_and_table_are_divided_together(tmp_path):
-    """Two ranks share each batch, two each sequence, and all four the table; an auxiliary loss that counts groups."""
+    """Divide each batch by two ranks, each sequence by two and the table by four, with an auxiliary loss."""
     ring, row = "model.attention={kind: ring, inner: hstu}", "parallel.embedding=row_wise"
     indexer = "model.attention={kind: indexer, top_k: 4, warmup_steps: 8, selection_group: 4, num_kv_heads: 2}"
     cases = {"ring": [ring, row], "ring-whole": [ring, row, "loss.kind=cross_entropy"], "indexer": [indexer]}

@@ -1,4 +1,4 @@
-"""Test that every file that a user can start answers a wrong name, a missing file and no network in one line."""
+"""Test that every file that a user can run reports a wrong name, a missing file and no network in one line."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cli.command import started
+from cli.command import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = {
     "benchmarks/ab.py": [("absent .", "absent: no checkout"), (". . --what dens", "--what: dens is none of dense, ")],
     "benchmarks/balance.py": [("absent.yaml", "absent.yaml: No such file")],
     "benchmarks/baselines.py": [("time --events x", "--events: invalid int"), ("tame", "invalid choice: 'tame'")],
-    "benchmarks/bsa.py": [("absent.jsonl", "absent.jsonl: No such file"), ("pyproject.toml", "not a file of JSON")],
+    "benchmarks/bsa.py": [("absent.jsonl", "absent.jsonl: No such file"), ("pyproject.toml", "not a JSON file")],
     "benchmarks/crossover.py": [
         ("--table --out absent.jsonl", "absent.jsonl: No such file"),
         ("--kinds dens", "--kinds: dens is none of"),
@@ -63,7 +63,7 @@ WRONG = {
 }
 
 
-def test_every_file_that_can_be_started_is_here():
+def test_every_file_that_can_be_run_is_tested():
     folders = ("benchmarks", "data", "examples", "tools")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert {str(path.relative_to(ROOT)) for path in files if '\nif __name__ == "__main__":' in path.read_text()} == {
@@ -96,15 +96,15 @@ def test_an_error_is_one_line(file, arguments, message, tmp_path, closed_port, m
     assert ended.value.code != 0 and line.startswith("error: ") and message in line
 
 
-def test_other_faults_keep_their_traceback():
+def test_other_errors_keep_their_traceback():
     def broken():
         raise LookupError("a fault of the program")
 
     with pytest.raises(LookupError):
-        started(broken)
+        run_main(broken)
 
 
-def test_before_the_set_up_a_download_says_what_to_do():
+def test_a_download_without_set_up_says_how_to_set_up():
     command = [sys.executable, "-S", "data/download.py", "--help"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

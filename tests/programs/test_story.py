@@ -1,4 +1,4 @@
-"""Follow a user with own data from a CSV file to recommendations, including mistakes on the way."""
+"""Follow a user from a CSV file to recommendations, including mistakes on the way."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ from training import ending, loop, setup
 
 
 def interrupted(monkeypatch, place, name, call):
-    """SIGINT when `name` of an object is called for the `call`-th time."""
+    """Send SIGINT when `name` of an object is called for the `call`-th time."""
     whole, calls = getattr(place, name), []
 
     def counted(*arguments, **more):
@@ -58,7 +58,7 @@ def test_the_story(tmp_path, monkeypatch):
     assert run("train.py", *arguments).returncode == 0
     assert final(tmp_path / "run") == final(tmp_path / "whole")
 
-    # What comes next: for all users, for some, and for one that the run has never seen.
+    # Recommend for all users, for some, and for one that the run has never seen.
     assert run("eval.py", "run", "--recommend", "all.csv", "--top-k", 3).returncode == 0
     top = pl.read_csv("all.csv")
     assert top.columns == ["user", "rank", "item", "score"] and len(top) == 3 * 30
@@ -77,7 +77,7 @@ def test_the_story(tmp_path, monkeypatch):
     rows = [row.replace("u3,", "new,") for row in history if row.startswith("u3,")]
     (tmp_path / "new.csv").write_text("\n".join([history[0], *rows, "new,unheard-of,5"]) + "\n")
 
-    # The raw file is moved away: the prepared copy serves; without it, what needs no data still works.
+    # Without the raw file, the prepared copy is used; without both, all that needs no data still works.
     (tmp_path / "events.csv").rename("moved.csv")
     done = run("eval.py", "run")
     assert done.returncode == 0 and "using the prepared copy of the run's data" in done.stdout
@@ -92,7 +92,7 @@ def test_the_story(tmp_path, monkeypatch):
     assert set(new["user"]) == {"new"}
     assert new["item"].to_list() == top.filter(pl.col("user") == "u3")["item"].to_list()
 
-    # Rows are appended: the run is not judged on them unawares, and trained on from where it was.
+    # With rows appended to the data, the run is not evaluated on them silently, and training continues.
     grown = (tmp_path / "moved.csv").read_text() + events(range(30, 40), 10**6).replace("i01", "fresh")
     (tmp_path / "events.csv").write_text(grown)
     done = run("eval.py", "run")
@@ -105,7 +105,7 @@ def test_the_story(tmp_path, monkeypatch):
     assert done.returncode == 2 and "another model, embedding.position does not fit" in done.stderr
 
 
-def test_protocol_all_recommends_what_comes_after_everything(tmp_path, monkeypatch):
+def test_protocol_all_recommends_after_the_last_event(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "events.csv").write_text("user,item,timestamp\n" + events())
     (tmp_path / "run.yaml").write_text(CONFIG.replace("PATH", "."))
@@ -119,13 +119,13 @@ def test_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         ctypes.CDLL(None).usleep(0)
     with Interrupts() as interrupts:
-        with pytest.raises(Stopped) as stopped, interrupts.noted():
+        with pytest.raises(Stopped) as stopped, interrupts.deferred():
             os.kill(os.getpid(), signal.SIGINT)
-            reached = interrupts.signal == signal.SIGINT  # it goes on until it asks
+            reached = interrupts.signal == signal.SIGINT  # Stopped is raised only at the end of the block
         assert reached and stopped.value.number == signal.SIGINT
 
 
-def test_a_signal_after_the_work_is_not_reported_as_one_while_starting():
+def test_a_signal_after_the_end_is_not_reported_as_stopped_while_starting():
     code = """
 import os, signal
 from cli.interrupt import Interrupts, leave
@@ -149,7 +149,7 @@ with Interrupts() as interrupts:
 """
 
 
-def test_a_library_that_does_not_come_back_is_left():
+def test_a_signal_ends_a_library_call_that_does_not_return():
     ended = subprocess.run([sys.executable, "-c", STUCK], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 130 and "Stopped while counting" in ended.stdout + ended.stderr
 
@@ -164,10 +164,10 @@ def test_a_library_that_does_not_come_back_is_left():
         ("train.py", ["ml-100k-hstu"], "did you mean"),
         ("train.py", ["--version"], "hstu_sparse "),
         ("eval.py", ["run", "--top-k", "0"], "at least 1"),
-        ("eval.py", ["run", "--users", "x"], "--users belongs to --recommend"),
+        ("eval.py", ["run", "--users", "x"], "--users requires --recommend"),
     ],
 )
-def test_arguments_are_answered_before_slow_imports(program, arguments, says, monkeypatch, capfd):
+def test_arguments_are_checked_before_slow_imports(program, arguments, says, monkeypatch, capfd):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with monkeypatch.context() as patch, pytest.raises(SystemExit):

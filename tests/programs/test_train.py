@@ -52,13 +52,13 @@ SETTINGS = [
 
 
 def run(script, *arguments):
-    """The script's main, in this process: starting Python anew takes seconds each time."""
+    """Run the script's main in this process, since each start of Python takes seconds."""
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = MAIN[script]([str(argument) for argument in arguments])
-    except SystemExit as left:  # arguments that make no sense
+    except SystemExit as left:  # invalid arguments
         status = left.code
     finally:
         for number, handler in handlers.items():
@@ -71,7 +71,7 @@ def start(folder, *more):
 
 
 def final(folder):
-    """Return the results that must not depend on interruptions: metrics and losses, without times."""
+    """Return the results that must not depend on interruptions: metrics and losses, but no durations."""
     result = json.loads((folder / "result.json").read_text())
     history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in history:
@@ -101,7 +101,7 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     assert any((folder / "tensorboard").iterdir())
     result = json.loads((folder / "result.json").read_text())
     assert result["model"]["history"]["HR@10"] > result["popularity"]["history"]["HR@10"]
-    # The baselines are judged as the model is; the sentence is about the best of them.
+    # The baselines are evaluated as the model is; the sentence is about the best baseline.
     assert {"popularity", "markov", "item-kNN", "EASE"} <= result["baselines"].keys()
     assert result["baselines"]["popularity"]["metrics"] == result["popularity"][result["filter_seen"]]
     verdict = result["against_baseline"]
@@ -111,7 +111,7 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
 
 
 def signal_in(number, module, name, call, arguments):
-    """Run train.py, which gets the signal `number` in its `call`-th call of module.name."""
+    """Run train.py with the signal `number` in its `call`-th call of module.name."""
     module, calls = importlib.import_module(module), itertools.count(1)
     whole = getattr(module, name)
 
@@ -125,7 +125,7 @@ def signal_in(number, module, name, call, arguments):
 
 
 def signalled(number, arguments, *moment):
-    """Run `signal_in` as a process; return (exit status, output)."""
+    """Run `signal_in` in a forked process; return (exit status, output)."""
     process = Forked(signal_in, number, *moment, list(map(str, arguments)))
     output = "".join(process.communicate())
     return process.returncode, output
@@ -137,7 +137,7 @@ def dies(arguments, *moment):
 
 
 def test_killed_and_resumed_ends_the_same(tmp_path):
-    """SIGKILL within an epoch, while a checkpoint is put in place, in best/, and between two files of a checkpoint."""
+    """Kill a run within an epoch, as a checkpoint is moved into place, in best/, and between files of a checkpoint."""
     reference, folder = tmp_path / "reference", tmp_path / "run"
     varied = ["train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}", "train.checkpoint_seconds=0", "train.epochs=3"]
     assert start(reference, *varied).returncode == 0
@@ -153,8 +153,8 @@ def test_killed_and_resumed_ends_the_same(tmp_path):
 
 
 @pytest.mark.slow
-def test_kills_in_a_long_epoch_lose_what_the_option_says(tmp_path):
-    """SIGKILL at 20 random moments of an epoch of some minutes; each start goes on from the last checkpoint."""
+def test_kills_in_a_long_epoch_lose_at_most_checkpoint_seconds(tmp_path):
+    """Kill a run at 20 random moments of an epoch of some minutes; each start resumes from the last checkpoint."""
     folder, draw, steps = tmp_path / "run", random.Random(49), [0]
     long = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "data.synthetic.num_users=40000", "train.batch_size=4"]
     long += ["train.checkpoint_seconds=2", "train.epochs=20", "eval.every=20"]
@@ -169,7 +169,7 @@ def test_kills_in_a_long_epoch_lose_what_the_option_says(tmp_path):
         process.kill()
         process.wait()
         age = time.time() - (checkpoints(folder)[-1] / "state.json").stat().st_mtime
-        assert age < 2 + 5, age  # and the time of a step and of a checkpoint on a busy machine
+        assert age < 2 + 5, age  # 5 s: a step and a checkpoint on a busy machine
         steps.append(step_of(folder))
     assert steps == sorted(set(steps))
 
@@ -191,7 +191,7 @@ def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
 
 
 def terminated(monkeypatch, arguments, call):
-    """Run train.py in this process, which gets SIGTERM when the learning rate is set for the `call`-th time."""
+    """Run train.py in this process, with SIGTERM when the learning rate is set for the `call`-th time."""
     set_lr, calls = loop.set_lr, itertools.count(1)
 
     def counted(*inputs):
@@ -205,7 +205,7 @@ def terminated(monkeypatch, arguments, call):
 
 
 def test_a_signal_in_the_last_step_is_not_the_end_of_the_epoch(finished, tmp_path, monkeypatch):
-    """The checkpoint that the signal leaves has the end's step, but neither its evaluation nor its epoch."""
+    """Check the checkpoint that the signal causes: it has the epoch's last step, but is before its evaluation."""
     reference, _ = finished
     folder = tmp_path / "run"
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
@@ -246,7 +246,7 @@ def test_eval_of_other_splits(finished, tmp_path):
     for split in ("valid", "train"):
         assert run("eval.py", folder, "--split", split).returncode == 0
         assert json.loads((folder / f"eval-{split}.json").read_text())["split"] == split
-    # The best checkpoint is the one that the validation split chose.
+    # The best checkpoint is the best one on the validation split.
     best = json.loads((folder / "best" / "state.json").read_text())
     valid = json.loads((folder / "eval-valid.json").read_text())
     assert valid["model"][valid["filter_seen"]]["NDCG@10"] == pytest.approx(best["value"], abs=1e-12)
@@ -262,7 +262,7 @@ def test_early_stopping(tmp_path):
 
 
 def test_a_budget_of_steps_ends_with_an_epoch_and_can_be_raised(tmp_path):
-    """Test train.steps with 13 steps an epoch: 14 steps are two epochs, and 60 more than the four of train.epochs."""
+    """Test train.steps with 13 steps an epoch: 14 steps give two epochs, 60 steps more than train.epochs=4."""
     assert start(tmp_path / "run", "train.steps=14", "train.decay=linear").returncode == 0
     assert load_config(tmp_path / "run" / "config.yaml").train.epochs == 2
     _, history = final(tmp_path / "run")
@@ -309,7 +309,7 @@ def fails(done, *parts):
 
 
 def test_eval_takes_the_best_weights_after_a_crash_while_they_were_replaced(copy):
-    """Killed between the two moves of the replacement: best/ stands aside under its old name."""
+    """Evaluate a run killed between the two moves of the replacement: the old best/ has its temporary name."""
     assert run("eval.py", copy).returncode == 0
     before = json.loads((copy / "eval-test.json").read_text())
     assert before["weights"] == "best"
@@ -319,7 +319,7 @@ def test_eval_takes_the_best_weights_after_a_crash_while_they_were_replaced(copy
 
 
 def all_finite(run):
-    """Whether all weights and moments that a run has saved are finite, and its state can be read."""
+    """Return whether all saved weights and moments of a run are finite and its state can be read."""
     saved, tensors = checkpoints(run), []
     for folder in saved:
         tensors.append({name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved_tensors(folder).items()})
@@ -335,11 +335,11 @@ def all_finite(run):
     "options",
     [
         [],
-        ["train.batch_size=200"],  # one step an epoch, whose loss is finite and whose weights are not
+        ["train.batch_size=200"],  # one step an epoch: its loss is finite, its weights are not
         ["train.ema_decay=0.5", "train.batch_size=200"],
     ],
 )
-def test_what_is_not_finite_is_one_line_and_not_saved(tmp_path, options):
+def test_a_diverged_run_ends_with_one_line_and_is_not_saved(tmp_path, options):
     folder = tmp_path / "run"
     done = start(folder, "train.lr=1e30", *options)
     fails(done, "error: ", "try a lower train.lr", f"{checkpoints(folder)[-1]} is kept")
@@ -350,7 +350,7 @@ def test_what_is_not_finite_is_one_line_and_not_saved(tmp_path, options):
 
 
 def test_a_signal_saves_nothing_that_is_not_finite(tmp_path, monkeypatch):
-    """After two steps the weights are infinite, before the third one a signal arrives."""
+    """Send a signal before the third step, when the weights are infinite."""
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "train.lr=1e38", "--run", tmp_path / "run"]
     ended = terminated(monkeypatch, arguments, 4)
     assert ended.returncode == 2 and f"{checkpoints(tmp_path / 'run')[-1]} is kept" in ended.stderr, ended
@@ -454,7 +454,7 @@ def test_users_with_too_few_events_are_left_out_and_counted(tmp_path):
     ("timed", "kind"),
     [(True, "dense"), (True, "indexer"), (False, "dense"), pytest.param(False, "indexer", marks=pytest.mark.slow)],
 )
-def test_biases_by_time_are_on_where_the_data_have_times(tmp_path, timed, kind):
+def test_time_biases_are_on_by_default_if_the_data_have_times(tmp_path, timed, kind):
     events = tmp_path / "events.csv"
     rows = [f"{user},{(user + place) % 9},{place}" for user in range(30) for place in range(6)]
     events.write_text("\n".join(["user,item,timestamp", *rows]) + "\n")

@@ -1,4 +1,4 @@
-"""Test tune.py as a user runs it: stopped and continued, pruned, failing; what it ends with; what it refuses."""
+"""Test tune.py as a user runs it: interrupted and continued, pruned and failing trials, results, invalid input."""
 
 import contextlib
 import csv
@@ -37,7 +37,7 @@ space:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with tiny.yaml and space.yaml, where trials run in this process; `place.commands`: their arguments."""
+    """Return a folder with tiny.yaml and space.yaml; trials run in this process, with arguments `place.commands`."""
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(tiny(lr=1e-3))
     Path("space.yaml").write_text(SPACE)
@@ -63,7 +63,7 @@ def rows(out):
     return list(csv.DictReader(io.StringIO(Path(out, "trials.csv").read_text())))
 
 
-def test_stopped_and_gone_on_with_the_search_comes_to_the_same_end(place, monkeypatch):
+def test_an_interrupted_and_continued_search_gives_the_same_result(place, monkeypatch):
     whole = run("tiny.yaml", "space.yaml", "--trials", "4", "--out", "whole")
     assert whole.returncode == 0, whole.stderr
     commands = len(place.commands)
@@ -93,11 +93,11 @@ def test_stopped_and_gone_on_with_the_search_comes_to_the_same_end(place, monkey
     assert rows("parts") == rows("whole") and len(rows("parts")) == 4
     third = run("tiny.yaml", "space.yaml", "--trials", "4", "--out", "parts")
     assert third.returncode == 0 and len(place.commands) == commands + 5
-    check_what_it_ends_with(rows("whole"))
+    check_results(rows("whole"))
 
 
-def check_what_it_ends_with(table):
-    """The default is the first trial; the best configuration trains to the value that was told of it."""
+def check_results(table):
+    """Check that the default is the first trial, and that the best configuration trains to its reported value."""
     default, best = table[0], max(table, key=lambda row: float(row["NDCG@10"]))
     assert float(default["train.lr"]) == 1e-3 and json.loads(default["model.attention"]) == {"kind": "dense"}
     assert float(best["NDCG@10"]) > float(default["NDCG@10"])
@@ -107,7 +107,7 @@ def check_what_it_ends_with(table):
     result = json.loads(Path("again/result.json").read_text())
     assert result["best"] == float(best["NDCG@10"]) and result["split"] == "test"
     trial = json.loads(Path(f"whole/trial-{best['trial']}/result.json").read_text())
-    assert trial["best"] == result["best"] and "split" not in trial  # nothing looked at the test split
+    assert trial["best"] == result["best"] and "split" not in trial  # the test split was not used
     report = Path("whole/report.md").read_text()
     assert "| train.lr | " in report and f"the best is trial {best['trial']}, " in report
 
@@ -124,13 +124,13 @@ def test_a_bad_trial_is_pruned_and_a_failing_one_is_named(place):
     assert pruned["epochs"] == "1" and not Path(f"out/trial-{pruned['trial']}/checkpoints").exists()
     failed = next(row for row in rows("out") if row["state"] == "fail")
     assert failed["reason"].startswith("error: the loss is") and "## Failed" in Path("out/report.md").read_text()
-    # The warm-up spares it.
+    # A trial in its warm-up is not pruned.
     Path("space.yaml").write_text(
         "space: {train.lr: {choices: [3e-2, 1e-9]}}\npruning: {startup_trials: 1, warmup_epochs: 2}\n"
     )
     assert run("tiny.yaml", "space.yaml", "--trials", "2", "--out", "spared", "train.lr=3e-2").returncode == 0
     assert {row["state"] for row in rows("spared")} == {"complete"}
-    # Nothing comes to its end.
+    # No trial finishes.
     Path("space.yaml").write_text("space: {train.lr: {choices: [1e30]}}")
     lost = run("tiny.yaml", "space.yaml", "--trials", "1", "--out", "lost")
     assert lost.returncode == 2 and "none of 1 trials was completed: error: the loss is" in lost.stderr
@@ -170,7 +170,7 @@ def test_without_a_validation_split(place, override, complaint):
         ([], "expected a mapping with space"),
     ],
 )
-def test_spaces_that_make_no_sense(tmp_path, space, complaint):
+def test_invalid_spaces(tmp_path, space, complaint):
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(space))
     with pytest.raises(ConfigError) as caught:
         load_space(tmp_path / "space.yaml")
@@ -197,7 +197,7 @@ def test_without_optuna(place, monkeypatch):
 
 
 def test_a_run_that_is_still_saving_is_waited_for(tmp_path, monkeypatch):
-    """A child whose parent was killed holds its folder until it has saved."""
+    """Check that a child whose parent was killed keeps its folder locked until it has saved."""
     (tmp_path / ".lock").touch()
     code = (
         "import fcntl, sys; file = open(sys.argv[1], 'rb'); fcntl.flock(file, fcntl.LOCK_EX); print(1, flush=True); "
@@ -223,7 +223,7 @@ def test_a_run_that_is_still_saving_is_waited_for(tmp_path, monkeypatch):
     holder.stdout.close()
 
 
-def test_arguments_that_make_no_sense(capsys):
+def test_invalid_arguments(capsys):
     for arguments, message in (
         (["a.yaml", "b.yaml", "--out", "x"], "give --trials N, --hours H or both"),
         (["a.yaml", "b.yaml", "--out", "x", "--trials", "0"], "--trials: expected a whole number of at least 1"),

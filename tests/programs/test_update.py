@@ -1,4 +1,4 @@
-"""Test train.py --update: a run goes on with new events and keeps what it knows."""
+"""Test train.py --update: a run is trained further on new events, and known ids keep their rows."""
 
 import json
 
@@ -39,7 +39,7 @@ def rows(users, times, step=3):
 
 
 OLD = rows(range(20), range(10))
-# i05 has disappeared; a00 comes before all known ids, and z99 behind them; u03 has an event before the run's last one.
+# i05 is gone; a00 sorts before all known ids, z99 after them; u03 has a late event, before the run's last one.
 KEPT = [row for row in OLD if row[1] != "i05"]
 LATE = [("u03", "i09", 2)]
 FRESH = [(f"u{user:02}", item, 20 + n) for user in range(15, 25) for n, item in enumerate(("a00", "z99", "i01"))]
@@ -50,7 +50,7 @@ SECOND = FIRST + [(f"u{user:02}", "n00", 30) for user in range(12)]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a run, its update `first`, and the update of that, `second`."""
+    """Return a folder with a run, its update `first`, and the update `second` of `first`."""
     place = tmp_path_factory.mktemp("update")
     for name, content in (("old", OLD), ("first", FIRST), ("second", SECOND)):
         (place / f"{name}.csv").write_text(table(content))
@@ -75,7 +75,7 @@ def tensors(checkpoint):
     return {name: value for name, value in saved.items() if not name.startswith("random.")}
 
 
-def test_what_is_known_keeps_its_rows_and_moments(place):
+def test_known_ids_keep_their_rows_and_moments(place):
     before, after = tensors(checkpoints(place / "run")[-1]), tensors(checkpoints(place / "first")[0])
     old, new = (list(load_vocabulary(place / name).vocabulary.item_ids) for name in ("run", "first"))
     assert sorted(new) == new and set(new) == {*old, "a00", "z99"} and "i05" in new
@@ -109,16 +109,16 @@ def test_training_has_the_new_events_and_as_many_older_ones_as_targets(place):
     assert sorted(batch.target_ids[batch.target_ids >= 0].tolist()) == sorted(dataset.items[targets].tolist())
 
 
-def test_the_old_model_is_judged_as_eval_judges_it(place):
+def test_the_old_model_is_evaluated_as_by_eval(place):
     assert evaluation.main([str(place / "run"), "--data", str(place / "first.csv"), "--split", "new"]) == 0
     result = json.loads((place / "run" / "eval-new-of-first.csv.json").read_text())
     lines = [json.loads(line) for line in (place / "first" / "lineage.jsonl").read_text().splitlines()]
     how = load_config(place / "run" / "config.yaml").eval.filter_seen
     assert lines[1]["judged"] == result["model"][how]
-    assert result["split"] == "new" and result["users"] == 10  # the others have no history that RUN knows
+    assert result["split"] == "new" and result["users"] == 10  # the others have no history in RUN
 
 
-def test_lineage_tells_every_generation(place):
+def test_lineage_has_every_generation(place):
     ids = [json.loads((place / name / "run.json").read_text())["run"] for name in ("run", "first", "second")]
     lines = [json.loads(line) for line in (place / "second" / "lineage.jsonl").read_text().splitlines()]
     assert [line["run"] for line in lines] == ids and [line["generation"] for line in lines] == [0, 1, 2]
@@ -141,7 +141,7 @@ def test_new_items_are_recommended_and_the_run_can_be_resumed(place):
     assert listed & {"a00", "z99"}
 
 
-def test_a_resumed_update_ends_as_one_that_was_not_stopped(place, tmp_path):
+def test_a_resumed_update_ends_as_an_uninterrupted_one(place, tmp_path):
     for name, epochs in (("whole", 3), ("parts", 1)):
         options = [f"data.path={place / 'first.csv'}", f"train.update.epochs={epochs}", "--run", tmp_path / name]
         assert train.main([str(option) for option in ("--update", place / "run", *options)]) == 0
@@ -160,7 +160,7 @@ def test_a_resumed_update_ends_as_one_that_was_not_stopped(place, tmp_path):
         (table(FIRST), ("model.embedding_dim=16",), "an update cannot change model.embedding_dim: 8 -> 16"),
     ],
 )
-def test_what_makes_no_update_is_refused_and_leaves_nothing(place, tmp_path, capsys, content, more, message):
+def test_an_impossible_update_is_refused_and_writes_nothing(place, tmp_path, capsys, content, more, message):
     (tmp_path / "new.csv").write_text(content)
     out = tmp_path / "runs" / "new"
     options = [f"data.path={tmp_path / 'new.csv'}", *more, "--run", out]
@@ -170,7 +170,7 @@ def test_what_makes_no_update_is_refused_and_leaves_nothing(place, tmp_path, cap
 
 
 def test_events_of_deleted_users_may_be_gone(place, tmp_path):
-    """Check that data with fewer events than the run had make an update, if whole users are gone."""
+    """Check that data with fewer events than the run's can be used for an update if whole users are gone."""
     gone = {"u00", "u01", "u02"}
     rest = [row for row in OLD if row[0] not in gone] + [("u05", "i01", 20), ("u06", "i02", 20)]
     assert len(rest) < len(OLD)
@@ -189,7 +189,7 @@ def test_events_of_deleted_users_may_be_gone(place, tmp_path):
 
 
 def test_a_run_whose_data_were_rewritten_is_updated(tmp_path):
-    """Check that users are removed from the source and from the prepared copies, twice, and updates go on."""
+    """Check that updates work after users are removed from the source and from the prepared copies, twice."""
     (tmp_path / "run.yaml").write_text(CONFIG.replace("FEATURES", "").replace("PLACE", str(tmp_path)))
     (tmp_path / "old.csv").write_text(table(OLD))
     assert train.main([str(tmp_path / "run.yaml"), "--run", str(tmp_path / "run")]) == 0
@@ -229,7 +229,7 @@ def test_items_with_features_begin_as_their_features(tmp_path):
     assert evaluation.main([str(tmp_path / "new"), "--recommend", str(tmp_path / "top.csv"), "--top-k", "3"]) == 0
 
 
-def test_equal_events_count_as_often_as_they_were(place):
+def test_repeated_equal_events_all_count(place):
     config, known = load_config(place / "run" / "config.yaml"), load_vocabulary(place / "run")
     before = open_data(config, trained_on=known)
     (place / "twice.csv").write_text(table(OLD + OLD[:1] + OLD[9:10]))

@@ -1,4 +1,4 @@
-"""Runs with vectors of items from YAML to service: cold items, a run without its files, updates, weights of another."""
+"""Test runs with vectors of items from YAML to service: cold items, missing files, updates, weights of another run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from training.config import load_config
 from training.run import final_weights
 from training.vocabulary import load_vocabulary
 
-pl = pytest.importorskip("polars")  # raw files cannot be read without
+pl = pytest.importorskip("polars")  # it reads raw files
 
 CONFIG = """
 name: t
@@ -46,7 +46,7 @@ TABLE = "embedding.items.vectors.0."
 
 
 def write_events(path, users, first, items=10):
-    """Users stay within a group of items."""
+    """Write events of users who stay within a group of items."""
     rng = np.random.default_rng(len(users))
     rows = []
     for user in users:
@@ -56,7 +56,7 @@ def write_events(path, users, first, items=10):
 
 
 def write_vectors(place, ids):
-    """The vector of an item is near that of its group."""
+    """Write vectors of items, each near the vector of its group."""
     centres = np.eye(WIDTH)[:GROUPS]
     noise = np.random.default_rng(0).normal(size=(1000, WIDTH)) * 0.1
     np.save(place / "titles.npy", np.stack([centres[i % GROUPS] + noise[i] for i in ids]).astype(np.float32))
@@ -65,7 +65,7 @@ def write_vectors(place, ids):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a finished run without ids, to whose catalogue four items without an event belong."""
+    """Return a folder with a finished run without an id table, whose catalogue has four items without events."""
     place = tmp_path_factory.mktemp("vectors")
     write_events(place / "events.csv", range(48), 0)
     write_vectors(place, range(44))
@@ -87,7 +87,7 @@ def test_items_are_known_by_their_vectors_alone(place):
 
 
 def test_a_run_shares_the_file_and_needs_no_other(place, tmp_path):
-    """The run's array is the cache's, linked; without the source and the cache a run is resumed, judged and served."""
+    """Check that the run's array is a link to the cache's, and that a run works without the source and the cache."""
     (mine,) = (place / "run" / "vocabulary").glob("vectors-0-values.npy")
     (cached,) = (place / "cache").glob("csv-*/feature-0-values.npy")
     assert os.path.samefile(mine, cached)
@@ -124,7 +124,7 @@ def test_damaged_vectors_of_a_run(place, tmp_path, capsys):
 
 
 def test_new_items_of_an_update(place, tmp_path):
-    """They begin with their vectors and a correction of zeros; what is known keeps its rows and moments."""
+    """Check that they begin with their vectors and zero corrections, and that known items keep rows and moments."""
     write_events(tmp_path / "more.csv", range(48), 0)
     events = (tmp_path / "more.csv").read_text()
     new = "".join(f"{user},{40 + user % GROUPS},{10**6 + user}\n" for user in range(24)) + "0,99,2000000\n"
@@ -139,8 +139,8 @@ def test_new_items_of_an_update(place, tmp_path):
     assert known.item_ids.tolist() == [*range(44), 99] and known.features.vectors[0].values.shape == (45, WIDTH)
     before, after = (saved(folder) for folder in (place / "run", tmp_path / "run"))
     for name, value in before.items():
-        of_items = "correction" in name and value.shape[:1] == (44,)
-        assert torch.equal(after[name][:44] if of_items else after[name], value), name
+        per_item = "correction" in name and value.shape[:1] == (44,)
+        assert torch.equal(after[name][:44] if per_item else after[name], value), name
     assert not after[f"model.{TABLE}correction"][44].any()
     result = final_weights(tmp_path / "run")[0]
     assert result[TABLE + "correction"][40:].any(1).all()  # they have been trained

@@ -77,7 +77,7 @@ def compared(out):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--slide", "2"], "--slide is an option of --serve"),
+        (["--slide", "2"], "--slide requires --serve"),
         (["--serve", "5bit"], "cache: expected one of auto, fp32"),
         (["--serve", "2bit", "--head-group", "4"], "must divide the number of heads"),
         (["--serve", "--slide", "1000"], "slide: expected 1 to"),

@@ -166,4 +166,4 @@ eval: {{same_time: hidden, metrics: [HR@5, Recall@10], best_metric: MAP@7}}
     served = json.loads((tmp_path / "run" / "eval-test-serve-slide=1.json").read_text())
     assert served["model"]["none"] == pytest.approx(result["model"]["none"], abs=1e-6)
     done = run("eval.py", tmp_path / "run", "--predict", tmp_path / "lists.csv")
-    assert done.returncode == 2 and "data.targets=all has several" in done.stderr
+    assert done.returncode == 2 and "expected data.targets=first, got all" in done.stderr
