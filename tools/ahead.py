@@ -35,8 +35,8 @@ class _Driver:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
-        # Triton caches compiled kernels by device: each architecture is one device, so that none gets another's
-        # kernels.
+        # Triton caches compiled kernels by device: with one device for each architecture, none gets the kernels of
+        # another.
         return self.arch
 
     def get_current_stream(self, device):
@@ -44,11 +44,11 @@ class _Driver:
 
 
 class _Lowered(Exception):
-    """Ends a compilation at Triton's GPU dialect, whose text it has."""
+    """Raised to end a compilation at Triton's GPU dialect; its message is the lowered text."""
 
 
 def _end_at_ttgir(*stage: Any) -> tuple[str, str] | None:
-    """End each compilation before LLVM: Triton's hook for stages, which it also calls for a part of the cache's key."""
+    """End each compilation before LLVM. It is Triton's hook for stages; without arguments, it returns a cache key."""
     if not stage:
         return "ttgir", "ttgir"
     _backend, stages, *_ = stage
@@ -62,8 +62,10 @@ def _end_at_ttgir(*stage: Any) -> tuple[str, str] | None:
 
 
 def lower_launches(call: Callable[[], object], arch: int, known: set[str]) -> list[dict]:
-    """Do as `compile_launches`, up to Triton's GPU dialect, which takes a fifth of the time: for dicts with `name`,
-    `arch`, `added_twice` and `asm` alone.
+    """Compile as `compile_launches` does, but only to Triton's GPU dialect, in a fifth of the time.
+
+    Returns:
+        dicts with `name`, `arch`, `added_twice` and `asm` only, one for each kernel.
     """
     kernels: dict[str, str] = {}
 
@@ -91,15 +93,16 @@ def lower_launches(call: Callable[[], object], arch: int, known: set[str]) -> li
 def compile_launches(call: Callable[[], object], arch: int, known: set[str] | None = None) -> list[dict]:
     """Run `call` with every kernel that it launches compiled for sm_`arch` instead of launched.
 
-    The kernels thus get the launchers' own constants and options. `call` uses CPU tensors, which pass for a GPU's of
-    that architecture, and calls the registered operators or launchers (the public functions refuse CPU tensors).
+    The kernels thus get the constants and options of their launchers. `call` uses CPU tensors, which launchers treat
+    as tensors on a GPU of that architecture, and calls the registered operators or launchers (the public functions
+    reject CPU tensors).
 
     Args:
         arch: compute capability as one number: 80, 90, 100, 120.
         known: names of kernels to skip; those compiled now are added.
 
     Returns:
-        The dict of `report` for each kernel, once for each specialisation.
+        The dict of `report` for each specialisation of each kernel.
     """
     kernels: dict[str, CompiledKernel] = {}
 
@@ -122,14 +125,14 @@ def _compiling(run: Callable, arch: int) -> Iterator[None]:
     """Call `run` in place of each launch of a kernel on a GPU of sm_`arch`."""
     if launch.INTERPRET:
         raise RuntimeError("compile_launches needs a process without TRITON_INTERPRET")
-    pretended, active = launch.cpu_architecture, driver._active
+    architecture, active = launch.cpu_architecture, driver._active
     JITFunction.run, launch.cpu_architecture = run, arch
     driver.set_active(_Driver(arch))
     try:
         yield
     finally:
-        JITFunction.run, launch.cpu_architecture = _run, pretended
-        driver._active = active  # reset_active insists on a GPU
+        JITFunction.run, launch.cpu_architecture = _run, architecture
+        driver._active = active  # reset_active needs a GPU
 
 
 @functools.cache  # launches of several cases share kernels
@@ -138,10 +141,10 @@ def report(kernel: CompiledKernel) -> dict:
 
     Returns:
         dict with `name`, `arch`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes` (dynamic and
-        static, from sm_90 on with 1 KB of the driver), `unset_registers`, `early_reloads` and `added_twice` (below),
-        `asm`.
+        static, on sm_90 and later including 1 KB of the driver), `asm`, and the instructions and tiles that
+        `unset_registers`, `early_reloads` and `_added_twice` return.
     """
-    # Blackwell has other instructions, with other places for operands.
+    # Blackwell's instructions have other names and orders of operands.
     uniform = kernel.metadata.target.arch <= 90
     facts = cached_result(
         kernel.asm["cubin"] + b"uniform" * uniform, lambda: _machine_code(kernel.asm["cubin"], uniform)
@@ -162,7 +165,7 @@ def report(kernel: CompiledKernel) -> dict:
 def cached_result(content: bytes, compute: Callable[[], dict]) -> dict:
     """Return compute(), a dict for JSON, or its stored result for the same bytes and the same source of this file.
 
-    It is stored in Triton's cache (TRITON_CACHE_DIR), so that it exists whenever the kernel does.
+    The result is stored in Triton's cache (TRITON_CACHE_DIR), with the kernels.
     """
     key = hashlib.sha256(Path(__file__).read_bytes() + content).hexdigest()
     cache = get_cache_manager(key)
@@ -174,7 +177,7 @@ def cached_result(content: bytes, compute: Callable[[], dict]) -> dict:
 
 
 def _machine_code(cubin: bytes, uniform: bool) -> dict:
-    """Return what `report` says of machine code; uniform: look for unset registers."""
+    """Return the entries of `report` that come from machine code; uniform: also look for unset registers."""
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -187,7 +190,7 @@ def _machine_code(cubin: bytes, uniform: bool) -> dict:
         usage = output_of("cuobjdump", "--dump-resource-usage")
         usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
         registers, stack, static, local = (int(x) for x in usage.groups())
-        # This takes longest. A thread without local memory reloads nothing.
+        # Disassembly takes longest. It is needed only for uniform registers and for kernels that use local memory.
         listing = output_of("nvdisasm", "-c", "-ndf") if uniform or stack + local else ""
     return {
         "registers": registers,
@@ -199,9 +202,9 @@ def _machine_code(cubin: bytes, uniform: bool) -> dict:
 
 
 def _added_twice(ttgir: str) -> list[str]:
-    """Return the tiles that inline assembly adds to shared memory, and whose values are in more than one thread.
+    """Return the tiles that inline assembly adds to shared memory although several threads hold the same value.
 
-    A layout covers a tile smaller than itself several times, and each thread that has a value would add it.
+    If a layout is larger than a tile, several threads hold each value, and each of them would add it.
     """
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S+<.*>)$", ttgir, re.M))
     tiles = []
@@ -216,14 +219,14 @@ def _added_twice(ttgir: str) -> list[str]:
 
 def _repeated(layout: str, sizes: list[int]) -> bool:
     """Return whether this layout puts a value of a tile of these sizes into more than one thread."""
-    if "linear" in layout:  # the bases of its bits: where a bit moves nothing, two threads have the same
+    if "linear" in layout:  # a lane or warp bit with a zero basis: two threads hold the same value
         lanes, warps = (re.search(rf"\b{part} = \[(.*?)\](?:, \w+ =|\}})", layout)[1] for part in ("lane", "warp"))
         return any(set(re.findall(r"\d+", basis)) == {"0"} for basis in re.findall(r"\[[\d, ]+\]", lanes + warps))
     return any(have > size for have, size in zip(_covered(layout), sizes))
 
 
 def _covered(layout: str) -> list[int]:
-    """Return the tile that a program's threads cover once in this layout, which is not a linear one."""
+    """Return the shape of the tile that the threads of a program cover once; layout: any but a linear one."""
 
     def numbers(name: str) -> list[int]:
         return [int(n) for n in re.search(name + r" = \[([\d, ]+)\]", layout)[1].split(",")]
@@ -234,11 +237,10 @@ def _covered(layout: str) -> list[int]:
 
 
 def unset_registers(listing: str) -> list[str]:
-    """Return the instructions of a disassembly that read a uniform register that no earlier instruction has set for
-    them.
+    """Return the instructions of a disassembly that read a uniform register without a value, or with an older one.
 
-    ptxas 12.8 was seen to omit a copy when two wgmma descriptors begin alike (two tiles that alternate in one buffer of
-    shared memory), so that the kernel read outside of its memory, or another tile. Nothing reports this.
+    ptxas 12.8 omitted a copy when two wgmma descriptors begin with the same bits (two tiles that alternate in one
+    buffer of shared memory). The kernel then read out of bounds, or another tile, without an error.
     """
     return _never_written(listing) + _left_over(listing)
 
@@ -252,8 +254,10 @@ def _instructions(listing: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _left_over(listing: str) -> list[str]:
-    """Return the instructions whose register has an older value. This is visible where a descriptor's upper half is
-    computed as a constant plus the lower half's carry plus a term that should be 0.
+    """Return the instructions that read an older value of a uniform register.
+
+    This can be seen where the upper half of a descriptor is a constant plus the carry of the lower half plus a term
+    that should be 0.
     """
     last: dict[str, str] = {}
     instructions = []
@@ -273,6 +277,7 @@ def _left_over(listing: str) -> list[str]:
 
 
 def _never_written(listing: str) -> list[str]:
+    """Return the instructions that read a uniform register before any instruction has written it."""
     written: set[int] = set()
     lines = []
     for line, name, operands in _instructions(listing):
@@ -296,20 +301,20 @@ def _never_written(listing: str) -> list[str]:
     return lines
 
 
-# Bytes that LDL and STL move: 4, unless they say otherwise.
+# Bytes that LDL and STL move, by a part of their name; 4 without one.
 _WIDTHS = {".128": 16, ".64": 8, "16": 2, "8": 1}
 
 
 def early_reloads(listing: str) -> list[str]:
-    """Return the instructions of a disassembly that load a spilled register whose value is no longer needed there.
+    """Return the instructions of a disassembly that load from a stack slot after the last use of its value.
 
-    A load marked as the last use of a stored value (LDL.LU) must be followed by a store before the next load. ptxas
-    12.8 was seen to place the load of half a register before the store (in kernels that spill 4 KB a thread), so that
-    the kernel computed with the value of another register. Nothing reports this. A pair may be loaded for its upper
-    register alone, if the lower one is written before it is read.
+    After a load marked as the last use of a stored value (LDL.LU), a store must come before the next load. ptxas 12.8
+    placed a load of half a register before the store (in kernels that spill 4 KB a thread). The kernel then computed
+    with the value of another register, without an error. A pair of registers may be loaded for the upper one alone,
+    if the lower one is written before it is read.
     """
     lines = []
-    # Jumps may lead to a label: the content of the stack is known only after it.
+    # Jumps may lead to a label, so the content of the stack is known only from a label to the next one.
     for stretch in re.split(r"^\s*\.L\w*:", listing, flags=re.M):
         released: set[int] = set()  # bytes of the stack after their last use
         instructions = list(_instructions(stretch))
@@ -333,7 +338,7 @@ def early_reloads(listing: str) -> list[str]:
 
 
 def _written_next(register: str, instructions: list[tuple[str, str, str]]) -> bool:
-    """Return whether the first of these instructions that names a register writes it."""
+    """Return whether the first instruction that names the register writes it."""
     named = re.compile(rf"\b{register}\b")
     for _, _, operands in instructions:
         if count := len(named.findall(operands)):

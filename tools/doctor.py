@@ -1,7 +1,7 @@
-"""Report what is installed, whether it works together, and what to install if not.
+"""Report the installed packages, whether they work together, and what to install otherwise.
 
-Run it as a file (`python tools/doctor.py`, `make doctor`): it needs nothing but Python, so that it works when
-nothing else does. Exit status: 0 when everything fits, 1 when something has to be installed.
+Run it as a file (`python tools/doctor.py`, `make doctor`). It needs Python alone. Exit status: 0 if everything fits,
+1 if something has to be installed.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from importlib import metadata
 
-# torch -> the releases of the other packages that are built against it. make setup installs that of TESTED.
+# torch's release -> the releases of the packages that are built against it. make setup installs those of TESTED.
 COMBINATIONS = {
     "2.11": {"triton": "3.6.0", "fbgemm": "1.6.0", "torchrec": "1.6.1"},
     "2.12": {"fbgemm": "1.7.0", "torchrec": "1.7.0"},
@@ -46,7 +46,8 @@ def gpu() -> str | None:
 def mismatches(versions: dict[str, str | None], fbgemm_name: str | None, has_gpu: bool) -> list[str]:
     """Return what to install, one line for each version that does not fit.
 
-    versions: of torch, triton, torchrec and fbgemm, None if absent; fbgemm_name: the installed distribution.
+    versions: the versions of torch, triton, torchrec and fbgemm, None if absent; fbgemm_name: the name of the installed
+    distribution.
     """
     fbgemm = "fbgemm-gpu" if has_gpu else "fbgemm-gpu-cpu"
     release = ".".join((versions["torch"] or "").split("+")[0].split(".")[:2])
@@ -56,7 +57,7 @@ def mismatches(versions: dict[str, str | None], fbgemm_name: str | None, has_gpu
         lines.append(f"torch is missing: pip install torch=={TESTED}.0")
     elif release not in COMBINATIONS:
         lines.append(
-            f"torch {versions['torch']} is none of the known {', '.join(COMBINATIONS)}: pip install torch=={TESTED}.0"
+            f"torch {versions['torch']} is not one of {', '.join(COMBINATIONS)}: pip install torch=={TESTED}.0"
         )
         release = TESTED
     for name, expected in COMBINATIONS[release].items():
@@ -66,7 +67,7 @@ def mismatches(versions: dict[str, str | None], fbgemm_name: str | None, has_gpu
         if installed is None:
             lines.append(f"{package} is missing: {command}")
         elif installed.split("+")[0].split(".")[:2] != expected.split(".")[:2]:
-            lines.append(f"{name} {installed} does not go with torch {release}: {command}")
+            lines.append(f"{name} {installed} does not work with torch {release}: {command}")
     if versions["fbgemm"] and has_gpu and fbgemm_name == "fbgemm-gpu-cpu":
         expected = COMBINATIONS[release]["fbgemm"]
         lines.append(
@@ -76,7 +77,7 @@ def mismatches(versions: dict[str, str | None], fbgemm_name: str | None, has_gpu
 
 
 def check(label: str, test) -> str | None:
-    """Run `test` and print its result; return the failure in one line, or None."""
+    """Run `test` and print its result; return the error in one line, or None."""
     try:
         print(f"  {label:<28} {test()}")
         return None
@@ -127,7 +128,7 @@ def _triton() -> str:
 
 
 def _cute() -> str:
-    """Import FlashAttention-4, the extra `cute`, and compute with it on a GPU that it runs on."""
+    """Import FlashAttention-4 (the extra `cute`) and run it once on a GPU that it supports."""
     attention = importlib.import_module("flash_attn.cute")
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available() or not (9, 0) <= torch.cuda.get_device_capability() < (12, 0):
@@ -152,7 +153,7 @@ def main() -> int:
         "fbgemm": version("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm_gpu-cpu"),
     }
     if not any(installed.values()):
-        print("! Nothing is set up yet: make setup installs the tested set into .venv")
+        print("! Nothing is installed yet: make setup installs the tested versions into .venv")
         return 1
     cute = version("flash-attn-4")
     for name, entry in installed.items():
@@ -175,6 +176,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # When this is run as a file, Python puts its folder first on the path, where nothing must be imported by accident.
+    # Python puts the folder of this file first on the path; no module must be imported from it by accident.
     sys.path.pop(0)
     sys.exit(main())

@@ -2,12 +2,12 @@
 
 python -m tools.forget USER [USER ...] [--data .cache] [--runs runs]
 
-Ids are texts, as in the data. The service forgets a user by DELETE /users/USER; the source of the data is yours.
+Ids are texts, as in the data. This does not change the raw data, nor the users of a service (DELETE /users/USER).
 """
 
 from pathlib import Path
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 from data.forget import has_users, prepared_folders, remove_users
 from data.types import DataError, shown
 from training.folder import FolderError
@@ -15,7 +15,7 @@ from training.vocabulary import load_vocabulary
 
 
 def trained_on(runs: list[Path], users: list[str]) -> tuple[list[Path], list[str]]:
-    """Return (the runs in these folders that were trained on data with one of the users, faults of unreadable ones)."""
+    """Return (runs in these folders that were trained on data with one of the users, errors of unreadable runs)."""
     folders = {file.parent for path in runs for file in (*path.glob("config.yaml"), *path.rglob("*/config.yaml"))}
     trained, faults = [], []
     for folder in sorted(folders):
@@ -28,6 +28,7 @@ def trained_on(runs: list[Path], users: list[str]) -> tuple[list[Path], list[str
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return the exit status."""
     parser = Parser(prog="python -m tools.forget", description=__doc__)
     parser.add_argument("users", nargs="+", metavar="USER", help="ids of users")
     parser.add_argument("--data", type=Path, action="append", metavar="DIR",
@@ -50,10 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     for folder in trained:
         print(f"{folder}: was trained on data with one of these users")
     for fault in faults:
-        print(f"not looked at: {fault}")
-    print(f"{len(folders):,} prepared data sets and {len(trained):,} such runs. Remove the users from the source, too.")
+        print(f"not checked: {fault}")
+    print(f"{len(folders):,} prepared data sets, {len(trained):,} such runs. Remove the users from the raw data, too.")
     return 0
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

@@ -2,8 +2,7 @@
 
     python -m tools.notebooks examples/shop.ipynb [--data FOLDER]
 
-It needs nbclient and ipykernel. Outputs keep text, tables and figures; what is written to stderr, progress and times of
-execution go.
+It needs nbclient and ipykernel. Text, tables and figures are stored; stderr, progress bars and execution times are not.
 """
 
 import os
@@ -11,15 +10,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from cli.command import Parser, started
+from cli.command import Parser, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("text/html", "image/png", "text/plain")
-MOST_BYTES = 400_000  # of a notebook with its outputs
+MOST_BYTES = 400_000  # largest size of a notebook with its outputs
 
 
 def executed(path: Path, raw: Path | None = None):
-    """Run a notebook in an empty folder, in which `raw` stands as the folder raw/, and return it with its outputs."""
+    """Run a notebook in an empty folder and return it with its outputs; raw: a folder to copy there, into raw/."""
     import nbclient
     import nbformat
 
@@ -34,7 +33,7 @@ def executed(path: Path, raw: Path | None = None):
 
 
 def with_clean_outputs(notebook):
-    """Return the notebook with only those outputs that are shown, and without times of execution."""
+    """Return the notebook with only the outputs that the site shows, and without execution times."""
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
@@ -44,7 +43,7 @@ def with_clean_outputs(notebook):
 
 
 def clean(output):
-    """Return an output with the richest of its forms alone; None for one that is not shown."""
+    """Return an output with only the first of its formats in SHOWN; None for one that is not shown."""
     if output.output_type == "stream":
         return output if output.name == "stdout" else None
     form = next((form for form in SHOWN if form in output.data), None)
@@ -55,12 +54,13 @@ def clean(output):
 
 
 def main() -> None:
+    """Run the notebooks named on the command line and store them with their outputs."""
     parser = Parser(description="Run notebooks and store their outputs.")
     parser.add_argument("notebooks", nargs="+", type=Path)
-    parser.add_argument("--data", type=Path, help="a folder that a notebook finds as raw/NAME")
+    parser.add_argument("--data", type=Path, help="a folder to copy to raw/NAME for the notebook")
     options = parser.parse_args()
     for path in options.notebooks:
-        path.stat()  # raises, before anything runs, for one that is not there
+        path.stat()  # raises for a missing file before anything runs
     import nbformat
 
     for path in options.notebooks:
@@ -73,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started(main)
+    run_main(main)

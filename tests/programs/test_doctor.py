@@ -1,4 +1,4 @@
-"""The doctor: every known combination is accepted, every mismatch is answered with what to install."""
+"""Test the doctor: it accepts every known combination and prints what to install for every mismatch."""
 
 import os
 import subprocess
@@ -24,11 +24,11 @@ def test_known_combinations_fit(release):
     ("change", "has_gpu", "name", "expected"),
     [
         ({"torch": None}, False, "fbgemm-gpu-cpu", "torch is missing: pip install torch==2.13.0"),
-        ({"torch": "2.9.1"}, False, "fbgemm-gpu-cpu", "torch 2.9.1 is none of the known"),
+        ({"torch": "2.9.1"}, False, "fbgemm-gpu-cpu", "torch 2.9.1 is not one of"),
         ({"fbgemm": "1.7.0"}, False, "fbgemm-gpu-cpu", "pip install fbgemm-gpu-cpu==1.8.0"),
         ({"fbgemm": None}, True, None, "fbgemm-gpu is missing: pip install fbgemm-gpu==1.8.0"),
         ({"torchrec": "1.6.0"}, False, "fbgemm-gpu-cpu", "pip install --no-deps torchrec==1.8.0"),
-        ({"triton": "3.5.0"}, True, "fbgemm-gpu", "triton 3.5.0 does not go with torch 2.13"),
+        ({"triton": "3.5.0"}, True, "fbgemm-gpu", "triton 3.5.0 does not work with torch 2.13"),
         ({}, True, "fbgemm-gpu-cpu", "fbgemm-gpu-cpu has no CUDA operators"),
     ],
 )
@@ -43,11 +43,12 @@ def test_this_machine_is_fine(capsys):
 
 
 def test_runs_where_nothing_is_installed():
-    """Before the set-up, with no site-packages at all, it still answers, and fails."""
+    """Check that it runs without site-packages, before `make setup`, and fails."""
     command = [sys.executable, "-S", "-I", str(ROOT / "tools" / "doctor.py")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stderr
-    assert done.stdout.splitlines()[-1] == "! Nothing is set up yet: make setup installs the tested set into .venv"
+    expected = "! Nothing is installed yet: make setup installs the tested versions into .venv"
+    assert done.stdout.splitlines()[-1] == expected
 
 
 def make_setup(environment, *arguments):
@@ -57,8 +58,8 @@ def make_setup(environment, *arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=clean)
 
 
-def test_setup_for_a_cpu_asks_for_an_index_without_cuda(tmp_path):
-    """It stops before pip would take the public index, whose torch comes with CUDA."""
+def test_setup_for_a_cpu_needs_an_index_without_cuda(tmp_path):
+    """Check that it stops before pip uses the public index, whose torch comes with CUDA."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     done = make_setup({}, "DEVICE=cpu", f"VENV={tmp_path}")
@@ -73,7 +74,7 @@ def test_setup_for_a_cpu_asks_for_an_index_without_cuda(tmp_path):
         (["DEVICE=cuda"], "pip install"),
     ],
 )
-def test_setup_adds_the_index_that_is_given(tmp_path, settings, expected):
+def test_setup_passes_the_index_to_pip(tmp_path, settings, expected):
     shown = make_setup({}, "--dry-run", f"VENV={tmp_path}", *settings).stdout
     assert expected in shown and 'test -n ""' in shown  # no question is asked
     assert shown.count("--extra-index-url") == expected.count("--extra-index-url")
