@@ -1,4 +1,4 @@
-"""Compare settings, in Python and for compare.py: train what is not finished, and write the result."""
+"""Compare settings, in Python and for compare.py: train the runs that are not finished, and write the result."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from training.run import TrainingError
 
 
 def compare_plan(plan: Plan, out: Path, interrupts: Interrupts, parallel: int = 1, speed: bool = True) -> Results:
-    """Train and measure what is not finished, and write comparison.json, comparison.csv and report.html into `out`.
+    """Train and measure the runs that are not finished; write comparison.json, comparison.csv, report.html into `out`.
 
-    Raises TrainingError, with the result written, if runs failed.
+    Raises TrainingError, after the result is written, if runs failed.
     """
     with claimed(out, new=False):
         write_settings(plan, out)
@@ -46,7 +46,7 @@ def compare_plan(plan: Plan, out: Path, interrupts: Interrupts, parallel: int = 
 
 
 class Comparison(Page):
-    """A comparison in its folder; a notebook shows its page.
+    """The result of `compare`, read from its folder; a notebook shows its page.
 
     Attributes:
         folder: an absolute path, with a folder for each run, SETTING/seed-N.
@@ -64,7 +64,7 @@ class Comparison(Page):
 
     @property
     def result(self) -> dict[str, Any]:
-        """All that comparison.json says: the means, ratios, intervals and costs of each setting."""
+        """The content of comparison.json: the means, ratios, intervals and costs of each setting."""
         return json.loads(read_text(self.folder / "comparison.json"))
 
 
@@ -95,20 +95,20 @@ def compare(
     quiet: bool = False,
     **overrides: Any,
 ) -> Comparison:
-    """Train every setting with every seed, each in a process of its own, and compare them over users and seeds.
+    """Train every setting with every seed, each run in a separate process, and compare them over users and seeds.
 
     Args:
         events, config, items, users, quiet, overrides: as in `fit`.
         settings: the options that each setting changes, by the setting's name:
             `{"dense": {}, "softmax": {"model.attention.kind": "softmax"}}`.
-        seeds: whole numbers; with one alone the intervals do not include the variation between seeds.
+        seeds: integers; with a single seed, intervals do not include the variation between seeds.
         baseline: the setting that the others are compared with; by default the first one.
         out: the folder of the comparison, by default a new one below `run_dir`. In a folder with a comparison of the
             same settings, only runs that are not finished are trained.
         parallel: the number of runs at a time, which share the cores.
         speed: measure the time and memory of a step of each setting.
 
-    Raises what `fit` raises, and TrainingError if runs failed; the others are compared in the folder then.
+    Raises the errors of `fit`, and TrainingError if runs failed, after the result of the others is written.
 
     Examples:
         >>> pairs = [(user, (user + step) % 5, 60 * step) for user in range(30) for step in range(6)]

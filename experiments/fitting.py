@@ -38,17 +38,17 @@ class Page:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        content = html.escape(read_text(self.page))  # in a frame, where its styles do not reach the notebook's
+        content = html.escape(read_text(self.page))  # an iframe keeps the page's styles out of the notebook
         return f'<iframe srcdoc="{content}" style="width: 100%; height: 45em; border: 0"></iframe>'
 
 
 class Run:
-    """A run in its folder: its metrics, its report, and the recommender that serves it.
+    """A run in its folder, with its metrics, report and recommender.
 
-    Where a path is expected, as by `Recommender.load`, a run stands for its folder.
+    A run can be given in place of its folder's path, as to `Recommender.load`.
 
     Attributes:
-        folder: an absolute path; docs/evaluation.md says what it holds.
+        folder: an absolute path; docs/evaluation.md lists its files.
 
     Examples:
         >>> run = Run.open(run.folder)
@@ -68,7 +68,7 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Open the run in `folder`, of `fit` or of train.py; FolderError if there is none."""
+        """Open the run in `folder`, written by `fit` or train.py; FolderError if there is none."""
         return cls(folder)
 
     def __fspath__(self) -> str:
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any]:
-        """All that result.json says; FolderError for a run that has not ended."""
+        """The content of result.json; FolderError for a run that has not ended."""
         return json.loads(read_text(self.folder / RESULT))
 
     @property
@@ -94,7 +94,7 @@ class Run:
         return Page(self.folder / "report.html", read_text(self.folder / "report.md"))
 
     def recommender(self, *, history: bool = True, device: str | None = None, **options) -> Recommender:
-        """Serve the run; by default with the events that it was trained on. The arguments and errors are those of
+        """Return a recommender of the run, by default with the events of its data; for arguments and errors see
         `Recommender.load`.
         """
         return Recommender.load(self.folder, history=history, device=device, **options)
@@ -116,29 +116,31 @@ def fit(
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
-    """Train a run, evaluate it and write its report, as `train.py` does with a YAML file, to the same bits.
+    """Train a run, evaluate it and write its report; bit-identical to `train.py` with the same YAML file.
 
     Args:
-        events: the interactions, a row each: a frame of polars, pandas, Arrow or another library with Arrow's PyCapsule
-            interface, or the path of a file. Its columns are called user, item and timestamp, or what
-            `data={"columns": {...}}` says. None: the data that `config` names.
+        events: the interactions, one row each: a frame of polars, pandas, Arrow or another library with Arrow's
+            PyCapsule interface, a dict of columns, or the path of a file. The columns are user, item and timestamp, or
+            those named by `data={"columns": {...}}`. None: the data in `config`.
         config: `default` (its sizes follow the data), `small` (for up to some 100,000 events), the name of another
-            configuration in configs/, the path of a YAML file, or what such a file holds as a dict.
-        items, users: features, a row for each item or user, in the same forms. The columns of a frame that
-            `data.features` does not name are features by their types: text is a category, a number a number, a
-            list a list, one of fractions a vector; the ids are in the column item or user, or in one called as that
-            of the events.
-        run: the run's folder; by default a new one below `run_dir`. In a folder that has a run of the same
-            configuration and data, this run is continued, or is returned if it is finished.
+            configuration in configs/, the path of a YAML file, or the content of such a file as a dict.
+        items, users: features, one row for each item or user, in the same forms. Columns of a frame that are not named
+            by `data.features` become features by their types: text a category, a number a number, a list of floats a
+            vector, another list a list. The ids are in the column item or user, or in one with the name of the events'
+            column.
+        run: the run's folder; by default a new one below `run_dir`. If the folder has a run of the same configuration
+            and data, this run is continued, or returned if it is finished.
         quiet: print nothing.
         overrides: options of the configuration: `seed=2`, `train={"epochs": 5}` or `**{"train.epochs": 5}`.
 
     Returns:
         The run.
 
-    Raises ConfigError for options, and DataError for data, each in one line that names the option, or the row and
-    column; FolderError for a folder that has another run. Ctrl-C saves the state of the training and raises
-    KeyboardInterrupt.
+    Raises:
+        ConfigError: an option is wrong; the message names it.
+        DataError: the data are wrong; the message names the row and column.
+        FolderError: the folder has another run.
+        KeyboardInterrupt: on Ctrl-C, after the state of the training is saved.
 
     Examples:
         >>> pairs = [(user, (user + step) % 5, 60 * step) for user in range(30) for step in range(6)]
@@ -160,7 +162,7 @@ def fit(
 def configured(
     events: Any, config: str | Path | Mapping[str, Any], items: Any, users: Any, overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], RunConfig]:
-    """Return a run's configuration as a tree and checked, after its frames are stored; for the arguments see `fit`."""
+    """Store the frames; return the configuration as (a tree, a checked RunConfig). For the arguments see `fit`."""
     source = config if isinstance(config, Mapping) else SHIPPED.get(str(config), Path(config).expanduser())
     where, tree = "config" if isinstance(source, Mapping) else str(source), load_tree(source)
     merge(tree, overrides)
@@ -174,12 +176,12 @@ def configured(
 
 
 def section_of(entity: str) -> list[str]:
-    """Return the keys of the section of the configuration that describes events, or features of items or users."""
+    """Return the keys of the configuration's section for `entity`: events, items or users."""
     return ["data"] if entity == "events" else ["data", "features", entity]
 
 
 def placed(tree: dict[str, Any], entity: str, source: Any) -> Any:
-    """Name a source in the configuration's tree; return the frame that is to be stored there, or None for a path."""
+    """Put a source into the configuration's tree; return it as a frame to be stored, or None if it is a path."""
     section = section_of(entity)
     if isinstance(source, str | Path):
         put(tree, [*section, "path"], str(source))
@@ -199,19 +201,19 @@ def placed(tree: dict[str, Any], entity: str, source: Any) -> Any:
 
 
 def id_column(tree: dict[str, Any], entity: str) -> str | None:
-    """Return the column of the events that has the ids of items or users, if the configuration names one."""
+    """Return the events' column with the ids of items or users, or None if the configuration names none."""
     columns = tree["data"].get("columns")
     return columns.get(ID[entity]) if isinstance(columns, dict) else None
 
 
 def feature_columns(frame: Any, entity: str, ids: str) -> dict[str, dict[str, str]]:
-    """Return `columns` of the features in a frame of polars by the columns' types; ConfigError for other types."""
+    """Return the option `columns` for the features in a polars frame, by their types; ConfigError for other types."""
     columns = {}
     for column, dtype in frame.schema.items():
         if column == ids:
             continue
         if (kind := feature_kind(dtype)) is None:
-            raise ConfigError(f"{entity}, column {shown(column)}: {dtype} is no feature: leave the column out")
+            raise ConfigError(f"{entity}, column {shown(column)}: {dtype} cannot be a feature: leave the column out")
         columns[re.sub(r"[^A-Za-z0-9_-]+", "-", column)] = {"kind": kind, "column": column}
     listed = ", ".join(f"{shown(name)} ({options['kind']})" for name, options in columns.items())
     terminal.say(f"features of {entity}: {listed}")

@@ -1,17 +1,17 @@
 """Read the plan of a comparison: a strict YAML file of settings, each a run's configuration with some changed options.
 
-    base: configs/synthetic-hstu.yaml      what train.py would be given
+    base: configs/synthetic-hstu.yaml      the configuration that settings change
     baseline: dense                        by default the first setting
     seeds: [1, 2, 3, 4, 5]                 the default
-    common: {model.num_layers: 4}          changed in all settings, which may change it again
+    common: {model.num_layers: 4}          options of all settings; a setting may change them again
     settings:
       dense: {}
       bsa: {model.attention.kind: bsa, model.attention.block_size: 16}
       large: {base: configs/ml-1m-hstu-large.yaml}
     runs: {old: runs/ml-1m-hstu/20260101-120000}   finished runs, a folder of one or of several, or a list
-    quick: {train.epochs: 2}               changed too with --quick
+    quick: {train.epochs: 2}               more options of all settings with --quick
 
-Paths are taken from the working directory, as train.py does.
+Relative paths start at the working directory.
 """
 
 import json
@@ -33,11 +33,11 @@ from training.strict_yaml import parse_yaml, read_config
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 DEFAULT_SEEDS = [1, 2, 3, 4, 5]
-TAKEN = {"comparison.json", "comparison.csv", "report.html"}  # files of the result, beside the settings' folders
+TAKEN = {"comparison.json", "comparison.csv", "report.html"}  # names of files of the result
 
 
 class PlanFile(Options):
-    """The content of the YAML file of a plan."""
+    """The content of a plan's YAML file."""
 
     base: str | dict[str, Any] | None = None
     baseline: str | None = None
@@ -50,8 +50,10 @@ class PlanFile(Options):
 
 @dataclass
 class Plan:
-    """A comparison: settings to train, name -> configuration, each with all seeds; existing runs, name -> folders; and
-    baseline, the name of a setting or of existing runs.
+    """A comparison.
+
+    settings: name -> configuration, to be trained with each of the seeds; runs: name -> folders of existing runs;
+    baseline: a name of `settings` or `runs`.
     """
 
     settings: dict[str, RunConfig]
@@ -61,7 +63,7 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """All names that are compared, the baseline first."""
+        """The names of settings and runs, the baseline first."""
         return sorted([*self.settings, *self.runs], key=lambda name: name != self.baseline)
 
 
@@ -74,17 +76,17 @@ def load_plan(
     quick: bool = False,
     overrides: Sequence[str] = (),
 ) -> Plan:
-    """Load the plan of a file or of its content, or one of `runs` alone; the other arguments extend or replace values.
+    """Load a plan from a file or its content; None: a plan of `runs` only. The other arguments replace or add values.
 
-    overrides: `key=value` with dotted keys, changed in all settings after what the file says.
+    overrides: `key=value` with dotted keys, applied to all settings after the file's options.
 
-    ConfigError names all errors of the file and of its settings' configurations, a line each.
+    Raises ConfigError with a line for each error of the file and of its settings' configurations.
     """
     where = "--runs" if plan is None else str(plan) if isinstance(plan, Path) else "plan"
     file = PlanFile() if plan is None else _read(plan, where)
     seeds = list(file.seeds if seeds is None else seeds)
     if twice := {seed for seed in seeds if seeds.count(seed) > 1}:
-        raise ConfigError(f"{where}: seeds: {min(twice)} given twice")
+        raise ConfigError(f"{where}: seeds: {min(twice)} is given twice")
     existing_runs = {
         name: [Path(x) for x in ([paths] if isinstance(paths, str) else paths)] for name, paths in file.runs.items()
     }
@@ -97,14 +99,14 @@ def load_plan(
             errors += [f"{where}: settings.{name}: {line}" for line in str(error).split("\n")]
     names = [*file.settings, *existing_runs]
     errors += [f"{where}: {name}: both a setting and a run" for name in file.settings if name in existing_runs]
-    errors += [f"{where}: settings.{name}: the name of a file of the result" for name in names if name in TAKEN]
+    errors += [f"{where}: settings.{name}: this name is reserved for a file" for name in names if name in TAKEN]
     chosen = baseline or file.baseline or next(iter(names), "")
     if len(names) < 2:
         errors.append(f"{where}: expected at least two settings or runs to compare, got {len(names)}")
     elif chosen not in names:
-        errors.append(f"{where}: baseline: {shown(chosen)} is none of {', '.join(names)}")
+        errors.append(f"{where}: baseline: expected one of {', '.join(names)}, got {shown(chosen)}")
     if quick and file.settings and not file.quick:
-        errors.append(f"{where}: --quick: the plan does not say what to change, like quick: {{train.epochs: 2}}")
+        errors.append(f"{where}: --quick: the plan has no section quick, like quick: {{train.epochs: 2}}")
     errors = errors or [f"{where}: {line}" for line in _not_comparable(settings)]
     if errors:
         raise ConfigError("\n".join(errors))
@@ -128,10 +130,10 @@ def _setting(
     """Return the configuration of a setting, with the base's seed."""
     base = changed.pop("base", file.base)
     if base is None:
-        raise ConfigError("base: missing, the YAML file of a run, here or for the whole plan")
+        raise ConfigError("base: missing; expected the YAML file of a run, in the setting or the plan")
     changed = file.common | changed | (file.quick if quick else {})
     if "seed" in changed or any(override.partition("=")[0] == "seed" for override in overrides):
-        raise ConfigError("seed: a setting has none of its own, the plan's seeds are for all")
+        raise ConfigError("seed: a setting cannot have a seed; all settings use the plan's seeds")
     config = load_config(base, [*(f"{key}={json.dumps(value)}" for key, value in changed.items()), *overrides])
     return config.model_copy(update={"name": name, "seed": 0})
 
@@ -147,7 +149,7 @@ def _not_comparable(settings: dict[str, RunConfig]) -> list[str]:
         if not settings[name].eval.test:
             lines.append(f"settings.{name}: eval.test=false skips the test split, on which settings are compared")
         lines += [
-            f"settings.{name}: {line}: settings of a comparison must be judged by the same events in the same way"
+            f"settings.{name}: {line}: settings of a comparison must be evaluated on the same events in the same way"
             for line in differences(judged[first], options)
         ]
     return lines

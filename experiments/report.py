@@ -1,4 +1,4 @@
-"""Write report.html of a comparison: one file that needs no network, for any width, in light and dark mode."""
+"""Write report.html of a comparison: one file without network access, for any width, in light and dark mode."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ HEADINGS = ("setting", "seeds", "metric", "sd", "ratio", "95% interval", "p", "p
 
 
 class Plot(NamedTuple):
-    """A plot with its title; legend: whether it needs the names of the colours."""
+    """A plot with its title; legend: whether it needs a legend of the colours."""
 
     title: str
     svg: Markup
@@ -25,7 +25,7 @@ class Plot(NamedTuple):
 
 
 def as_html(results: Results) -> str:
-    """Build the page."""
+    """Return the page of a comparison as HTML."""
     metric, base = results.metric, results.baseline.name
     colors = {setting.name: place % len(COLORS) for place, setting in enumerate(results.settings)}
     plots = [Plot(title, Markup(svg), False) for title, svg in _quality(results, colors)]
@@ -49,25 +49,24 @@ def as_html(results: Results) -> str:
 
 
 def _explanation(results: Results) -> list[str]:
-    """Return sentences that say which data and tests the figures come from."""
-    chance = (
-        "users and seeds" if results.seeds else "users alone (one seed says nothing about the variation between seeds)"
-    )
+    """Return sentences about the users, the intervals and the measurements behind the figures."""
+    unknown = "users only (with one seed, the variation between seeds is unknown)"
+    chance = "users and seeds" if results.seeds else unknown
     lines = [
         f"{results.users:,} users. Ratios of means to {results.baseline.name}, with 95% intervals over {chance}; "
         "p values are two-sided and corrected by Holm for the number of settings."
-        + (f" Less {results.metric} is better: a ratio below 1 is a gain." if results.less_is_better else "")
+        + (f" A lower {results.metric} is better: a ratio below 1 is a gain." if results.less_is_better else "")
     ]
     if results.simple:
-        lines.append(f"{', '.join(results.simple)}: models without a network; their intervals are over users alone.")
+        lines.append(f"{', '.join(results.simple)}: models without a network; their intervals are over users only.")
     if environment := next((x.speed["environment"] for x in results.settings if "environment" in x.speed), None):
         versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "device")
-        lines.append(f"Steps were measured alone on {environment['device']}; {versions}.")
+        lines.append(f"Training steps were measured on {environment['device']}, without other runs; {versions}.")
     return lines
 
 
 def _cells(setting: Setting, metric: str) -> list[str]:
-    """Return the cells of a setting's row, by HEADINGS."""
+    """Return the cells of a setting's row, one for each of HEADINGS."""
     row = setting.metrics[metric]
     interval = ABSENT if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
     sd, ratio = (
@@ -78,7 +77,7 @@ def _cells(setting: Setting, metric: str) -> list[str]:
 
 
 def _simple_rows(results: Results) -> list[list[str]]:
-    """Return the rows of the task's baselines, models without a network, by HEADINGS."""
+    """Return the rows of the task's baselines (models without a network), a cell for each of HEADINGS."""
     rows = []
     for name, row in results.simple.items():
         interval = ABSENT if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
@@ -106,8 +105,8 @@ def _costs(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]:
     """Plot quality against the measured costs of a step."""
     plots = []
     for key, title, label, shown in (
-        ("events_per_second", "time", "milliseconds for 1,000 events of training", lambda rate: 1e6 / rate),
-        ("peak_memory_bytes", "memory", "MiB at the most", lambda size: size / 2**20),
+        ("events_per_second", "time", "training time of 1,000 events, ms", lambda rate: 1e6 / rate),
+        ("peak_memory_bytes", "memory", "peak memory, MiB", lambda size: size / 2**20),
     ):
         series = [
             Series(colors[setting.name], [(shown(setting.costs[key]), setting.metrics[results.metric]["mean"])])
@@ -120,7 +119,7 @@ def _costs(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _learning(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]:
-    """Plot the metric over the epochs, the mean of the runs that reached each."""
+    """Plot the metric over the epochs: the mean of the runs that reached an epoch."""
     series = []
     for setting in results.settings:
         values: dict[int, list[float]] = {}
@@ -129,7 +128,7 @@ def _learning(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]
                 values.setdefault(epoch, []).append(value)
         if values:
             series.append(Series(colors[setting.name], [(x, float(np.mean(values[x]))) for x in sorted(values)]))
-    label = f"{results.metric} of the evaluations on the way, mean over seeds"
+    label = f"{results.metric} during training, mean over seeds"
     return [(label, curves(series, "epoch", results.metric))] if series else []
 
 
@@ -142,7 +141,7 @@ def _by_group(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]
 
 
 def readable_changes(changes: Sequence[str]) -> list[str]:
-    """Return lines of `settings_differ` without options that only the baseline's kind has; None is shown as absent."""
+    """Return the lines of `changed_options` for a page: without options of the baseline's kind only, None as absent."""
     mappings = tuple(line.partition("kind: ")[0] for line in changes if ".kind: " in line)
     lines = [line for line in changes if not (line.endswith(" -> None") and line.startswith(mappings))]
     lines = [line.replace(": None -> ", ": " if line.startswith(mappings) else ": absent -> ", 1) for line in lines]

@@ -15,7 +15,7 @@ import numpy as np
 from data.errors import ConfigError
 from data.types import shown
 from experiments.plan import Plan
-from experiments.runs import RESULT, Failed, is_finished, read_result, read_speed, run_folder, settings_differ
+from experiments.runs import RESULT, Failed, changed_options, is_finished, read_result, read_speed, run_folder
 from models.tasks.build import build_task
 from training.config import RunConfig, load_config
 from training.folder import FolderError, access, as_json, check_run, read_judged, read_regular
@@ -27,15 +27,17 @@ COSTS = ("parameters", "events_per_second", "peak_memory_bytes")
 
 @dataclass
 class FinishedRun:
-    """A finished run; `values` has each metric's values of all users [M], `baselines` the main metric's of each
-    baseline.
+    """A finished run.
+
+    values: metric -> its values [M] of the users; baselines: name of a baseline -> its values [M] of the main metric;
+    evaluated_on: the fingerprint of the data and the evaluated events; curve: (epoch, main metric) pairs.
     """
 
     folder: Path
     config: RunConfig
     result: dict
     users: np.ndarray
-    judged_by: tuple[str, bytes]
+    evaluated_on: tuple[str, bytes]
     values: dict[str, np.ndarray]
     baselines: dict[str, np.ndarray]
     breakdowns: dict[str, dict[str, float]]
@@ -44,7 +46,7 @@ class FinishedRun:
 
 @dataclass
 class Setting:
-    """The results of a setting; metrics: name -> COLUMNS, a missing value being None."""
+    """The results of a setting; metrics: name -> a dict with the keys COLUMNS, None for a missing value."""
 
     name: str
     runs: list[FinishedRun]
@@ -55,7 +57,7 @@ class Setting:
 
     @property
     def costs(self) -> dict[str, float | None]:
-        """COSTS, the last two from a measurement of a step (benchmarks/train.py --step); None without a measurement."""
+        """The COSTS: the last two are measured by benchmarks/train.py --step, None without a measurement."""
         return {"parameters": self.runs[0].result.get("parameters")} | {
             name: self.speed.get(name) for name in COSTS[1:]
         }
@@ -63,11 +65,11 @@ class Setting:
 
 @dataclass
 class Results:
-    """A comparison: the settings, the baseline first; metric: the main one, whose best value is the least if
-    `less_is_better`; seeds: whether intervals include seeds.
+    """The results of a comparison.
 
-    simple: the results of the task's baselines, models without a network, by name: `mean`, and `ratio` to the first
-    setting with its interval over users, `low` and `high`.
+    settings: the baseline first; metric: the main metric, lower is better if `less_is_better`; seeds: whether intervals
+    include the variation between seeds; simple: name of a baseline of the task (a model without a network) -> its
+    `mean`, the `ratio` to the first setting, and the ratio's interval over users, `low` and `high`.
     """
 
     metric: str
@@ -80,6 +82,7 @@ class Results:
 
     @property
     def baseline(self) -> Setting:
+        """The setting that the others are compared with."""
         return self.settings[0]
 
 
@@ -90,17 +93,17 @@ def load_run(folder: Path) -> FinishedRun:
     task = build_task(config)
     try:
         users, values = task.user_values(judged)
-        judged_by = str(judged["fingerprint"]), judged["events"].tobytes()
+        evaluated_on = str(judged["fingerprint"]), judged["events"].tobytes()
         breakdowns = task.breakdowns(result, judged)
         baselines = task.baseline_values(judged)
     except (KeyError, IndexError, ValueError) as error:
         raise FolderError(f"{shown(folder, 200)}: damaged ({shown(error)})") from None
     curve = _curve(folder, config.best_metric)
-    return FinishedRun(folder, config, result, users, judged_by, values, baselines, breakdowns, curve)
+    return FinishedRun(folder, config, result, users, evaluated_on, values, baselines, breakdowns, curve)
 
 
 def _curve(folder: Path, metric: str) -> list[tuple[int, float]]:
-    """Return (epoch, main metric) of the evaluations during training."""
+    """Return (epoch, main metric) of each evaluation during training."""
     path = folder / "metrics.jsonl"
     with access(path, "read"):
         lines = read_regular(path).decode("utf-8", "replace").splitlines()
@@ -112,19 +115,17 @@ def _curve(folder: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the finished runs that a folder is or contains, by name; FolderError when there are none."""
+    """Return the finished runs in a folder, which may be a run itself, by name; FolderError if there are none."""
     with access(folder, "read"):
         places = [folder, *sorted(path.parent for path in folder.glob(f"*/{RESULT}"))]
         places = [place for place in places if is_finished(place)]
     if not places:
-        raise FolderError(f"{shown(folder, 200)}: no finished run here (no {RESULT}), nor in the folders in it")
+        raise FolderError(f"{shown(folder, 200)}: no finished run (no {RESULT}) in this folder or its subfolders")
     return places
 
 
 def finished(plan: Plan, out: Path) -> dict[str, list[Path]]:
-    """Return the folders of the finished runs of each name of a plan, the baseline first, without names that have
-    none.
-    """
+    """Map each name of a plan that has finished runs to their folders, the baseline first."""
     folders = {}
     for name in plan.names:
         if name in plan.runs:
@@ -139,7 +140,7 @@ def collect(plan: Plan, out: Path, failed: list[Failed]) -> Results:
     """Compare the finished runs of a plan.
 
     Raises:
-        ConfigError: the baseline has no finished run, or runs were not judged by the same events in the same way.
+        ConfigError: the baseline has no finished run, or runs were not evaluated on the same events in the same way.
     """
     folders_by_name = finished(plan, out)
     if plan.baseline not in folders_by_name:
@@ -160,11 +161,11 @@ def collect(plan: Plan, out: Path, failed: list[Failed]) -> Results:
 
 
 def _simple(base: Setting, metric: str) -> dict[str, dict[str, float | None]]:
-    """Compare the task's baselines with the first setting, by its users."""
-    theirs = np.stack([run.values[metric] for run in base.runs])
+    """Compare the task's baselines with the first setting, over its users."""
+    base_values = np.stack([run.values[metric] for run in base.runs])
     rows: dict[str, dict[str, float | None]] = {}
     for name, values in base.runs[0].baselines.items():
-        comparison = compare(values[None], theirs)
+        comparison = compare(values[None], base_values)
         ratios = {key: _number(getattr(comparison, key)) for key in ("ratio", "low", "high")}
         rows[name] = {"mean": float(values.mean()), **ratios}
     return rows
@@ -178,29 +179,29 @@ def _check_comparable(first: FinishedRun, run: FinishedRun) -> None:
             f"{shown(run.folder, 200)}: eval.filter_seen={run.config.eval.filter_seen}, "
             f"{shown(first.folder, 200)} has {first.config.eval.filter_seen}"
         )
-    if run.judged_by != first.judged_by:
-        raise ConfigError(f"{shown(run.folder, 200)}: judged by other events than {shown(first.folder, 200)}")
+    if run.evaluated_on != first.evaluated_on:
+        raise ConfigError(f"{shown(run.folder, 200)}: evaluated on other events than {shown(first.folder, 200)}")
 
 
 def _fill(settings: list[Setting]) -> bool:
-    """Compute all results of the settings; return whether the intervals include the variation between seeds."""
+    """Compute the results of all settings in place; return whether intervals include the variation between seeds."""
     base, seeds = settings[0], True
     names = list(base.runs[0].values)
     for setting in settings:
         same_runs = [run.folder.resolve() for run in setting.runs] == [run.folder.resolve() for run in base.runs]
         for name in names:
-            ours, theirs = (np.stack([run.values[name] for run in x.runs]) for x in (setting, base))
-            by_seed = ours.mean(1)
+            values, base_values = (np.stack([run.values[name] for run in x.runs]) for x in (setting, base))
+            by_seed = values.mean(1)
             row = {"mean": float(by_seed.mean()), "by_seed": by_seed.tolist()}
             row["sd"] = float(by_seed.std(ddof=1)) if len(by_seed) > 1 else None
             if setting is base:
                 row |= {"ratio": 1.0} | dict.fromkeys(COLUMNS[3:])
             else:
-                comparison = compare(ours, theirs, same_runs=same_runs)
+                comparison = compare(values, base_values, same_runs=same_runs)
                 seeds &= comparison.seeds
                 row |= {key: _number(getattr(comparison, key)) for key in ("ratio", "low", "high", "p")}
             setting.metrics[name] = row
-        setting.changes = [] if setting is base else settings_differ(base.runs[0].config, setting.runs[0].config)
+        setting.changes = [] if setting is base else changed_options(base.runs[0].config, setting.runs[0].config)
         for title, groups in setting.runs[0].breakdowns.items():
             setting.breakdowns[title] = {
                 group: _number(float(np.mean([_or_nan(run.breakdowns[title][group]) for run in setting.runs])))
@@ -229,7 +230,7 @@ def comparison_json(results: Results) -> str:
             "metric": results.metric,
             "less_is_better": results.less_is_better,
             "users": results.users,
-            "interval": "95%, users and seeds" if results.seeds else "95%, users alone",
+            "interval": "95%, users and seeds" if results.seeds else "95%, users only",
             "settings": [
                 {
                     "name": setting.name,

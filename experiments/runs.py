@@ -1,4 +1,4 @@
-"""Run the runs of a comparison: train.py as processes, OUT/SETTING/seed-N, each resumable on its own."""
+"""Train the runs of a comparison, OUT/SETTING/seed-N, by processes of train.py. Each run can be resumed by itself."""
 
 import ctypes
 import json
@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTING, RESULT, SPEED = "setting.yaml", "result.json", "speed.json"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
-PROGRESS_SECONDS = 60.0  # between two reports of the progress of runs
-MOST_LOG = 2**16  # bytes of a log's end that are searched for its last line
+PROGRESS_SECONDS = 60.0  # between two progress lines of a run
+MOST_LOG = 2**16  # bytes to read from the end of a log
 
 
 class Job(NamedTuple):
-    """A process to start: its name, its command behind `python`, its log."""
+    """A process to start; command: the arguments of Python; log: the file of its output."""
 
     name: str
     command: list[str]
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A job that ended with an error, and the last line of its log."""
+    """A job that ended with an error; reason: the last line of its log."""
 
     name: str
     reason: str
@@ -52,8 +52,9 @@ def run_folder(out: Path, setting: str, seed: int) -> Path:
 
 
 def write_settings(plan: Plan, out: Path) -> None:
-    """Write the settings' configurations into their folders; ConfigError, before any is written, if one is
-    different.
+    """Write the settings' configurations into their folders.
+
+    Raises ConfigError, before anything is written, if a folder has another configuration.
     """
     for name, config in plan.settings.items():
         path = out / name / SETTING
@@ -72,9 +73,9 @@ def write_settings(plan: Plan, out: Path) -> None:
 
 
 def training_jobs(plan: Plan, out: Path) -> list[Job]:
-    """Return the jobs that remain to train: interrupted runs are resumed, finished ones skipped.
+    """Return a job for each run that is not finished; interrupted runs are resumed.
 
-    They are ordered by seed, so that every setting has a run when half of the time is over.
+    The jobs are in the order of seeds, so that every setting has the same number of runs if time runs out.
     """
     jobs = []
     for seed in plan.seeds:
@@ -86,7 +87,7 @@ def training_jobs(plan: Plan, out: Path) -> list[Job]:
                 wait_until_free(folder)
                 command = ["--resume", str(folder)]
             else:
-                if folder.exists():  # killed before it was complete
+                if folder.exists():  # the run was killed before it had a configuration
                     shutil.rmtree(folder)
                 command = [str(out / name / SETTING), f"seed={seed}", "--run", str(folder)]
             jobs.append(Job(f"{name}, seed {seed}", [str(ROOT / "train.py"), *command], folder.with_suffix(".log")))
@@ -94,7 +95,7 @@ def training_jobs(plan: Plan, out: Path) -> list[Job]:
 
 
 def speed_jobs(configs: dict[str, Path], out: Path) -> list[Job]:
-    """Return the jobs that remain to measure a step: name -> the configuration of one of its runs."""
+    """Return a job for each setting whose step is not measured; configs: setting -> the configuration of one run."""
     with access(out, "written"):
         for name in configs:
             (out / name).mkdir(parents=True, exist_ok=True)
@@ -110,13 +111,13 @@ def speed_jobs(configs: dict[str, Path], out: Path) -> list[Job]:
 
 
 def read_speed(out: Path, name: str) -> dict:
-    """Return the measurement of a setting's step; empty if it failed."""
+    """Return the measurement of a setting's step; empty if there is none."""
     path = out / name / SPEED
     return _read_json(path) if path.exists() else {}
 
 
 def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> list[Failed]:
-    """Run the jobs, `parallel` at a time, and return those that failed. A signal ends all of them with a checkpoint."""
+    """Run the jobs, `parallel` at a time; return those that failed. A signal ends all jobs after a checkpoint."""
     waiting, failed = list(jobs), []
     running: dict[Any, Any] = {}
     total, progress = len(waiting), ProgressLines()
@@ -131,11 +132,11 @@ def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> l
                 job = running.pop(process)
                 if process.returncode:
                     failed.append(Failed(job.name, last_line(job.log, process.returncode)))
-                    terminal.say(f"{job.name}: failed, the others go on: {failed[-1].reason} ({job.log})")
+                    terminal.say(f"{job.name}: failed, the others continue: {failed[-1].reason} ({job.log})")
                 else:
                     terminal.say(f"{job.name}: done")
     finally:
-        interrupts.stage = "running. The state of all runs is saved. To continue: the same command again"
+        interrupts.stage = "running. The state of all runs is saved. To continue, give the same command again"
         for process in running:
             process.terminate()
         for process in running:
@@ -144,12 +145,13 @@ def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> l
 
 
 class ProgressLines:
-    """Print how far runs are and the time left, as their logs say, every PROGRESS_SECONDS at most."""
+    """Print the last progress line of each run's log, at most every PROGRESS_SECONDS."""
 
     def __init__(self):
         self.shown = time.monotonic()
 
     def show(self, jobs: Iterable[Job]) -> None:
+        """Print the progress of the jobs if it is time."""
         if time.monotonic() - self.shown < PROGRESS_SECONDS:
             return
         self.shown = time.monotonic()
@@ -159,7 +161,7 @@ class ProgressLines:
 
 
 def progress_of(log: Path) -> str:
-    """Return the last line of progress in a run's log, with the time left; empty before the first one."""
+    """Return the last progress line of a run's log, with the time left; empty if there is none yet."""
     with access(log, "read"):
         text = read_regular(log)[-MOST_LOG:].decode("utf-8", "replace")
     lines = re.findall(r"^.+: [\d,]+ of [\d,]+ \w+ \(\d+%\), about .+? left\b", text, flags=re.MULTILINE)
@@ -167,11 +169,9 @@ def progress_of(log: Path) -> str:
 
 
 def launch(job: Job, parallel: int) -> subprocess.Popen:
-    """Start the job's process, its output in the log, the cores shared with the others; it ends when this process
-    does.
-    """
+    """Start the job's process with 1 / `parallel` of the cores and its output in the log; it ends with this one."""
     environment = dict(os.environ)
-    environment.pop("FORCE_COLOR", None)  # which notebooks set: into a log rich would draw bars in place of lines
+    environment.pop("FORCE_COLOR", None)  # notebooks set it: rich would draw bars into the log
     if parallel > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // parallel)))
     with access(job.log, "written"), job.log.open("ab") as log:
@@ -191,7 +191,7 @@ def _end_with_parent() -> None:
 
 
 def ended(processes: list[subprocess.Popen], seconds: float | None = None) -> list[subprocess.Popen]:
-    """Wait until at least one of the processes has ended, or for so many seconds; return all that have ended."""
+    """Wait until one of the processes has ended, at most `seconds`; return all processes that have ended."""
     if not (finished_processes := [process for process in processes if process.poll() is not None]):
         handles = [os.pidfd_open(process.pid) for process in processes]
         try:
@@ -212,7 +212,7 @@ def last_line(log: Path, status: int) -> str:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether a run is finished; an interrupted one has a result.json too, which says so."""
+    """Return whether a run is finished. An interrupted run has a result.json, too, with "finished": false."""
     return (folder / RESULT).exists() and _read_json(folder / RESULT).get("finished", True)
 
 
@@ -240,7 +240,7 @@ def _read_json(path: Path) -> dict:
     return values
 
 
-def settings_differ(before: RunConfig, after: RunConfig) -> list[str]:
-    """Return how a setting differs from another one, `train.lr: 0.001 -> 0.01`, except in seeds and places."""
+def changed_options(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return the options that differ, as `train.lr: 0.001 -> 0.01`, without seeds, paths and devices."""
     old, new = (config.model_dump(mode="json") for config in (before, after))
     return [line for line in differences(old, new) if line.partition(":")[0] not in FREE | {"seed"}]

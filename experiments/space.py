@@ -1,12 +1,12 @@
 """Read the search space of tune.py: a strict YAML file with the range of each option of a run.
 
 space:                                        dotted keys of the run's configuration
-  train.lr: {low: 3e-4, high: 1e-2, log: true}   a number, here evenly in its logarithm
-  model.num_layers: {low: 1, high: 4}            an integer, as both ends are; step: 2 takes every second one
-  loss.num_negatives: {choices: [64, 128, 256]}  anything that YAML can say, mappings too
-fixed: {train.epochs: 6}                      changed in every trial, and in the best configuration
+  train.lr: {low: 3e-4, high: 1e-2, log: true}   a number; log: uniform in the logarithm
+  model.num_layers: {low: 1, high: 4}            an integer, since both ends are integers; step: 2 tries 1 and 3
+  loss.num_negatives: {choices: [64, 128, 256]}  one of any YAML values, also mappings
+fixed: {train.epochs: 6}                      options of every trial and of the best configuration
 pruning: {startup_trials: 5, warmup_epochs: 1}   the default; false: every trial trains to its end
-seed: 0                                       of the draws; the runs have the configuration's seed
+seed: 0                                       the seed of the sampler; runs use the configuration's seed
 """
 
 import json
@@ -23,14 +23,14 @@ from data.options import Options
 from training.config import RunConfig, load_config
 from training.strict_yaml import parse_yaml, read_config
 
-# Options that decide how trials are evaluated, and where they are stored.
+# Options that cannot be searched: they decide how trials are evaluated and where they are stored.
 NOT_SEARCHED = ("data.", "task", "eval.", "parallel", "seed", "name", "run_dir", "device", "threads")
 # Protocols without a validation split.
 WITHOUT_VALIDATION = ("published", "all")
 
 
 class Range(Options):
-    """Numbers from `low` to `high`, both possible: integers where both are, else floats."""
+    """Numbers from `low` to `high`, inclusive: integers if both are integers, else floats."""
 
     low: int | float
     high: int | float
@@ -47,13 +47,15 @@ class Range(Options):
 
     @property
     def integers(self) -> bool:
+        """Whether the range has integers only."""
         return isinstance(self.low, int) and isinstance(self.high, int) and not isinstance(self.step, float)
 
     def ends(self) -> list:
+        """Return the values to check before the search: the two ends."""
         return [self.low, self.high]
 
     def has(self, value: object) -> bool:
-        """Return whether a draw may give this value."""
+        """Return whether the value is of the range's type and between its ends."""
         if isinstance(value, bool) or not isinstance(value, int if self.integers else (int, float)):
             return False
         return self.low <= value <= self.high
@@ -63,6 +65,7 @@ class Range(Options):
         return value if self.integers else float(value)
 
     def draw(self, trial: Trial, key: str) -> int | float:
+        """Draw a value of a trial."""
         if self.integers:
             return trial.suggest_int(key, int(self.low), int(self.high), step=int(self.step or 1), log=self.log)
         return trial.suggest_float(key, self.low, self.high, step=self.step, log=self.log)
@@ -74,12 +77,15 @@ class Choices(Options):
     choices: list[Any] = Field(min_length=1)
 
     def ends(self) -> list:
+        """Return the values to check before the search: all choices."""
         return self.choices
 
     def encoded(self, value: Any) -> str:
+        """Encode a value for Optuna."""
         return json.dumps(value, sort_keys=True)
 
     def draw(self, trial: Trial, key: str) -> Any:
+        """Draw a value of a trial."""
         return json.loads(trial.suggest_categorical(key, [self.encoded(value) for value in self.choices]))
 
 
@@ -91,9 +97,9 @@ Source = Annotated[Annotated[Range, Tag("range")] | Annotated[Choices, Tag("choi
 
 
 class Pruning(Options):
-    """A trial ends early when its best metric so far is below the median of the earlier trials' at the same epoch.
+    """Rules for ending a trial early: if its best metric so far is worse than the median of earlier trials there.
 
-    It never ends one of the first `startup_trials`, nor any trial in its first `warmup_epochs`.
+    The first `startup_trials` trials, and the first `warmup_epochs` epochs of a trial, are never pruned.
     """
 
     startup_trials: int = Field(5, ge=1)
@@ -101,7 +107,7 @@ class Pruning(Options):
 
 
 class Space(Options):
-    """A search space as described above."""
+    """The content of a search space's YAML file, as described at the top of this module."""
 
     space: dict[str, Source] = Field(min_length=1)
     fixed: dict[str, Any] = Field(default_factory=dict)
@@ -109,17 +115,17 @@ class Space(Options):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     def draw(self, trial: Trial) -> dict[str, Any]:
-        """Draw values for all keys; a trial that has values already gets the same again."""
+        """Draw values for all keys; a trial that already has values gets the same values."""
         return {key: source.draw(trial, key) for key, source in self.space.items()}
 
 
 def assignments(values: dict[str, Any]) -> list[str]:
-    """Format overrides for `load_config`."""
+    """Format values by dotted key as the overrides of `load_config`."""
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def default_values(path: str | Path, space: Space, overrides: list[str]) -> dict[str, Any] | None:
-    """Return the values of the configuration itself as Optuna stores them; None if the space lacks one of them."""
+    """Return the configuration's values as Optuna stores them; None if one of them is not in the space."""
     fixed = [*overrides, *assignments(space.fixed)]
     config = load_config(path, fixed)
     values = {}
@@ -135,7 +141,7 @@ def default_values(path: str | Path, space: Space, overrides: list[str]) -> dict
 
 
 def _value_at(config: RunConfig, key: str) -> Any:
-    """Return the value at a dotted key; of a list of mappings, the value that all have in common, else None."""
+    """Return the value at a dotted key; for a list of mappings the value that they all share, else None."""
     nodes: list[Any] = [config.model_dump(mode="json")]
     for part in key.split("."):
         if all(isinstance(node, list) for node in nodes):
@@ -148,7 +154,7 @@ def _value_at(config: RunConfig, key: str) -> Any:
 
 
 def load_space(path: Path) -> Space:
-    """Load the space of a file; ConfigError names all errors, a line each."""
+    """Load a search space from a file; ConfigError has a line for each error."""
     tree = parse_yaml(read_config(path), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping with space")
@@ -157,19 +163,19 @@ def load_space(path: Path) -> Space:
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {_explain(item)}" for item in error.errors())) from None
     errors = [
-        f"{path}: space.{key}: how trials are judged and named cannot be searched"
+        f"{path}: space.{key}: cannot be searched: it changes how trials are evaluated or stored"
         for key in space.space
         if key.startswith(NOT_SEARCHED)
     ]
     if doubled := sorted(space.space.keys() & space.fixed.keys()):
-        errors.append(f"{path}: fixed.{doubled[0]}: is searched too")
+        errors.append(f"{path}: fixed.{doubled[0]}: is also in space; give it once")
     if errors:
         raise ConfigError("\n".join(errors))
     return space
 
 
 def _explain(item: ErrorDetails) -> str:
-    """Format one pydantic error without the names by which it tells the parts of a union apart."""
+    """Format one pydantic error without the tags of the union's members."""
     *_, above, _ = [None, None, *item["loc"]]
     kinds: dict[Any, type[Options]] = {"range": Range, "choices": Choices, "pruning": Pruning}
     fields = kinds.get(above, Space).model_fields
@@ -177,10 +183,10 @@ def _explain(item: ErrorDetails) -> str:
 
 
 def tuned_config(path: str | Path, space: Space, overrides: list[str]) -> RunConfig:
-    """Return the configuration that trials vary: the file with `overrides` and the values that the space fixes.
+    """Return the configuration that trials vary: the file with `overrides` and the space's `fixed` values.
 
-    ConfigError, a line for each error, if the configuration or a value in the space is impossible, or if there is no
-    validation split to choose by.
+    Raises ConfigError, with a line for each error, if the configuration or a value in the space is invalid, or if there
+    is no validation split.
     """
     fixed = [*overrides, *assignments(space.fixed)]
     config = load_config(path, fixed)
@@ -190,7 +196,7 @@ def tuned_config(path: str | Path, space: Space, overrides: list[str]) -> RunCon
             try:
                 load_config(path, [*fixed, *assignments({key: value})])
             except ConfigError as error:
-                # Values that are valid only together with others are tested in a trial, which then fails on its own.
+                # Other errors may depend on values of other keys: a trial with an invalid combination fails later.
                 errors += [line for line in str(error).split("\n") if f"{key}:" in line or "unknown key" in line]
     if errors:
         raise ConfigError("\n".join(dict.fromkeys(errors)))
@@ -203,6 +209,6 @@ def tuned_config(path: str | Path, space: Space, overrides: list[str]) -> RunCon
         why = "data.valid_fraction=0"
     else:
         if not config.eval.every:
-            raise ConfigError(f"{path}: eval.every=0: trials are judged by their evaluations, expected at least 1")
+            raise ConfigError(f"{path}: eval.every=0: trials are compared by their evaluations, expected at least 1")
         return config
-    raise ConfigError(f"{path}: {why} leaves no validation split, and nothing may be chosen on the test split")
+    raise ConfigError(f"{path}: {why} leaves no validation split, and options must not be chosen on the test split")

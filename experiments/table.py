@@ -10,10 +10,10 @@ ABSENT = "-"
 
 
 def print_results(results: Results) -> None:
-    """Print quality by setting, the costs of each, and the runs that failed."""
+    """Print the metrics and costs of each setting, and the runs that failed."""
     base, metric = results.baseline.name, results.metric
     quality = _table(f"{metric}, {results.users:,} users", ["setting", "seeds", metric, "sd", f"of {base}", "95%", "p"])
-    costs = _table("Costs, a step measured alone", ["setting", "parameters", "events/s", "memory"])
+    costs = _table("Costs of a training step", ["setting", "parameters", "events/s", "memory"])
     for setting in results.settings:
         row = setting.metrics[metric]
         first = [setting.name, str(len(setting.runs)), f"{row['mean']:.4f}", _shown(row["sd"], "{:.4f}")]
@@ -25,7 +25,7 @@ def print_results(results: Results) -> None:
         quality.add_row(name, ABSENT, f"{row['mean']:.4f}", ABSENT, _shown(row["ratio"], "{:.3f}"), interval, ABSENT)
     terminal.table(quality)
     if results.simple:
-        terminal.say("Below the settings: baselines without a network, intervals over users alone.")
+        terminal.say("Below the settings: baselines without a network, intervals over users only.")
     terminal.say(f"Ratios to {base} with 95% intervals over users{' and seeds' if results.seeds else ''}; p by Holm.")
     if not results.seeds:
         terminal.say("With one seed the variation between seeds is unknown: the intervals do not include it.")
@@ -37,7 +37,7 @@ def print_results(results: Results) -> None:
 def _table(title: str, headings: list[str]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for place, heading in enumerate(headings):
-        # Names may wrap, numbers not.
+        # Only names may wrap.
         table.add_column(heading, justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
     return table
 

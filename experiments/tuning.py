@@ -1,7 +1,7 @@
-"""Search for good options: Optuna proposes, train.py trains each trial, the validation split judges.
+"""Search for good options: Optuna proposes values, train.py trains each trial, the validation split decides.
 
-One process queries Optuna and watches the trials, each a train.py of its own, whose metrics.jsonl it reads. Optuna's
-state is in OUT/study.db. An interrupted trial is still RUNNING there, and its run, OUT/trial-N, is resumed.
+One process calls Optuna and starts a process of train.py for each trial, whose metrics.jsonl it reads. Optuna's state
+is in OUT/study.db. An interrupted trial has the state RUNNING there, and its run, OUT/trial-N, is resumed.
 """
 
 import json
@@ -31,13 +31,15 @@ from training.folder import access, read_regular, write_file
 from training.run import TrainingError
 
 CHECK_SECONDS = 0.5  # between two reads of the trials' metrics
-STARTUP_DRAWS = 6  # trials that are drawn at random before the sampler learns from them
+STARTUP_DRAWS = 6  # trials with random values before the sampler uses their results
 ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
 
 class Limits(NamedTuple):
-    """The limits of a search. trials: of the whole study, existing ones included; hours: after which none is started;
-    either may be None. parallel: trials at a time.
+    """The limits of a search.
+
+    trials: the number of trials of the whole study, including earlier ones, or None; hours: the time after which no
+    trial is started, or None; parallel: the number of trials at a time.
     """
 
     trials: int | None
@@ -47,8 +49,10 @@ class Limits(NamedTuple):
 
 @dataclass
 class Search:
-    """A study and the inputs of its trials. metric: what chooses, by its least value if `less_is_better`.
-    configured: maps values by dotted key to a trial's configuration.
+    """A study and the inputs of its trials.
+
+    metric: the metric to optimise, lower is better if `less_is_better`; configured: maps values by dotted key to a
+    trial's configuration.
     """
 
     study: optuna.Study
@@ -59,28 +63,30 @@ class Search:
     less_is_better: bool = False
 
     def folder(self, number: int) -> Path:
+        """Return the folder of a trial's run."""
         return self.out / f"trial-{number}"
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the trials in these states, by default all."""
         return self.study.get_trials(deepcopy=False, states=states or None)
 
     def best(self) -> FrozenTrial | None:
-        """Return the best completed trial, the first of equal ones."""
+        """Return the best completed trial, the earliest of equal ones; None if there is none."""
         return next(iter(self.ordered()), None)
 
     def ordered(self) -> list[FrozenTrial]:
-        """Return the completed trials, the best first, equal ones by number."""
+        """Return the completed trials, best first, equal ones by number."""
         sign = 1 if self.less_is_better else -1
         return sorted(self.trials(TrialState.COMPLETE), key=lambda trial: (sign * trial.values[0], trial.number))
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return the values that a trial drew, by dotted key."""
+        """Return a trial's values by dotted key."""
         return self.space.draw(cast(Any, optuna.trial.FixedTrial(trial.params)))
 
 
 @dataclass
 class Running:
-    """A running trial: its process, and the epochs that were reported to Optuna."""
+    """A running trial; reported: the epochs whose metric Optuna has."""
 
     trial: optuna.Trial
     process: subprocess.Popen
@@ -89,9 +95,9 @@ class Running:
 
 
 def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides: list[str]) -> Search:
-    """Open or create the study of a folder; ConfigError if it belongs to another configuration or space.
+    """Open or create the study in a folder; ConfigError if it belongs to another configuration or space.
 
-    The first trial of a new study has the configuration's own values, if the space has them.
+    The first trial of a new study has the values of the configuration, if they are in the space.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     base, space_file = out / "base.yaml", out / "space.json"
@@ -104,14 +110,14 @@ def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides
     else:
         write_file(space_file, json.dumps(space.model_dump(mode="json"), indent=1))
         write_file(base, as_yaml(config))
-    threads = load_config(base).threads  # bits of a CPU's results depend on them
+    threads = load_config(base).threads  # the last bits of results on a CPU depend on them
 
     def configured(values: dict[str, Any]) -> RunConfig:
         drawn = load_config(path, [*overrides, *assignments(space.fixed | values)])
         return drawn.model_copy(update={"threads": threads})
 
     storage = optuna.storages.RDBStorage(
-        # Passed as an object, not a URL, in which a path may have another meaning.
+        # The path is passed to sqlite3, not in the URL, where some characters have a meaning.
         "sqlite://",
         engine_kwargs={"creator": lambda: sqlite3.connect(out / "study.db", timeout=60), "poolclass": NullPool},
     )
@@ -125,7 +131,7 @@ def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides
     )
     if study.direction is not direction:
         raise ConfigError(
-            f"{out}: an earlier version searched here for the worst {config.best_metric}: give another --out"
+            f"{out}: an earlier version maximised {config.best_metric}, of which less is better: give another --out"
         )
     if not study.get_trials(deepcopy=False) and (default := default_values(path, space, overrides)) is not None:
         study.enqueue_trial(default, user_attrs={"default": True})
@@ -133,7 +139,7 @@ def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides
 
 
 def search(tuning: Search, interrupts: Interrupts, limits: Limits) -> None:
-    """Run trials until the limits are reached: first those that were interrupted, then new ones."""
+    """Run trials until the limits are reached: first interrupted ones, then new ones."""
     until = math.inf if limits.hours is None else time.monotonic() + 3600 * limits.hours
     waiting = [optuna.Trial(tuning.study, trial._trial_id) for trial in tuning.trials(TrialState.RUNNING)]
     running: list[Running] = []
@@ -141,7 +147,7 @@ def search(tuning: Search, interrupts: Interrupts, limits: Limits) -> None:
     try:
         while True:
             while len(running) < limits.parallel and (waiting or _may_begin(tuning, limits, until)):
-                trial = waiting.pop(0) if waiting else _ask(tuning)
+                trial = waiting.pop(0) if waiting else _new_trial(tuning)
                 if (begun := _begin(tuning, trial, limits.parallel)) is not None:
                     running.append(begun)
             if not running:
@@ -150,7 +156,7 @@ def search(tuning: Search, interrupts: Interrupts, limits: Limits) -> None:
             ended_processes = ended([run.process for run in running], CHECK_SECONDS)
             running = [run for run in running if not _follow(tuning, run, run.process in ended_processes)]
     finally:
-        interrupts.stage = "searching. What was running is saved. To continue: the same command again"
+        interrupts.stage = "searching. The state of all trials is saved. To continue, give the same command again"
         for run in running:
             run.process.terminate()
         for run in running:
@@ -163,19 +169,19 @@ def _may_begin(tuning: Search, limits: Limits, until: float) -> bool:
 
 
 def _sampler(tuning: Search, number: int) -> optuna.samplers.BaseSampler:
-    """Return a sampler for one trial; its draws depend on the earlier trials, not on interruptions of the search."""
+    """Return a sampler for one trial; its values depend on earlier trials, not on interruptions of the search."""
     return optuna.samplers.TPESampler(
         seed=tuning.space.seed + number, n_startup_trials=STARTUP_DRAWS, multivariate=True, constant_liar=True
     )
 
 
-def _ask(tuning: Search) -> optuna.Trial:
+def _new_trial(tuning: Search) -> optuna.Trial:
     tuning.study.sampler = _sampler(tuning, len(tuning.trials()))
     return tuning.study.ask()
 
 
 def _begin(tuning: Search, trial: optuna.Trial, parallel: int) -> Running | None:
-    """Start or resume the trial's process; None if its values make no valid run."""
+    """Start or resume the trial's process; None if its values are invalid, so that the trial has failed."""
     folder = tuning.folder(trial.number)
     values = tuning.space.draw(trial)
     label = f"trial {trial.number} ({', '.join(f'{key}={value}' for key, value in values.items())})"
@@ -188,7 +194,7 @@ def _begin(tuning: Search, trial: optuna.Trial, parallel: int) -> Running | None
     if (folder / "config.yaml").exists():
         command = ["--resume", str(folder)]
     else:
-        if folder.exists():  # killed before it was a run
+        if folder.exists():  # the run was killed before it had a configuration
             shutil.rmtree(folder)
         settings = folder.with_suffix(".yaml")
         write_file(settings, as_yaml(without_test(config)))
@@ -205,9 +211,7 @@ def without_test(config: RunConfig) -> RunConfig:
 
 
 def _follow(tuning: Search, run: Running, has_ended: bool) -> bool:
-    """Report to Optuna what a trial has written since the last call; return whether the trial has ended or was
-    pruned.
-    """
+    """Report a trial's new evaluations to Optuna; return whether the trial has ended or was pruned."""
     folder = tuning.folder(run.trial.number)
     for epoch, value in _evaluations(folder, tuning.metric):
         if epoch in run.reported:
@@ -230,7 +234,7 @@ def _follow(tuning: Search, run: Running, has_ended: bool) -> bool:
         value = json.loads(read_regular(folder / RESULT)).get("best")
     if value is None:
         _fail(
-            tuning, run.trial, "no evaluation on the validation split chose weights (warm-ups are longer than the run?)"
+            tuning, run.trial, "no evaluation on the validation split chose weights: are warm-ups longer than the run?"
         )
         return True
     before = tuning.best()
@@ -238,7 +242,7 @@ def _follow(tuning: Search, run: Running, has_ended: bool) -> bool:
     terminal.say(f"trial {run.trial.number}: {tuning.metric} {value:.4f}")
     best = tuning.best()
     assert best is not None  # at least this trial
-    # Only the weights of the best trial stay: any other's configuration can train them again.
+    # Only the best trial keeps its weights: those of others can be trained again from their configurations.
     for number in {run.trial.number, before.number if before else run.trial.number} - {best.number}:
         _drop_weights(tuning.folder(number))
     return True
@@ -247,7 +251,7 @@ def _follow(tuning: Search, run: Running, has_ended: bool) -> bool:
 def _fail(tuning: Search, trial: optuna.Trial, reason: str) -> None:
     trial.set_user_attr("reason", reason)
     tuning.study.tell(trial, state=TrialState.FAIL)
-    terminal.say(f"trial {trial.number}: failed, the others go on: {reason}")
+    terminal.say(f"trial {trial.number}: failed, the others continue: {reason}")
     _drop_weights(tuning.folder(trial.number))
 
 
@@ -257,9 +261,7 @@ def _drop_weights(folder: Path) -> None:
 
 
 def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
-    """Return (epoch, metric) of the complete lines of metrics.jsonl; TrainingError if they lack the validation
-    split.
-    """
+    """Return (epoch, metric) of each complete line of metrics.jsonl; TrainingError if the split is not valid."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
@@ -267,5 +269,5 @@ def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
         lines = read_regular(path).decode().split("\n")[:-1]
     records = [record for record in map(json.loads, lines) if metric in record]
     if records and records[0]["split"] != "valid":
-        raise TrainingError("the data have no validation split, and nothing may be chosen on the test split")
+        raise TrainingError("the data have no validation split, and options must not be chosen on the test split")
     return [(record["epoch"], record[metric]) for record in records if record[metric] is not None]

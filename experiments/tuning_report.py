@@ -23,7 +23,7 @@ LISTED = 10
 
 
 def conclude(tuning: Search, config: RunConfig) -> None:
-    """Write the results of a search; TrainingError if no trial was completed."""
+    """Write and print the results of a search; TrainingError if no trial was completed."""
     trials = tuning.trials(*ENDED)
     write_file(tuning.out / "trials.csv", as_csv(tuning, trials))
     best = tuning.best()
@@ -53,9 +53,7 @@ HEADINGS = ["option", "importance", "default", "best"]
 
 
 def importances(tuning: Search) -> dict[str, float]:
-    """Return each option's share in what makes trials good (PED-ANOVA, Watanabe et al., IJCAI 2023), empty if
-    unknown.
-    """
+    """Return the importance of each option by PED-ANOVA (Watanabe et al., IJCAI 2023); empty with too few trials."""
     values = {trial.values[0] for trial in tuning.trials(TrialState.COMPLETE)}
     if len(values) < LEAST_TRIALS:
         return {}
@@ -64,7 +62,7 @@ def importances(tuning: Search) -> dict[str, float]:
 
 
 def on_validation(config: RunConfig) -> tuple[int, dict[str, float]]:
-    """Return the number of validation users, and the main metric of the task's baselines on them by name."""
+    """Return (the number of validation users, name of a baseline of the task -> its main metric on them)."""
     data = open_data(config)
     if data.splits.valid is None:
         return 0, {}
@@ -74,17 +72,17 @@ def on_validation(config: RunConfig) -> tuple[int, dict[str, float]]:
 
 
 def baselines_line(metric: str, baselines: dict[str, float]) -> str:
-    """Return a sentence about the baselines, the best one first."""
+    """Return a sentence about the baselines, best first."""
     order = sorted(baselines.items(), key=lambda item: -item[1])
     return f"Baselines, {metric} on validation: {', '.join(f'{name} {value:.4f}' for name, value in order)}."
 
 
 def chance_lines(tuning: Search, best: FrozenTrial, default: FrozenTrial | None, users: int) -> list[str]:
-    """Compare the gain of the best trial over the default with what chance gives to the best of as many trials.
+    """Compare the gain of the best trial over the default with the gain that is expected by chance.
 
-    The metric, a mean of values from 0 to 1 over users, has a standard error of at most sqrt(m (1 - m) / users). If all
-    trials were as good as the default, the best of n would be above it by that times the expected maximum of n normal
-    values (Blom, 1958).
+    The metric is a mean over users of values from 0 to 1, so its standard error is at most sqrt(m (1 - m) / users). If
+    all n trials were as good as the default, the best of them would exceed it by this standard error times the expected
+    maximum of n normal values (Blom, 1958).
     """
     if default is None or default.state is not TrialState.COMPLETE or not users:
         return []
@@ -94,16 +92,16 @@ def chance_lines(tuning: Search, best: FrozenTrial, default: FrozenTrial | None,
     chance = (mean * (1 - mean) / users) ** 0.5 * float(ndtri((count - 0.375) / (count + 0.25)))
     gain = best.values[0] - mean
     line = (
-        f"The gain of {gain:.4f} over the default; the best of {count} trials equal to the default would "
-        f"gain up to {chance:.4f} by the choice of the {users:,} validation users alone."
+        f"The best trial gains {gain:.4f} over the default. By chance alone, the best of {count} trials as good as the "
+        f"default would gain up to {chance:.4f} on {users:,} validation users."
     )
     if gain > chance:
         return [line]
-    return [f"WARNING: {line} So the gain may be luck: compare both over seeds on the test split (compare.py)."]
+    return [f"WARNING: {line} So the gain may be chance: compare both over seeds on the test split (compare.py)."]
 
 
 def option_rows(tuning: Search, best: FrozenTrial, default: FrozenTrial | None) -> list[list[str]]:
-    """Return a row of HEADINGS for each option, the most important one first."""
+    """Return a row for each option, with a cell for each of HEADINGS; the most important option first."""
     shares = importances(tuning)
     chosen, before = tuning.values(best), tuning.values(default) if default else {}
     order = sorted(chosen, key=lambda key: -shares.get(key, 0))
@@ -154,33 +152,33 @@ def report(
         f"- trial {trial.number}: {trial.user_attrs['reason']}" for trial in trials if "reason" in trial.user_attrs
     ]
     return [
-        f"# {config.name}: a search",
+        f"# {config.name}: search for options",
         "",
         f"Validation split of protocol {config.data.protocol}, {tuning.metric} of the best epoch, seed {config.seed}. "
         + summary(tuning, trials, best, default),
         "",
         *(text for line in notes for text in (line, "")),
-        "The best of many trials with one seed is good partly by luck: before reporting its figure, compare it with "
+        "The best of many trials with one seed is good partly by chance: before reporting its metric, compare it with "
         "the default over other seeds, on the test split (`compare.py`, docs/comparing.md).",
         "",
-        "## What mattered",
+        "## Importance of options",
         "",
         *markdown_table(HEADINGS, rows),
         "",
-        "Importance: the share of each option in what separates the better trials from all (PED-ANOVA), over completed "
-        f"trials; at least {LEAST_TRIALS} are needed.",
+        "Importance (PED-ANOVA): each option's share of the difference between the better trials and all completed "
+        f"trials, of which at least {LEAST_TRIALS} are needed.",
         "",
         f"## The best {len(listed)} trials",
         "",
         *markdown_table(["trial", tuning.metric, *keys], listed),
         "",
         *(["## Failed", "", *failed, ""] if failed else []),
-        f"Train the best one: `python train.py {tuning.out / 'best.yaml'}`",
+        f"Train the best configuration: `python train.py {tuning.out / 'best.yaml'}`",
     ]
 
 
 def as_csv(tuning: Search, trials: list[FrozenTrial]) -> str:
-    """Format a row for each trial that has ended."""
+    """Format the trials that have ended as CSV, one row each."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     keys = list(tuning.space.space)

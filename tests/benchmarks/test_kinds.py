@@ -36,7 +36,7 @@ def test_measurements_are_added(tmp_path, capsys):
     assert [setting["events_per_second"] for setting in settings] == [1e6 + i for i in range(len(NAMES))]
     assert {setting["peak_memory_bytes"] for setting in settings} == {2**20}
     page = (tmp_path / "page.html").read_text()
-    assert all(text in page for text in ("against time", "against memory", "alone on a device", "<td>1,000,001</td>"))
+    assert all(text in page for text in ("against time", "against memory", "without other runs", "<td>1,000,001</td>"))
     assert "of the evaluations on the way" in page  # the curves of the earlier page
     assert (tmp_path / "kinds.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()

@@ -17,7 +17,7 @@ SETTINGS = {"dense": {}, "small": {"model": {"embedding_dim": 4}}}
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    """The names of the jobs, which run in this process: starting Python anew takes seconds each time."""
+    """Run jobs in this process, since each start of Python takes seconds; return the list of their names."""
     monkeypatch.chdir(tmp_path)
     names = []
 
@@ -41,7 +41,7 @@ def test_settings_are_compared_and_shown(launched):
     first = str(comparison).splitlines()[0]
     assert first.startswith("dense: NDCG@10 0.") and first.endswith("1 seed, 1.000 of dense")
     assert "&lt;svg" in comparison._repr_html_()
-    # The same call trains what is missing, and shows all.
+    # The same call with one more seed trains only the missing runs.
     more = compare(orders(), SETTINGS, seeds=[1, 2], **options)
     assert launched[2:] == [f"{name}, seed 2" for name in SETTINGS]
     assert [len(setting["runs"]) for setting in more.result["settings"]] == [2, 2]
@@ -52,10 +52,10 @@ def test_settings_are_compared_and_shown(launched):
     [
         ({"dense": {}}, "plan: expected at least two settings"),
         ({"a": {}, "b": {"model": {"num_heds": 3}}}, r"plan: settings\.b: config: model\.num_heds: unknown key"),
-        ({"a": {}, "b": {"seed": 3}}, "seed: a setting has none of its own"),
+        ({"a": {}, "b": {"seed": 3}}, "seed: a setting cannot have a seed"),
     ],
 )
-def test_settings_that_make_no_sense(launched, settings, message):
+def test_invalid_settings(launched, settings, message):
     with pytest.raises(ConfigError, match=message):
         compare(orders(), settings, config=CONFIG, quiet=True)
     assert not launched

@@ -1,4 +1,4 @@
-"""Test `fit`: the bits of a run from files, the errors of files, folders that have a run, and what a run shows."""
+"""Test `fit`: results and errors are those of files, existing runs are continued, runs have metrics and reports."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ CONFIG = {
 
 
 class Capsule:
-    """A frame of another library, of which only Arrow's PyCapsule interface is known."""
+    """A frame of another library, with Arrow's PyCapsule interface only."""
 
     def __init__(self, frame):
         self.frame = frame
@@ -57,7 +57,7 @@ def same_weights(run: Path, other: Path) -> None:
     assert tensors and all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
 
 
-def test_a_frame_gives_the_bits_of_a_file(capsys):
+def test_a_frame_and_a_file_give_bit_identical_runs(capsys):
     import polars as pl
     import yaml
 
@@ -74,7 +74,7 @@ def test_a_frame_gives_the_bits_of_a_file(capsys):
 
     recommender = run.recommender()
     assert recommender.recommend(["c3"], k=3)[0].shape == (1, 3)
-    # The other forms of the same events are the same data: the run is finished, and returned.
+    # Other forms of the same events are the same data: the finished run is returned.
     for frame in (Capsule(orders()), orders().lazy(), orders().to_dict(as_series=False)):
         assert fit(frame, config=CONFIG, run=run, quiet=True, train={"lr": 0.01}).result["epoch"] == run.result["epoch"]
     assert fit("orders.csv", config="shop.yaml", quiet=True, **{"train.lr": 0.01}).metrics == run.metrics
@@ -101,7 +101,7 @@ def test_pandas_and_pyarrow():
         assert as_polars(frame, "events").equals(orders())
 
 
-def test_features_are_named_by_their_types():
+def test_kinds_of_features_follow_their_types():
     import polars as pl
 
     run = fit(
@@ -117,7 +117,7 @@ def test_features_are_named_by_their_types():
     assert "id: sku" in text and "price:\n          kind: number" in text
 
 
-def test_a_list_of_fractions_is_a_vector():
+def test_a_list_of_floats_is_a_vector():
     import polars as pl
 
     from data.frames import feature_kind
@@ -138,10 +138,10 @@ def test_a_list_of_fractions_is_a_vector():
         (lambda pl, f: f.clear(), {}, "events: the frame has no rows"),
         (lambda pl, f: 7, {}, "events: expected a data frame, got int"),
         (lambda pl, f: f.with_columns(at=pl.Series([object()] * len(f), dtype=pl.Object)), {},
-         "events, column at: Python objects"),
+         "events, column at: expected numbers, text or times"),
         (lambda pl, f: "orders.csv", {}, r"orders\.csv: no such file"),
         (lambda pl, f: f, {"model": {"num_heds": 2}}, "model.num_heds: unknown key, did you mean num_heads"),
-        (lambda pl, f: f, {"items": {"sku": ["s1"], "day": [None]}}, "items, column day: Null is no feature"),
+        (lambda pl, f: f, {"items": {"sku": ["s1"], "day": [None]}}, "items, column day: Null cannot be a feature"),
         (lambda pl, f: f, {"config": "nothing.yaml"}, "nothing.yaml: No such file"),
     ],
 )  # fmt: skip
@@ -152,7 +152,7 @@ def test_errors_are_those_of_files(change, options, message):
         fit(change(pl, orders()), **{"config": CONFIG, "quiet": True} | options)
 
 
-def test_ctrl_c_saves_and_the_same_call_goes_on(monkeypatch):
+def test_ctrl_c_saves_and_the_same_call_continues(monkeypatch):
     whole = fit(orders(), config=CONFIG, quiet=True)
     set_lr, handler = loop.set_lr, signal.getsignal(signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""Plans of comparisons and their errors."""
+"""Test plans of comparisons and their errors."""
 
 import pytest
 
@@ -43,13 +43,13 @@ def test_plan(tmp_path):
     [
         ("settings:", "setings:", "plan.yaml: setings: unknown key, did you mean settings?"),
         ("seeds: [1, 2]", "seeds: [1, x]", "plan.yaml: seeds.1: input should be a valid integer"),
-        ("seeds: [1, 2]", "seeds: [1, 1]", "plan.yaml: seeds: 1 given twice"),
+        ("seeds: [1, 2]", "seeds: [1, 1]", "plan.yaml: seeds: 1 is given twice"),
         ("seeds: [1, 2]", "seeds: []", "plan.yaml: seeds: list should have at least 1 item"),
-        ("seeds: [1, 2]", "baseline: dens", "plan.yaml: baseline: dens is none of dense, bsa"),
+        ("seeds: [1, 2]", "baseline: dens", "plan.yaml: baseline: expected one of dense, bsa, got dens"),
         ("  dense: {}\n", "", "expected at least two settings or runs to compare, got 1"),
         ("dense: {}", "../x: {}", "settings.../x.[key]: string should match pattern"),
-        ("dense: {}", "report.html: {}", "settings.report.html: the name of a file of the result"),
-        ("dense: {}", "dense: {seed: 3}", "settings.dense: seed: a setting has none of its own"),
+        ("dense: {}", "report.html: {}", "settings.report.html: this name is reserved for a file"),
+        ("dense: {}", "dense: {seed: 3}", "settings.dense: seed: a setting cannot have a seed"),
         ("dense: {}", "dense: 3", "settings.dense: input should be a valid dictionary"),
         ("base: configs", "base: nowhere", "settings.dense: nowhere/synthetic-hstu.yaml: No such file"),
         ("base: configs/synthetic-hstu.yaml", "", "settings.dense: base: missing"),
@@ -62,7 +62,7 @@ def test_plan(tmp_path):
         ),
         ("train.lr", "eval.filter_seen: none, train.lr", "settings.bsa: eval.filter_seen: auto -> none"),
         (PLAN, "[]", "plan.yaml: expected a mapping"),
-        ("quick: {train.epochs: 1}\n", "", "--quick: the plan does not say what to change"),
+        ("quick: {train.epochs: 1}\n", "", "--quick: the plan has no section quick"),
         (
             "quick: {",
             "quick: {train.epoch: 1, ",
@@ -76,12 +76,12 @@ def test_errors_of_a_plan(tmp_path, old, new, message):
     assert any(message in line for line in str(raised.value).split("\n")), raised.value
 
 
-def test_layouts_of_ranking_are_compared_and_its_actions_are_not():
+def test_ranking_runs_with_other_layouts_are_comparable_and_with_other_actions_not():
     base = "configs/synthetic-ranking.yaml"
     targets = {"task.layout": "targets", "task.hidden_dim": 4}
     weighted = {"task.actions": [{"name": "liked", "at_least": 1, "weight": 2}]}
     plan = load_plan({"base": base, "settings": {"interleaved": {}, "targets": targets, "weighted": weighted}})
     assert plan.settings["targets"].task.layout == "targets"
     other = {"task.actions": [{"name": "liked", "at_least": 2}]}
-    with pytest.raises(ConfigError, match="settings of a comparison must be judged by the same events"):
+    with pytest.raises(ConfigError, match="settings of a comparison must be evaluated on the same events"):
         load_plan({"base": base, "settings": {"interleaved": {}, "other": other}})

@@ -1,4 +1,4 @@
-"""Test the progress of runs, and what chance explains of a search's gain."""
+"""Test the progress lines of runs, and the report of gains that chance can explain."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The page of a comparison."""
+"""Test the page of a comparison."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ from experiments.report import as_html, readable_changes
 from experiments.results import Results, Setting
 
 
-def test_a_page_escapes_what_runs_say():
+def test_a_page_escapes_texts_of_runs():
     runs = [SimpleNamespace(result={"parameters": 10}, curve=[(1, 0.4), (2, 0.5)])]
     metrics = {"mean": 0.5, "by_seed": [0.5], "sd": None, "ratio": 1.0, "low": None, "high": None, "p_holm": None}
     settings = [Setting(name, runs, {"auc": metrics}, {"length": {"few": None}}) for name in ("a", "b")]
@@ -15,7 +15,7 @@ def test_a_page_escapes_what_runs_say():
     assert page.count("<svg") == 4 and page.count('class="legend"') == 2
 
 
-def test_changes_are_shown_without_options_of_the_other_kind():
+def test_changes_have_no_options_of_the_other_kind():
     changes = [
         "model.rotary: None -> {'time': True}",
         "train.clip_norm: 1.0 -> None",

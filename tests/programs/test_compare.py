@@ -86,7 +86,7 @@ def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
         patch.setattr(loop, "set_lr", stopped_at_the_second_epoch)
         patch.setattr(runs, "launch", killed)
         first = run("plan.yaml", "--out", "out")
-    assert first.returncode == 130 and "To continue: the same command again" in first.stdout
+    assert first.returncode == 130 and "To continue, give the same command again" in first.stdout
     assert place.launched == ALL[:2]
     finished = Path("out/dense/seed-1/result.json").stat().st_mtime_ns
 
@@ -118,8 +118,8 @@ def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
 
 def check_output(tree, table):
     dense, bsa = tree["settings"]
-    of_runs = [json.loads(Path(f"out/bsa/seed-{seed}/result.json").read_text()) for seed in (1, 2)]
-    values = [result["model"][result["filter_seen"]]["NDCG@10"] for result in of_runs]
+    runs = [json.loads(Path(f"out/bsa/seed-{seed}/result.json").read_text()) for seed in (1, 2)]
+    values = [result["model"][result["filter_seen"]]["NDCG@10"] for result in runs]
     row = bsa["metrics"]["NDCG@10"]
     assert row["by_seed"] == pytest.approx(values) and row["mean"] == pytest.approx(sum(values) / 2)
     assert row["ratio"] == pytest.approx(row["mean"] / dense["metrics"]["NDCG@10"]["mean"])
@@ -153,7 +153,7 @@ def check_existing_runs(place):
     assert (same["ratio"], same["low"], same["high"], same["p"]) == (1, 1, 1, 1)
     os.remove("out/bsa/seed-1/judged.npz")
     for arguments, message in (
-        (["--runs", "a=out/dense", "b=nowhere"], "nowhere: no finished run here"),
+        (["--runs", "a=out/dense", "b=nowhere"], "nowhere: no finished run (no result.json)"),
         (["--runs", "a=out/dense", "b=out/bsa"], "judged.npz: cannot be read: No such file"),
         (["--runs", "a=out/dense"], "expected at least two settings or runs to compare, got 1"),
     ):

@@ -85,7 +85,7 @@ def test_an_interrupted_and_continued_search_gives_the_same_result(place, monkey
         patch.setattr(loop, "set_lr", stopped_in_the_second_epoch)
         patch.setattr(tuning, "launch", killed)
         first = run("tiny.yaml", "space.yaml", "--trials", "4", "--out", "parts")
-    assert first.returncode == 143 and "To continue: the same command again" in first.stdout
+    assert first.returncode == 143 and "To continue, give the same command again" in first.stdout
     assert len(place.commands) == commands + 3
     second = run("tiny.yaml", "space.yaml", "--trials", "4", "--out", "parts")
     assert second.returncode == 0, second.stderr
@@ -148,9 +148,9 @@ def test_another_search_in_the_same_folder_is_refused(place):
 @pytest.mark.parametrize(
     "override, complaint",
     [
-        ("data.protocol=published", "data.protocol=published leaves no validation split, and nothing may be chosen on"),
+        ("data.protocol=published", "data.protocol=published leaves no validation split, and options must not be"),
         ("data.protocol=all", "data.protocol=all leaves no validation split"),
-        ("eval.every=0", "eval.every=0: trials are judged by their evaluations"),
+        ("eval.every=0", "eval.every=0: trials are compared by their evaluations"),
     ],
 )
 def test_without_a_validation_split(place, override, complaint):
@@ -163,9 +163,12 @@ def test_without_a_validation_split(place, override, complaint):
     [
         ({"space": {"train.lr": {"low": 1, "hi": 2}}}, "space.train.lr.hi: unknown key, did you mean high?"),
         ({"space": {"train.lr": {"low": 2, "high": 1}}}, "space.train.lr: low=2 is above high=1"),
-        ({"space": {"seed": {"choices": [1, 2]}}}, "space.seed: how trials are judged and named cannot be searched"),
-        ({"space": {"data.path": {"choices": [1]}}}, "space.data.path: how trials are judged"),
-        ({"space": {"train.lr": {"choices": [1]}}, "fixed": {"train.lr": 1}}, "fixed.train.lr: is searched too"),
+        (
+            {"space": {"seed": {"choices": [1, 2]}}},
+            "space.seed: cannot be searched: it changes how trials are",
+        ),
+        ({"space": {"data.path": {"choices": [1]}}}, "space.data.path: cannot be searched"),
+        ({"space": {"train.lr": {"choices": [1]}}, "fixed": {"train.lr": 1}}, "fixed.train.lr: is also in space"),
         ({"spaces": {}}, "spaces: unknown key, did you mean space?"),
         ([], "expected a mapping with space"),
     ],
@@ -186,7 +189,7 @@ def test_a_key_that_no_run_has(place):
 
 def test_evaluations_of_the_test_split_choose_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "split": "test", "NDCG@10": 0.5}\n{"epoch": 2, "spl')
-    with pytest.raises(TrainingError, match="nothing may be chosen on the test split"):
+    with pytest.raises(TrainingError, match="options must not be chosen on the test split"):
         tuning._evaluations(tmp_path, "NDCG@10")
 
 
