@@ -1,15 +1,15 @@
-"""Rank items without a network, from training events alone: the baselines of every report of retrieval.
+"""Rank items without a network, from training events only: the baselines of every retrieval report.
 
 popularity         the number of training events of an item
-recent popularity  the same over the last tenth of the training events, then popularity; only if the data have times
-again              the user's own items, the latest first, then popularity; only if repeats may be ranked
-markov             what followed the user's latest items in training, smoothed by popularity, plus these items
-                   themselves (`owned`); older items weigh less
-item-kNN           items similar to the user's by the cosine of tf-idf weights; older items weigh less
+recent popularity  its number among the last tenth of the training events, then popularity; needs timestamps
+again              the items of the user's history, latest first, then popularity; only if repeats may be ranked
+markov             items that followed the history's items in training, smoothed by popularity, plus the history's items
+                   with the weight `owned`; older items of the history weigh less
+item-kNN           items similar to the history's by the cosine of tf-idf weights; older items weigh less
 EASE               a linear autoencoder in closed form (Steck, WWW 2019), up to EASE_ITEMS items
 
-Each scores a batch from the histories before its targets, as the model does. SETTINGS, how fast a history fades and the
-number of neighbours, are chosen on the validation split.
+Like the model, each of them scores a batch from the histories before its targets. Their SETTINGS are chosen on the
+validation split.
 
 Letters: U users, I items, B users of a batch, S events of their histories, N neighbours of an item.
 """
@@ -29,19 +29,19 @@ from data.splits import Splits, train_events
 from data.types import Dataset
 from evaluation.scores import Scores
 
-RECENT = 0.1  # of the training events
-SMOOTHING = 1.0  # events that popularity adds to those that followed an item
-NEIGHBOURS = 200  # of an item that are kept, the item included
-EASE_ITEMS, NEIGHBOUR_ITEMS = 10_000, 100_000  # no EASE, no item-kNN above: they would take long
+RECENT = 0.1  # fraction of the training events that recent popularity counts
+SMOOTHING = 1.0  # events, distributed as popularity, that are added to the successors of an item
+NEIGHBOURS = 200  # neighbours stored for an item, including the item
+EASE_ITEMS, NEIGHBOUR_ITEMS = 10_000, 100_000  # largest catalogues for EASE and item-kNN, which are slow for more
 EASE_PENALTY = 500.0
-FADED = 1e-4  # weights in a history below this are left out
+FADED = 1e-4  # smaller weights in a history are left out
 BLOCK = 2**25  # similarities computed at a time
-OWNED_DECAY = 0.9  # of `owned` with each later event
-PARTS = "data", "indices", "indptr"  # of a sparse matrix
-VERSION = 1  # raise it when `fit` computes something else
-# The choices of the settings, the first of which holds without a validation split. decay: the factor of an event's
-# weight for each later event, 0 for the last event alone; owned: the weight of the user's own items; neighbours: their
-# number for each item.
+OWNED_DECAY = 0.9  # factor of the weight `owned` for each later event
+PARTS = "data", "indices", "indptr"  # arrays of a sparse matrix
+VERSION = 1  # increase it when the result of `fit` changes
+# The values to choose from; the first ones are used without a validation split. decay: the factor of an event's weight
+# for each later event, 0 for the last event only; owned: the weight of the history's items; neighbours: the number of
+# neighbours of each item.
 SETTINGS: dict[str, dict[str, tuple]] = {
     "markov": {"decay": (0.5, 0.0, 0.8), "owned": (0.0, 0.1, 0.3)},
     "item-kNN": {"decay": (0.9, 1.0, 0.7, 0.4), "neighbours": (200, 50)},
@@ -50,7 +50,7 @@ Known: TypeAlias = sparse.csr_array | np.ndarray  # scores [B, I]
 
 
 def fit(dataset: Dataset, splits: Splits) -> dict[str, np.ndarray]:
-    """Compute the arrays that `Baselines` needs from the training events."""
+    """Compute the arrays of `Baselines` from the training events."""
     mask = train_events(dataset, splits.train_end)
     items, num_items = np.asarray(dataset.items)[mask], dataset.num_items
     users = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets))[mask]
@@ -82,12 +82,13 @@ def events_of(dataset: Dataset, splits: Splits) -> sparse.csr_array:
 
 
 def tf_idf(events: sparse.csr_array) -> sparse.csr_array:
-    """Return rows of length one for items [I, U]: roots of the counts `events` [U, I], less for users of many items.
+    """Return tf-idf rows of items, of Euclidean length one: [I, U].
 
-    A user of n of I items has the weight log(I / (1 + n)), as in the package implicit.
+    They are the square roots of the counts `events` [U, I] times log(I / (1 + n)) for a user with n different items, as
+    in the package implicit.
     """
-    num_items, of_user = events.shape[1], np.diff(events.indptr)
-    weight = np.log(num_items) - np.log1p(of_user)
+    num_items, items_per_user = events.shape[1], np.diff(events.indptr)
+    weight = np.log(num_items) - np.log1p(items_per_user)
     weighted = sparse.diags_array(weight.astype(np.float32)) @ events.sqrt()
     items = weighted.T.tocsr()
     length = np.sqrt(items.multiply(items).sum(1))
@@ -95,9 +96,9 @@ def tf_idf(events: sparse.csr_array) -> sparse.csr_array:
 
 
 def nearest(items: sparse.csr_array, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each item's nearest items and their products with it [I, N], the greatest first; 0 where there are fewer.
+    """Return (the nearest items of each item, their similarities): [I, N] each, greatest first; 0 beyond the last one.
 
-    items: rows [I, U] of length one.
+    items: rows [I, U] of length one, whose products are the similarities; count: N, or I if that is less.
     """
     num_items, by_user = items.shape[0], items.T.tocsr()
     count, rows = min(count, num_items), max(1, BLOCK // num_items)
@@ -111,7 +112,7 @@ def nearest(items: sparse.csr_array, count: int) -> tuple[np.ndarray, np.ndarray
 
 
 def ease(events: sparse.csr_array, penalty: float) -> np.ndarray:
-    """Return EASE's weights [I, I] for histories [U, I], of which each item counts once."""
+    """Return EASE's weights [I, I]; events: counts [U, I]; only whether a count is 0 matters."""
     once = events.copy()
     once.data[:] = 1
     gram, by_item = torch.zeros(events.shape[1], events.shape[1], dtype=torch.float64), once.T.tocsr()
@@ -127,15 +128,21 @@ def ease(events: sparse.csr_array, penalty: float) -> np.ndarray:
 
 
 def left_out(num_items: int) -> list[str]:
-    """Return sentences about the baselines that are left out for so many items."""
+    """Return a sentence about each baseline that is not computed for a catalogue of this size."""
     limits = {"EASE": EASE_ITEMS, "item-kNN": NEIGHBOUR_ITEMS}
     return [f"{name} is left out: it is for up to {most:,} items." for name, most in limits.items() if num_items > most]
 
 
 class Baselines:
-    """The baselines fitted to training events. arrays: of `fit`. again: whether earlier items may be ranked.
+    """The baselines, fitted to training events.
 
-    settings: name -> the values of SETTINGS that `choose` chose.
+    Args:
+        arrays: the result of `fit`.
+        again: whether items of the history may be ranked.
+
+    Attributes:
+        names: the baselines that can be computed from these data.
+        settings: name -> the values chosen from SETTINGS; the first ones before `choose`.
     """
 
     def __init__(self, arrays: dict[str, np.ndarray], again: bool):
@@ -144,7 +151,7 @@ class Baselines:
         self.shape = len(self.counts), len(self.counts)
         data, indices, indptr = (arrays[f"successors_{part}"] for part in PARTS)
         self.successors = sparse.csr_array((data, indices, indptr), self.shape)
-        self.followed = self.successors.sum(1)  # [I]: how often an item was followed by another event
+        self.followed = self.successors.sum(1)  # [I]: the number of events after an event of the item
         self.neighbours, self.similarities = arrays.get("neighbours"), arrays.get("similarities")
         self._similar: dict[int, sparse.csr_array] = {}
         self.settings: dict[str, dict[str, Any]] = {
@@ -161,18 +168,21 @@ class Baselines:
         self.names = [name for name, is_possible in possible.items() if is_possible]
 
     def choose(self, judge: Callable[[Callable[[Batch], Scores]], float]) -> None:
-        """Choose the settings for which `judge(scorer)` is greatest, the first of equal ones."""
+        """Choose the settings with the greatest `judge(scorer)`, the first of equal ones."""
         for name, options in ((name, SETTINGS[name]) for name in self.names if name in SETTINGS):
             choices = [dict(zip(options, values)) for values in product(*options.values())]
             self.settings[name] = max(choices, key=lambda chosen: judge(self._scorer(name, chosen)))
 
     def scorer(self, name: str) -> Callable[[Batch], Scores]:
-        """Return a function that scores each history of a batch with every item."""
+        """Return a function that scores every item for each history of a batch."""
         return self._scorer(name, self.settings.get(name, {}))
 
     def _scorer(self, name: str, chosen: dict[str, Any]) -> Callable[[Batch], Scores]:
-        """Return the scorer of a baseline: each gives scores [B, I], and weights [B] of further scores of items [I]."""
-        score, of_item = {
+        """Return the scorer of a baseline with the settings `chosen`.
+
+        The scores are those of `score` [B, I], if any, plus its weights [B] (None: 1) times `item_scores` [I], if any.
+        """
+        score, item_scores = {
             "popularity": (None, self.counts),
             "recent popularity": (None, self.recent),
             "again": (self._again, self.counts / (1 + self.counts.max(initial=0))),
@@ -183,15 +193,15 @@ class Baselines:
 
         def scores(batch: Batch) -> Scores:
             known, weights = (None, None) if score is None else score(batch)
-            return _added(batch, len(self.counts), known, weights, of_item)
+            return _added(batch, len(self.counts), known, weights, item_scores)
 
         return scores
 
     def _again(self, batch: Batch) -> tuple[Known, None]:
-        """Score an item by the place of its last event in the history, from 1."""
+        """Score an item by the position of its last event in the history, from 1."""
         items, offsets = _history(batch)
         places = np.arange(1, 1 + len(items), dtype=np.float32) - np.repeat(offsets[:-1], np.diff(offsets))
-        # Among the events of an item only its last one counts.
+        # Only the last event of an item counts.
         rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         order = np.lexsort((places, items, rows))
         last = np.append((np.diff(items[order]) != 0) | (np.diff(rows[order]) != 0), True)[: len(items)]
@@ -226,9 +236,7 @@ def _history(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fading(batch: Batch, num_items: int, decay: float) -> sparse.csr_array:
-    """Return the weights of items in the histories [B, I]: the sum of decay ** (number of later events) of their
-    events.
-    """
+    """Return the weights of items in the histories [B, I]: an event adds decay ** (the number of later events)."""
     items, offsets = _history(batch)
     ages = np.repeat(offsets[1:], np.diff(offsets)) - 1 - np.arange(len(items))
     weights = np.power(np.float32(decay), ages, dtype=np.float32)
@@ -240,9 +248,9 @@ def _fading(batch: Batch, num_items: int, decay: float) -> sparse.csr_array:
 
 
 def _added(
-    batch: Batch, num_items: int, known: Known | None, weights: np.ndarray | None, of_item: np.ndarray | None
+    batch: Batch, num_items: int, known: Known | None, weights: np.ndarray | None, item_scores: np.ndarray | None
 ) -> Scores:
-    """Return the scores known [B, I], if any, plus weights [B] (absent, 1) times of_item [I], if any."""
+    """Return the scores known [B, I], if any, plus weights [B] (1 if None) times item_scores [I], if any."""
     users, device = batch.num_sequences, batch.item_ids.device
     by_column: Any = known.tocsc() if isinstance(known, sparse.csr_array) else known
 
@@ -252,8 +260,8 @@ def _added(
         else:
             part = by_column[:, begin:end]
             scores = part.toarray() if sparse.issparse(part) else part.copy()
-        if of_item is not None:
-            scores += of_item[begin:end] if weights is None else np.outer(weights, of_item[begin:end])
+        if item_scores is not None:
+            scores += item_scores[begin:end] if weights is None else np.outer(weights, item_scores[begin:end])
         return torch.from_numpy(scores).to(device, torch.float32)
 
     return Scores(users, num_items, tile)

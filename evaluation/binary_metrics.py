@@ -10,14 +10,14 @@ import numpy as np
 
 NAMES = ("auc", "gauc", "log_loss", "normalized_entropy", "calibration")
 CURVE_POINTS, CALIBRATION_GROUPS = 101, 10
-LEAST_PROBABILITY = 1e-7  # predictions are clipped to [it, 1 - it] before a logarithm is taken
+LEAST_PROBABILITY = 1e-7  # predictions are clipped to [LEAST_PROBABILITY, 1 - LEAST_PROBABILITY] before a logarithm
 
 
 def auc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = None) -> float:
-    """Return the area under the ROC curve: how often a positive scores above a negative, ties counting a half.
+    """Return the area under the ROC curve: the share of (positive, negative) pairs in the right order, ties as a half.
 
-    scores: [M] float; labels: [M] bool; weights: [M], how often each event counts (once by default). NaN if all labels
-    are equal.
+    scores: [M] float; labels: [M] bool; weights: [M], the number of times that an event counts, by default 1. NaN if
+    all labels are equal.
     """
     order = np.argsort(scores, kind="stable")
     return _sorted_auc(scores[order], labels[order], None if weights is None else weights[order])
@@ -26,7 +26,7 @@ def auc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = Non
 def _sorted_auc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | None) -> float:
     weights = np.ones(len(scores)) if weights is None else weights.astype(np.float64)
     positive, negative = weights * labels, weights * ~labels
-    # Events are grouped by distinct scores.
+    # Events with equal scores are one group.
     starts = np.flatnonzero(np.diff(scores, prepend=np.nan) != 0) if len(scores) else np.empty(0, np.int64)
     if not positive.sum() or not negative.sum():
         return float("nan")
@@ -36,7 +36,7 @@ def _sorted_auc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | No
 
 
 def gauc(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> float:
-    """Return the mean of the users' own AUCs over the users with both labels, weighted by their number of events.
+    """Return the mean AUC of the users who have both labels, weighted by their numbers of events.
 
     scores: [M] float; labels: [M] bool; users: [M] int. NaN if no user has both labels.
     """
@@ -46,14 +46,16 @@ def gauc(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> float:
 
 
 def user_aucs(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (AUC, number of events) of each user, in the order of np.unique(users): [U] each; NaN without both labels.
+    """Return (AUC, number of events) of each user: [U] each, in the order of np.unique(users). NaN without both labels.
 
     scores: [M] float; labels: [M] bool; users: [M] int.
     """
     order = np.lexsort((scores, users))
     scores, labels, users = scores[order], labels[order], users[order]
     new_user = np.diff(users, prepend=-1) != 0
-    group = np.cumsum(new_user | (np.diff(scores, prepend=np.nan) != 0)) - 1  # a group has a user's events of one score
+    group = (
+        np.cumsum(new_user | (np.diff(scores, prepend=np.nan) != 0)) - 1
+    )  # a group: a user's events with equal scores
     user = np.cumsum(new_user) - 1
     positives, negatives = np.bincount(group, labels), np.bincount(group, ~labels)
     owner = np.empty(len(positives), np.int64)
@@ -68,13 +70,12 @@ def user_aucs(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> tupl
 
 
 def user_values(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, np.ndarray]:
-    """Return values [U] of each user, in the order of np.unique(users), whose means are the metrics of
-    `binary_metrics`.
+    """Return a value of each user, whose means are the metrics of `binary_metrics`: name -> [U], by np.unique(users).
 
-    The AUC over all events is no mean over users: a user's value is the AUC plus U times the contribution of the user's
-    events to it (the influence function; Obuchowski, Nonparametric analysis of clustered ROC curve data, Biometrics 53,
-    1997), so that resampling users changes the mean as it changes the AUC, to first order. The other metrics are ratios
-    of sums over users, and treated likewise. Calibration, whose best value is 1, has no values.
+    The AUC over all events is not a mean over users. A user's value is therefore the AUC plus U times the user's
+    influence on it (Obuchowski, Nonparametric analysis of clustered ROC curve data, Biometrics 53, 1997): if users are
+    resampled, the mean of the values changes as the AUC does, to first order. The other metrics are ratios of sums over
+    users and have values of the same kind. Calibration has none, since its best value is 1.
     """
     _, user = np.unique(users, return_inverse=True)
     count = int(user.max()) + 1
@@ -83,8 +84,8 @@ def user_values(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray
         return mean + count * np.bincount(user, contributions, minlength=count)
 
     p, q, area = labels.sum(), (~labels).sum(), auc(probabilities, labels)
-    # For a positive event, the share of negatives that it is above; for a negative event, of positives that it is
-    # below.
+    # For a positive event the share of negatives with a lower score, for a negative event that of positives with a
+    # higher score.
     above, below = _share_under(probabilities, ~labels), 1 - _share_under(probabilities, labels)
     won = np.where(labels, above, below)
     aucs, events = user_aucs(probabilities, labels, users)
@@ -94,17 +95,17 @@ def user_values(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray
     clipped = np.clip(probabilities.astype(np.float64), LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
     losses = -np.log(np.where(labels, clipped, 1 - clipped))
     loss = losses.mean()
-    of_loss = values(loss, (losses - loss) / len(losses))
+    loss_values = values(loss, (losses - loss) / len(losses))
     return {
         "auc": values(area, (won - area) / np.where(labels, p, q)),
         "gauc": grouped + count * share * (np.where(has_both, aucs, grouped) - grouped),
-        "log_loss": of_loss,
-        "normalized_entropy": of_loss / entropy(labels),
+        "log_loss": loss_values,
+        "normalized_entropy": loss_values / entropy(labels),
     }
 
 
 def _share_under(scores: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Return for each of scores [M] the share of the reference scores that it is above, ties counting a half: [M]."""
+    """Return for each of scores [M] the share of scores in the mask `reference` [M] that are lower, ties as a half."""
     ordered = np.sort(scores[reference])
     places = np.searchsorted(ordered, scores) + np.searchsorted(ordered, scores, side="right")
     return places / 2 / max(1, len(ordered))
@@ -117,17 +118,16 @@ def log_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
 
 def entropy(labels: np.ndarray) -> float:
-    """Return the log loss of always predicting the share of positives of labels [M]; NaN if all labels are equal."""
+    """Return the log loss of predicting the share of positives for all labels [M]; NaN if all labels are equal."""
     share = labels.mean() if len(labels) else np.nan
     return float(-(share * np.log(share) + (1 - share) * np.log(1 - share))) if 0 < share < 1 else float("nan")
 
 
 def binary_metrics(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, float]:
-    """Return all metrics in NAMES.
+    """Return the metrics in NAMES; NaN for a metric without a value.
 
-    normalized_entropy is the log loss divided by that of always predicting the events' own share of positives (He et
-    al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD 2014); calibration is the mean prediction
-    divided by that share. NaN where a metric has no value.
+    normalized_entropy is the log loss divided by `entropy` (He et al., Practical Lessons from Predicting Clicks on Ads
+    at Facebook, ADKDD 2014); calibration is the mean prediction divided by the share of positives.
 
     probabilities: [M] float; labels: [M] bool; users: [M] int.
     """
@@ -142,15 +142,16 @@ def binary_metrics(probabilities: np.ndarray, labels: np.ndarray, users: np.ndar
     }
 
 
-def of_actions(
+def mean_over_actions(
     compute: Callable[..., dict[str, Any]],
     names: Sequence[str],
     probabilities: np.ndarray,
     labels: np.ndarray,
     users: np.ndarray,
 ) -> dict[str, Any]:
-    """Return the means over the actions of `binary_metrics` or `user_values` of probabilities [M, A] and labels
-    [M, A]; and, of several actions, each one's own as `action/metric`. names: [A].
+    """Return the means of metrics over A actions; with several actions, also each action's as `action/metric`.
+
+    compute: `binary_metrics` or `user_values`; names: the A actions; probabilities, labels: [M, A]; users: [M].
     """
     by_action = [compute(p, np.ascontiguousarray(y), users) for p, y in zip(probabilities.T, labels.T)]
     values = {name: np.mean([one[name] for one in by_action], axis=0) for name in by_action[0]}
@@ -162,9 +163,10 @@ def of_actions(
 def metrics_by_history(
     probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray, history: np.ndarray, edges: Sequence[int]
 ) -> list[dict]:
-    """Return `binary_metrics` of the events in each group of history length (events before the scored one): [M] each.
+    """Return `binary_metrics` of the events in each group of history length: dicts with `history`, `events`, metrics.
 
-    Groups end at `edges`, the last has no end; groups without an event are left out.
+    All arrays are [M]; history: the number of events before the scored one. Groups end at `edges`, the last one has no
+    end; groups without an event are left out.
     """
     rows = []
     groups = np.searchsorted(edges, history)
@@ -182,10 +184,10 @@ def metrics_by_history(
 def auc_difference(
     first: np.ndarray, second: np.ndarray, labels: np.ndarray, users: np.ndarray, *, draws: int = 1000, seed: int = 0
 ) -> tuple[float, float, float]:
-    """Return (difference, lower, upper): AUC of `first` less that of `second`, with a 95% interval by user bootstrap.
+    """Return (difference, lower, upper): the AUC of `first` minus that of `second`, with a 95% bootstrap interval.
 
-    Users are drawn with replacement, all events of a user together. first, second: [M] scores; labels: [M] bool;
-    users: [M] int. draws: R.
+    The bootstrap draws users with replacement, with all events of a user. first, second: [M] scores; labels: [M] bool;
+    users: [M] int; draws: R.
     """
     order = [np.argsort(scores, kind="stable") for scores in (first, second)]
     by_user = [(scores[o], labels[o], users[o]) for scores, o in zip((first, second), order)]
@@ -201,8 +203,8 @@ def auc_difference(
 
 
 def curves(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, list[list[float]]]:
-    """Return points (false, true positive rate) of the ROC curve and (mean prediction, share of positives) of
-    calibration.
+    """Return the points of two curves: `roc`, (false positive rate, true positive rate), and `calibration`, (mean
+    prediction, share of positives) of groups of events.
     """
     order = np.argsort(-probabilities, kind="stable")
     hits = np.concatenate([[0], np.cumsum(labels[order])])

@@ -1,10 +1,10 @@
-"""Plot how well probabilities agree with labels."""
+"""Plot ROC curves and calibration."""
 
 import io
 
 
 def plot_curves(name: str, curves: dict[str, dict], aucs: dict[str, float]) -> bytes:
-    """Plot ROC curves and calibration, a PNG image; curves: `binary_metrics.curves` of each model, aucs: its AUC."""
+    """Return a PNG of ROC curves and calibration; curves, aucs: `binary_metrics.curves` and the AUC of each model."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")

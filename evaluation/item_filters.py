@@ -1,4 +1,4 @@
-"""Choose which items of a catalogue may be in a list: bit masks for the search, and limits on items of one value.
+"""Restrict the items of a list: bit masks for the search, and limits on the number of items with the same value.
 
 Letters: B users, I items, S values of all items, k length of a list.
 """
@@ -16,20 +16,20 @@ from data.features.features import Feature
 from data.types import shown
 from evaluation.scores import Scores, best_items
 
-FIRST = 64  # items that a search for a list with limits begins with, at least
+FIRST = 64  # least number of items in the first search for a list with limits
 Search = Callable[[int, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class FilterError(ValueError):
-    """A filter that names a feature which the items do not have."""
+    """Raised for a filter on a feature that items do not have."""
 
 
 class ItemFilter(NamedTuple):
     """A filter of items.
 
-    mask     [ceil(I / 8)] uint8, or None if all pass: whether item 8 b + i passes is bit i of byte b
-    limits   the features of `at_most`, each with the greatest number of items of one value
-    unknown  by argument, the number of ids or values that no item has
+    mask     [ceil(I / 8)] uint8, bit i of byte b is 1 if item 8 b + i passes; None if all items pass
+    limits   (feature, the greatest number of items with the same value) for each feature of `at_most`
+    unknown  argument -> the number of its ids or values that no item has
     """
 
     mask: np.ndarray | None
@@ -41,7 +41,7 @@ ALL_ITEMS = ItemFilter(None)
 
 
 class ItemValues:
-    """The values of one feature of the items, by item and by value."""
+    """The values of a feature of the items, indexed by item and by value."""
 
     def __init__(self, feature: Feature):
         self.feature = feature
@@ -50,10 +50,10 @@ class ItemValues:
         self._ends = np.searchsorted(feature.codes[order], np.arange(len(feature.values)), side="right")
 
     def with_any(self, values: Iterable[str]) -> tuple[np.ndarray, int]:
-        """Return (the items that have one of the values, [M] int64; how many of the values no item has)."""
-        asked_for = np.array(sorted(set(values)), np.str_)
+        """Return (the items that have one of the values, [M] int64; the number of values that no item has)."""
+        requested = np.array(sorted(set(values)), np.str_)
         names, unknown, parts = self.feature.values, 0, [np.zeros(0, np.int64)]
-        for code, name in zip(np.searchsorted(names, asked_for).tolist(), asked_for):
+        for code, name in zip(np.searchsorted(names, requested).tolist(), requested):
             items = np.zeros(0, np.int64)
             if code < len(names) and names[code] == name:
                 items = self._items[self._ends[code - 1] if code else 0 : self._ends[code]]
@@ -61,14 +61,18 @@ class ItemValues:
             parts.append(items)
         return np.concatenate(parts), unknown
 
-    def of_item(self, item: int) -> list[int]:
+    def item_codes(self, item: int) -> list[int]:
         """Return the codes of an item's values."""
         return self.feature.codes[self.feature.offsets[item] : self.feature.offsets[item + 1]].tolist()
 
 
 @dataclass
 class _Limit:
-    """The items of one list so far by a value of one feature. full: [n] bool, the values that have all they may."""
+    """The number of items in a list by their values of one feature.
+
+    most: the greatest number for each value; counts: code of a value -> number; full: [n] bool, the values that have
+    reached `most`.
+    """
 
     values: ItemValues
     most: int
@@ -78,18 +82,19 @@ class _Limit:
         self.full = np.full(len(self.values.feature.values), self.most < 1)
 
     def open(self, items: np.ndarray) -> np.ndarray:
-        """Return which of `items` have no value that is full."""
+        """Return the mask of `items` that have no full value."""
         part = self.values.feature.take(items)
         return np.bincount(part.rows[self.full[part.codes]], minlength=len(items)) == 0
 
     def add(self, item: int) -> None:
-        for code in self.values.of_item(item):
+        """Count an item that is added to the list."""
+        for code in self.values.item_codes(item):
             self.counts[code] += 1
             self.full[code] = self.counts[code] >= self.most
 
 
 class ItemFilters:
-    """The features of a catalogue's items, from which filters are built."""
+    """Build filters from the features of a catalogue's items."""
 
     def __init__(self, num_items: int, features: Sequence[Feature] = ()):
         self.num_items = num_items
@@ -98,18 +103,18 @@ class ItemFilters:
 
     @property
     def names(self) -> list[str]:
-        """The names of the features that lists can be filtered by."""
+        """The names of the features that filters can use: all but numbers."""
         return [feature.name for feature in self._features.values() if feature.kind != "number"]
 
     def values(self, argument: str, name: str) -> ItemValues:
-        """Return the values of the feature `name`; FilterError, which names the argument, for one that items lack."""
+        """Return the values of the feature `name`; FilterError, which names `argument`, if there is none."""
         feature = self._features.get(name)
         if feature is None or feature.kind == "number":
             known = self.names
-            problem = "is a number" if feature is not None else "is no feature of the items"
+            problem = "is a number" if feature is not None else "is not a feature of the items"
             raise FilterError(
-                f"{argument}: {shown(name)} {problem}; "
-                + (f"there are {', '.join(map(shown, known))}" if known else "the run has no categories or lists")
+                f"{argument}: {shown(name)} {problem}: "
+                + (f"expected one of {', '.join(map(shown, known))}" if known else "the run has no categories or lists")
             )
         if name not in self._values:
             self._values[name] = ItemValues(feature)
@@ -133,12 +138,13 @@ class ItemFilters:
         """Build a filter.
 
         Args:
-            allow, deny: [M] rows of items; only those of `allow` pass, and none of `deny`.
-            where: for each feature the values of which an item must have one.
-            at_most: for each feature how many items of one value a list may have.
-            lists: masks, all of which an item must pass.
+            allow, deny: [M] rows of the item table; only items in `allow` pass, and items in `deny` do not.
+            where: feature -> values; an item must have one of the values of each feature.
+            at_most: feature -> the greatest number of items with the same value in a list.
+            lists: masks; an item must pass all of them.
 
-        Raises FilterError.
+        Raises:
+            FilterError: the items do not have a feature of `where` or `at_most`.
         """
         masks = list(lists)
         unknown: dict[str, int] = {}
@@ -155,9 +161,9 @@ class ItemFilters:
 
 
 def stacked_masks(filters: Sequence[ItemFilter], num_items: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (the distinct masks [F, ceil(I / 8)] of filters, the place of each filter's mask [B]); None without any.
+    """Return (the distinct masks [F, ceil(I / 8)], the index of each filter's mask [B]); None if there are no masks.
 
-    The masks of filters without one let everything pass.
+    A filter without a mask gets one that all items pass.
     """
     places: dict[int, int] = {}
     masks: list[np.ndarray] = []
@@ -175,9 +181,9 @@ def stacked_masks(filters: Sequence[ItemFilter], num_items: int) -> tuple[np.nda
 def filtered_lists(
     scores: Scores | Tensor, k: int, seen: tuple[Tensor, Tensor] | None, passing: ItemFilter
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the best k items of each user, (scores [B, up to k], items), with one filter for all users.
+    """Return each user's best k items that pass a filter: (scores, items), [B, k] or narrower each.
 
-    scores, seen: as in `best_items`. If ranks compute the scores together, all of them get the lists.
+    scores, seen: as in `best_items`. If the scores are sharded over ranks, all ranks get the lists.
     """
     scores = Scores.of(scores)
     filters = [passing] * scores.num_users
@@ -185,7 +191,7 @@ def filtered_lists(
     tensors = None if masks is None else (torch.from_numpy(masks[0]), torch.from_numpy(masks[1]))
 
     def search(length: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        # Ranks compute the scores of all users: so they are searched for whichever users are asked about.
+        # Sharded scores need the same calls on all ranks, so the search is always for all users.
         best, items = best_items(scores, length, seen, tensors)
         return best.cpu().numpy()[users], items.cpu().numpy()[users]
 
@@ -195,11 +201,13 @@ def filtered_lists(
 def limited_lists(
     search: Search, k: int, filters: Sequence[ItemFilter], num_items: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the best k items of each user, (scores [B, k], items [B, k]), from the top of the ranking down: an item is
-    left out if the list has as many items with one of its values as `limits` allows.
+    """Return each user's best k items within the limits: (scores [B, k], items [B, k]).
 
-    search: (length, users [M]) -> (scores [M, length or fewer], items), best first, of the items that pass the masks;
-    -inf where fewer are left. A list that is not full is searched for again, with a greater length.
+    A list takes items from the top of the ranking down, and skips an item if it already has as many items with one of
+    the item's values as the limit allows.
+
+    search: (length, users [M]) -> (scores, items), [M, length] or narrower each, best first, of the items that pass the
+    masks; scores of -inf where there are fewer. It is called again with a greater length for lists that are not full.
     """
     limited = np.array([place for place, each in enumerate(filters) if each.limits], np.int64)
     if not len(limited):
@@ -225,7 +233,7 @@ def limited_lists(
 
 
 def _within_limits(items: np.ndarray, k: int, limits: tuple[tuple[ItemValues, int], ...]) -> list[int]:
-    """Return the places in a ranking of the first k items that the limits allow."""
+    """Return the positions in a ranking of the first k items within the limits."""
     counted = [_Limit(values, most) for values, most in limits]
     chosen: list[int] = []
     begin, size = 0, FIRST
@@ -233,7 +241,7 @@ def _within_limits(items: np.ndarray, k: int, limits: tuple[tuple[ItemValues, in
         part = items[begin : begin + size]
         for place in np.flatnonzero(np.logical_and.reduce([limit.open(part) for limit in counted])).tolist():
             item = int(part[place])
-            if any(limit.full[code] for limit in counted for code in limit.values.of_item(item)):
+            if any(limit.full[code] for limit in counted for code in limit.values.item_codes(item)):
                 continue
             for limit in counted:
                 limit.add(item)

@@ -7,8 +7,9 @@ import numpy as np
 
 from data.types import Dataset
 
-ITEM_SMOOTHING, USER_SMOOTHING, RECENT_SMOOTHING = 5, 5, 2  # labels at the global mean that a mean is mixed with
-RECENT = 10  # latest labels of a user
+# Labels with the value of the global mean that are added to a mean.
+ITEM_SMOOTHING, USER_SMOOTHING, RECENT_SMOOTHING = 5, 5, 2
+RECENT = 10  # latest labels of a user that are a feature
 CLIP = 0.01  # means are clipped to [CLIP, 1 - CLIP] before their log-odds are taken
 STEPS, TOLERANCE = 50, 1e-10
 
@@ -18,12 +19,12 @@ def history_features(
 ) -> np.ndarray:
     """Return features [E, 4] of each event, from its item's training labels and its user's earlier labels.
 
-    They are the log-odds of (a) the mean training label of the item, the event's own label left out, (b) the mean of
-    all earlier labels of the user and (c) the mean of the last RECENT of them, each mixed with labels of the global
-    mean; and (d) ln(1 + the item's training events).
+    They are the log-odds of (a) the item's mean training label, without that of the event, (b) the mean of the user's
+    earlier labels and (c) the mean of the last RECENT of them, each smoothed towards the global mean; and (d) ln(1 +
+    the number of the item's training events).
 
-    items: [E] int, users one after another as `user_offsets` [U+1] says, in time order; labels: [E] bool; training:
-    [E] bool, True for events of the training data.
+    items: [E] int, jagged by user_offsets [U + 1], each user's in time order; labels: [E] bool; training: [E] bool, the
+    training events.
     """
     labels = labels.astype(np.float64)
     mean = labels[training].mean() if training.any() else 0.5
@@ -52,9 +53,9 @@ def history_features(
 
 
 def fit_logistic(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Fit coefficients [F+1] of maximum likelihood, the last of them the intercept, by Newton's method.
+    """Fit a logistic regression by Newton's method; return its coefficients [F + 1], the last one the intercept.
 
-    features: [M, F]; labels: [M] bool. A ridge of 1e-6 keeps them finite if the labels are separable.
+    features: [M, F]; labels: [M] bool. An L2 penalty of 1e-6 keeps the coefficients finite for separable labels.
     """
     x = np.column_stack([features, np.ones(len(features))])
     coefficients = np.zeros(x.shape[1])

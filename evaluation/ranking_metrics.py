@@ -13,17 +13,18 @@ from data.splits import Split, target_samples
 
 NAMES = (*(f"{kind}@{k}" for k in (1, 5, 10, 50, 100, 200) for kind in ("HR", "NDCG")), "MRR")
 METRIC = re.compile(r"MRR|MAP|(?:HR|NDCG|Recall|Precision|MRR|MAP)@[1-9][0-9]{0,8}")
-REMOVED = np.iinfo(np.int64).max  # the rank of a target that a filter removes from the ranking: a miss in every metric
-# Upper bounds of the history-length groups, in events before the target.
+REMOVED = np.iinfo(np.int64).max  # the rank of a target that a filter has removed: a miss in every metric
+# Upper bounds of groups by history length, the number of events before the target.
 LENGTH_EDGES = (5, 10, 20, 50, 100, 200)
-# Upper bounds of the groups by an item's number of training events.
+# Upper bounds of groups by the number of an item's training events.
 COUNT_EDGES = (0, 5, 10, 30, 100, 300, 1000)
 
 
 class Rankings(NamedTuple):
-    """The rankings that ranks of targets belong to; a ranking may have several targets, and a user several rankings.
+    """The rankings of targets and their users. A ranking may have several targets, a user several rankings.
 
-    ranking [N] int64, the ranking of each target, ascending; users [M] int64, the user of each ranking
+    ranking  [N] int64, the ranking of each target, ascending
+    users    [M] int64, the user of each ranking
     """
 
     ranking: np.ndarray
@@ -35,13 +36,13 @@ class Rankings(NamedTuple):
         return cls(target_samples(split), split.users)
 
     @classmethod
-    def of_judged(cls, judged: dict[str, np.ndarray]) -> Self:
-        """Return the rankings of the arrays `judged` of a run; those of earlier versions have one for each user."""
+    def from_judged(cls, judged: dict[str, np.ndarray]) -> Self:
+        """Return the rankings in a run's arrays `judged`; runs of earlier versions have one ranking for each user."""
         return cls(judged.get("ranking", np.arange(len(judged["users"]))), judged["users"])
 
     @classmethod
     def single(cls, count: int) -> Self:
-        """Return `count` rankings with a target each, each of another user."""
+        """Return `count` rankings with one target each, of different users."""
         return cls(np.arange(count), np.arange(count))
 
     def by_user(self, values: np.ndarray) -> np.ndarray:
@@ -50,34 +51,40 @@ class Rankings(NamedTuple):
         return np.bincount(user, values, minlength=len(counts)) / counts
 
     def part(self, inside: np.ndarray) -> tuple[np.ndarray, Self]:
-        """Return (mask of the targets [N], rankings) of only the rankings in `inside`, [M] bool."""
+        """Return (mask of their targets [N], rankings) of the rankings in the mask `inside` [M]."""
         place = np.cumsum(inside) - 1
         targets = inside[self.ranking]
         return targets, type(self)(place[self.ranking[targets]], self.users[inside])
 
     def targets(self) -> Self:
-        """Return a ranking of its own for each target."""
+        """Return a separate ranking for each target."""
         return type(self)(np.arange(len(self.ranking)), self.users[self.ranking])
 
 
 def is_metric(name: str) -> bool:
-    """Return whether there is a metric of this name."""
+    """Return whether `name` is a metric, such as HR@10 or MRR."""
     return METRIC.fullmatch(name) is not None
 
 
 def cutoff(name: str) -> int:
-    """Return the k of a metric's name; for a metric of the whole ranking a number above any rank."""
+    """Return the k of a metric's name; without one, a number above any rank."""
     _, at, k = name.partition("@")
     return int(k) if at else int(REMOVED) - 1
 
 
 def ranking_values(ranks: np.ndarray, name: str, rankings: Rankings) -> np.ndarray:
-    """Compute a metric of each ranking, [M] float64. ranks: [N] int, from 1, of the relevant items of the rankings.
+    """Compute a metric of each ranking: [M] float64. ranks: [N] int, the ranks of relevant items, from 1.
 
-    For a ranking with R relevant items, h of them among its first k, HR@k is 1 if h > 0; Recall@k is h / R; Precision@k
-    is h / k; MRR@k is 1 / the least rank <= k; NDCG@k is the sum of 1 / log2(rank + 1) over the h items, over the
-    greatest that R items can have; MAP@k is the sum of (relevant items up to the rank) / rank over the h items, over R.
-    A rank of REMOVED is in no first k.
+    For a ranking with R relevant items, h of which are among the first k:
+
+    HR@k         1 if h > 0, else 0
+    Recall@k     h / R
+    Precision@k  h / k
+    MRR@k        1 / (the least rank), 0 if it is above k
+    NDCG@k       the sum of 1 / log2(rank + 1) over the h items, divided by the greatest possible sum of R items
+    MAP@k        the sum of (the number of relevant items up to this rank) / rank over the h items, divided by R
+
+    A rank of REMOVED is a miss for any k.
     """
     kind, k, count = name.partition("@")[0], cutoff(name), len(rankings.users)
     hit = ranks <= k
@@ -108,20 +115,20 @@ def ranking_values(ranks: np.ndarray, name: str, rankings: Rankings) -> np.ndarr
 def user_metrics(
     ranks: np.ndarray, names: Sequence[str] = NAMES, rankings: Rankings | None = None
 ) -> dict[str, np.ndarray]:
-    """Compute the metrics of each user, the means of `ranking_values` over the user's rankings: name -> [U] float64.
+    """Compute the metrics of each user, means of `ranking_values` over the user's rankings: name -> [U] float64.
 
-    ranks: [N] int. rankings: by default one with a single target for each of N users, whose order is kept; else users
+    ranks: [N] int; rankings: by default one ranking with one target for each of N users, in this order. Otherwise users
     are in the order of np.unique(rankings.users).
     """
     rankings = rankings or Rankings.single(len(ranks))
     values = {name: ranking_values(ranks, name, rankings) for name in names}
-    return {name: rankings.by_user(of_rankings) for name, of_rankings in values.items()}
+    return {name: rankings.by_user(value) for name, value in values.items()}
 
 
 def ranking_metrics(
     ranks: np.ndarray, names: Sequence[str] = NAMES, rankings: Rankings | None = None
 ) -> dict[str, float]:
-    """Return the means of `user_metrics` over the users, for ranks [N] over the whole catalogue; NaN for no ranks.
+    """Return the means of `user_metrics` over users; NaN without users. ranks: [N] int.
 
     Examples:
         >>> import numpy as np
@@ -134,16 +141,16 @@ def ranking_metrics(
 
 
 def informative(names: Sequence[str], num_items: int) -> list[str]:
-    """Return the metrics whose first k are not all of `num_items` items: HR@k is 1 then for any model."""
+    """Return the metrics whose k is below `num_items`: for a greater k, HR@k is 1 for any model."""
     return [name for name in names if "@" not in name or cutoff(name) < num_items]
 
 
 def intervals(
     ranks: np.ndarray, names: Sequence[str] = ("HR@10", "NDCG@10", "MRR"), rankings: Rankings | None = None
 ) -> dict[str, list[float]]:
-    """Return 95% intervals of metrics: the mean over users, plus and minus 1.96 standard errors.
+    """Return 95% intervals of metrics: the mean over users plus and minus 1.96 standard errors; none for one user.
 
-    They include the variation between users, not that between seeds. ranks: [N]; empty for fewer than two users.
+    They include the variation between users, but not between seeds. ranks: [N] int.
     """
     by_metric = {}
     for name, value in user_metrics(ranks, names, rankings).items():
@@ -155,11 +162,11 @@ def intervals(
 
 
 def describe_lists(lists: np.ndarray, counts: np.ndarray) -> dict:
-    """Describe recommendation lists [M, k], given the number of training events of each item, counts [I].
+    """Describe recommendation lists [M, k], with -1 for no item; counts: [I], the training events of each item.
 
-    coverage: the share of the catalogue that is in any of them. gini: how unequally they show the items of the
-    catalogue, from 0 (all equally often) to almost 1 (always the same ones). novelty: the mean over their items of
-    -log2 of the item's share of all training events (one event added to each), in bits. Entries of -1 do not count.
+    coverage: the share of the catalogue's items that are in a list. gini: the Gini coefficient of the items' numbers of
+    lists, 0 if all items are equally frequent, almost 1 if the lists have always the same items. novelty: the mean over
+    the lists' items of -log2(share of training events), in bits, with one event added to each item.
     """
     share, items = (counts + 1) / (counts + 1).sum(), lists[lists >= 0]
     shows = np.sort(np.bincount(items, minlength=len(counts)))
@@ -174,8 +181,9 @@ def describe_lists(lists: np.ndarray, counts: np.ndarray) -> dict:
 
 
 def weighted_ndcg(ranks: np.ndarray, counts: np.ndarray, k: int) -> float:
-    """Return the mean of NDCG@k over targets, each weighted by 1 / (the training events of its item + 1): how well
-    items are found that are not popular. ranks, counts: [N].
+    """Return the mean NDCG@k of targets weighted by 1 / (counts + 1), so that unpopular items count more.
+
+    ranks: [N]; counts: [N], the number of training events of each target.
     """
     values = ranking_values(ranks, f"NDCG@{k}", Rankings.single(len(ranks)))
     return float(np.average(values, weights=1 / (counts + 1))) if len(ranks) else float("nan")
@@ -184,9 +192,9 @@ def weighted_ndcg(ranks: np.ndarray, counts: np.ndarray, k: int) -> float:
 def metrics_by_length(
     ranks: np.ndarray, lengths: np.ndarray, names: Sequence[str] = NAMES, rankings: Rankings | None = None
 ) -> list[dict]:
-    """Compute metrics of the rankings in each group of history length: dicts with `history`, `users` and the metrics.
+    """Compute metrics by history length: dicts with `history` (the group), `users` and the metrics.
 
-    ranks: [N]; lengths: [M]. Groups end at LENGTH_EDGES; empty groups are left out.
+    ranks: [N]; lengths: [M], events before each ranking. Groups end at LENGTH_EDGES; empty groups are left out.
     """
     rankings = rankings or Rankings.single(len(ranks))
     return _by_group(ranks, "history", groups_of(lengths, LENGTH_EDGES, 1), names, rankings)
@@ -195,10 +203,10 @@ def metrics_by_length(
 def metrics_by_popularity(
     ranks: np.ndarray, counts: np.ndarray, names: Sequence[str] = NAMES, rankings: Rankings | None = None
 ) -> list[dict]:
-    """Compute metrics by the training events of the targets, each ranked for itself: dicts with `events`, `users` and
-    the metrics.
+    """Compute metrics by the popularity of targets: dicts with `events` (the group), `users` and the metrics.
 
-    ranks, counts: [N]. Targets without training events are a group of their own.
+    ranks: [N]; counts: [N], the number of training events of each target. Each target counts as a separate ranking.
+    Groups end at COUNT_EDGES, so that items without training events are one group.
     """
     rankings = (rankings or Rankings.single(len(ranks))).targets()
     return _by_group(ranks, "events", groups_of(counts, COUNT_EDGES, 0), names, rankings)
@@ -220,9 +228,9 @@ def _by_group(
 
 
 def groups_of(counts: np.ndarray, edges: Sequence[int], least: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name like `6-10`, mask of counts [M]) of the groups that end at `edges`, the last having no end.
+    """Yield (name like `6-10`, mask [M]) of groups of counts [M] that end at `edges`; the last one has no end.
 
-    least: where the first group begins. Empty groups are left out.
+    least: the beginning of the first group. Empty groups are left out.
     """
     groups = np.searchsorted(edges, counts)
     for group in range(len(edges) + 1):

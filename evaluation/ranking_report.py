@@ -1,4 +1,4 @@
-"""Write the sentences and tables of a report on rankings of a catalogue, from the result of a task's `judge`."""
+"""Format the sentences and tables of a retrieval report, from the result of a task's `judge`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ SAMPLES, SAMPLE_LENGTH = 3, 5
 
 
 def protocol_lines(result: dict, filter_seen: str, same_time: str) -> list[str]:
-    """Return sentences that say what was ranked, and against what; the two options are those of `eval:`."""
+    """Return sentences about the rankings; filter_seen, same_time: the options of `eval`."""
     lines = [
         f"Split {result['split']}, {result['users']:,} users, full ranking over the catalogue. "
         f"Main metrics: {FILTERED[filter_seen]} (eval.filter_seen={filter_seen}). The tables show the other choices, "
@@ -54,7 +54,7 @@ def protocol_lines(result: dict, filter_seen: str, same_time: str) -> list[str]:
 
 
 def tables(result: dict, metrics: Sequence[str], on_terminal: Sequence[str], filter_seen: str) -> list[Table]:
-    """Return the tables: all `metrics`, those `on_terminal` among them, and the lists; the main one first."""
+    """Return the tables of a report, the main one first; on_terminal: the metrics to show on a terminal."""
     names = informative(metrics, result["items"])
     order = sorted(FILTERED, key=lambda how: how != filter_seen)
     rows = [(f"{who}, {SHORT[how]}", result[who][how]) for how in order for who in ("model", "popularity")]
@@ -67,8 +67,8 @@ def tables(result: dict, metrics: Sequence[str], on_terminal: Sequence[str], fil
     by_popularity = [[row["events"], f"{row['users']:,}", *cells(row, names)] for row in result["by_popularity"]]
     intervals = [[name, f"{low:.4f}", f"{high:.4f}"] for name, (low, high) in result["intervals"].items()]
     lists = result["lists"]
-    of_lists = [f"{lists['users']:,}", f"{lists['coverage']:.1%}", f"{lists['gini']:.3f}"]
-    of_lists += [f"{lists['novelty']:.2f} bits", f"{lists['weighted_ndcg']:.4f}"]
+    list_metrics = [f"{lists['users']:,}", f"{lists['coverage']:.1%}", f"{lists['gini']:.3f}"]
+    list_metrics += [f"{lists['novelty']:.2f} bits", f"{lists['weighted_ndcg']:.4f}"]
     examples = [
         [row["user"], ", ".join(row["history"]), row["target"], ", ".join(row["list"])] for row in lists["samples"]
     ]
@@ -86,15 +86,17 @@ def tables(result: dict, metrics: Sequence[str], on_terminal: Sequence[str], fil
             "they show items (Gini), the mean of -log2 of an item's share of the training events, and the NDCG "
             "with targets weighted by inverse popularity",
             ["users", "coverage", "Gini", "novelty", f"weighted NDCG@{lists['length']}"],
-            [of_lists],
+            [list_metrics],
         ),
         Table("Examples", ["user", "last events", "next event", "list"], examples),
     ]
 
 
 def described_lists(dataset: Dataset, split: Split, lists: np.ndarray, counts: np.ndarray) -> dict[str, dict]:
-    """Describe lists of recommended items [users, k], -1 for none, with some of them, as `lists`; and, of data with
-    features, how many of the items without a training event are in them and are targets, as `cold`. counts: [I].
+    """Describe recommended lists [users, k] (-1 for no item) and give examples: `lists`.
+
+    For data with features, also describe the items without training events in lists and as targets: `cold`. counts:
+    [I], the training events of each item.
     """
     result = {"lists": describe_lists(lists, counts) | {"samples": samples(dataset, split, lists)}}
     if dataset.features:
@@ -108,7 +110,7 @@ def described_lists(dataset: Dataset, split: Split, lists: np.ndarray, counts: n
 
 
 def samples(dataset: Dataset, split: Split, lists: np.ndarray) -> list[dict[str, Any]]:
-    """Return, for a split's first users, the last events before the target, the target and the head of the list."""
+    """Return the last events, the target and the first items of the list, for a split's first users."""
     ids, examples = dataset.item_ids, []
     _, first = np.unique(target_samples(split), return_index=True)
     targets = target_events(split)[first]

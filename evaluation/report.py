@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 
 class Table(NamedTuple):
-    """A table of a report: title, headings and rows of text; `short`: the columns that a terminal shows, empty for
-    none.
-    """
+    """A table of a report, with cells of text; short: the columns to show on a terminal, empty for none."""
 
     title: str
     headings: list[str]
@@ -17,5 +15,5 @@ class Table(NamedTuple):
 
 
 def cells(values: dict, names: list[str] | tuple[str, ...]) -> list[str]:
-    """Format metrics as the cells of a table's row, `-` for one that has no value."""
+    """Format metrics as the cells of a row; `-` for a metric without a value."""
     return [f"{values[name]:.4f}" if math.isfinite(values[name]) else "-" for name in names]

@@ -1,6 +1,6 @@
-"""Hold scores over the catalogue; compute the targets' ranks among them and the top-k lists.
+"""Rank targets and find top-k items by scores of the whole catalogue.
 
-Scores of a large catalogue are computed a tile of items at a time, so that no [B, I] tensor exists.
+Scores of a large catalogue are computed a tile of items at a time, without a [B, I] tensor.
 
 Letters: B users, I items.
 """
@@ -17,31 +17,31 @@ from data.batch import Batch
 from evaluation.ranking_metrics import REMOVED
 from hstu_sparse.core.jagged import sequence_ids
 
-# Which of a user's earlier items are filtered from the ranking, each a superset of the one before.
+# The user's earlier items that are removed from a ranking; each filter removes all that the one before does.
 FILTERS = ("none", "window", "history")
-RANK_CHUNK = 2**22  # scores
-TILE = 2**25  # scores of a batch computed at a time
+RANK_CHUNK = 2**22  # scores compared at a time on a CPU
+TILE = 2**25  # scores computed at a time
 
 
 class CatalogueRanks(Protocol):
-    """The ranks that share a catalogue; each calls the same methods in the same order."""
+    """The ranks over which a catalogue is sharded; all of them call the same methods in the same order."""
 
     def share(self, count: int) -> tuple[int, int]:
-        """Return (begin, end) of this rank's part of `count` things."""
+        """Return this rank's range (begin, end) of `count` items."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' `x`, without a gradient."""
+        """Return the sum of `x` over the ranks, without a gradient."""
 
     def of_all(self, value: Any) -> list:
-        """Return the list of all ranks' values on all ranks."""
+        """Return the list of all ranks' values, on every rank."""
 
 
 @dataclass
 class Scores:
     """Scores [B, I] of a batch, computed on demand.
 
-    tile(begin, end): the scores of the items begin .. end, [B, end - begin], a new tensor with the same values every
-    time. ranks: set if each of them has the scores of its share of the items only.
+    tile: (begin, end) -> the scores [B, end - begin] of items begin to end - 1, a new tensor at each call; ranks: the
+    ranks over which the items are sharded, or None.
     """
 
     num_users: int
@@ -51,26 +51,26 @@ class Scores:
 
     @property
     def items(self) -> tuple[int, int]:
-        """The items (begin, end) whose scores this rank has."""
+        """The range (begin, end) of items whose scores this rank has."""
         return (0, self.num_items) if self.ranks is None else self.ranks.share(self.num_items)
 
     def summed(self, x: Tensor) -> Tensor:
-        """Sum `x` over all ranks, each of which has the part of its items."""
+        """Return the sum of `x` over all ranks."""
         return x if self.ranks is None else self.ranks.sum(x)
 
     @classmethod
     def of(cls, scores: "Scores | Tensor") -> "Scores":
-        """Wrap scores in a [B, I] tensor, which is not changed."""
+        """Wrap a [B, I] tensor, which is not changed; return Scores as they are."""
         if isinstance(scores, Scores):
             return scores
         table = scores
         return cls(table.shape[0], table.shape[1], lambda begin, end: table[:, begin:end].clone())
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (first new item, first item of the tile, tile): all of one width, the last shifted to fit.
+        """Yield (first new item, first item of the tile, tile).
 
-        They have one width, so that equal items get equal scores, computed by the same kernel, whichever tile they are
-        in.
+        All tiles have the same width; the last one begins earlier and repeats items of the tile before. So equal items
+        get equal scores in all tiles, from the same kernel.
         """
         first, last = self.items
         width = min(last - first, max(1, TILE // max(1, self.num_users)))
@@ -80,9 +80,9 @@ class Scores:
 
 
 def mask_seen(scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, start: int = 0) -> Tensor:
-    """Set the scores [B, W] of the items of each user's history to -inf, in place.
+    """Set the scores [B, W] of items in each user's history to -inf, in place.
 
-    seen_items: [S] int64, jagged by seen_offsets [B+1]. start: the item of the first column.
+    seen_items: [S] int64, jagged by seen_offsets [B + 1]; start: the item of the first column.
     """
     rows, columns = sequence_ids(seen_offsets, len(seen_items)), seen_items - start
     users, width = scores.shape
@@ -90,17 +90,17 @@ def mask_seen(scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, start: i
     if not scores.is_cuda:
         scores[rows[hidden], columns[hidden].long()] = float("-inf")
         return scores
-    # Items of other tiles mark an extra column behind the last: dropping them instead would wait for the device.
+    # Items of other tiles mark an extra last column: dropping them would synchronise with the device.
     mask = torch.zeros(users, width + 1, dtype=torch.bool, device=scores.device)
     mask.view(-1).index_fill_(0, rows * (width + 1) + torch.where(hidden, columns, width), True)
     return scores.masked_fill_(mask[:, :width], float("-inf"))
 
 
 def mask_items(scores: Tensor, masks: Tensor, which: Tensor, start: int = 0) -> Tensor:
-    """Set the scores [B, W] of the items that do not pass each user's mask to -inf, in place.
+    """Set the scores [B, W] of items that do not pass the user's mask to -inf, in place.
 
-    masks: [F, ceil(I / 8)] uint8, see `ItemFilter`; which: [B] int64, the mask of each user. start: the item of the
-    first column.
+    masks: [F, ceil(I / 8)] uint8, see `ItemFilter`; which: [B] int64, the index of each user's mask; start: the item of
+    the first column.
     """
     masks, which = masks.to(scores.device), which.to(scores.device)
     width, first = scores.shape[1], start // 8
@@ -112,8 +112,7 @@ def mask_items(scores: Tensor, masks: Tensor, which: Tensor, start: int = 0) -> 
 
 
 def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return the rank of each target among all items, from 1: [B] int64. Ties go to the smaller item id; NaN ranks
-    last.
+    """Return the rank of each target among all items, from 1: [B] int64. Ties go to the smaller id; NaN ranks last.
 
     scores: [B, I]; targets: [B] int64.
     """
@@ -122,11 +121,12 @@ def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def count_before(scores: Tensor, target_scores: Tensor, targets: Tensor, start: int = 0) -> Tensor:
-    """Count the items start, start + 1, ... with scores [B, W] that rank before targets [B] with target_scores [B,
-    1].
+    """Return the number of items with scores [B, W] that rank before each target: [B] int64.
+
+    target_scores: [B, 1]; targets: [B]; start: the item of the first column.
     """
     ids = start + torch.arange(scores.shape[1], device=scores.device)
-    # On a CPU, few rows at a time, so that intermediate results stay in its cache.
+    # On a CPU, few rows at a time, so that intermediate results stay in the cache.
     rows = len(scores) if scores.is_cuda else max(1, RANK_CHUNK // max(1, scores.shape[1]))
     counts = []
     for part, part_scores, part_targets in zip(*(x.split(max(1, rows)) for x in (scores, target_scores, targets))):
@@ -142,13 +142,13 @@ def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     k = min(k, scores.shape[1])
     scores = scores.masked_fill(scores.isnan(), float("-inf"))
     values, items = scores.topk(k, dim=1)
-    # Among the items that tie with the k-th, topk returns any: fill the last places with the smallest ids.
+    # topk returns any of the items that tie with the k-th: fill the last positions with the smallest ids.
     least = values[:, -1:]
     ids = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
     tied = torch.where(scores == least, ids, scores.shape[1]).topk(k, dim=1, largest=False, sorted=True).values
     place = torch.arange(k, device=scores.device) - (values > least).sum(1, keepdim=True)
     items = torch.where(place < 0, items, tied.long().gather(1, place.clamp(min=0)))
-    # topk leaves the order among equals open: sort by id, then stably by score.
+    # topk returns equal scores in any order: sort by id, then stably by score.
     items, order = items.sort(dim=1)
     values, by_score = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return values, items.gather(1, by_score)
@@ -161,8 +161,10 @@ def best_items(
     seen: tuple[Tensor, Tensor] | None = None,
     passing: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `top_items` of scores that may be in tiles. seen: items to exclude, (items, offsets); passing: the items
-    to choose from, (masks, which) as in `mask_items`.
+    """Return `top_items` of scores that are computed by tiles: (scores [B, k], items [B, k]).
+
+    seen: the items to exclude, (items, offsets) as in `mask_seen`; passing: the items to choose from, (masks, which) as
+    in `mask_items`. ValueError if there are no items.
     """
     scores = Scores.of(scores)
     best: tuple[Tensor, Tensor] | None = None
@@ -181,11 +183,11 @@ def best_items(
         best = values, items
     if not scores.num_items:
         raise ValueError("there are no items to choose from")
-    return cast(tuple[Tensor, Tensor], best) if scores.ranks is None else _of_all_ranks(best, scores, k)
+    return cast(tuple[Tensor, Tensor], best) if scores.ranks is None else _merged(best, scores, k)
 
 
-def _of_all_ranks(best: tuple[Tensor, Tensor] | None, scores: Scores, k: int) -> tuple[Tensor, Tensor]:
-    """Merge the k best of all ranks' lists; a rank without items has None."""
+def _merged(best: tuple[Tensor, Tensor] | None, scores: Scores, k: int) -> tuple[Tensor, Tensor]:
+    """Merge the lists of all ranks into lists of k; best: None on a rank without items."""
     host = None if best is None else tuple(x.cpu() for x in best)
     assert scores.ranks is not None
     lists = [rank_list for rank_list in scores.ranks.of_all(host) if rank_list is not None]
@@ -203,13 +205,14 @@ def rank_targets(
     filters: Sequence[str] = ("history",),
     candidates: Callable[[Batch, int], Tensor] | None = None,
 ) -> list[np.ndarray]:
-    """Rank every sequence's targets among the whole catalogue, one array [N] for each entry of `filters`.
+    """Rank the targets of all sequences among the whole catalogue; return an array [N] for each of `filters`.
 
-    A target that a filter removes has the rank REMOVED, which is in no top k.
+    A target that a filter removes has the rank REMOVED.
 
-    score: batch -> Scores or [B, I]. filters: which earlier items of the user are filtered, of FILTERS; `history` needs
-    batches with seen items. candidates: (batch, I) -> items [B, C] that compete with the target, with -1 for none; by
-    default all.
+    Args:
+        score: batch -> Scores or a tensor [B, I].
+        filters: names in FILTERS; `history` needs batches with seen items.
+        candidates: (batch, I) -> the items [B, C] to rank the target among, -1 for none; by default all items.
     """
     ranks: list[list[Tensor]] = [[] for _ in filters]
     for batch in batches:
@@ -240,7 +243,7 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
                 1, columns.clamp(0, tile.shape[1] - 1), inside.to(tile.dtype)
             )
             tile = tile.masked_fill(competes == 0, float("-inf"))
-        # In the order of FILTERS: each filters what the one before did and more, and writes into the scores.
+        # In the order of FILTERS, since each removes more items than the one before, in place.
         for place in sorted(range(len(filters)), key=lambda place: FILTERS.index(filters[place])):
             if filters[place] != "none":
                 mask_seen(tile, *seen_by(filters[place], batch), start=start)
@@ -257,14 +260,14 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
 
 
 def ranked_targets(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return (the items that are ranked [N], the row of each in the batch [N])."""
+    """Return (the targets of a batch [N], the row of each target [N])."""
     if batch.relevant_items is None or batch.relevant_offsets is None:
         return last_targets(batch), torch.arange(batch.num_sequences, device=batch.users.device)
     return batch.relevant_items, sequence_ids(batch.relevant_offsets, len(batch.relevant_items))
 
 
 def _slots(batch: Batch, rows: Tensor) -> list[Tensor | slice]:
-    """Divide the targets [N] of a batch into groups that have at most one target of each row."""
+    """Divide the targets [N] of a batch into groups with at most one target of each row."""
     if batch.relevant_offsets is None:
         return [slice(None)]
     place = torch.arange(len(rows), device=rows.device) - batch.relevant_offsets[rows]
@@ -272,14 +275,14 @@ def _slots(batch: Batch, rows: Tensor) -> list[Tensor | slice]:
 
 
 def repeated(targets: Tensor, rows: Tensor, seen_items: Tensor, seen_offsets: Tensor) -> Tensor:
-    """Return for each of targets [N], of the rows [N], whether it is among its row's seen items [S]: [N] bool."""
+    """Return whether each of targets [N] is among the seen items [S] of its row: [N] bool; rows: [N]."""
     seen_rows = sequence_ids(seen_offsets, len(seen_items))
     most = 1 + torch.maximum(targets.max(), seen_items.max()) if len(targets) and len(seen_items) else 1
     return torch.isin(rows * most + targets, seen_rows * most + seen_items)
 
 
 def seen_by(filter_name: str, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the items that a filter excludes, and their offsets: of the whole history or of the model's window."""
+    """Return (items, offsets) that a filter removes: those of the whole history, or of the model's window."""
     if filter_name == "history":
         assert batch.seen_items is not None and batch.seen_offsets is not None
         return batch.seen_items, batch.seen_offsets
@@ -287,12 +290,12 @@ def seen_by(filter_name: str, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def last_targets(batch: Batch) -> Tensor:
-    """Return the item that follows each sequence's last token: [B] int64."""
+    """Return the target of each sequence's last token: [B] int64."""
     return batch.target_ids[batch.seq_offsets[1:] - 1]
 
 
 def popularity_scorer(counts: np.ndarray, device: torch.device) -> Callable[[Batch], Scores]:
-    """Score items by popularity, the same for every user: the number of training events of each item (counts: [I])."""
+    """Return a function that scores items by popularity, equally for all users; counts: [I], training events."""
     scores = torch.from_numpy(counts).to(device, torch.float32)
 
     def score(batch: Batch) -> Scores:
@@ -303,24 +306,30 @@ def popularity_scorer(counts: np.ndarray, device: torch.device) -> Callable[[Bat
 
 
 class SampledCandidates:
-    """Draw distinct items for each user among those that are neither the target nor in the user's history.
+    """Draw distinct items for each user, neither the target nor from the user's history.
 
-    count: how many for each user, or all that there are. short: the number of users so far who had fewer.
+    Args:
+        count: the number of items for a user; a user with fewer such items gets all of them.
+        seed: the seed of the draws.
+
+    Attributes:
+        short: the number of users so far who had fewer items.
     """
 
     def __init__(self, count: int, seed: int):
         self.count, self.short, self._rng = count, 0, np.random.default_rng(seed)
 
     def __call__(self, batch: Batch, num_items: int) -> Tensor:
-        """Return the drawn items of a batch with seen items, [B, count] int64, filled up with -1."""
+        """Return the items drawn for a batch with seen items: [B, count] int64, padded with -1."""
         drawn = np.full((batch.num_sequences, self.count), -1, np.int64)
         seen, offsets = (x.cpu().numpy() for x in seen_by("history", batch))
         targets, rows = (x.cpu().numpy() for x in ranked_targets(batch))
         for row in range(batch.num_sequences):
-            barred = np.unique(np.append(seen[offsets[row] : offsets[row + 1]], targets[rows == row]))
-            left = num_items - len(barred)
+            excluded = np.unique(np.append(seen[offsets[row] : offsets[row + 1]], targets[rows == row]))
+            left = num_items - len(excluded)
             places = self._rng.choice(left, min(self.count, left), replace=False, shuffle=False)
-            # The p-th of the other items is p plus the number of barred items before it.
-            drawn[row, : len(places)] = places + np.searchsorted(barred - np.arange(len(barred)), places, side="right")
+            # The p-th of the other items is p plus the number of excluded items before it.
+            before = np.searchsorted(excluded - np.arange(len(excluded)), places, side="right")
+            drawn[row, : len(places)] = places + before
             self.short += left < self.count
         return torch.from_numpy(drawn)

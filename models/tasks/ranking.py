@@ -29,7 +29,7 @@ from data.ranking import (
 from data.splits import Split, Splits
 from data.types import Dataset
 from evaluation import binary_metrics, binary_report
-from evaluation.binary_metrics import auc_difference, curves, metrics_by_history, of_actions
+from evaluation.binary_metrics import auc_difference, curves, mean_over_actions, metrics_by_history
 from evaluation.ranking_baseline import predicted_by_history
 from evaluation.ranking_metrics import LENGTH_EDGES
 from evaluation.report import Table
@@ -299,7 +299,7 @@ class Ranking(Task):
 
     def metrics(self, probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, float]:
         """Compute all of `config.task.metric_names()` of probabilities [M, A] against labels [M, A]; users: [M]."""
-        values = of_actions(binary_metrics.binary_metrics, self.names, probabilities, labels, users)
+        values = mean_over_actions(binary_metrics.binary_metrics, self.names, probabilities, labels, users)
         return {name: float(value) for name, value in values.items()}
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
@@ -331,7 +331,7 @@ class Ranking(Task):
 
     def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         arrays = judged["probabilities"], judged["labels"], judged["users"]
-        return np.unique(judged["users"]), of_actions(binary_metrics.user_values, self.names, *arrays)
+        return np.unique(judged["users"]), mean_over_actions(binary_metrics.user_values, self.names, *arrays)
 
     def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
         action, _, metric = self.config.best_metric.rpartition("/")

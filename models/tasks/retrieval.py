@@ -169,7 +169,7 @@ class Retrieval(Task):
         return result | described
 
     def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        rankings = Rankings.of_judged(judged)
+        rankings = Rankings.from_judged(judged)
         return np.unique(rankings.users), user_metrics(judged[self.config.eval.filter_seen], self.names, rankings)
 
     def baseline_values(self, judged: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -185,7 +185,7 @@ class Retrieval(Task):
         ranks, best, rankings = (
             judged[self.config.eval.filter_seen],
             [self.config.best_metric],
-            Rankings.of_judged(judged),
+            Rankings.from_judged(judged),
         )
         by_length = metrics_by_length(ranks, judged["events_before"], best, rankings)
         by_popularity = metrics_by_popularity(ranks, judged["target_count"], best, rankings)

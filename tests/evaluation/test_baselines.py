@@ -1,4 +1,4 @@
-"""Test the baselines: against plain loops over events, and that they learn from the training part alone."""
+"""Test the baselines against plain loops over events, and that they use training events only."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ from evaluation.baselines import EASE_PENALTY, SMOOTHING, Baselines, fit
 
 @pytest.fixture(scope="module")
 def place():
-    """A generated data set with repeats, its splits, fitted arrays, and one batch of the test split."""
+    """Return (a generated data set with repeats, its splits, fitted arrays, one batch of the test split)."""
     dataset = generate(num_users=40, num_items=30, num_clusters=4, mean_length=15, seed=3)
     splits = make_splits(dataset, "leave_one_out", max_seq_len=8)
     (batch,) = Batches(dataset, splits.test, batch_size=100, shuffle=False, with_seen=True).epoch(0)
@@ -26,7 +26,7 @@ def place():
 def scores(models, name, batch):
     computed = models.scorer(name)(batch)
     whole = computed.tile(0, computed.num_items)
-    assert torch.equal(whole[:, 7:11], computed.tile(7, 11))  # tiles have the same values
+    assert torch.equal(whole[:, 7:11], computed.tile(7, 11))  # a tile has the same values
     return whole.numpy()
 
 
@@ -59,7 +59,7 @@ def test_markov_equals_a_loop_over_events(place):
     smoothed = (follows + SMOOTHING * share / share.sum()) / (follows.sum(1, keepdims=True) + SMOOTHING)
     for row, history in zip(scores(Baselines(arrays, True), "markov", batch), histories(dataset, batch.users, 1)):
         expected = sum(0.5**age * smoothed[item] for age, item in enumerate(history[::-1]))
-        np.testing.assert_allclose(row, expected, atol=1e-3, rtol=1e-3)  # events that have faded are left out
+        np.testing.assert_allclose(row, expected, atol=1e-3, rtol=1e-3)  # weights below FADED are left out
 
 
 def test_neighbours_and_ease_equal_dense_matrices(place):

@@ -1,4 +1,4 @@
-"""AUC, grouped AUC, log loss, calibration and the interval of a difference, against plain loops."""
+"""Test AUC, grouped AUC, log loss, calibration and the interval of a difference against plain loops."""
 
 import numpy as np
 import pytest
@@ -39,11 +39,11 @@ def test_auc_with_weights_is_that_of_repeated_events():
 def test_gauc_is_the_mean_of_users_with_both_labels_by_events():
     values, weights = [], []
     for user in np.unique(USERS):
-        mine = user == USERS
-        value = plain_auc(SCORES[mine], LABELS[mine])
+        mask = user == USERS
+        value = plain_auc(SCORES[mask], LABELS[mask])
         if not np.isnan(value):
             values.append(value)
-            weights.append(mine.sum())
+            weights.append(mask.sum())
     order = RNG.permutation(60)
     assert gauc(SCORES[order], LABELS[order], USERS[order]) == pytest.approx(np.average(values, weights=weights))
     assert np.isnan(gauc(SCORES, np.ones(60, bool), USERS))
@@ -60,20 +60,20 @@ def test_log_loss_entropy_and_calibration():
     assert np.isfinite(log_loss(np.array([0.0, 1.0]), np.array([True, False])))
 
 
-def test_groups_of_history_hold_every_event_once():
+def test_groups_of_history_have_every_event_once():
     history = np.arange(60)
     rows = metrics_by_history(SCORES, LABELS, USERS, history, (5, 20))
     assert [(row["history"], row["events"]) for row in rows] == [("0-5", 6), ("6-20", 15), ("21+", 39)]
     assert rows[1]["auc"] == pytest.approx(plain_auc(SCORES[6:21], LABELS[6:21]))
 
 
-def test_an_interval_holds_no_difference_of_equal_scores_and_sees_a_clear_one():
+def test_an_interval_is_zero_for_equal_scores_and_excludes_zero_for_a_clear_difference():
     assert auc_difference(SCORES, SCORES, LABELS, USERS, draws=50) == (0.0, 0.0, 0.0)
     difference, lower, upper = auc_difference(LABELS + 0.1 * SCORES, SCORES, LABELS, USERS, draws=200)
     assert 0 < lower <= difference <= upper
 
 
-def test_values_of_users_have_the_metrics_as_means_and_their_spread():
+def test_means_of_user_values_are_the_metrics_and_vary_as_they_do():
     rng = np.random.default_rng(1)
     users = np.sort(rng.integers(0, 300, 3000)) * 2
     skill = rng.normal(size=601)[users]
@@ -82,7 +82,7 @@ def test_values_of_users_have_the_metrics_as_means_and_their_spread():
     values, whole = user_values(scores, labels, users), binary_metrics(scores, labels, users)
     for name, value in values.items():
         assert value.shape == np.unique(users).shape and value.mean() == pytest.approx(whole[name], rel=1e-12)
-    # Drawn users move the means of the values as they move the metrics, to first order.
+    # If users are resampled, the means of the values change as the metrics do, to first order.
     names, place = np.unique(users, return_inverse=True)
     moved, shift = [], []
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""The baseline of ranking: what its features know, and its fit."""
+"""Test the baseline of ranking: its features use no later labels, and its fit."""
 
 import numpy as np
 
@@ -7,12 +7,12 @@ from evaluation.ranking_baseline import fit_logistic, history_features, predict_
 RNG = np.random.default_rng(0)
 
 
-def test_the_baseline_sees_no_label_of_its_event_and_none_of_later_ones():
+def test_features_depend_on_no_label_of_the_event_or_later_ones():
     offsets = np.array([0, 12, 30])
     items, labels = RNG.integers(0, 4, 30), RNG.random(30) < 0.5
     training = np.arange(30) % 3 != 2
     before = history_features(items, labels, offsets, training, 4)
-    for event in np.flatnonzero(~training):  # a training label moves the global mean, which all are mixed with
+    for event in np.flatnonzero(~training):  # a training label changes the global mean, which is in all features
         flipped = labels.copy()
         flipped[event] ^= True
         after = history_features(items, flipped, offsets, training, 4)
@@ -37,7 +37,7 @@ def test_features_of_a_tiny_history_by_hand():
     np.testing.assert_allclose(actual, expected)
 
 
-def test_logistic_regression_finds_the_coefficients_that_made_the_labels():
+def test_logistic_regression_finds_the_true_coefficients():
     x = RNG.normal(size=(20_000, 2))
     labels = RNG.random(20_000) < 1 / (1 + np.exp(-(1.5 * x[:, 0] - 0.5 * x[:, 1] + 0.3)))
     coefficients = fit_logistic(x, labels)

@@ -1,4 +1,4 @@
-"""Ranking metrics on cases small enough to count by hand, and against other libraries."""
+"""Test ranking metrics on cases small enough to count by hand, and against other libraries."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_metrics_by_hand():
 
 @pytest.mark.parametrize("library", ["torchmetrics", pytest.param("ranx", marks=pytest.mark.slow)])
 def test_metrics_equal_ranx_and_torchmetrics(library):
-    """Several relevant items in a ranking, scores with ties; the libraries get the order that ties by id give."""
+    """Compare rankings with several relevant items and ties; the libraries get scores ordered with ties by id."""
     rng = np.random.default_rng(0)
     rankings, items = 60, 40
     scores = rng.integers(0, 7, (rankings, items)).astype(np.float64)
@@ -55,7 +55,7 @@ def by_ranx(place, relevant):
 
 
 def by_torchmetrics(place, relevant):
-    """Return the metrics of torchmetrics; its MAP@k has another denominator, so that only MAP is compared."""
+    """Return the metrics of torchmetrics, without MAP@k, which has another denominator there."""
     import torchmetrics.functional.retrieval as theirs
 
     pairs = [(torch.from_numpy(-row.astype(np.float32)), torch.zeros(len(row), dtype=torch.long)) for row in place]
@@ -90,7 +90,7 @@ def test_metrics_are_means_over_rankings_then_users():
 def test_lists_are_described():
     described = describe_lists(np.array([[0, 1], [0, -1]]), np.array([3, 0, 0, 1]))
     assert described["coverage"] == 0.5
-    # Shown 2, 1, 0 and 0 times: the mean difference of all pairs over twice the mean.
+    # Items are in 2, 1, 0 and 0 lists: the mean difference of all pairs divided by twice the mean.
     assert described["gini"] == pytest.approx(14 / 16 / (2 * 0.75))
     assert weighted_ndcg(np.array([1, 20]), np.array([9, 0]), 10) == pytest.approx(0.1 / 1.1)
 

@@ -1,4 +1,4 @@
-"""Ranks, filters and top-k lists on cases small enough to count by hand."""
+"""Test ranks, filters and top-k lists on cases small enough to count by hand."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from evaluation.scores import (
 
 
 def batch_of(histories, windows, targets):
-    """One sequence for each user: `windows` are the model's inputs, `histories` everything before the target."""
+    """Return a batch of one sequence a user; windows: the model's inputs, histories: all items before the target."""
     flat = [item for window in windows for item in window]
     following = [item for window, target in zip(windows, targets) for item in [*window[1:], target]]
     offsets = lambda rows: torch.tensor([0, *np.cumsum([len(row) for row in rows]).tolist()])
@@ -36,7 +36,7 @@ def batch_of(histories, windows, targets):
     )
 
 
-def test_ranks_count_what_scores_higher():
+def test_ranks_count_items_with_higher_scores():
     scores = torch.tensor([[0.1, 0.9, 0.5, 0.5], [1.0, 1.0, 1.0, 1.0]])
     assert target_ranks(scores, torch.tensor([0, 2])).tolist() == [4, 3]  # ties go to the smaller id
     assert target_ranks(scores, torch.tensor([3, 0])).tolist() == [3, 1]
@@ -47,15 +47,15 @@ def test_nan_ranks_last():
     assert target_ranks(scores, torch.tensor([0])).tolist() == [5]
 
 
-def test_filters_take_out_window_or_history_and_a_target_in_it():
-    # Item 4 scores best, then 3, 2, 1, 0. The user saw 4 long ago and 3 lately; the target is 2.
+def test_filters_remove_the_window_or_history_and_a_target_in_it():
+    # Item 4 scores best, then 3, 2, 1, 0. Item 4 is before the first user's window, 3 in it; the target is 2.
     batch = batch_of([[4, 3], [4, 2]], [[3], [2]], [2, 2])
     scorer = lambda batch: torch.arange(5.0).repeat(2, 1)
     none, window, history = rank_targets(scorer, [batch], filters=("none", "window", "history"))
     assert none.tolist() == [3, 3]
     assert window.tolist() == [2, REMOVED]  # the second user's target repeats an event of the window
     assert history.tolist() == [1, REMOVED]
-    # The order asked for does not matter.
+    # The order of filters does not matter.
     again = rank_targets(scorer, [batch], filters=("history", "none"))
     assert [ranks.tolist() for ranks in again] == [[1, REMOVED], [3, 3]]
 
@@ -66,7 +66,7 @@ def test_popularity_is_the_same_for_all_users():
     assert ranks.tolist() == [2, 3]
 
 
-def test_sampled_candidates_flatter_and_are_seeded():
+def test_sampled_candidates_give_better_ranks_and_are_seeded():
     batch = batch_of([[0]] * 200, [[0]] * 200, [500] * 200)
     scorer = lambda batch: -torch.arange(1000.0).repeat(200, 1)
     (full,) = rank_targets(scorer, [batch], filters=("none",))
@@ -75,7 +75,7 @@ def test_sampled_candidates_flatter_and_are_seeded():
     ]
     assert (full == 501).all()
     assert (sampled[0] == sampled[1]).all()
-    assert 45 < sampled[0].mean() < 57  # half of 100 different candidates score higher
+    assert 45 < sampled[0].mean() < 57  # half of 100 distinct candidates score higher
 
 
 def test_sampled_candidates_are_distinct_and_unseen():
@@ -89,10 +89,10 @@ def test_sampled_candidates_are_distinct_and_unseen():
             chosen = [item for item in row if item >= 0]
             left = set(range(16)) - {*history, target}
             assert len(set(chosen)) == len(chosen) == min(8, len(left)) and set(chosen) <= left
-        assert candidates.short == 1  # the second user has three unseen items besides the target
+        assert candidates.short == 1  # the second user has three unseen items other than the target
         everyone |= set(drawn[0].tolist())
     assert everyone == set(range(16)) - {3, 1, 5}
-    # All items score alike: each candidate with a smaller id comes before the target, and nothing else does.
+    # All scores are equal: exactly the candidates with a smaller id come before the target.
     (ranks,) = rank_targets(lambda _: torch.zeros(3, 16), [batch], filters=("none",), candidates=lambda *_: drawn)
     expected = [1 + sum(0 <= item < target for item in row) for row, target in zip(drawn.tolist(), [5, 12, 7])]
     assert ranks.tolist() == expected
@@ -106,7 +106,7 @@ def test_top_items_break_ties_by_id():
 
 @pytest.mark.parametrize("k", [1, 7, 40, 300])
 def test_top_items_break_ties_at_the_boundary(k):
-    """Few different scores, so that ties stand at the k-th place of every row; some are infinite or NaN."""
+    """Test few distinct scores, so that every row has a tie at position k; some are infinite or NaN."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randint(0, 5, (20, 300), generator=generator).float()
     scores[5:10, ::3] = float("-inf")
@@ -122,7 +122,7 @@ def test_top_items_break_ties_at_the_boundary(k):
 
 @pytest.mark.parametrize("tile", [1, 24, 100, 10**6])
 def test_tiles_change_nothing(tile, monkeypatch):
-    """Ranks and lists of a catalogue in tiles, the last one narrower, with ties within and across them."""
+    """Test ranks and lists of a catalogue in tiles, the last one narrower, with ties within and across tiles."""
     generator = torch.Generator().manual_seed(0)
     users, items = 12, 83
     scores = torch.randint(0, 9, (users, items), generator=generator).float()

@@ -170,7 +170,7 @@ def lists_of_a_program_and_of_a_service(run, tmp_path, capsys):
         output = capsys.readouterr().out
         assert ("--deny: 1 of 3 items are unknown" in output and "--where: 1 values" in output) == (deny is not None)
     for options, says in (
-        (["--where", "colour=red"], "--where: colour is no feature of the items; there are group"),
+        (["--where", "colour=red"], "--where: colour is not a feature of the items: expected one of group"),
         (["--at-most", "group=few"], "--at-most group: expected a whole number"),
     ):
         with contextlib.suppress(SystemExit):

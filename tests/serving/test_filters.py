@@ -145,7 +145,7 @@ def test_what_a_filter_names():
     assert served.filters.drop("stock") and not served.filters.drop("stock")
     for error, message, request in (
         (UnknownFilter, "there is no list stock", {"filters": ["stock"]}),
-        (InvalidRequest, "where: colour is no feature of the items; there are brand, tags", {"where": {"colour": []}}),
+        (InvalidRequest, "colour is not a feature of the items: expected one of", {"where": {"colour": []}}),
         (InvalidRequest, "at_most: price is a number", {"at_most": {"price": 1}}),
         (InvalidRequest, "at_most: brand: expected a whole number", {"at_most": {"brand": -1}}),
         (InvalidRequest, "where: brand: expected a list of values, got 'a'", {"where": {"brand": "a"}}),
