@@ -96,7 +96,7 @@ def measured(config: RunConfig, lengths: np.ndarray, size: int, steps: int, rank
             break
         parts, work = [], []
         for even in (True, False):
-            mine, imbalance = Deal(ranks.rank, ranks.world, cost, even).mine(part)
+            mine, imbalance = Deal(ranks.rank, ranks.world, cost, even).local(part)
             ranks.greatest(0)
             batch = part_of_batch(part, mine, ITEMS, rng).to(device)
             parts.append(min(seconds(batch) for _ in range(2)))

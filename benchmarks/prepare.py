@@ -95,7 +95,7 @@ def prepare(file: Path, cache: Path, partitions: int | None, tell: bool) -> None
     watch.start()
     start = time.perf_counter()
     say = (lambda text: print(text, file=sys.stderr)) if tell else None
-    dataset = load_dataset("ml-20m", str(file), cache_dir=str(cache), tell=say, **options)
+    dataset = load_dataset("ml-20m", str(file), cache_dir=str(cache), report=say, **options)
     prepared = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     watch.ended.set()

@@ -89,7 +89,7 @@ def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest
     if not longest:
         lengths = np.minimum(most, np.maximum(19, rng.lognormal(4.6, 0.9, len(lengths)).astype(int)))
     deal = deal_of(config, ranks)
-    mine, imbalance = (np.arange(len(lengths)), 1.0) if deal is None else deal.mine(lengths)
+    mine, imbalance = (np.arange(len(lengths)), 1.0) if deal is None else deal.local(lengths)
     batch = part_of_batch(lengths, mine, items, rng)
     if deal is None:
         batch.rows = None

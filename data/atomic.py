@@ -1,6 +1,6 @@
-"""Write folders and files that appear whole or not at all, whenever the process is killed and whatever else fails.
+"""Write folders and files atomically: they appear whole or not at all, even if the process is killed.
 
-Prepared caches, unpacked archives and checkpoints are all written through this module.
+Prepared caches, unpacked archives and checkpoints are all written by this module.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # the errors of a rename onto something that exists
-ATTEMPTS = 10  # each needs another process that replaces the very same folder at the very same moment
+OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of a rename to a path that exists
+ATTEMPTS = 10  # a rename fails only if another process replaces the same folder at the same moment
 
 
 @contextlib.contextmanager
 def replace_folder(folder: Path, keep: Callable[[Path], bool] | None = None) -> Iterator[Path]:
-    """Yield an empty folder beside `folder`; at the end of the block, sync its content and move it to `folder`.
+    """Yield an empty folder next to `folder`; at the end of the block, sync its content and move it to `folder`.
 
-    Whatever `folder` named before (a folder, a file, a link) is moved aside first and removed last: a crash in between
-    leaves it where `find_folder` looks. After an error in the block `folder` is as before, and no temporary folder is
-    left.
+    A folder, file or link that exists at `folder` is first renamed and at last removed; after a crash in between,
+    `find_folder` finds it. After an error in the block, `folder` is unchanged and no temporary folder is left.
 
-    keep: called if something exists at `folder` at the end; if it returns True, that stays and the new content is
-    dropped (another process was faster, and its result is as good).
+    keep: called with `folder` if that exists at the end. If it returns True, the existing folder is kept and the new
+    content dropped (another process was faster, with an equivalent result).
 
-    Raises OSError when the disk is full or `folder` cannot be written.
+    Raises OSError if the disk is full or `folder` cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(folder)
@@ -44,23 +43,22 @@ def replace_folder(folder: Path, keep: Callable[[Path], bool] | None = None) -> 
 
 
 def find_folder(folder: Path) -> Path:
-    """Return `folder`, or the copy that was moved aside if a crash prevented its replacement from being moved in."""
+    """Return `folder`, or the renamed earlier one if a crash interrupted its replacement."""
     aside = _aside(folder)
     return aside if not os.path.lexists(folder) and aside.exists() else folder
 
 
 def put_back(folder: Path) -> None:
-    """Rename the copy that was moved aside before a crash back to `folder`, so that nobody needs `find_folder`."""
+    """Rename the folder that `find_folder` returns back to `folder`."""
     if (current := find_folder(folder)) != folder:
         os.rename(current, folder)
 
 
 def replace_file(file: Path, content: str | bytes | Callable[[Path], object]) -> None:
-    """Write a file with this content, whole or not at all; it is on the disk on return, and a link at its path is
-    replaced.
+    """Write a file whole or not at all, and sync it. A link at its path is replaced.
 
-    content: text (written in UTF-8; what UTF-8 cannot hold is escaped), bytes, or a function that is called with the
-    path of the file to write.
+    content: text (written in UTF-8, with escapes for lone surrogates), bytes, or a function that is called with the
+    path to write to.
     """
     temporary = temporary_beside(file)
     try:
@@ -76,9 +74,9 @@ def replace_file(file: Path, content: str | bytes | Callable[[Path], object]) ->
 
 
 def sweep(parent: Path, name: str | None = None, older_than: float = 6 * 3600) -> None:
-    """Remove the temporary folders and files that killed processes left beside `name`, or beside any name.
+    """Remove temporary folders and files in `parent` that killed processes have left; name: only those of this name.
 
-    Those younger than `older_than` seconds stay: they may belong to a running process.
+    Those younger than `older_than` seconds are kept, since they may belong to a running process.
     """
     pattern = re.compile(rf"\.{'.*' if name is None else re.escape(_cut(name))}\.tmp-[0-9]+-[0-9a-f]{{8}}", re.DOTALL)
     for leftover in parent.glob(".*.tmp-*"):
@@ -90,7 +88,7 @@ def sweep(parent: Path, name: str | None = None, older_than: float = 6 * 3600) -
 
 
 def remove_temporaries(path: Path) -> None:
-    """Remove what this process began to write beside `path` and did not move into place."""
+    """Remove the temporary folders and files of this process for `path`."""
     for leftover in path.parent.glob(f".*.tmp-{os.getpid()}-*"):
         if leftover.name.startswith(f".{_cut(path.name)}.tmp-"):
             with contextlib.suppress(OSError):
@@ -98,8 +96,8 @@ def remove_temporaries(path: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return an unused name beside `path` that `sweep` recognises."""
-    # The name is cut: with the suffix, a name of the greatest length would be too long.
+    """Return an unused path next to `path`, with a name that `sweep` recognises."""
+    # The name is cut so that it is not too long with the suffix.
     return path.with_name(f".{_cut(path.name)}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -123,10 +121,9 @@ def _place(temporary: Path, folder: Path, keep: Callable[[Path], bool] | None) -
                 raise
         if keep is not None and keep(folder):
             return
-        # A folder cannot be replaced in one move. An older copy that was moved aside before a crash is outdated by this
-        # one.
+        # A folder cannot be replaced by one rename. A copy that an earlier crash has left is no longer needed.
         _remove(aside)
-        with contextlib.suppress(FileNotFoundError):  # another process has moved it meanwhile
+        with contextlib.suppress(FileNotFoundError):  # another process has moved it
             os.rename(folder, aside)
     else:
         raise OSError(errno.EBUSY, "other processes keep replacing it", str(folder))
@@ -142,9 +139,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Sync every file and folder of a tree: without it, a power cut after the rename can leave files without
-    content.
-    """
+    """Sync every file and folder of a tree; otherwise files may be empty after a power cut."""
     for root, _, files in os.walk(folder):
         for name in files:
             sync(Path(root, name))
@@ -152,7 +147,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write what the system holds of a file or folder to the disk."""
+    """Flush a file or folder to the disk."""
     if path.is_symlink():
         return
     handle = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Vary training sequences from epoch to epoch: earlier windows, events left out, neighbours changing places.
+"""Augment training sequences in every epoch: take earlier windows, drop events, shuffle neighbours.
 
 Letters: M samples, S events of an epoch.
 """
@@ -12,28 +12,25 @@ from data.options import Options
 
 
 class Augment(Options):
-    """Options of the variation of every training sequence in every epoch.
-
-    Validation and test sequences are never varied.
-    """
+    """Options of the augmentation of training sequences. Validation and test sequences are not augmented."""
 
     window: float = Field(0.0, ge=0, le=1)
-    """The probability that a user with more events than the model's window trains on an earlier window, drawn
-    uniformly, in place of the latest one."""
+    """The probability that a user with more events than the model's window trains on a random window (uniform over all
+    windows) in place of the latest one."""
     drop: float = Field(0.0, ge=0, lt=1)
-    """The probability with which each event is left out, the last two of a sequence excepted."""
+    """The probability of dropping an event, except the last two of a sequence."""
     shuffle: float = Field(0.0, ge=0, le=10_000)
-    """How far events move: uniform numbers up to this are added to the places of a sequence's events, and the
-    sums sorted. Neighbours change places with a probability of 0 at 1, 12% at 2 and 40% at 10. Times stay in order."""
+    """The strength of shuffling: events are sorted by their position plus a uniform number from 0 to this value.
+    Neighbours change places with a probability of 0 at 1, 12% at 2 and 40% at 10. Times stay in order."""
 
 
 def augmented(
     options: Augment, rng: np.random.Generator, first: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (the events [S] in their new order, the events whose times they take [S], the offsets [M+1]).
+    """Return (the events [S] in their new order, the events whose times they get [S], the offsets [M+1]).
 
-    first, begin, end: [M] int64, the user's first event, and the range begin .. end-1 of the sample's events, at least
-    two.
+    first: [M] int64, the first event of each sample's user; begin, end: [M] int64, the sample's events begin .. end-1,
+    at least two.
     """
     earlier = begin - first
     back = np.where(rng.random(len(begin)) < options.window, np.floor(rng.random(len(begin)) * (earlier + 1)), 0)

@@ -1,4 +1,4 @@
-"""Divide the sequences of a batch among ranks: even work for all, and the same division computed on every rank.
+"""Divide the sequences of a batch among ranks with equal work. All ranks compute the same division.
 
 Letters: B sequences of the batch, W ranks.
 """
@@ -13,11 +13,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Deal:
-    """Decide which part of every batch rank `rank` of `world` gets.
+    """The division of batches among `world` ranks, for rank `rank`.
 
-    A sequence of n tokens is n * (per_token + n) work. The unit is one pair of tokens that attend to each other, and
-    `per_token` is the work of a token beside its pairs. even: the longest remaining sequence goes to the rank with the
-    least work so far; otherwise sequences are dealt round-robin.
+    The work of a sequence of n tokens is n * (per_token + n): the unit is a pair of tokens in attention, and
+    `per_token` is all other work of a token. even: give the longest remaining sequence to the rank with the least work
+    so far; otherwise sequences are divided round-robin.
     """
 
     rank: int
@@ -26,7 +26,7 @@ class Deal:
     even: bool = True
 
     def owners(self, lengths: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return ([B] the rank of each sequence, the greatest work of a rank over the ranks' mean) for lengths [B]."""
+        """Return (the rank of each sequence [B], the greatest work of a rank / the mean) for lengths [B]."""
         work = lengths * (self.per_token + lengths.astype(np.float64))
         if not self.even:
             owners = np.arange(len(lengths)) % self.world
@@ -39,7 +39,7 @@ class Deal:
         loads = np.bincount(owners, work, self.world)
         return owners, float(loads.max() / loads.mean()) if loads.sum() else 1.0
 
-    def mine(self, lengths: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return (the indices of this rank's sequences, ascending, and the imbalance of the batch) for lengths [B]."""
+    def local(self, lengths: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return (the ascending indices of this rank's sequences, the imbalance as in `owners`) for lengths [B]."""
         owners, imbalance = self.owners(lengths)
         return np.flatnonzero(owners == self.rank), imbalance

@@ -1,4 +1,4 @@
-"""Define `Batch`, the one type that `data` and `models` share: sequences laid end to end, and the layout of its fields.
+"""Define `Batch`, the input of models: concatenated sequences, and the layout of its fields.
 
 Letters: T tokens of the batch, B sequences, S values of a jagged field.
 """
@@ -21,9 +21,9 @@ from hstu_sparse.ring.plan import RingPlan
 class Layout(NamedTuple):
     """The layout of a tensor of a batch.
 
-    kind     what the first dimension counts: tokens (T), sequences (B), values (S); or the tensor holds offsets (B+1)
+    kind     the first dimension: tokens (T), sequences (B), values (S) or offsets (B+1)
     padding  the value of padding
-    offsets  the name of the field that says which values belong to which sequence
+    offsets  for values, the name of the field with their offsets
     """
 
     kind: Literal["token", "sequence", "values", "offsets"]
@@ -42,9 +42,7 @@ def per_sequence(padding: float = 0) -> dict[str, Layout]:
 
 
 def jagged(offsets: str, padding: float = 0) -> dict[str, Layout]:
-    """Return the metadata of a field [S, ...] with any number of values a sequence, jagged by the field named
-    `offsets`.
-    """
+    """Return the metadata of a field [S, ...] that is jagged by the field named `offsets`."""
     return {"layout": Layout("values", padding, offsets)}
 
 
@@ -52,15 +50,15 @@ OFFSETS = {"layout": Layout("offsets")}  # the metadata of a field [B+1], first 
 
 
 class Cut(NamedTuple):
-    """The whole batch as seen by a rank that holds some of its tokens (training/ranks/processes.py).
+    """The whole batch of a rank that has some tokens of each sequence (training/ranks/processes.py).
 
-    index      [T] int64, the index in the whole batch of each of the part's tokens
-    positions  [T] int64, their positions in the whole sequences
+    index      [T] int64, the index of each token of this rank in the whole batch
+    positions  [T] int64, the position of each token in its whole sequence
     origins    [B] int64, the time of the first event of each whole sequence
-    plan       the placement of tokens on the ranks of a ring; None by heads
+    plan       the placement of tokens on the ranks of a ring; None if ranks divide heads
     group      the process group of the ranks
-    uncut      by heads the whole batch, whose tokens attention sees; None in a ring
-    tokens     by heads the number of tokens of each rank, which are consecutive
+    uncut      the whole batch, for attention, if ranks divide heads; None in a ring
+    tokens     the number of consecutive tokens of each rank, if ranks divide heads
     """
 
     index: Tensor  # type: ignore[assignment]  # a tuple has a method of that name
@@ -73,11 +71,11 @@ class Cut(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """The batch of all ranks, of which a batch is one rank's part.
+    """The batch of all ranks, if each rank has some of its sequences.
 
-    step       the training step of the batch, counted from 0
-    tokens     the number of tokens in the batch of all ranks
-    imbalance  the greatest predicted work of a rank, over the ranks' mean
+    step       the training step of the batch, from 0
+    tokens     the number of tokens on all ranks
+    imbalance  the greatest predicted work of a rank divided by the mean over ranks
     """
 
     step: int
@@ -87,38 +85,39 @@ class Whole(NamedTuple):
 
 @dataclass
 class Batch:
-    """B sequences laid end to end.
+    """B sequences, concatenated.
 
     item_ids          [T] int64, the inputs
-    timestamps        [T] int64, seconds, of the inputs (zeros when the source has none)
-    target_ids        [T] int64, the item after each input; -1 for a token without a target, as all padding is
-    query_timestamps  [T] int64, seconds, when the target of each input happened
+    timestamps        [T] int64, the times of the inputs in seconds (zeros if the data have none)
+    target_ids        [T] int64, the item after each input; -1 for tokens without a target and for padding
+    query_timestamps  [T] int64, the times of the targets in seconds
     seq_offsets       [B+1] int64, first 0, last T
     users             [B] int64, user index
-    actions           [T] int64 of the inputs, or None
-    seen_items        [S] int64 or None: all items of each user's whole history before the target of the last
-                      position, also those before the window; duplicates stay
+    actions           [T] int64, the actions of the inputs, or None
+    seen_items        [S] int64 or None: the items of each user's whole history before the target of the last position,
+                      including those before the window, with duplicates
     seen_offsets      [B+1] int64 or None
-    relevant_items    [R] int64 or None: the items that are ranked at the last position of each sequence, where they are
-                      not the target of that position
+    relevant_items    [R] int64 or None: the items to rank at the last position of each sequence; None: the target of
+                      that position
     relevant_offsets  [B+1] int64 or None
-    real              [T] bool: True for tokens of the data, False for padding; all are real by default
-    user_features     [B, F, L] int64 or None: for each feature of users the rows of its table, padded with -1
-    event_features    [T, F, L] int64 or None: likewise for events
-    rows              [T] int64 or None: the place of each token in the batch of all ranks, of which this one is a part
-    has_action        [T] bool or None: whether a token includes its event's action; None where the model decides that
-                      alone: all of them or none (data/ranking.py has both in a batch)
-    num_targets       [B] int64 or None: how many of the last tokens of each sequence are candidates, which have the
-                      position of the first of them, and see the tokens before them all and themselves
-    num_context       how many tokens in front of each sequence stand for features of its user (`with_context`), an int
-    phase             the training step at which the current phase of training began, a host-side int: whatever changes
-                      at a certain step compares that step with it; the default is greater than any step
-    cut               a `Cut` if the batch holds a rank's tokens of a batch whose sequences ranks share, else None
-    heads             the process group whose ranks each have some of attention's heads; None where all are here
-    whole             a `Whole` if the batch holds some of the sequences of a larger batch, else None
+    real              [T] bool: True for tokens of the data, False for padding; by default all True
+    user_features     [B, F, L] int64 or None: the table rows of each feature of users, padded with -1
+    event_features    [T, F, L] int64 or None: the same for events
+    rows              [T] int64 or None: the index of each token in the batch of all ranks (see `whole`)
+    has_action        [T] bool or None: whether a token includes its event's action; None: the model includes the action
+                      of all tokens or of none
+    num_targets       [B] int64 or None: the number of candidates, the last tokens of each sequence. They all have the
+                      position of the first one, and each attends to the tokens before the candidates and to itself
+    num_context       int, the number of tokens at the front of each sequence that are features of its user
+                      (`with_context`)
+    phase             int on the host, the training step at which the current phase of training began; by default
+                      greater than any step. Modules that change at a certain step compare that step with it
+    cut               a `Cut` if the batch has this rank's tokens of sequences that ranks share, else None
+    heads             the process group of the ranks that divide attention's heads; None if this rank has all heads
+    whole             a `Whole` if the batch has some of the sequences of a larger batch, else None
 
-    Each field that holds a tensor declares its layout as metadata of the field; moving, padding, overwriting and
-    cutting follow from that declaration, for fields of subclasses too.
+    The metadata of each tensor field is its layout, which moving, padding, overwriting and cutting use, also for fields
+    of subclasses.
 
     Examples:
         >>> ids, times = torch.tensor([3, 1, 2, 0, 1]), torch.tensor([10, 20, 30, 5, 7])
@@ -156,7 +155,7 @@ class Batch:
     cut: Cut | None = None
     heads: Any = None
     whole: Whole | None = None
-    # Results of `once`. A copy of the batch starts without them, so that no result outlives its copy's forward pass.
+    # Results of `once`. A copy of the batch has none, so that they live for one forward pass.
     _shared: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -164,7 +163,7 @@ class Batch:
             self.real = torch.ones(self.num_tokens, dtype=torch.bool, device=self.item_ids.device)
 
     def once(self, key: Hashable, compute: Callable[[], object]) -> object:
-        """Return compute(), which depends on the batch and `key` alone, computed for the first layer that needs it."""
+        """Return compute(), which depends only on the batch and `key`; it is called once and its result is stored."""
         if key not in self._shared:
             self._shared[key] = compute()
         return self._shared[key]
@@ -181,9 +180,9 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """The position of each token, [T] int64, in its whole sequence even if the batch holds a part of it.
+        """The position of each token in its (whole) sequence, [T] int64.
 
-        Behind context tokens, which have position 0, events begin at 1.
+        If there are context tokens, they have position 0, and the first event has position 1.
         """
         if self.cut is not None:
             return self.cut.positions
@@ -195,19 +194,19 @@ class Batch:
 
     @property
     def with_event_positions(self) -> Batch:
-        """The batch with positions that count events alone, where a part of the sequences has context tokens, too."""
+        """The batch with positions that do not count context tokens."""
         if self.cut is None or not self.num_context:
             return self
         return dataclasses.replace(self, cut=self.cut._replace(positions=(self.cut.positions - 1).clamp(min=0)))
 
     @property
     def moved(self) -> bool:
-        """Whether `positions` are not just the places of tokens in the batch's sequences."""
+        """Whether `positions` differ from the indices of tokens in the batch's sequences."""
         return self.cut is not None or self.num_targets is not None or self.num_context > 0
 
     @property
     def context_counts(self) -> Tensor | None:
-        """The number of context tokens of each sequence, [B] int64; None for 0."""
+        """The number of context tokens of each sequence, [B] int64; None if there are none."""
         return torch.full_like(self.users, self.num_context) if self.num_context else None
 
     @property
@@ -224,12 +223,12 @@ class Batch:
         return {layout.offsets: len(x) for _, x, layout in self._tensors() if layout.offsets is not None}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, Layout]]:
-        """Yield (name, value, layout) of each field that holds a tensor; TypeError for one that declares no layout."""
+        """Yield (name, value, layout) of each tensor field; TypeError for a field without a layout."""
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, Tensor):
                 if "layout" not in spec.metadata:
-                    raise TypeError(f"{type(self).__name__}.{spec.name} holds a tensor, but its field has no layout")
+                    raise TypeError(f"{type(self).__name__}.{spec.name} is a tensor, but its field has no layout")
                 yield spec.name, value, spec.metadata["layout"]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -245,19 +244,20 @@ class Batch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
+        """Return the same batch in pinned memory."""
         return self._map(Tensor.pin_memory)
 
     def part(self, index: Tensor, seq_offsets: Tensor) -> Batch:
-        """Return the same sequences with only the tokens `index` [T'], which `seq_offsets` [B+1] divides among them."""
+        """Return the same sequences with only the tokens `index` [T'], jagged by `seq_offsets` [B+1]."""
         chosen: dict[str, Any] = {
             name: value.index_select(0, index) for name, value, layout in self._tensors() if layout.kind == "token"
         }
         return dataclasses.replace(self, **chosen | {"seq_offsets": seq_offsets})
 
     def with_context(self, count: int) -> tuple[Batch, Tensor]:
-        """Return (the batch with `count` more tokens in front of each sequence, the new places [T] of its own tokens).
+        """Return (the batch with `count` context tokens before each sequence, the new indices [T] of its tokens).
 
-        The new tokens have the time of the sequence's first event, and otherwise the values of padding.
+        Context tokens have the time of the sequence's first event, and values of padding otherwise.
         """
         sequences = sequence_ids(self.seq_offsets, self.num_tokens)
         places = torch.arange(self.num_tokens, device=sequences.device) + count * (sequences + 1)
@@ -275,15 +275,15 @@ class Batch:
         return dataclasses.replace(self, num_context=count, **wider), places
 
     def as_padding(self) -> Batch:
-        """Return the same tokens marked as padding: not real and without targets, so that none counts in any loss."""
-        unsaid = {"real"} | {name for name, _, layout in self._tensors() if layout == Layout("token", -1)}
+        """Return the same tokens as padding: not real and without targets, so that they do not count in any loss."""
+        cleared = {"real"} | {name for name, _, layout in self._tensors() if layout == Layout("token", -1)}
         filled: dict[str, Any] = {
-            name: torch.full_like(x, layout.padding) for name, x, layout in self._tensors() if name in unsaid
+            name: torch.full_like(x, layout.padding) for name, x, layout in self._tensors() if name in cleared
         }
         return dataclasses.replace(self, **filled)
 
     def sequences(self, begin: int, end: int) -> Batch:
-        """Return only the sequences begin .. end - 1; waits for the device."""
+        """Return the sequences begin .. end - 1. Synchronises with the device."""
         parts = {"sequence": slice(begin, end), "offsets": slice(begin, end + 1)}
         parts["token"] = slice(*self.seq_offsets[[begin, end]].tolist())
         chosen: dict[str, Any] = {}
@@ -295,10 +295,10 @@ class Batch:
         return dataclasses.replace(self, **chosen)
 
     def padded(self, tokens: int, sequences: int, longest: int, values: Mapping[str, int] | None = None) -> Batch:
-        """Return the batch padded to T = `tokens`, B = `sequences` and `values` (as `num_values`), for a fixed shape.
+        """Return the batch padded to the fixed sizes T = `tokens`, B = `sequences` and `values` (as `num_values`).
 
-        Behind the real sequences come some with at most `longest` tokens of padding, then empty ones. The padding of a
-        jagged field belongs to the first of them; fields that `values` does not name keep their size.
+        Sequences of at most `longest` tokens of padding are added, then empty ones. The first of them gets the padding
+        of jagged fields. Fields that are not in `values` keep their size. ValueError if the batch does not fit.
         """
         sizes = self.num_values | dict(values or {}) | {"seq_offsets": tokens}
         more, rows = tokens - self.num_tokens, sequences - self.num_sequences
@@ -310,7 +310,7 @@ class Batch:
         for name, count in self.num_values.items():
             if sizes[name] < count or (sizes[name] > count and not rows):
                 raise ValueError(f"cannot pad {count} values of {name} to {sizes[name]} with {rows} more sequences")
-        # Allocated as zeros: `overwrite` alone knows how to fill them.
+        # `overwrite` writes the values.
         filled: dict[str, Any] = {}
         for name, x, layout in self._tensors():
             length = {"token": tokens, "sequence": sequences, "offsets": sequences + 1}.get(layout.kind)
@@ -320,7 +320,7 @@ class Batch:
         return batch
 
     def overwrite(self, other: Batch, longest: int) -> None:
-        """Overwrite this batch, in place, with `other` padded to this batch's sizes."""
+        """Write `other`, padded to this batch's sizes, into this batch in place."""
         sizes = self.num_values | {"seq_offsets": self.num_tokens}
         for name, target, layout in self._tensors():
             source = getattr(other, name)

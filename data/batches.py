@@ -1,4 +1,4 @@
-"""Assemble the batches of a split from the flat columns of a dataset without any Python per row.
+"""Assemble the batches of a split from the flat columns of a data set, without Python loops over rows.
 
 Letters: T tokens of the batch, B sequences, S seen items of the batch, M samples of the split.
 """
@@ -20,54 +20,56 @@ from data.batch import Batch, Whole
 from data.splits import Split
 from data.types import DataError, Dataset
 
-CHUNK_BATCHES = 50  # group_by_length sorts within this many batches: enough to even out, still well shuffled
+CHUNK_BATCHES = 50  # batches within which group_by_length sorts: similar lengths, but still well shuffled
 
 
 def _columns(dataset: Dataset) -> dict[str, Tensor | None]:
-    """Return the columns as CPU tensors that share the memory (or the file mapping) of the dataset's arrays."""
+    """Return the columns as CPU tensors that share the memory or memory map of the data set's arrays."""
     columns = {"items": dataset.items, "timestamps": dataset.timestamps, "actions": dataset.actions}
     columns |= {"user_rows": dataset.user_rows, "event_rows": dataset.event_rows}
     return {name: None if array is None else torch.from_numpy(array) for name, array in columns.items()}
 
 
-# Training, validation and test read the same columns: one copy per dataset and device is enough.
+# Training, validation and test share one copy of the columns on each device.
 _on_device: WeakKeyDictionary[Dataset, dict[torch.device, dict]] = WeakKeyDictionary()
 
 
 def _device_columns(dataset: Dataset, device: torch.device) -> dict[str, Tensor | None] | None:
-    """Return the columns on a CUDA device, or None when they would take more than a quarter of its free memory."""
+    """Return the columns on a CUDA device, or None if they would take more than a quarter of its free memory."""
     cached = _on_device.setdefault(dataset, {})
     if device not in cached:
         columns = _columns(dataset)
         size = sum(8 * c.numel() for c in columns.values() if c is not None)
         if size > torch.cuda.mem_get_info(device)[0] // 4:
             return None
-        # As int64, the type that batches have, which then need no conversion.
+        # As int64, the type of batches.
         cached[device] = {name: None if c is None else c.to(device).long() for name, c in columns.items()}
     return cached[device]
 
 
 def ranges(begin: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """Return begin[i], begin[i]+1, ... for each i, offsets[i+1]-offsets[i] of them: [total] int64. Needs no host
-    sync.
+    """Return the concatenated ranges of offsets[i+1] - offsets[i] numbers from begin[i] on: [total] int64.
+
+    It does not synchronise with the device.
     """
     shift = torch.repeat_interleave(begin - offsets[:-1], offsets[1:] - offsets[:-1], output_size=total)
     return shift + torch.arange(total, device=begin.device)
 
 
 class Batches:
-    """The samples of one split, batch by batch.
+    """The batches of one split.
 
-    Stateless: `epoch(n)` depends on (seed, n) alone, so that a resumed run gets the batches of an uninterrupted one.
-    The columns live on the device if they take less than a quarter of its free memory; else a batch is assembled on
-    the CPU from the mapped file and copied from pinned memory. Neither waits for the GPU: the order and the lengths
-    are computed on the CPU once per epoch.
+    There is no state: `epoch(n)` depends only on (seed, n), so that a resumed run gets the batches of an uninterrupted
+    one. The columns are on the device if they take less than a quarter of its free memory; otherwise a batch is
+    assembled on the CPU from the memory-mapped file and copied from pinned memory. Neither synchronises with the GPU:
+    the order and the lengths are computed on the CPU once an epoch.
 
-    batch_size: sequences per batch; the last batch of an epoch may be shorter.
-    group_by_length: put sequences of similar length together (in random order of batches when shuffled).
-    with_seen: fill seen_items and seen_offsets.
-    augment: how the sequences of an epoch differ from the split's; for retrieval only, and not together with with_seen.
-    deal: divides sequences among ranks; without it, every batch is whole.
+    Args:
+        batch_size: sequences of a batch; the last batch of an epoch may have fewer.
+        group_by_length: put sequences of similar length together, in batches of random order if shuffled.
+        with_seen: fill seen_items and seen_offsets.
+        augment: options of augmentation; for retrieval only, and not with with_seen.
+        deal: the division of batches among ranks; without it, batches have all sequences.
 
     Examples:
         >>> batches = Batches(dataset, splits.train, batch_size=8, shuffle=False)
@@ -89,8 +91,7 @@ class Batches:
         augment: Augment | None = None,
         deal: Deal | None = None,
     ):
-        # A table has num_items rows: an id beyond them would be a cryptic failure on a CPU and an abort on a GPU later
-        # on.
+        # A table has num_items rows: another id would later be a cryptic error on a CPU and an abort on a GPU.
         if dataset.num_events and not 0 <= dataset.items.min() <= dataset.items.max() < dataset.num_items:
             raise DataError(
                 f"{dataset.name}: item ids must lie in 0..{dataset.num_items - 1}, "
@@ -117,7 +118,7 @@ class Batches:
         return -(-len(self.split) // self.batch_size)
 
     def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return order [M], the samples in the order of the epoch, and bounds [batches + 1] into it."""
+        """Return (the samples in the order of the epoch [M], the bounds of the batches in it [batches + 1])."""
         samples, size = len(self.split), self.batch_size
         rng = np.random.default_rng([self.seed, epoch])
         order = rng.permutation(samples) if self.shuffle else np.arange(samples)
@@ -135,7 +136,7 @@ class Batches:
         return order[rows], new_bounds
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of epoch number `epoch`, from batch number `start` on (skipped batches cost nothing)."""
+        """Yield the batches of epoch number `epoch`, from batch number `start` on; skipping batches is free."""
         order, bounds = self._plan(epoch)
         begin, end = self.split.begin[order], self.split.end[order]
         seen_begin, source = self._user_begin[order], self
@@ -144,7 +145,7 @@ class Batches:
         if self.deal is not None:
             yield from source._dealt(epoch, start, order, bounds, begin, end, self.deal)
             return
-        # Host copies of the offsets give T and S without waiting for the device.
+        # Host copies of the offsets give T and S without a device synchronisation.
         offsets = np.append(0, np.cumsum(self._tokens(begin, end)))
         seen_offsets = np.append(0, np.cumsum(end - 1 - seen_begin)) if self.with_seen else None
 
@@ -165,7 +166,7 @@ class Batches:
             yield batch
 
     def _add_targets(self, batch: Batch, samples: np.ndarray) -> None:
-        """Fill the relevant items of a batch of the samples [B] of a split that has targets of its own."""
+        """Fill the relevant items of a batch from the split's targets; samples: [B]."""
         assert self.split.targets is not None and self.split.target_offsets is not None
         begin, end = self.split.target_offsets[samples], self.split.target_offsets[samples + 1]
         offsets = np.append(0, np.cumsum(end - begin))
@@ -175,9 +176,7 @@ class Batches:
         batch.relevant_items, batch.relevant_offsets = (torch.from_numpy(x).to(device) for x in (items, offsets))
 
     def _augmented(self, augment: Augment, epoch: int, first: np.ndarray, begin: np.ndarray, end: np.ndarray):
-        """Return (these batches over an epoch's own columns, the begin of each sample in them, the end of each
-        sample).
-        """
+        """Return (a copy of these batches with the augmented columns of an epoch, the samples' begins, their ends)."""
         rng = np.random.default_rng([self.seed, epoch, 1])
         *picked, offsets = augmented(augment, rng, first, begin, end)
         events, times = (torch.from_numpy(x).to(self._assemble_on) for x in picked)
@@ -191,14 +190,12 @@ class Batches:
         return source, offsets[:-1], offsets[1:]
 
     def _dealt(self, epoch: int, start: int, order, bounds, begins, ends, deal: Deal) -> Iterator[Batch]:
-        """Yield this rank's parts of the batches from number `start` on; begins, ends: those of the samples of
-        `order`.
-        """
+        """Yield this rank's parts of the batches from number `start` on; begins, ends: of `order`'s samples."""
         for number in range(start, len(bounds) - 1):
             batch_of = slice(bounds[number], bounds[number + 1])
             samples, lengths = order[batch_of], self._tokens(begins[batch_of], ends[batch_of])
-            indices, imbalance = deal.mine(lengths)
-            idle = not len(indices)  # a rank without sequences takes the first one, as padding
+            indices, imbalance = deal.local(lengths)
+            idle = not len(indices)  # a rank without sequences gets the first one as padding
             indices = np.zeros(1, np.int64) if idle else indices
             starts, samples = np.cumsum(lengths) - lengths, samples[indices]
             offsets = np.append(0, np.cumsum(lengths[indices]))
@@ -206,7 +203,7 @@ class Batches:
             seen = np.append(0, np.cumsum(end - 1 - seen_begin)) if self.with_seen else None
             scored = None if self.split.scored is None else self.split.scored[samples]
             arrays = (self.split.users[samples], begin, scored, seen_begin, offsets, seen, starts[indices])
-            # From pinned memory the copies wait for nothing.
+            # Copies from pinned memory are asynchronous.
             pin = self._assemble_on.type == "cuda"
             tensors = [None if x is None else torch.from_numpy(x) for x in arrays]
             moved: Any = (None if x is None else (x.pin_memory() if pin else x).to(self._assemble_on, non_blocking=True)

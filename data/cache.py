@@ -1,6 +1,6 @@
-"""Store prepared data sets: a folder with one .npy file per column and meta.json.
+"""Store prepared data sets as folders with a .npy file for each column and meta.json.
 
-Requires only numpy. Whatever a folder holds, `read_cache` returns a valid `Dataset` or raises CacheError.
+Requires only numpy. `read_cache` returns a valid `Dataset` or raises CacheError, for any content of a folder.
 
 Letters: E events, U users.
 """
@@ -21,7 +21,7 @@ from data.atomic import replace_folder, sweep
 from data.features.features import ENTITIES, KINDS, VECTOR, Feature
 from data.types import Dataset, shown
 
-LAYOUT = 2  # raise it when the files are laid out differently; what they hold has a version of its own (prepare.py)
+LAYOUT = 2  # the version of the files' layout; the version of their content is in prepare.py
 COLUMNS = ("items", "timestamps", "actions", "user_offsets", "user_ids", "item_ids")
 FEATURE: dict[str, type | None] = {"values": None, "codes": np.int32, "offsets": np.int64}  # the arrays of a feature
 INTEGERS = {"items": np.int32, "timestamps": np.int64, "actions": np.int32, "user_offsets": np.int64}
@@ -39,19 +39,19 @@ META = {
 }
 
 
-REMOVED_FROM = "removed_from"  # the key of the fingerprints that the data set had before users were removed
+REMOVED_FROM = "removed_from"  # the key in meta.json of the fingerprints before users were removed
 
-CHUNK = 1 << 24  # events that are checked at a time
+CHUNK = 1 << 24  # events checked at a time
 
 
 class CacheError(Exception):
-    """A cache folder lacks something or is damaged."""
+    """A cache folder is incomplete or damaged."""
 
 
 def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str], None] = lambda _: None) -> None:
-    """Write the dataset as `folder`, whole or not at all, with `meta` in meta.json. OSError when e.g. the disk is full.
+    """Write a data set to `folder`, whole or not at all. OSError if, for example, the disk is full.
 
-    stage: called with a description of each step; it may raise.
+    meta: more entries of meta.json; stage: called with a description of each step, may raise.
     """
     sweep(folder.parent, folder.name)
     with replace_folder(folder, keep=_is_good) as temporary:
@@ -83,16 +83,16 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
 
 
 def save_array(file: Path, array: np.ndarray) -> None:
-    """Save the array as a .npy file; if it is a memory map of such a file, link that instead of copying it."""
+    """Save an array as a .npy file; a memory map of such a file is linked instead of copied."""
     if isinstance(array, np.memmap) and array.filename is not None:
-        with contextlib.suppress(OSError):  # on another disk, or one without links
+        with contextlib.suppress(OSError):  # another disk, or one without links
             os.link(str(array.filename), file)
             return
     np.save(file, array, allow_pickle=False)
 
 
 def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, dict]:
-    """Return the data set, its columns memory-mapped, and meta.json; CacheError when anything is wrong with them."""
+    """Return (the data set with memory-mapped columns, the content of meta.json); CacheError if anything is wrong."""
     meta = _read_meta(folder)
     if fingerprint is not None and meta["fingerprint"] != fingerprint:
         raise CacheError("fingerprint differs")
@@ -119,7 +119,7 @@ def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, d
     )
     for key in ("num_users", "num_items", "num_events"):
         if meta[key] != getattr(dataset, key):
-            raise CacheError(f"meta.json says {key}={meta[key]}, the columns hold {getattr(dataset, key)}")
+            raise CacheError(f"meta.json: {key}={meta[key]}, but the columns have {getattr(dataset, key)}")
     _check(dataset)
     return dataset, meta
 
@@ -177,7 +177,7 @@ def _read_column(folder: Path, column: str, expected: object, vectors: bool = Fa
             raise CacheError(f"{file.name}: expected {expected['size']} bytes, got {size}")
         if _file_crc32(file) != expected["crc32"]:
             raise CacheError(f"{file.name}: wrong checksum")
-        # "c": torch wants writable memory; what is written into it does not reach the file.
+        # "c", copy-on-write: torch needs writable memory, and the file must not change.
         mapped = np.lib.format.open_memmap(file, mode="c")
     except (
         OSError,
@@ -227,7 +227,7 @@ def _features(described: list, arrays: dict) -> tuple[Feature, ...]:
 
 
 def _check(dataset: Dataset) -> None:
-    """Check what `Dataset` promises, so that a hostile cache fails here and not with an index error during training."""
+    """Check the columns, so that a bad cache is an error here and not an index error during training."""
     events, offsets = dataset.num_events, dataset.user_offsets
     for column in ("timestamps", "actions"):
         array = getattr(dataset, column)
@@ -243,12 +243,12 @@ def _check(dataset: Dataset) -> None:
         or offsets[-1] != events
         or (np.diff(offsets) < 0).any()
     ):
-        raise CacheError(f"user_offsets.npy: expected {dataset.num_users + 1} values rising from 0 to {events}")
+        raise CacheError(f"user_offsets.npy: expected {dataset.num_users + 1} ascending values from 0 to {events}")
     actions, names = dataset.actions, dataset.action_names
     if names is not None and (actions is None or (events and actions.max() >= len(names))):
-        raise CacheError("meta.json: action_names: fewer than there are actions")
+        raise CacheError("meta.json: action_names: expected a name for each action")
     if not dataset.has_timestamps and dataset.timestamps.any():
-        raise CacheError("meta.json says has_timestamps=false, and timestamps.npy has some")
+        raise CacheError("meta.json: has_timestamps=false, but timestamps.npy is not all zeros")
     rows = {"items": dataset.num_items, "users": dataset.num_users, "events": events}
     for number, feature in enumerate(dataset.features):
         _check_feature(f"feature-{number}", feature, rows[feature.entity])
@@ -263,7 +263,7 @@ def _check_feature(file: str, feature: Feature, rows: int) -> None:
     values, codes, offsets = feature.values, feature.codes, feature.offsets
     lengths = np.diff(offsets)
     if len(offsets) != rows + 1 or offsets[0] != 0 or offsets[-1] != len(codes) or (lengths < 0).any():
-        raise CacheError(f"{file}-offsets.npy: expected {rows + 1} values rising from 0 to {len(codes)}")
+        raise CacheError(f"{file}-offsets.npy: expected {rows + 1} ascending values from 0 to {len(codes)}")
     if feature.kind != "list" and (lengths > 1).any():
         raise CacheError(f"{file}-offsets.npy: more than one value in a row of kind {feature.kind}")
     if len(codes) and not 0 <= codes.min() <= codes.max() < len(values):
@@ -277,7 +277,7 @@ def _check_feature(file: str, feature: Feature, rows: int) -> None:
     if number != (values.dtype == np.float64) or (number and not np.isfinite(values).all()):
         raise CacheError(f"{file}-values.npy: expected {'finite numbers' if number else 'text'}")
     if (values[1:] <= values[:-1]).any():
-        raise CacheError(f"{file}-values.npy: expected values that rise")
+        raise CacheError(f"{file}-values.npy: expected ascending values")
 
 
 def _file_crc32(file: Path) -> int:

@@ -1,4 +1,4 @@
-"""Define the options of a run's data, `data:` in its configuration."""
+"""Define the options of a run's data, the section `data` of its configuration."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -14,7 +14,7 @@ from data.types import DataError
 
 def _possible_path(value: str) -> str:
     if "\0" in value:
-        raise ValueError("a path cannot hold a NUL character")
+        raise ValueError("a path cannot contain a NUL character")
     return value
 
 
@@ -44,14 +44,14 @@ PathText = Annotated[str, AfterValidator(_possible_path)]
 
 
 class DataConfig(Options):
-    """The events, and how they are split."""
+    """The events and their split."""
 
     format: str
-    """The form of the raw data: `csv`, `parquet` or one of the formats in docs/data.md."""
+    """The format of the raw data: `csv`, `parquet` or another one of docs/data.md."""
     path: PathText | None = None
-    """The raw file, its folder, a pattern (csv and parquet), or a prepared cache; generated data have none."""
+    """The raw file, its folder, a pattern (csv and parquet), or a prepared cache; not for generated data."""
     protocol: Literal["leave_one_out", "published", "temporal", "all", "last_tenth", "held_out_users"]
-    """Which events train, validate and test (docs/data.md)."""
+    """The split into training, validation and test events (docs/data.md)."""
     cache_dir: PathText = ".cache"
     """The folder of prepared data."""
     min_user_events: int = Field(1, ge=1)
@@ -63,19 +63,18 @@ class DataConfig(Options):
     encoding: Annotated[str, AfterValidator(_possible_encoding)] | None = None
     """The encoding of text files, as Python names it (`cp1252`, `shift_jis`); absent, it is detected."""
     decimal: Literal[".", ","] = "."
-    """The sign before the fraction of a number in a csv file."""
+    """The decimal sign of numbers in a csv file."""
     where: str | None = Field(None, min_length=1, max_length=1000)
-    """The rows to read: a condition of SQL on the columns of the file, like `quantity > 0`; absent, all."""
+    """The rows to read: an SQL condition on the columns of the file, like `quantity > 0`; absent, all rows."""
     on_bad_row: Literal["error", "drop"] = "error"
-    """Whether a row that cannot be read stops the preparation or is left out and reported."""
+    """Whether a row that cannot be read is an error, or is dropped and reported."""
     bad_rows_limit: float = Field(LIMIT, ge=0, le=1)
-    """The greatest share of a source's rows that `on_bad_row: drop` may leave out; more of them, and more than ten, are
-    an error."""
+    """The greatest share of a source's rows that `on_bad_row: drop` may drop; up to ten rows are always allowed."""
     duplicates: Literal["keep", "drop"] = "keep"
-    """Whether events that equal an earlier one in user, item, time and action stay."""
+    """Whether to keep or drop events that equal an earlier one in user, item, time and action."""
     partitions: int | None = Field(None, ge=1, le=4096)
-    """The number of ranges of users that are prepared one after another, so that memory need not hold all events;
-    absent, one where all fit. The result is the same."""
+    """The number of ranges of users that are prepared one after another, to need less memory; absent, it is chosen, 1
+    if all events fit into memory. The result is the same."""
     columns: Columns | None = None
     """The columns of a csv or parquet file."""
     synthetic: SyntheticOptions | None = None
@@ -83,25 +82,26 @@ class DataConfig(Options):
     recall: RecallOptions | None = None
     """The sizes of the generated memory task."""
     features: Features | None = None
-    """Features of items, users and events beside their ids (docs/features.md)."""
+    """Features of items, users and events in addition to their ids (docs/features.md)."""
     time_zone: Annotated[str, AfterValidator(_possible_zone)] | None = None
-    """The zone of `data.features.events.calendar`, like `Europe/Berlin`; absent, UTC."""
+    """The time zone of `data.features.events.calendar`, like `Europe/Berlin`; absent, UTC."""
     valid_fraction: float = Field(0.1, ge=0, lt=1)
-    """With `protocol: temporal`, the share of events in the validation window; 0 for none."""
+    """With `protocol: temporal`, the share of events in the validation window; 0 for no validation."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
     """With `protocol: temporal`, the share of events in the test window."""
     targets: Literal["first", "all"] = "first"
-    """With `protocol: temporal`, which events of a window are targets: each user's first one, or all, each with all
-    earlier events of its user as history."""
+    """With `protocol: temporal`, the targets in a window: each user's first event, or all events, each with all earlier
+    events of its user as history."""
     train_on_valid: bool = False
-    """With `protocol: last_tenth`, whether validation events train too: for a final figure only."""
+    """With `protocol: last_tenth`, whether to train on validation events, too: only for a final result."""
 
     def check_run(self, run: Any) -> None:
+        """Raise ValueError if options of the run do not work with these."""
         if self.targets == "all" and self.protocol != "temporal":
-            raise ValueError("data.targets: all is for data.protocol=temporal")
+            raise ValueError("data.targets: all requires data.protocol=temporal")
 
     @model_validator(mode="after")
     def _zone_of_a_calendar(self) -> Self:
         if self.time_zone and not (self.features and self.features.events and self.features.events.calendar):
-            raise ValueError("time_zone: nothing uses it without features.events.calendar")
+            raise ValueError("time_zone: requires features.events.calendar")
         return self

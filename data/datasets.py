@@ -1,4 +1,4 @@
-"""Load any data set with one function, and re-export the names that its callers need."""
+"""Load any data set with `load_dataset`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from data.reading.sources import local_path
 from data.recall import generate_recall
 from data.synthetic import generate
 from data.types import DataError, Dataset, did_you_mean
-from data.vocabulary import Vocabulary, in_terms_of
+from data.vocabulary import Vocabulary, with_vocabulary
 
 __all__ = ["FORMATS", "DataError", "Dataset", "OtherData", "Vocabulary", "load_dataset"]
 
@@ -45,34 +45,41 @@ def load_dataset(
     encoding: str | None = None,
     decimal: Literal[".", ","] = ".",
     where: str | None = None,
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
     features: Features | dict | None = None,
     partitions: int | None = None,
     fingerprint: str | None = None,
 ) -> Dataset:
-    """Load a dataset, preparing its cache first if need be.
+    """Load a data set, and prepare its cache first if that is missing.
 
-    format: a key of FORMATS. path: the raw file, the folder that holds it or its parts, a pattern of
-    files (`logs/*.csv`; csv and parquet only), or a prepared cache folder (one with a meta.json; then neither the raw
-    file nor polars is needed). cache_dir: where prepared caches live; None keeps the
-    prepared data in memory and writes nothing.
-    min_user_events, min_item_events: repeatedly drop users and items with fewer events, until none is left.
-    columns: csv and parquet only, see `options.Columns`. synthetic, recall: of the formats of these names only, see
-    `options.SyntheticOptions` and `options.RecallOptions`. vocabulary: what a trained model knows
-    (`vocabulary.vocabulary_of` its data set); known items keep their numbers, events with other items are left out and
-    counted in `Dataset.left_out`, users with fewer than min_user_events events left go too, and min_item_events is not
-    applied. separator: of a csv file or of sequences; by default detected from the first line. on_bad_row: whether rows
-    that cannot be read end the preparation or are left out and counted. duplicates: whether events that equal an
-    earlier one in every column stay. bad_rows_limit: the greatest share of a source's rows, beyond ten, that on_bad_row
-    may leave out. encoding: of text files; by default detected. decimal: the sign before a fraction. where: a condition
-    of SQL on the file's columns; other rows are left out. tell: called
-    now and then with a line about the progress of a long preparation.
-    The notes about how the source was read are in `Dataset.notes`. features: options of the features of items, users
-    and events, see `feature_options.Features`; with a vocabulary those of items are not read. partitions: the number of
-    ranges of users that are prepared one after another to limit memory (`partitions.py`); chosen automatically by
-    default. fingerprint: what the data set's must be; OtherData, before any data are prepared, if it is another.
+    Args:
+        format: a key of FORMATS.
+        path: the raw file, its folder, a folder of parts, a pattern of files (`logs/*.csv`; csv and parquet only), or a
+            prepared cache folder (with a meta.json), which needs neither the raw file nor polars.
+        cache_dir: the folder of prepared caches; None keeps the prepared data in memory and writes nothing.
+        min_user_events, min_item_events: drop users and items with fewer events repeatedly, until none is left.
+        columns: csv and parquet only, see `options.Columns`.
+        synthetic, recall: for the formats of these names only, see `options.SyntheticOptions`,
+            `options.RecallOptions`.
+        vocabulary: the vocabulary of a trained model. Known items keep their numbers; events with other items are left
+            out and counted in `Dataset.left_out`, and so are users with fewer than min_user_events remaining events.
+            min_item_events is not applied.
+        separator: the character between fields of csv or sequences; by default detected from the first line.
+        on_bad_row: whether rows that cannot be read are an error, or are dropped and counted.
+        duplicates: whether to keep or drop events that equal an earlier one in every column.
+        bad_rows_limit: the greatest share of a source's rows that on_bad_row may drop; ten rows are always allowed.
+        encoding: the encoding of text files; by default detected.
+        decimal: the decimal sign of numbers.
+        where: an SQL condition on the file's columns; other rows are left out.
+        report: called from time to time with a line about the progress of a long preparation.
+        features: options of features, see `features.options.Features`; with a vocabulary, those of items are not read.
+        partitions: the number of ranges of users that are prepared one after another to limit memory
+            (`reading/partitions.py`); chosen by default.
+        fingerprint: the expected fingerprint of the data set.
 
-    Raises DataError, one line, that names the file, line, column and value if possible.
+    Raises:
+        DataError: the data or options are wrong; one line, with the file, line, column and value if possible.
+        OtherData: the data set has another fingerprint; raised before data are prepared.
 
     Examples:
         >>> with open("orders.csv", "w") as file:
@@ -86,7 +93,7 @@ def load_dataset(
     """
     if format not in FORMATS:
         raise DataError(
-            f"data.format: {format!r} is not known{did_you_mean(format, FORMATS)} (there are {', '.join(FORMATS)})"
+            f"data.format: unknown format {format!r}{did_you_mean(format, FORMATS)} (known: {', '.join(FORMATS)})"
         )
     for key, value in (("min_user_events", min_user_events), ("min_item_events", min_item_events)):
         if not isinstance(value, int) or not 1 <= value < 2**63:
@@ -115,7 +122,7 @@ def load_dataset(
     handling = Handling(on_bad_row, duplicates, bad_rows_limit)
     for kind, sizes in (("synthetic", synthetic), ("recall", recall)):
         if sizes and format != kind:
-            raise DataError(f"data.{kind}: these options belong to format {kind}, not to {format}")
+            raise DataError(f"data.{kind}: these options are for format {kind}, not {format}")
     if fmt.kind == "generated":
         if path:
             raise DataError(f"data.path: format {format} generates its data and takes no path")
@@ -137,9 +144,9 @@ def load_dataset(
             dataset = with_tables(filter_dataset(dataset, **options), read)
             check_fingerprint(fingerprint, dataset.fingerprint, dataset.name)
             return dataset
-        return in_terms_of(with_tables(dataset, read), vocabulary, min_user_events)
+        return with_vocabulary(with_tables(dataset, read), vocabulary, min_user_events)
     if vocabulary is None:
-        arguments = format, fmt, path, cache_dir, options, handling, tell, features, partitions, fingerprint
+        arguments = format, fmt, path, cache_dir, options, handling, report, features, partitions, fingerprint
         return load_or_prepare(*arguments)
-    whole = load_or_prepare(format, fmt, path, cache_dir, None, handling, tell, features, partitions)
-    return in_terms_of(whole, vocabulary, min_user_events)
+    whole = load_or_prepare(format, fmt, path, cache_dir, None, handling, report, features, partitions)
+    return with_vocabulary(whole, vocabulary, min_user_events)

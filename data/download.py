@@ -1,8 +1,7 @@
 """Fetch a public data set: `python -m data.download ml-100k --to raw`.
 
-An interrupted download resumes where it stopped, and a file appears under its name only when it is whole. The checksum
-that the publisher states is verified; if there is none, the checksum of the first download is stored beside the file
-and later downloads must equal it.
+An interrupted download is resumed, and a file gets its name only when it is complete. The publisher's checksum is
+verified; if there is none, the checksum of the first download is stored next to the file and verified later.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-if not __package__:  # run as a file: this folder must not hide modules of Python such as types
+if not __package__:  # run as a file: this folder must not hide Python's modules, such as types
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     __package__ = "data"
 
@@ -47,21 +46,21 @@ except ModuleNotFoundError as error:
     missing = f"the package {error.name} is not installed in this Python"
     sys.exit(f"error: {missing}; run `make setup`, then `source .venv/bin/activate`")
 
-BLOCK = 1 << 16  # of an interrupted download whole blocks are kept
-# The data sets are 4 to 10 times as large as their archives; what is above this is no data set.
+BLOCK = 1 << 16  # bytes written at a time; whole blocks of an interrupted download are kept
+# The data sets are 4 to 10 times as large as their archives: an archive that grows far more is refused.
 MOST_GROWTH, ALWAYS_ALLOWED = 100, 2**26
 
 
 class DownloadError(Exception):
-    """The download failed; `str(error)` is one line for the user."""
+    """A download failed; `str(error)` is one line."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The place from which a public data set is downloaded.
+    """The download of a public data set.
 
-    url: a .zip, .tar.gz or plain file. md5: as the publisher states it, None if none is published. format: the key of
-    datasets.FORMATS that reads the files. folder: where the files end up, below the target folder.
+    url: a .zip, .tar.gz or plain file; md5: the publisher's checksum, or None; format: the files' key in FORMATS;
+    folder: the folder of the files, below the target folder.
     """
 
     url: str
@@ -103,12 +102,11 @@ def fetch(
     timeout: float = 30.0,
     progress: bool = True,
 ) -> Path:
-    """Download `url` to `target`, resuming `target`.part if an earlier attempt left one.
+    """Download `url` to `target`; resume from `target`.part if it exists. An existing target is only verified.
 
-    md5: as the publisher states it; None for the checksum of the first download, which is stored in `target`.sha256.
-    check: a further check of the complete file, which raises DownloadError if the content is wrong. timeout: seconds
-    without any data. An existing target is only verified. DownloadError on any failure; the received part stays for the
-    next attempt, unless it belongs to another file.
+    md5: the publisher's checksum; None: the checksum of the first download, stored in `target`.sha256. check: called
+    with the complete file, raises DownloadError if the content is wrong. timeout: seconds without data. DownloadError
+    on any failure; the received part is kept for the next attempt, unless it is of another file.
     """
     if target.exists():
         _verify(target, md5)
@@ -138,14 +136,14 @@ def fetch(
         raise DownloadError(f"{url}: {shown(error, 200)}") from error
     except OSError as error:
         raise DownloadError(f"{url}: interrupted ({_reason(error)}); run the same command again to resume") from error
-    except ValueError as error:  # pooch found another checksum, and removed the file
+    except ValueError as error:  # wrong checksum; pooch has removed the file
         got = str(error).partition("but got ")[2].partition(".")[0]
         raise DownloadError(_mismatch(target, md5, got)) from error
     return target
 
 
 class Transfer:
-    """A downloader for pooch that continues what an earlier attempt left in `target`.part."""
+    """A downloader for pooch that resumes from `target`.part."""
 
     def __init__(
         self,
@@ -158,10 +156,10 @@ class Transfer:
         self.part, self.state = (target.with_name(target.name + ending) for ending in (".part", ".part.json"))
         self.target, self.check, self.store_sum, self.timeout = target, check, store_sum, timeout
         self.progress = progress and sys.stderr.isatty()
-        self.answered = False  # whether the server has sent a file
+        self.answered = False  # whether the server has begun to send a file
 
     def __call__(self, url: str, output_file: str, _: object) -> None:
-        """Download to the part, check it and move it to `output_file`, whose checksum pooch verifies."""
+        """Download to `target`.part, check it and move it to `output_file`, whose checksum pooch verifies."""
         try:
             self._transfer(url)
         finally:
@@ -200,7 +198,7 @@ class Transfer:
             if response.is_redirect:
                 _check_redirect(response.url, urllib.parse.urljoin(response.url, response.headers["Location"]))
                 return
-            if response.status_code == 416 and have:  # longer than the server's current file
+            if response.status_code == 416 and have:  # the part is longer than the server's file
                 raise _Changed
             if not response.ok:
                 return
@@ -233,7 +231,7 @@ class Transfer:
 
 
 class _Changed(Exception):
-    """Signal that a part cannot be continued."""
+    """Raised if a part cannot be resumed because the file has changed."""
 
 
 def _check_redirect(before: str, after: str) -> None:
@@ -242,7 +240,7 @@ def _check_redirect(before: str, after: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first cause of an error, as the system words it."""
+    """Return the system's message for the first cause of an error."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -295,13 +293,13 @@ def _mismatch(file: Path, md5: str | None, got: str) -> str:
     if md5:
         return f"{file.name}: wrong checksum, expected md5 {md5}, got {got}; deleted it, try again"
     return (
-        f"{file.name}: not the file that was first downloaded here (its sha256 is {got}); "
-        f"if it may have changed, delete {_sum_file(file)}"
+        f"{file.name}: differs from the first download (its sha256 is {got}); if the publisher may have changed it, "
+        f"delete {_sum_file(file)}"
     )
 
 
-# Errors of zipfile and tarfile for archives that are damaged or compressed in a way that this Python does not know
-# (NotImplementedError), and for names that no file system can have (ValueError).
+# Errors of zipfile and tarfile for damaged archives, unsupported compression (NotImplementedError) and impossible names
+# of files (ValueError).
 UNPACKING = (
     zipfile.BadZipFile,
     tarfile.TarError,
@@ -315,7 +313,7 @@ UNPACKING = (
 
 
 def extract(archive: Path, folder: Path) -> None:
-    """Unpack an archive whose files all lie in one top folder; that folder appears as `folder`, whole or not at all."""
+    """Unpack an archive with one top folder, which becomes `folder`, whole or not at all."""
     sweep(folder.parent, folder.name)
     try:
         with replace_folder(folder) as temporary:
@@ -343,7 +341,7 @@ def extract(archive: Path, folder: Path) -> None:
 
 
 class Member(NamedTuple):
-    """A member of an archive; plain: whether it is a file or a folder; size: in bytes, unpacked."""
+    """A member of an archive; plain: whether it is a file or a folder; size: bytes when unpacked."""
 
     name: str
     plain: bool
@@ -356,10 +354,7 @@ def _zip_member(info: zipfile.ZipInfo) -> Member:
 
 
 def _check_members(archive: Path, members: Iterable[Member]) -> None:
-    """Raise DownloadError for links, devices, paths out of the folder, and an archive that unpacks to far too much.
-
-    Each member is checked before its content is read.
-    """
+    """Raise DownloadError for links, devices, paths out of the folder, and archives that are far too large unpacked."""
     most, total = max(ALWAYS_ALLOWED, MOST_GROWTH * archive.stat().st_size), 0
     for name, plain, size in members:
         path = PurePosixPath(name)
@@ -369,11 +364,11 @@ def _check_members(archive: Path, members: Iterable[Member]) -> None:
             )
         total += size
         if total > most:
-            raise DownloadError(f"{archive.name}: unpacks to more than {most:,} bytes, too much for its size")
+            raise DownloadError(f"{archive.name}: expected at most {most:,} bytes when unpacked, got more")
 
 
 def extract_tar(archive: tarfile.TarFile, folder: Path) -> None:
-    """Unpack the checked members of a tar archive, with ordinary permissions."""
+    """Unpack the checked members of a tar archive with default permissions."""
     members = archive.getmembers()
     for member in members:
         member.mode = 0o755 if member.isdir() else 0o644
@@ -382,7 +377,7 @@ def extract_tar(archive: tarfile.TarFile, folder: Path) -> None:
 
 
 def _check_first_row(format: str) -> Callable[[Path], None]:
-    """Return a check that replaces the checksum on the first download, since a proxy's error page is no table."""
+    """Return a check of the first row of a file without a checksum, which may be a proxy's error page."""
     fmt = FORMATS[format]
 
     def check(file: Path) -> None:
@@ -390,19 +385,19 @@ def _check_first_row(format: str) -> Callable[[Path], None]:
         if len(split_row(text, fmt)) != len(fmt.columns):
             raise DownloadError(
                 f"the download is not the expected file: it starts with {shown(text)!r}, "
-                f"which is no row of format {format}"
+                f"which is not a row of format {format}"
             )
 
     return check
 
 
 def download(name: str, to: str | Path, *, url: str | None = None, progress: bool = True) -> Path:
-    """Fetch and unpack the data set `name` (a key of SOURCES) below `to`; returns its folder, usable as data.path.
+    """Download and unpack the data set `name` (a key of SOURCES) below `to`; return its folder, a data.path.
 
-    url: another address of the same file. Nothing is fetched when the folder exists. DownloadError on any failure.
+    url: another address of the same file. Nothing is downloaded if the folder exists. DownloadError on any failure.
     """
     if name not in SOURCES:
-        raise DownloadError(f"unknown data set {name!r}; there are {', '.join(SOURCES)}")
+        raise DownloadError(f"unknown data set {name!r}; known: {', '.join(SOURCES)}")
     source = SOURCES[name]
     try:
         to = local_path(to, "--to")
@@ -433,7 +428,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _Parser(prog="python -m data.download", description="Fetch a public data set.")
     parser.add_argument("name", choices=list(SOURCES), metavar="NAME", help=", ".join(SOURCES))
     parser.add_argument("--to", default="raw", metavar="DIR", help="folder for raw data (default: %(default)s)")
-    parser.add_argument("--url", help="get the same file from another address, a mirror say")
+    parser.add_argument("--url", help="another address of the same file, such as a mirror")
     options = parser.parse_args(arguments)
     try:
         folder = download(options.name, options.to, url=options.url)
@@ -446,8 +441,8 @@ def main(arguments: list[str] | None = None) -> int:
     source = SOURCES[options.name]
     if source.md5 is None:
         print(
-            f"{options.name}: no published checksum is known; the checksum of the first download is stored beside "
-            "the file, and later downloads must have the same"
+            f"{options.name}: no published checksum; the checksum of the first download is stored next to the file, "
+            "and later downloads must have the same checksum"
         )
     print(f"{options.name} is in {folder}; in the YAML: data.format: {source.format}, data.path: {folder}")
     return 0

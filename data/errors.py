@@ -1,9 +1,9 @@
-"""Define the errors whose message a program prints to the user, without a traceback."""
+"""Define the errors that programs print without a traceback."""
 
 
 class UserError(ValueError):
-    """Base of the errors that a user can mend. `str(error)` is one line that says what is wrong and where."""
+    """Base of the errors that a user can fix. `str(error)` is one line with the fault and its place."""
 
 
 class ConfigError(UserError):
-    """A configuration has errors, one line each."""
+    """A configuration is wrong; the message has a line for each error."""

@@ -1,4 +1,4 @@
-"""Format pydantic's errors as lines for the user: where, what was expected, what was given."""
+"""Format pydantic's errors as one line each: the option, the expected value and the given one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from data.types import did_you_mean, shown
 
-# Types of errors that our own validators raise, which decide how place and message are joined: `place: message` or
-# `place.message`.
+# Types of errors of the project's validators: WHOLE is printed as `place: message`, OPTION as `place.message`.
 WHOLE, OPTION = "whole", "option"
 
 
 def custom(message: str, how: str = WHOLE) -> PydanticCustomError:
-    """Return an error with this message; how: WHOLE or OPTION."""
+    """Return an error with this message; how: its type, WHOLE or OPTION."""
     return PydanticCustomError(how, "{message}", {"message": message})
 
 
@@ -29,10 +28,10 @@ def explain(
     place: Sequence[int | str] | None = None,
     top: str = "config",
 ) -> str:
-    """Format one of pydantic's errors in one line: `model.attention.blok_size: unknown key, did you mean block_size?`
+    """Format a pydantic error in one line: `model.attention.blok_size: unknown key, did you mean block_size?`
 
-    keys: returns the valid keys of the mapping at a location, or none for no hint. place: the location for the user,
-    absent pydantic's own. top: what an empty location is called.
+    keys: location -> the valid keys of the mapping there, or none. place: the location to print, by default pydantic's.
+    top: the name of an empty location.
     """
     place, kind = list(item["loc"] if place is None else place), item["type"]
     where = dotted(place) or top

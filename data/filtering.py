@@ -1,4 +1,4 @@
-"""Compute the k-core of a data set: drop users and items with too few events until none is left to drop.
+"""Compute the k-core of a data set: drop users and items with too few events, until all others have enough.
 
 Requires only numpy. Letters: E events, U users.
 """
@@ -15,7 +15,7 @@ from data.types import DataError, Dataset
 
 
 def k_core(users: np.ndarray, items: np.ndarray, min_user_events: int, min_item_events: int) -> np.ndarray:
-    """Return the ascending indices [<=E] of the events that remain in the k-core (duplicates count).
+    """Return the ascending indices of the events in the k-core; duplicate events count. users, items: [E].
 
     Examples:
         >>> import numpy as np
@@ -35,7 +35,7 @@ def k_core(users: np.ndarray, items: np.ndarray, min_user_events: int, min_item_
 
 
 def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: int) -> Dataset:
-    """Return the dataset's k-core, users and items renumbered in the same order. DataError when nothing is left."""
+    """Return the k-core of a data set, with users and items renumbered in the same order. DataError if it is empty."""
     if min_user_events <= 1 and min_item_events <= 1:
         return dataset
     users = np.repeat(np.arange(dataset.num_users, dtype=np.int32), np.diff(dataset.user_offsets))
@@ -61,7 +61,7 @@ def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: i
 
 
 def nothing_left(name: str, min_user_events: int, min_item_events: int) -> DataError:
-    """Return the error of a filter that leaves no event."""
+    """Return the error for an empty k-core."""
     return DataError(
         f"{name}: no event is left with min_user_events={min_user_events} and min_item_events={min_item_events}; "
         "lower them"

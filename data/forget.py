@@ -21,7 +21,7 @@ from data.types import DataError, Dataset, shown
 
 
 class Removed(NamedTuple):
-    """Users who were removed from a prepared data set: how many, their events, and the folder that has the others."""
+    """The numbers of users and events that were removed from a prepared data set, and the folder of the others."""
 
     users: int
     events: int
@@ -29,19 +29,19 @@ class Removed(NamedTuple):
 
 
 def prepared_folders(path: Path) -> list[Path]:
-    """Return the folders of prepared data sets at `path`, which is one of them or has them in it."""
+    """Return `path` if it is a prepared data set, else the prepared data sets in this folder."""
     if (path / "meta.json").is_file():
         return [path]
     return sorted(file.parent for file in path.glob("*/meta.json"))
 
 
 def has_users(ids: np.ndarray, users: Collection[str]) -> np.ndarray:
-    """Return which of the ids [U] of a data set, integers or text, are among `users`, texts."""
+    """Return the mask of the ids [U] (integers or text) that are among `users` (text)."""
     return np.isin(np.asarray(ids).astype(str), list(users))
 
 
 def without_users(dataset: Dataset, users: Collection[str]) -> Dataset:
-    """Return a data set, with another fingerprint, without the events, ids and features of users; all items stay."""
+    """Return a data set without the events, ids and features of users, with another fingerprint. All items are kept."""
     stay, counts = ~has_users(dataset.user_ids, users), np.diff(dataset.user_offsets)
     index = np.flatnonzero(np.repeat(stay, counts))
     if not len(index):
@@ -65,10 +65,10 @@ def without_users(dataset: Dataset, users: Collection[str]) -> Dataset:
 
 
 def remove_users(folder: Path, users: Collection[str]) -> Removed | None:
-    """Rewrite a prepared data set without some users; None if it has none of them. DataError if it is damaged.
+    """Rewrite a prepared data set without some users; return None if it has none of them. DataError if it is damaged.
 
-    A copy in a cache gets the name of its new fingerprint, another one stays where it is; it says of which data sets it
-    is the rest. What was computed from the old copy is deleted with it.
+    In a cache, the folder is renamed after the new fingerprint. meta.json lists the earlier fingerprints. Arrays
+    computed from the old data are deleted.
     """
     try:
         dataset, meta = read_cache(folder)

@@ -1,4 +1,4 @@
-"""Store data frames as Parquet files of the cache, from where they are read and checked like any file."""
+"""Store data frames as Parquet files in the cache, which are then read and checked like any other file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from data.types import DataError, shown
 
 
 def as_polars(frame: Any, name: str):
-    """Return a frame of polars, pandas, Arrow, or another library with Arrow's PyCapsule interface, as polars' own.
+    """Convert a frame of polars, pandas, Arrow or another library with Arrow's PyCapsule interface to polars.
 
-    name: what errors call it. An index of pandas is left out. DataError for something else, or for columns that Arrow
-    has no type for.
+    name: the frame's name in errors. The index of a pandas frame is dropped. DataError for another object, or for
+    columns without an Arrow type.
 
     Examples:
         >>> frame = as_polars({"user": ["ann", "bob"], "item": ["tea", "cup"]}, "events")
@@ -40,9 +40,9 @@ def as_polars(frame: Any, name: str):
 
 
 def store(frame: Any, name: str, cache_dir: str | Path) -> Path:
-    """Write a frame of polars as NAME.parquet into a folder of the cache that its content names, and return the path.
+    """Write a polars frame as NAME.parquet into the cache, in a folder named by a hash of its content; return the path.
 
-    DataError for a frame without rows, a column of Python objects, and a folder that cannot be written.
+    DataError for a frame without rows, a column of Python objects, or a folder that cannot be written.
 
     Examples:
         >>> frame = as_polars({"user": ["ann", "bob"], "item": ["tea", "cup"]}, "events")
@@ -57,7 +57,7 @@ def store(frame: Any, name: str, cache_dir: str | Path) -> Path:
     if not frame.height:
         raise DataError(f"{name}: the frame has no rows")
     if objects := [column for column, kind in frame.schema.items() if kind == pl.Object]:
-        raise DataError(f"{name}, column {shown(objects[0])}: Python objects, expected numbers, text or times")
+        raise DataError(f"{name}, column {shown(objects[0])}: expected numbers, text or times, got Python objects")
     content = io.BytesIO()
     frame.write_parquet(content)
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
@@ -71,8 +71,7 @@ def store(frame: Any, name: str, cache_dir: str | Path) -> Path:
 
 
 def feature_kind(dtype: Any) -> str | None:
-    """Return the kind of feature that a column of a polars type is, of which only items have vectors; None for other
-    types.
+    """Return the kind of feature for a column's polars type: category, number, list, vector (items only) or None.
 
     Examples:
         >>> import polars as pl

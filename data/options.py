@@ -1,8 +1,4 @@
-"""Define the options of a source: the columns of the user's file, the sizes of generated data.
-
-They are part of the run's configuration (`data.columns`, `data.synthetic`, `data.recall`), and an unknown key, a wrong
-type or a wrong value is reported like that of any other key.
-"""
+"""Define the options of a source: `data.columns`, `data.synthetic` and `data.recall` of a run's configuration."""
 
 from __future__ import annotations
 
@@ -14,14 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from data.explain import explain
 from data.types import DataError, shown
 
-MOST = 10**9  # for any size or count: the tensors of a greater one would fit nowhere
-MOST_EVENTS = 2 * 10**9  # of generated data; their arrays would take some 24 GB
+MOST = 10**9  # for all sizes and counts: tensors of a greater size fit nowhere
+MOST_EVENTS = 2 * 10**9  # events of generated data: their arrays take some 24 GB
 MOST_ITEMS = 10**7
-MOST_ACTION = 999_999  # codes are rows of an embedding table: a greater code means that the wrong column was read
+MOST_ACTION = 999_999  # codes are rows of an embedding table; with a greater code the wrong column was read
 
 
 def auto_or(least: int) -> Callable:
-    """Return a check of an option that is `auto` or a whole number of at least `least`."""
+    """Return a validator for an option that is `auto` or an integer of at least `least`."""
 
     def check(value):
         if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
@@ -32,24 +28,24 @@ def auto_or(least: int) -> Callable:
 
 
 def chosen(value: int | Literal["auto"]) -> int:
-    """Return the number that has taken the place of `auto`."""
+    """Return the value of an option that may be `auto`; ValueError if `auto` is not yet replaced by a number."""
     if value == "auto":
         raise ValueError("an option is still auto")
     return value
 
 
 def checked_separator(value: object) -> str:
-    """Return the character that separates the fields of a text file ("tab" stands for a tab); DataError."""
+    """Return the character between the fields of a text file; "tab" gives a tab. DataError for any other value."""
     text = "\t" if value == "tab" else value
     if not isinstance(text, str) or len(text) != 1 or not text.isascii() or text.isalnum() or text in '"\r\n\0.+-':
         raise DataError(
-            f"data.separator: expected one character that no number holds, or tab, got {shown(repr(value))}"
+            f"data.separator: expected tab or one character that is not part of numbers, got {shown(repr(value))}"
         )
     return text
 
 
 class Options(BaseModel):
-    """Base of options: rejects unknown keys, infinities and absurd sizes, converts no types, is immutable."""
+    """Base of options: immutable; rejects unknown keys, infinities and too large numbers; converts no types."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -63,7 +59,7 @@ class Options(BaseModel):
         return value
 
     def check_run(self, run: Any) -> None:
-        """Raise ValueError if other options of the run (`RunConfig`, loaded) rule these out."""
+        """Raise ValueError if other options of the run (a loaded `RunConfig`) do not work with these."""
 
 
 class Columns(Options):
@@ -74,18 +70,18 @@ class Columns(Options):
     item: str = Field("item", min_length=1)
     """The column with the item's id."""
     timestamp: str = "timestamp"
-    """The column with the event's time; `""` if there are no times and each user's rows are in time order."""
+    """The column with the event's time; `""` if there is none, with each user's rows in time order."""
     action: str | None = Field(None, min_length=1)
     """The column with the action (a rating, the kind of a click); absent, events have no action."""
     timestamp_unit: Literal["s", "ms", "us", "ns"] | None = None
-    """The unit of times that are numbers; absent, it is detected from their size."""
+    """The unit of numeric times; absent, it is detected from their size."""
     timestamp_format: str | None = Field(None, min_length=1, max_length=100)
-    """The form of times that are text, as for Python's `datetime.strptime`; absent, ISO 8601."""
+    """The format of times that are text, as for Python's `datetime.strptime`; absent, ISO 8601."""
     action_codes: dict[str, Annotated[int, Field(ge=0, le=MOST_ACTION)]] | None = Field(None, min_length=1)
-    """The code of each text of an action; absent, codes follow the order of frequency."""
+    """The code of each action that is text; absent, codes are numbered by frequency, the most frequent first."""
 
     def by_role(self) -> dict[str, str]:
-        """Map each role to its column, in a fixed order, without roles that the source lacks."""
+        """Map each role that the source has to its column, in a fixed order."""
         roles = {"user": self.user, "item": self.item, "timestamp": self.timestamp, "action": self.action}
         return {role: column for role, column in roles.items() if column}
 
@@ -97,19 +93,19 @@ class Columns(Options):
         if self.timestamp_format and self.timestamp_unit:
             raise ValueError("timestamp_unit is for numbers, timestamp_format for text: give one")
         if self.action_codes and not self.action:
-            raise ValueError("action_codes: name the column of the actions too (action)")
+            raise ValueError("action_codes: name the column of the actions, too (action)")
         return self
 
 
 class SyntheticOptions(Options):
-    """The generated data set of `data.format: synthetic`: users who walk through clusters of items."""
+    """The generated data set of `data.format: synthetic`: users move through clusters of items."""
 
     num_users: int = Field(2000, ge=1, le=10**9)
     """The number of users."""
     num_items: int = Field(1000, ge=2, le=MOST_ITEMS)
     """The number of items."""
     num_clusters: int = Field(50, ge=1)
-    """The number of clusters that items belong to."""
+    """The number of clusters of items."""
     mean_length: float = Field(40.0, ge=1)
     """The mean number of events of a user."""
     min_length: int = Field(5, ge=1)
@@ -119,17 +115,17 @@ class SyntheticOptions(Options):
     num_successors: int = Field(4, ge=1, le=1000)
     """The number of items that may follow an item within its cluster."""
     num_homes: int = Field(3, ge=1, le=1000)
-    """The number of clusters that a user visits, one in each session."""
+    """The number of clusters of a user, who visits one in each session."""
     session_length: float = Field(8.0, ge=1)
     """The mean number of events of a session."""
     noise: float = Field(0.1, ge=0, le=1)
-    """The share of events that are drawn by popularity alone."""
+    """The share of events whose items are drawn by popularity only."""
     zipf: float = Field(0.9, ge=0, le=10)
     """The exponent of the items' popularity: 0 makes all items equally popular."""
     seed: int = Field(0, ge=0, lt=2**63)
     """The seed of the generator."""
     actions: bool = False
-    """Whether each event is liked (1) or not (0); otherwise events have no action."""
+    """Whether events have an action: liked (1) or not (0)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -148,40 +144,40 @@ class SyntheticOptions(Options):
 
 
 class ShortSequences(Options):
-    """Short sequences of the generated memory task, to train on beside the long ones."""
+    """Short sequences of the generated memory task, for training in addition to the long ones."""
 
     num_sequences: int = Field(ge=3, le=10**7)
     """The number of short sequences."""
     length: int = Field(256, ge=8, le=10**6)
     """The number of events of a short sequence."""
     pairs: int = Field(8, ge=1)
-    """The number of pairs that each has in each group of distances; groups beyond half of `length` are left out."""
+    """The number of pairs of each sequence in each group of distances; groups above half of `length` are left out."""
 
 
 class RecallOptions(Options):
-    """The generated memory task of `data.format: recall`: pairs of items, of which the first returns later."""
+    """The generated memory task of `data.format: recall`: pairs of items, whose first item returns later."""
 
     num_sequences: int = Field(2000, ge=3, le=10**7)
     """The number of sequences."""
     length: int = Field(1024, ge=8, le=10**6)
     """The number of events of a sequence."""
     distances: list[Annotated[int, Field(ge=2)]] = Field([16, 32, 64, 128, 256, 512], min_length=1, max_length=64)
-    """The greatest distance of each group, in events: a group `d` has items return after d/2 + 1 to d events."""
+    """The greatest distance of each group, in events: in group `d`, items return after d/2 + 1 to d events."""
     pairs: int = Field(8, ge=1)
-    """The number of pairs that each sequence has in each group of distances."""
+    """The number of pairs of each sequence in each group of distances."""
     num_keys: int = Field(512, ge=1, le=MOST_ITEMS)
-    """The number of items that return."""
+    """The number of items that return (keys)."""
     num_values: int = Field(256, ge=2, le=MOST_ITEMS)
-    """The number of items that follow one that returns; a guess is right once in `num_values`."""
+    """The number of items that follow a key (values); a guess is right with probability 1 / `num_values`."""
     num_fillers: int = Field(256, ge=1, le=MOST_ITEMS)
-    """The number of items that stand between the pairs."""
+    """The number of items between the pairs (fillers)."""
     short: ShortSequences | None = None
-    """Short sequences to train on beside the long ones; none by default."""
+    """Short sequences for training in addition to the long ones; none by default."""
     seed: int = Field(0, ge=0, lt=2**63)
     """The seed of the generator."""
 
-    def of_short(self) -> Self:
-        """Return the options of the short sequences as if they were the only ones; ValueError where they contradict."""
+    def short_options(self) -> Self:
+        """Return the options of a task with only the short sequences; ValueError if they are inconsistent."""
         assert self.short is not None
         distances = [distance for distance in self.distances if distance <= self.short.length // 2]
         return type(self)(**self.model_dump() | self.short.model_dump() | {"distances": distances, "short": None})
@@ -190,16 +186,16 @@ class RecallOptions(Options):
     def _consistent(self) -> Self:
         if self.short:
             if self.distances != sorted(self.distances):
-                raise ValueError(f"distances: {self.distances} must rise where there are short sequences")
+                raise ValueError(f"distances: with short sequences, expected ascending numbers, got {self.distances}")
             if self.distances[0] > self.short.length // 2:
                 raise ValueError(
-                    f"distances: {self.distances} has none that fits in half of short.length={self.short.length}"
+                    f"distances: expected one of at most half of short.length={self.short.length}, got {self.distances}"
                 )
-            self.of_short()
+            self.short_options()
         if len(set(self.distances)) < len(self.distances):
-            raise ValueError(f"distances: {self.distances} has one twice")
+            raise ValueError(f"distances: expected distinct numbers, got {self.distances}")
         if max(self.distances) > self.length - 2:
-            raise ValueError(f"distances: {max(self.distances)} needs a length of {max(self.distances) + 2} at least")
+            raise ValueError(f"distances: {max(self.distances)} needs a length of at least {max(self.distances) + 2}")
         if (total := self.pairs * len(self.distances)) > self.num_keys:
             raise ValueError(f"num_keys={self.num_keys} is less than the {total} pairs of a sequence")
         if self.num_sequences * self.length > MOST_EVENTS:
@@ -213,9 +209,7 @@ Kind = TypeVar("Kind", bound=Options)
 
 
 def parse_options(kind: type[Kind], values: dict | Kind | None, where: str) -> Kind:
-    """Return checked options; DataError, in one line, names everything that is wrong with them below the key
-    `where`.
-    """
+    """Return the checked options; DataError has all errors in one line. where: the key of the options."""
     if isinstance(values, kind):
         return values
     try:

@@ -1,4 +1,4 @@
-"""Turn raw files into a prepared cache: find the cache of a source, and prepare it if it is missing or damaged."""
+"""Find the prepared cache of a source, or prepare it from the raw files if it is missing or damaged."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from data.types import DataError, Dataset, shown
 log = logging.getLogger(__name__)
 
 NO_FILTER = {"min_user_events": 1, "min_item_events": 1}
-VERSION = 1  # part of every key: raise it when the same source would be prepared differently
-OWN_VERSION = 2  # the same for csv and parquet
+VERSION = 1  # part of every key: increase it when the same source is prepared differently
+NAMED_VERSION = 2  # the same for csv and parquet
 
 
 class OtherData(DataError):
-    """A source has other data than those that were asked for."""
+    """A source has other data than expected."""
 
 
 def load_or_prepare(
@@ -42,23 +42,34 @@ def load_or_prepare(
     cache_dir: str | Path | None,
     options: dict | None,
     handling: Handling = PLAIN,
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
     features: Features | None = None,
     partitions: int | None = None,
     expected: str | None = None,
 ) -> Dataset:
-    """Open the cache of this source and these options; prepare it first if it is missing or damaged.
+    """Open the cache of a source with these options; prepare it first if it is missing or damaged.
 
-    Without a `cache_dir` the source is prepared in memory and nothing is written. options: of `filter_dataset`; with
-    None, a cache folder given as `path` is accepted with any options and features. features: options of the features of
-    items, users and events. tell: called now and then with a line about the progress. partitions: the number of ranges
-    of users prepared one after another; None is 1, or as many as memory requires. expected: the fingerprint of the data
-    set; OtherData, before a preparation, if it is another. Ctrl-C ends a preparation within a second and leaves no
-    incomplete cache.
+    Ctrl-C ends a preparation within a second and leaves no incomplete cache.
+
+    Args:
+        name, fmt: the format.
+        path: the raw files, or a cache folder.
+        cache_dir: the folder of caches; None prepares the data in memory and writes nothing.
+        options: options of `filter_dataset`; with None, a cache folder as `path` may have any options and features.
+        handling: the handling of bad rows and duplicates.
+        report: called from time to time with a line about the progress.
+        features: options of the features of items, users and events.
+        partitions: the number of ranges of users that are prepared one after another; None: 1, or more if memory is
+            too small.
+        expected: the expected fingerprint.
+
+    Raises:
+        DataError: the data or options are wrong.
+        OtherData: the fingerprint differs from `expected`; raised before a preparation.
     """
     cache_dir = None if cache_dir is None else local_path(cache_dir, "data.cache_dir")
     requested = _recipe(name, fmt, options, handling, features)
-    progress = Progress(tell)
+    progress = Progress(report)
     if path and is_remote(path):
         path = interruptible(lambda: copied(str(path), fmt, cache_dir, progress), progress, lambda: None)
     elif path and (prepared := _given_cache(local_path(path, "data.path"), requested)) is not None:
@@ -67,9 +78,9 @@ def load_or_prepare(
     sources, how = find_sources(name, fmt, path)
     recipe = requested | {"options": options or NO_FILTER}
     used = {*fmt.columns.values()}
-    of_folders = [[column for column in source.folder_columns if column[0] in used] for source in sources]
-    if any(of_folders):
-        recipe["folder_columns"] = of_folders
+    folder_columns = [[column for column in source.folder_columns if column[0] in used] for source in sources]
+    if any(folder_columns):
+        recipe["folder_columns"] = folder_columns
     tables = find_tables(features, cache_dir)
     place: list[Path] = []
 
@@ -91,14 +102,13 @@ def load_or_prepare(
 
 
 def find_prepared(name: str, cache_dir: str | Path, fingerprint: str) -> Dataset | None:
-    """Return the data set of this format and fingerprint from its cache, without its source, or None."""
+    """Return the data set of this format and fingerprint from the cache, or None; the source is not needed."""
     return _open(cache_folder(local_path(cache_dir, "data.cache_dir"), name, fingerprint), fingerprint)
 
 
 def find_rest(path: str | Path | None, cache_dir: str | Path, fingerprint: str) -> Dataset | None:
-    """Return the data set that is left of the one of this fingerprint after users were removed (`forget.py`), or None.
-
-    It is the prepared data set at `path`, or one in `cache_dir`.
+    """Return the prepared data set at `path` or in `cache_dir` that had this fingerprint before users were removed from
+    it (`forget.py`), or None.
     """
     places = [] if path is None or is_remote(path) else [local_path(path, "data.path") / "meta.json"]
     for file in (*places, *sorted(local_path(cache_dir, "data.cache_dir").glob("*/meta.json"))):
@@ -114,23 +124,23 @@ def find_rest(path: str | Path | None, cache_dir: str | Path, fingerprint: str) 
 
 
 def cache_folder(cache_dir: Path, name: str, fingerprint: str) -> Path:
-    """Return the folder of a prepared data set of format `name`."""
+    """Return the folder in `cache_dir` of the prepared data set of format `name` with this fingerprint."""
     return cache_dir / f"{name}-{fingerprint[:16]}"
 
 
 def _recipe(
     name: str, fmt: RawFormat, options: dict | None, handling: Handling, features: Features | None = None
 ) -> dict:
-    """Return whatever, beside the content of the files, determines the content of a cache."""
-    # The options of event columns that are features are listed with the features.
+    """Return all that determines the content of a cache, except the content of the files."""
+    # Event columns that are features are part of the features' recipe.
     columns = {role: column for role, column in fmt.columns.items() if role not in fmt.features}
     recipe = {"version": VERSION, "format": name, "options": options, "columns": columns}
     recipe["timestamp_unit"] = fmt.timestamp_unit
-    # Keys added later are left out when unused, so that earlier caches keep their fingerprints.
-    if fmt.own_columns:
-        recipe["version"] = OWN_VERSION
+    # Keys that earlier versions did not have are left out if unused, so that earlier caches keep their fingerprints.
+    if fmt.named_columns:
+        recipe["version"] = NAMED_VERSION
         recipe |= {"timestamp_format": fmt.timestamp_format, "action_codes": fmt.action_codes}
-    if fmt.kind == "sequences" or fmt.own_columns:
+    if fmt.kind == "sequences" or fmt.named_columns:
         recipe["separator"] = None if fmt.detect_separator else fmt.separator
     if fmt.encoding is not None:
         recipe["encoding"] = fmt.encoding
@@ -161,8 +171,9 @@ def _prepare(
     expected: str | None,
     vectors: Path | None,
 ) -> Dataset:
-    """Do the work of `load_or_prepare` on existing files; folders with temporary files beside them are added to
-    `place`. vectors: a temporary folder for vectors of items.
+    """Find or prepare the cache of existing files.
+
+    place: gets the folders that may have temporary files next to them. vectors: a temporary folder for item vectors.
     """
     try:
         inputs = [*((s, fmt) for s in sources), *((file, table.fmt) for table in tables for file in table.sources)]
@@ -193,7 +204,7 @@ def _prepare(
             raise DataError("data.partitions: needs data.cache_dir, and cannot be combined with data.features")
         if dataset is None:
             dataset = read_raw(name, fmt, sources, fingerprint, handling, cache_dir, progress)
-            # Before the filter, because an item that the filter drops is not an unknown one.
+            # Before the filter, since items that it drops are not unknown.
             read = read_tables(tables, dataset, handling.bad_rows_limit, cache_dir, progress.stage)
             progress.stage("filtering")
             dataset = filter_dataset(dataset, **recipe["options"])
@@ -207,7 +218,7 @@ def _prepare(
     if "features" in recipe:
         plain = {key: value for key, value in recipe.items() if key != "features"}
         dataset = dataclasses.replace(dataset, events_fingerprint=_fingerprint(plain, sums[: len(sources)]))
-    # The filter derives a fingerprint of its own; here the key already covers the options.
+    # In place of the filter's fingerprint: this one includes the filter's options.
     dataset = dataclasses.replace(dataset, fingerprint=fingerprint)
     if folder is None:
         return dataset
@@ -223,9 +234,9 @@ def _prepare(
 
 
 def check_fingerprint(expected: str | None, fingerprint: str, source: str) -> None:
-    """Raise OtherData if a fingerprint is expected and the data of `source` have another."""
+    """Raise OtherData if a fingerprint is expected and the data of `source` have another one."""
     if expected not in (None, fingerprint):
-        raise OtherData(f"{source}: other data than those that were asked for")
+        raise OtherData(f"{source}: expected the data with fingerprint {expected}, got {fingerprint}")
 
 
 def _open(folder: Path, fingerprint: str) -> Dataset | None:
@@ -240,9 +251,9 @@ def _open(folder: Path, fingerprint: str) -> Dataset | None:
 
 
 def _given_cache(folder: Path, requested: dict) -> Dataset | None:
-    """Return the cache at data.path, or None if that is no cache folder.
+    """Return the cache at data.path, or None if the folder is not a cache.
 
-    DataError unless the cache was made with the requested recipe; `options` None accepts any options.
+    DataError if the cache has another recipe than `requested`; its options may differ if those requested are None.
     """
     try:
         if not (folder / "meta.json").is_file():
@@ -253,18 +264,18 @@ def _given_cache(folder: Path, requested: dict) -> Dataset | None:
         dataset, meta = read_cache(folder)
     except CacheError as error:
         raise DataError(f"{shown(folder, 200)}: damaged cache: {error}; prepare it again from the raw file") from error
-    for key in ("where", "decimal", "encoding"):  # which are in a recipe only if they are used
+    for key in ("where", "decimal", "encoding"):  # these are in a recipe only if they are used
         if key in meta:
             requested = {key: None} | requested
     for key, value in requested.items():
-        # A unit that is not requested was detected from the values. Earlier caches lack keys that were added later.
+        # If no unit is requested, the cache's unit was detected. Caches of earlier versions have fewer keys.
         accepted = key in ("version", "bad_rows_limit") or (key in ("options", "timestamp_unit") and value is None)
         accepted |= key == "features" and requested["options"] is None
         default = {"on_bad_row": "error", "duplicates": "keep"}.get(key)
         if not accepted and (stored := meta.get(key, default)) != value:
             raise DataError(
-                f"{shown(folder, 200)}: this cache holds {meta['format']} prepared with {key}={_formatted(stored)}; "
-                f"asked for was {requested['format']} with {key}={_formatted(value)}"
+                f"{shown(folder, 200)}: expected a cache of {requested['format']} with {key}={_formatted(value)}, got "
+                f"one of {meta['format']} with {key}={_formatted(stored)}"
             )
     return dataset
 

@@ -1,4 +1,4 @@
-"""Report the progress of a preparation, and end it when it is interrupted."""
+"""Report the progress of a preparation, and end it on an interrupt."""
 
 from __future__ import annotations
 
@@ -9,42 +9,43 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 EVERY = 5.0  # seconds between two lines about one stage
-PATIENCE = 0.3  # seconds that an interrupted stage gets to end
+PATIENCE = 0.3  # seconds to wait for the end of an interrupted stage
 
 
 class Interrupted(BaseException):
-    """Ends the work of an interrupted preparation."""
+    """Raised to end an interrupted preparation."""
 
 
 class Progress:
-    """Report the stage of a preparation to a function every EVERY seconds. An interrupted preparation ends at its next
-    call of `stage`.
+    """Call `report` with the stage of a preparation every EVERY seconds.
+
+    An interrupted preparation ends at its next call of `stage`.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None):
-        self.tell = tell
+    def __init__(self, report: Callable[[str], None] | None = None):
+        self.report = report
         self.ended = False
-        self._stage, self._since, self._told = "", time.monotonic(), time.monotonic()
+        self._stage, self._since, self._reported = "", time.monotonic(), time.monotonic()
 
     def stage(self, name: str) -> None:
-        """Begin a stage (`reading x.csv`, `sorting 100 events`, `writing the cache`)."""
+        """Begin a stage, such as `reading x.csv` or `sorting 100 events`; Interrupted if the preparation must end."""
         if self.ended:
             raise Interrupted
         self._stage, self._since = name, time.monotonic()
 
     def wait(self) -> None:
-        """Report the stage if it is time; called now and then by the waiting thread."""
+        """Report the stage if it is time; the waiting thread calls this."""
         now = time.monotonic()
-        if self.tell and now - self._told >= EVERY:
-            self._told = now
-            self.tell(f"{self._stage}, {now - self._since:.0f} s")
+        if self.report and now - self._reported >= EVERY:
+            self._reported = now
+            self.report(f"{self._stage}, {now - self._since:.0f} s")
 
 
 def interruptible(work: Callable[[], Result], progress: Progress, clean: Callable[[], None]) -> Result:
-    """Run work() beside the main thread, so that Ctrl-C ends it within a second even inside a long library call.
+    """Run work() in another thread, so that Ctrl-C ends it within a second even inside a long library call.
 
-    After an interrupt the work ends at its next stage; `clean` then removes its unfinished files. Outside the main
-    thread, which alone receives interrupts, work() is called directly.
+    After an interrupt, the work ends at its next stage, and `clean` removes its unfinished files. If this is not called
+    in the main thread, the only one that gets interrupts, work() is called directly.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -59,7 +60,7 @@ def interruptible(work: Callable[[], Result], progress: Progress, clean: Callabl
         finally:
             finished.set()
 
-    # The main thread waits for an event, because a join that Ctrl-C interrupts marks the thread as ended (Python 3.11).
+    # The main thread waits for an event: in Python 3.11, a join interrupted by Ctrl-C marks the thread as ended.
     finished = threading.Event()
     thread = threading.Thread(target=run, name="preparation", daemon=True)
     try:

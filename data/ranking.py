@@ -1,9 +1,9 @@
-"""Cut ranking samples and batches, in one of two layouts.
+"""Build samples and batches for ranking, in one of two layouts.
 
-interleaved  A user's events become the tokens item, action, item, action, ... At an item token a model predicts the
-             action that follows. Histories are cut between events, never between an item and its action.
-targets      An event is one token, of its item and its action; the last ones of a sequence are candidates, without
-             their actions, which a model predicts there.
+interleaved  Each event is two tokens, its item and its action. At an item token, the model predicts the action that
+             follows. Histories are cut between events, not between an item and its action.
+targets      Each event is one token, of its item and its action. The last tokens of a sequence are candidates without
+             their actions, which the model predicts.
 
 Letters: T tokens of the batch, B sequences, A kinds of action, M samples, U users, C events of a window.
 """
@@ -21,7 +21,7 @@ from data.batch import Batch, per_token
 from data.batches import Batches, ranges
 from data.errors import ConfigError
 from data.reading.formats import FORMATS
-from data.splits import FUTURE_NOTE, Split, Splits
+from data.splits import ALL_NOTE, FUTURE_NOTE, Split, Splits
 from data.types import DataError, Dataset, shown
 from hstu_sparse.core.jagged import sequence_ids
 
@@ -30,14 +30,15 @@ RANKING_PROTOCOLS = ("last_tenth", "all")
 
 @dataclass
 class RankingBatch(Batch):
-    """Sequences of item and action tokens; `item_ids`, `actions` and `timestamps` are those of a token's event.
+    """Sequences of tokens for ranking; `item_ids`, `actions` and `timestamps` are those of a token's event.
 
-    No token has an item as its target: target_ids is -1 throughout. The query time of a token that predicts is its own
-    event's, that of another one, which has its event's action, the next event's (its own if it is the sample's last).
+    target_ids is -1 for all tokens. The query time of a token without its event's action, which predicts it, is the
+    event's time. The query time of a token with its event's action is the time of the next event of the sample; at the
+    last event, it is the event's time.
 
-    labels     [T, A] int8 at tokens whose label counts, without their actions: 1 for each kind of action that happened,
-               else 0; -1 at tokens without a prediction
-    events     [T] int64, the index in the data set of a token's event
+    labels  [T, A] int8: for tokens that predict and whose label counts, 1 for each kind of action that happened and 0
+            for others; -1 for other tokens
+    events  [T] int64, the index of a token's event in the data set
     """
 
     labels: Tensor = field(default=None, metadata=per_token(padding=-1))  # type: ignore[assignment]
@@ -45,9 +46,9 @@ class RankingBatch(Batch):
 
 
 class RankingBatches(Batches):
-    """The samples of one ranking split, batch by batch; see `Batches`.
+    """The batches of one ranking split in the interleaved layout; for other arguments see `Batches`.
 
-    label_table: [codes, A] int8, the kinds of action that each action code of the data set stands for.
+    label_table: [codes, A] int8, 1 for each kind of action that an action code of the data set includes.
     """
 
     def __init__(self, dataset: Dataset, split: Split, *, label_table: np.ndarray, **options):
@@ -61,7 +62,7 @@ class RankingBatches(Batches):
         seq_offsets = offsets[first : last + 1] - offsets[first]
         events, times, following, labels = self._events(first, last, total // 2, seq_offsets // 2, begin, scored)
 
-        def both(x: Any) -> Any:  # a tensor, or None for what is not there
+        def both(x: Any) -> Any:  # a tensor or None
             return None if x is None else x.repeat_interleave(2, 0)
 
         return RankingBatch(
@@ -84,9 +85,9 @@ class RankingBatches(Batches):
         return None if column is None else column.index_select(0, index).long()
 
     def _events(self, first: int, last: int, count: int, event_offsets: Tensor, begin: Tensor, scored: Tensor):
-        """Return (events, their times, those of the next events of their samples, labels) of samples first .. last-1.
+        """Return (events, times, the times of the next events, labels [., A]) of samples first .. last-1.
 
-        count: the events of these samples; event_offsets: [B+1] where those of each begin among them.
+        count: the number of these samples' events; event_offsets: [B+1], their offsets.
         """
         events = ranges(begin[first:last], event_offsets, count)
         sequence = torch.repeat_interleave(
@@ -103,7 +104,7 @@ class RankingBatches(Batches):
 
 
 class TargetBatches(RankingBatches):
-    """The samples of one ranking split whose events scored[i] .. end[i]-1 are candidates; see `RankingBatches`."""
+    """The batches of one ranking split in the layout `targets`; the events scored[i] .. end[i]-1 are candidates."""
 
     def _tokens(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         return end - begin
@@ -132,9 +133,9 @@ class TargetBatches(RankingBatches):
 
 
 def training_windows(users: np.ndarray, begin: np.ndarray, end: np.ndarray, capacity: int) -> Split:
-    """Cut the events begin .. end-1 of each user into disjoint samples of C = `capacity` events, starting from the end.
+    """Cut the events begin .. end-1 of each user into disjoint samples of C = `capacity` events, from the end back.
 
-    users, begin, end: [U] int64. Every label counts.
+    users, begin, end: [U] int64. The labels of all events count.
     """
     counts = -(-(end - begin) // capacity)
     sample_user = np.repeat(np.arange(len(users)), counts)
@@ -145,10 +146,10 @@ def training_windows(users: np.ndarray, begin: np.ndarray, end: np.ndarray, capa
 
 
 def scoring_windows(users: np.ndarray, begin: np.ndarray, scored: np.ndarray, end: np.ndarray, capacity: int) -> Split:
-    """Cut samples in which each of the events scored .. end-1 of each user is scored exactly once.
+    """Cut samples that score each of the events scored .. end-1 of each user exactly once.
 
-    Windows of C = `capacity` events begin every max(1, C // 2) events from the user's first one, `begin`. An event is
-    scored in the first window that contains it, which has the longest history. users, begin, scored, end: [U] int64.
+    Windows of C = `capacity` events begin at every max(1, C // 2)-th event from the user's first one, `begin`. An event
+    is scored in the first window with it, which has the longest history. users, begin, scored, end: [U] int64.
     """
     hop = max(1, capacity // 2)
     some = scored < end
@@ -168,45 +169,47 @@ def scoring_windows(users: np.ndarray, begin: np.ndarray, scored: np.ndarray, en
 def target_windows(
     users: np.ndarray, begin: np.ndarray, scored: np.ndarray, end: np.ndarray, capacity: int, targets: int
 ) -> Split:
-    """Cut samples of at most C = `capacity` events in which each of the events scored .. end-1 of each user is scored
-    once: up to `targets` at a time, starting from the end, with as many of the user's earlier events as there is room.
+    """Cut samples of at most C = `capacity` events that score each of the events scored .. end-1 of each user once.
 
+    From the end backwards, each sample scores up to `targets` events, after as many earlier events of the user as fit.
     users, begin, scored, end: [U] int64; begin: the users' first events.
     """
     blocks = training_windows(users, scored, end, targets)
-    of_user = np.searchsorted(users, blocks.users)
-    start = np.maximum(begin[of_user], blocks.end - capacity)
+    owners = np.searchsorted(users, blocks.users)
+    start = np.maximum(begin[owners], blocks.end - capacity)
     return Split(blocks.users, start, blocks.end, blocks.begin)
 
 
 class Layout(NamedTuple):
-    """Describe how ranking lays out its tokens.
+    """The layout of ranking tokens.
 
-    capacity  the events of a sequence, C
-    targets   the candidates at the end of a training sequence, m; None for the interleaved layout. An evaluation has
-              one in a sequence, which sees all that happened before, of which there are C - m events as in training.
+    capacity  C, the number of events of a sequence
+    targets   m, the number of candidates at the end of a training sequence; None for the interleaved layout. In an
+              evaluation, a sequence has one candidate after at most C - m events, as many as before the candidates in
+              training
     """
 
     capacity: int
     targets: int | None = None
 
     def training(self, users: np.ndarray, begin: np.ndarray, scored: np.ndarray, end: np.ndarray) -> Split:
-        """Cut samples for training on the events scored .. end-1 of each user, [U] each."""
+        """Cut training samples on the events scored .. end-1 of each user, [U] each."""
         if self.targets is None:
             return training_windows(users, scored, end, self.capacity)
         return target_windows(users, begin, scored, end, self.capacity, self.targets)
 
     def scoring(self, users: np.ndarray, begin: np.ndarray, scored: np.ndarray, end: np.ndarray) -> Split:
-        """Cut samples in which the events scored .. end-1 of each user, [U] each, are judged."""
+        """Cut evaluation samples on the events scored .. end-1 of each user, [U] each."""
         if self.targets is None:
             return scoring_windows(users, begin, scored, end, self.capacity)
         return target_windows(users, begin, scored, end, self.capacity - self.targets + 1, 1)
 
 
 def label_table(dataset: Dataset, data_format: str, actions: dict[str, float | None]) -> np.ndarray:
-    """Return [codes, A] int8: which of `actions` each action code of the data set stands for.
+    """Return [codes, A] int8: 1 for each kind of action in `actions` that an action code of the data set includes.
 
-    actions: A names of flags or of values of the action column, or with a number the least value that counts.
+    actions: name -> None for a flag or a value of the action column, or the least value that counts. ConfigError for
+    names that the data do not have, and for kinds of action in all or no events.
     """
     source = FORMATS[data_format]
     assert dataset.actions is not None
@@ -233,21 +236,21 @@ def label_table(dataset: Dataset, data_format: str, actions: dict[str, float | N
 
 
 def ranking_splits(dataset: Dataset, protocol: str, layout: Layout, *, train_on_valid: bool = False) -> Splits:
-    """Cut a dataset into ranking samples of a layout.
+    """Cut a data set into ranking samples.
 
-    last_tenth: of a user's n events the last floor(n / 10) are the test, the floor(n / 10) before them the validation,
-    and the others train; with `train_on_valid` the validation events train too, and valid is None. all: everything
-    trains. Test events are scored with all earlier events of the user as history, as far as the window reaches.
+    last_tenth: the last floor(n / 10) of a user's n events are for the test, the floor(n / 10) before them for
+    validation, the others for training; with `train_on_valid`, validation events are for training and valid is None.
+    all: all events are for training. The history of a test event is all earlier events of the user, cut to the window.
 
-    DataError for another protocol and where no training or test sample is left.
+    DataError for another protocol, and if there is no training or test sample.
     """
     if protocol not in RANKING_PROTOCOLS:
-        raise DataError(f"data.protocol: ranking takes {' or '.join(RANKING_PROTOCOLS)}, got {protocol!r}")
+        raise DataError(f"data.protocol: expected {' or '.join(RANKING_PROTOCOLS)} for ranking, got {protocol!r}")
     first, last = dataset.user_offsets[:-1], dataset.user_offsets[1:]
     users = np.arange(dataset.num_users)
     tenth = (last - first) // 10
     if protocol == "all":
-        notes = ["Protocol all: training uses every event; nothing is held out, so that nothing can be judged."]
+        notes = [ALL_NOTE]
         return Splits(protocol, layout.training(users, first, first, last), None, None, {}, notes, last)
     test_start = last - tenth
     valid_start = test_start - tenth
@@ -255,18 +258,18 @@ def ranking_splits(dataset: Dataset, protocol: str, layout: Layout, *, train_on_
     valid = None if train_on_valid else layout.scoring(users, first, valid_start, test_start)
     test = layout.scoring(users, first, test_start, last)
     if not len(test):
-        raise DataError(f"{dataset.name}: protocol last_tenth leaves no test event: no user has 10 events")
+        raise DataError(f"{dataset.name}: protocol last_tenth gives no test event: no user has 10 events")
     held_out = int((tenth == 0).sum())
     skipped = {"test: fewer than ten events, which all train": held_out} if held_out else {}
     notes = [
-        "Protocol last_tenth: of a user's n events the last floor(n / 10) are the test"
+        "Protocol last_tenth: the last floor(n / 10) of a user's n events are for the test"
         + (
-            ", the rest trains."
+            ", the others for training."
             if train_on_valid
-            else ", the floor(n / 10) before them the validation, the rest trains."
+            else ", the floor(n / 10) before them for validation, the others for training."
         ),
-        "Every test event is scored with the user's earlier events as its history, their actions included; the actions "
-        "of events in the same second are visible to later ones of that second.",
+        "The history of a test event is the user's earlier events with their actions, including those of earlier "
+        "events in the same second.",
         FUTURE_NOTE,
     ]
     return Splits(protocol, layout.training(users, first, first, train_end), valid, test, skipped, notes, train_end)

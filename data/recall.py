@@ -1,15 +1,15 @@
 """Generate a memory task: when an item returns after d events, the model must recall the item that followed it.
 
-A sequence consists of random filler items and of pairs, a key and the value behind it: the key returns d events after
-it was shown, and the value follows it again. `distances` are the greatest of each group: d is drawn uniformly from
-d_max // 2 + 1 to d_max, so that no model can tune itself to one distance, and each group has the same number of pairs
-in every sequence. A key is in one pair of a sequence, and each sequence draws its values anew, so that only the
-sequence determines them. The event that repeats a value is a recall; only recalls are trained and judged on. A guess
-among the values is right once in `num_values`. Short sequences can be added for training, because a model learns to
-find one event among a few hundred in far fewer steps than among thousands.
+A sequence has random filler items and pairs of a key and the value after it. The key of a pair returns after d events,
+followed by the same value; this second value is a recall. Only recalls are trained on and evaluated. `distances` has
+the greatest distance of each group: d is uniform from d_max // 2 + 1 to d_max, so that no model can adapt to one
+distance, and each group has the same number of pairs in every sequence. A key is in one pair of a sequence, and values
+are drawn for each sequence, so that only the sequence determines them: a guess is right with probability
+1 / num_values. Short sequences can be added for training: a model learns to find one event among a few hundred in far
+fewer steps than among thousands.
 
-The items are numbered keys first, then values, then fillers. Each event's action gives its kind: 0 for `shown`, i for
-a recall of the i-th group of distances (`Dataset.action_names`). Users are sequences, and whole users are held out.
+Items are numbered: keys, then values, then fillers. Each event's action is its kind: 0 for `shown`, i for a recall of
+the i-th group of distances (`Dataset.action_names`). Each sequence is a user, and whole users are held out.
 
 Letters: E events, U users (sequences), N events of a sequence, M samples.
 """
@@ -29,27 +29,27 @@ from data.options import RecallOptions, parse_options
 from data.splits import Split, Splits
 from data.types import DataError, Dataset
 
-GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the same options would give other data
+GENERATOR_VERSION = 1  # part of the fingerprint: increase it when the same options give other data
 RECALL_PROTOCOL = "held_out_users"
-TRIES = 200  # draws of a place for a pair before the sequence counts as full
+TRIES = 200  # draws of a position for a pair before the sequence counts as full
 CHUNK_CELLS = 1 << 26  # events generated at a time
 
 
 def generate_recall(**options) -> Dataset:
-    """Generate the data set of these RecallOptions; the same options (and numpy) give the same data.
+    """Generate the data set with these RecallOptions; the same options and numpy version give the same data.
 
-    DataError for wrong options, see `options.parse_options`, and if a sequence has no room for its pairs.
+    DataError for wrong options (see `options.parse_options`), and if the pairs do not fit into a sequence.
     """
     o = parse_options(RecallOptions, options, "data.recall")
     rng = np.random.default_rng(o.seed)
     parts = [_sequences(rng, o)]
-    if o.short:  # placed first, since the last sequences are held out
-        parts.insert(0, _sequences(rng, o.of_short()))
+    if o.short:  # first, since the last sequences are held out
+        parts.insert(0, _sequences(rng, o.short_options()))
     items, codes = (np.concatenate([part.reshape(-1) for part in column]) for column in zip(*parts, strict=True))
     lengths = np.repeat([part.shape[1] for part, _ in parts], [len(part) for part, _ in parts])
     recipe = json.dumps(["recall", GENERATOR_VERSION, o.model_dump()], sort_keys=True)
     num_items = o.num_keys + o.num_values + o.num_fillers
-    short = f"; {o.short.num_sequences:,} of {o.short.length:,} events to train on" if o.short else ""
+    short = f"; {o.short.num_sequences:,} of {o.short.length:,} events for training" if o.short else ""
     return Dataset(
         name="recall",
         items=items,
@@ -71,7 +71,7 @@ def generate_recall(**options) -> Dataset:
 
 
 def _sequences(rng: np.random.Generator, o: RecallOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Return items and codes [U, N] of num_sequences sequences."""
+    """Return (items, action codes), [U, N] each."""
     items = np.empty((o.num_sequences, o.length), np.int32)
     codes = np.zeros((o.num_sequences, o.length), np.int32)
     step = max(1, CHUNK_CELLS // o.length)
@@ -88,7 +88,7 @@ def fill(rng: np.random.Generator, o: RecallOptions, items: np.ndarray, codes: n
     total = o.pairs * len(o.distances)
     keys = np.argsort(rng.random((len(items), o.num_keys), dtype=np.float32), axis=1)[:, :total].astype(np.int32)
     values = o.num_keys + rng.integers(0, o.num_values, (len(items), total), dtype=np.int32)
-    # The longest distances are placed first: they have the fewest possible places.
+    # Pairs with the longest distances are placed first, since they have the fewest possible positions.
     order = sorted(range(len(o.distances)), key=lambda place: -o.distances[place])
     for pair, place in enumerate(place for place in order for _ in range(o.pairs)):
         longest, waiting = o.distances[place], users
@@ -104,7 +104,7 @@ def fill(rng: np.random.Generator, o: RecallOptions, items: np.ndarray, codes: n
                 break
         else:
             raise DataError(
-                f"data.recall: length={o.length} has no room for pairs={o.pairs} of each of {len(o.distances)} "
+                f"data.recall: length={o.length} is too short for pairs={o.pairs} of each of {len(o.distances)} "
                 "distances: take fewer pairs or longer sequences"
             )
         for begin in (shown, returned):
@@ -115,16 +115,16 @@ def fill(rng: np.random.Generator, o: RecallOptions, items: np.ndarray, codes: n
 
 @dataclass
 class RecallBatch(Batch):
-    """A batch in which only recalls are targets.
+    """A batch whose targets are recalls only.
 
-    events  [T] int64, the index in the data set of each token's target event
+    events  [T] int64, the index of each token's target event in the data set
     """
 
     events: Tensor = field(default=None, metadata=per_token(padding=-1))  # type: ignore[assignment]
 
 
 class RecallBatches(Batches):
-    """The samples of a recall split, batch by batch; see `Batches`."""
+    """The batches of a recall split; see `Batches`."""
 
     def _assemble(self, first, last, total, seen, users, begin, *others) -> RecallBatch:
         batch = super()._assemble(first, last, total, seen, users, begin, *others)
@@ -144,21 +144,21 @@ class RecallBatches(Batches):
 
 
 def recall_splits(dataset: Dataset, valid_fraction: float, test_fraction: float) -> Splits:
-    """Hold whole users out: the last `test_fraction` of them are the test, the `valid_fraction` before them validation.
+    """Hold out whole users: the last `test_fraction` of them for the test, the `valid_fraction` before for validation.
 
-    A sample is all events of a user. DataError if a part would be empty.
+    A sample has all events of a user. DataError if a part is empty.
     """
     users, last = np.arange(dataset.num_users), dataset.user_offsets[1:]
     cuts = [round(dataset.num_users * (1 - test_fraction - fraction)) for fraction in (valid_fraction, 0.0)]
     if not 0 < cuts[0] < cuts[1] < dataset.num_users:
         raise DataError(
             f"data.valid_fraction and data.test_fraction: {valid_fraction} and {test_fraction} of {dataset.num_users} "
-            "users leave none to train on, to validate or to test"
+            "users give an empty training, validation or test part"
         )
     train, valid, test = (Split(part, dataset.user_offsets[part], last[part]) for part in np.split(users, cuts))
     note = (
-        f"Protocol {RECALL_PROTOCOL}: {len(train):,} sequences train, {len(valid):,} others validate, "
-        f"{len(test):,} others test. Recalls alone are trained and judged on."
+        f"Protocol {RECALL_PROTOCOL}: {len(train):,} sequences for training, {len(valid):,} others for validation, "
+        f"{len(test):,} others for the test. Only recalls are trained on and evaluated."
     )
     train_end = np.where(users < cuts[0], last, dataset.user_offsets[:-1])
     return Splits(RECALL_PROTOCOL, train, valid, test, {}, [note], train_end)

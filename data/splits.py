@@ -1,4 +1,4 @@
-"""Decide, under a named protocol, which events a model trains on and which it is tested on.
+"""Split the events of a data set into training, validation and test by a named protocol.
 
 Letters: E events, U users, M samples.
 """
@@ -14,23 +14,26 @@ from data.types import DataError, Dataset, did_you_mean
 PROTOCOLS = ("leave_one_out", "published", "temporal", "all")
 
 FUTURE_NOTE = (
-    "Training data are cut per user, not in time: the model may learn from other users' events that happened after "
-    "the event it is tested on."
+    "Training data are split by user, not by time: the model may learn from other users' events that are later than "
+    "the test event."
 )
+ALL_NOTE = "Protocol all: all events are for training; there is no evaluation."
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """M samples. Sample i is events begin[i] .. end[i]-1 of the dataset's flat columns.
+    """M samples: sample i has the events begin[i] .. end[i]-1 of the data set's flat columns.
 
-    For retrieval they are at least two: the inputs are begin .. end-2, and the target of each input is the next event.
-    For ranking every event is an input, and the labels of the events scored[i] .. end[i]-1 count.
+    For retrieval, a sample has at least two events: its inputs are begin .. end-2, and the target of each is the next
+    event. For ranking, each event is an input, and the labels of events scored[i] .. end[i]-1 count.
 
-    users [M] int64, user index; begin [M] int64; end [M] int64, exclusive; scored [M] int64, or None for retrieval.
-
-    targets [N] int64, target_offsets [M+1] int64: the events that are ranked for each sample, if not the one at
-    end[i]-1. They have the time of that one.
-    counted [E] bool: the events of the data set that count as targets or by their labels; None for all.
+    users           [M] int64, user index
+    begin           [M] int64
+    end             [M] int64, exclusive
+    scored          [M] int64; None for retrieval
+    targets         [N] int64, the events to rank for each sample, at the time of event end[i]-1; None: only that event
+    target_offsets  [M+1] int64, the offsets of `targets`; or None
+    counted         [E] bool, the events of the data set whose target or label counts; None for all
     """
 
     users: np.ndarray
@@ -45,7 +48,7 @@ class Split:
         return len(self.users)
 
     def select(self, samples: np.ndarray) -> Split:
-        """Return these samples alone; samples: [S] their indices."""
+        """Return the samples with these indices [S]."""
         scored = None if self.scored is None else self.scored[samples]
         columns = self.users[samples], self.begin[samples], self.end[samples], scored
         if self.targets is None or self.target_offsets is None:
@@ -57,11 +60,11 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The samples of train, valid and test; `valid` is None without validation, `test` None if nothing is held out.
+    """The samples for training, validation and test; `valid` and `test` may be None.
 
-    skipped    "split: reason" -> number of users left out of that split
-    notes      plain sentences that state the protocol, for reports
-    train_end  [U] int64: training may see events user_offsets[u] .. train_end[u]-1 of user u, and no others
+    skipped    "split: reason" -> the number of users left out of that split
+    notes      sentences about the protocol, for reports
+    train_end  [U] int64: training uses only the events user_offsets[u] .. train_end[u]-1 of user u
     """
 
     protocol: str
@@ -83,21 +86,21 @@ def make_splits(
     targets: str = "first",
     same_time: str = "seen",
 ) -> Splits:
-    """Cut a dataset into samples of at most max_seq_len inputs (the latest ones) and one target each.
+    """Cut a data set into samples with a target and the latest inputs before it, at most max_seq_len.
 
-    leave_one_out: a user's last event is the test target, the one before it the validation target, the others train.
-    published: a user's last event is the test target, the others train; no validation.
-    temporal: the latest `test_fraction` of all events is the test window, the `valid_fraction` before it the
-    validation window, all before that trains; a user's target is their first event in a window, with everything
-    before it as history (for the test that includes the validation window). Events of the same second stay in one
-    window, the later one. With targets `all`, every event of a window is a target, with everything before it as
-    history.
-    all: every event trains, a user's last one too; nothing is held out, so that there is nothing to judge a model by.
+    leave_one_out: a user's last event is the test target, the one before it the validation target, the others are for
+    training.
+    published: a user's last event is the test target, the others are for training; there is no validation.
+    temporal: the latest `test_fraction` of all events is the test window, the `valid_fraction` before it the validation
+    window; earlier events are for training. A user's target is their first event in a window, after all earlier events
+    (for the test, including the validation window). Events of the same second are in one window, the later one. With
+    targets `all`, each event of a window is a target, after all earlier events of its user.
+    all: all events are for training; there is no validation and no test.
 
-    same_time: with `hidden`, the history of a validation or test sample has no event of the target's own time, and a
-    user's targets of one time belong to one sample.
+    same_time: with `hidden`, the history of a validation or test sample has no events with the target's time, and a
+    user's targets with the same time are one sample.
 
-    DataError for an unknown protocol, for `temporal` without timestamps and where no training or test sample is left.
+    DataError for an unknown protocol, for `temporal` without timestamps, and if there is no training or test sample.
     """
     if protocol not in PROTOCOLS:
         raise DataError(f"data.protocol: expected one of {', '.join(PROTOCOLS)}, got {protocol!r}"
@@ -108,7 +111,7 @@ def make_splits(
     skipped: dict[str, int] = {}
 
     def split(name: str, end: np.ndarray, has_target: np.ndarray, no_target: str, no_input: str) -> Split:
-        """Return samples that end at `end`, for the users that have a target and an input before it."""
+        """Return the samples that end at `end`, of users with a target and an input before it."""
         usable = has_target & (end - first >= 2)
         for reason, count in (
             (no_target, np.count_nonzero(~has_target)),
@@ -133,28 +136,27 @@ def make_splits(
         if targets == "all":
             test = _every_event(dataset, test_start, last, max_seq_len)
             valid = None if valid is None else _every_event(dataset, valid_start, test_start, max_seq_len)
-        of_window = {
-            "first": "Each user's target is their first event in the window, with all of their events before it as "
-            "history.",
-            "all": "Every event of the window is a target, with all of its user's events before it as history.",
+        target_notes = {
+            "first": "Each user's target is their first event in the window; its history is all earlier events.",
+            "all": "Every event of the window is a target; its history is all earlier events of its user.",
         }
         notes = [
-            f"Protocol temporal: training uses the events before {cuts[0]}"
-            + (f", validation those before {cuts[1]}" if valid is not None else "")
-            + ", the test those after (Unix seconds, all users alike).",
-            of_window[targets],
+            f"Protocol temporal: events before {cuts[0]} are for training"
+            + (f", those before {cuts[1]} for validation" if valid is not None else "")
+            + ", later ones for the test (Unix seconds, the same for all users).",
+            target_notes[targets],
             "No event of the training data is later than an event of the validation or test windows.",
         ]
         if valid is not None and not len(valid):
             valid = None
             notes.append(
-                "The validation window has no event of a user with a history: nothing is chosen by it, and the last "
-                "weights are judged."
+                "No user with a history has an event in the validation window: the last weights are evaluated, since "
+                "there is no validation."
             )
     elif protocol == "all":
         train_end, valid, test = last, None, None
         train = split("train", train_end, all_users, "", "fewer than two events")
-        notes = ["Protocol all: training uses every event; nothing is held out, so that nothing can be judged."]
+        notes = [ALL_NOTE]
     else:
         held_out = 1 if protocol == "published" else 2
         train_end = np.maximum(first, last - held_out)
@@ -163,32 +165,32 @@ def make_splits(
         if protocol == "published":
             valid = None
             notes = [
-                "Protocol published: training uses all events of a user but the last, which is the test target; there "
-                "is no validation set, so a checkpoint chosen by its test metrics would be chosen on the test data."
+                "Protocol published: a user's last event is the test target, the others are for training. There is no "
+                "validation set: a checkpoint with the best test metrics would be chosen on the test data."
             ]
         else:
             valid = split("valid", np.maximum(first, last - 1), all_users, "", "fewer than three events")
             notes = [
                 "Protocol leave_one_out: a user's last event is the test target, the one before it the validation "
-                "target, the rest is for training; the test history includes the validation target."
+                "target, the others are for training; the test history includes the validation target."
             ]
         notes.append(FUTURE_NOTE)
     if same_time == "hidden":
         valid, test = (None if part is None else hide_same_time(dataset, part, max_seq_len) for part in (valid, test))
         valid = valid if valid is not None and len(valid) else None
         notes.append(
-            "Events with the target's own time are hidden from its history; a user's targets of one time are ranked "
-            "together, as several relevant items. Targets at their user's first time have no history and are left out."
+            "Events with the target's time are hidden from its history; a user's targets with the same time are ranked "
+            "together, as several relevant items. Targets at a user's first time have no history and are left out."
         )
     for name, part in (("train", train), ("test", test)):
         if part is not None and not len(part):
-            raise DataError(f"{dataset.name}: protocol {protocol} leaves no {name} sample: a sample needs an input "
+            raise DataError(f"{dataset.name}: protocol {protocol} gives no {name} sample: a sample needs an input "
                             f"and a target ({_reasons(skipped, name)})")  # fmt: skip
     return Splits(protocol, train, valid, test, skipped, notes, train_end)
 
 
 def _every_event(dataset: Dataset, begin: np.ndarray, end: np.ndarray, max_seq_len: int) -> Split:
-    """Return a sample for each of the events begin[u] .. end[u]-1 of each user u that has an earlier event."""
+    """Return a sample for each event begin[u] .. end[u]-1 of each user u, if there is an earlier one."""
     first = dataset.user_offsets[:-1]
     begin = np.maximum(begin, first + 1)
     counts = np.maximum(end - begin, 0)
@@ -198,14 +200,17 @@ def _every_event(dataset: Dataset, begin: np.ndarray, end: np.ndarray, max_seq_l
 
 
 def first_of_time(dataset: Dataset) -> np.ndarray:
-    """Return for each event the first event of its user with the same time, [E] int64."""
+    """Return the first event of the same user and time, for each event: [E] int64."""
     new = np.diff(dataset.timestamps, prepend=dataset.timestamps[:1] - 1) != 0
     new[dataset.user_offsets[:-1][np.diff(dataset.user_offsets) > 0]] = True
     return np.maximum.accumulate(np.where(new, np.arange(dataset.num_events), 0))
 
 
 def hide_same_time(dataset: Dataset, split: Split, max_seq_len: int) -> Split:
-    """Return samples that end at the first event of their target's time, with the distinct targets of that time."""
+    """Return samples that end at the first event with their target's time, with all distinct targets of that time.
+
+    Targets without an earlier event are left out. DataError if the data have no timestamps.
+    """
     if not dataset.has_timestamps:
         raise DataError(f"{dataset.name}: eval.same_time=hidden needs timestamps, and this source has none")
     targets = target_events(split)
@@ -217,10 +222,10 @@ def hide_same_time(dataset: Dataset, split: Split, max_seq_len: int) -> Split:
     pairs = sample * np.int64(dataset.num_items) + dataset.items[targets]
     _, some = np.unique(pairs, return_index=True)
     offsets = np.append(0, np.cumsum(np.bincount(sample[some], minlength=len(starts))))
-    of_sample = np.zeros(len(starts), np.int64)
-    of_sample[sample] = users
-    begin = np.maximum(dataset.user_offsets[of_sample], starts - max_seq_len)
-    return Split(of_sample, begin, starts + 1, None, targets[some], offsets)
+    sample_users = np.zeros(len(starts), np.int64)
+    sample_users[sample] = users
+    begin = np.maximum(dataset.user_offsets[sample_users], starts - max_seq_len)
+    return Split(sample_users, begin, starts + 1, None, targets[some], offsets)
 
 
 def _reasons(skipped: dict[str, int], name: str) -> str:
@@ -228,13 +233,16 @@ def _reasons(skipped: dict[str, int], name: str) -> str:
 
 
 def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float):
-    """Return each user's first event [U] in the validation and in the test window (or the user's end), and the cuts."""
+    """Return (each user's first event in the validation window [U], in the test window [U], the two windows' begins).
+
+    A user without an event in a window has the end of the user's events before it.
+    """
     if not dataset.has_timestamps:
         raise DataError(f"{dataset.name}: protocol temporal needs timestamps, and this source has none")
     if not (0 <= valid_fraction < 1 and 0 < test_fraction < 1 and valid_fraction + test_fraction < 1):
         raise DataError(
-            "data.valid_fraction and data.test_fraction: expected fractions of the events, the test's above 0 and both "
-            f"together below 1, got {valid_fraction} and {test_fraction}"
+            "data.valid_fraction and data.test_fraction: expected fractions with a sum below 1, the second above 0, "
+            f"got {valid_fraction} and {test_fraction}"
         )
     events = dataset.num_events
     ranks = [min(events - 1, round(events * (1 - test_fraction - f))) for f in (valid_fraction, 0.0)]
@@ -249,7 +257,7 @@ def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float)
 
 
 def target_events(split: Split) -> np.ndarray:
-    """Return the events that are ranked for the samples of a split, sample by sample: [N]."""
+    """Return the events to rank, sample by sample: [N]."""
     return split.end - 1 if split.targets is None else split.targets
 
 
@@ -273,14 +281,14 @@ def repeats(dataset: Dataset, events: np.ndarray) -> np.ndarray:
 
 
 def train_item_counts(dataset: Dataset, splits: Splits) -> np.ndarray:
-    """Return how often each item occurs in the training events of whole histories (not only windows), [num_items]."""
+    """Return the number of training events of each item, [num_items]; events outside of the window count, too."""
     in_training = train_events(dataset, splits.train_end)
     return np.bincount(dataset.items[in_training], minlength=dataset.num_items).astype(np.int64)
 
 
 def train_events(dataset: Dataset, train_end: np.ndarray) -> np.ndarray:
-    """Return the mask [E] of training events, user_offsets[u] .. train_end[u]-1 of each user u."""
-    # +1 where a user's training events start, -1 where they end: the running sum marks the events to count.
+    """Return the mask [E] of training events: user_offsets[u] .. train_end[u]-1 of each user u."""
+    # +1 at the begin of a user's training events, -1 at their end: the cumulative sum is the mask.
     edges = np.zeros(dataset.num_events + 1, np.int8)
     has_events = train_end > dataset.user_offsets[:-1]
     edges[dataset.user_offsets[:-1][has_events]] += 1

@@ -1,17 +1,15 @@
-"""Generate a seeded data set whose structure only a sequence model can use. Requires only numpy.
+"""Generate a seeded data set with a structure that needs a sequence model. Requires only numpy.
 
 The structure:
-- items fall into clusters; within its cluster each item has a few likely successors (a Markov chain), so that the
-  last item tells much about the next one;
-- events come in sessions: minutes between the events of one session, days between sessions;
-- each user has a few home clusters and visits them in turn, one per session: after a long gap the next item comes
-  from the next home cluster, not from a successor of the last item, so that the time gap tells which rule holds;
-- popularity is skewed (Zipf) in all draws, that of home clusters too, and some events are draws by popularity alone.
-
-Users rarely meet an item twice, as in ratings data: an item that was already drawn is replaced if possible.
-
-- with `actions` each event is liked (1) or not (0): users have a taste for each cluster, which an item shares with its
-  neighbours, and a leaning of their own, and items differ in quality.
+- items are in clusters; each item has a few likely successors in its cluster (a Markov chain), so that the last item
+  is informative about the next one;
+- events are in sessions: minutes between events of a session, days between sessions;
+- each user has a few home clusters and visits them in turn, one in each session: after a long gap the next item is from
+  the next home cluster, not a successor of the last item, so that time gaps are informative, too;
+- popularity is skewed (Zipf) in all draws, including home clusters, and some events are drawn by popularity only;
+- users rarely repeat an item, as in ratings data: an item that was already drawn is replaced if possible;
+- with `actions`, each event is liked (1) or not (0): users differ in how much they like each cluster and in how much
+  they like items in general, and items differ in quality.
 
 Letters: E events, U users, I items, C clusters, K successors.
 """
@@ -26,31 +24,31 @@ import numpy as np
 from data.options import SyntheticOptions, parse_options
 from data.types import Dataset
 
-GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the same options would give other data
+GENERATOR_VERSION = 1  # part of the fingerprint: increase it when the same options give other data
 DAY = 86_400
 START = 1_577_836_800  # 2020-01-01 00:00:00 UTC
 TRIES = 6  # draws before a seen item is accepted
-CHUNK_CELLS = 1 << 27  # users at a time * items: bounds the table of seen items to 128 MiB
+CHUNK_CELLS = 1 << 27  # users at a time * items, so that the table of seen items has at most 128 MiB
 
 
 def generate(**options) -> Dataset:
-    """Generate the data set of these SyntheticOptions; the same options (and numpy) give the same data.
+    """Generate the data set with these SyntheticOptions; the same options and numpy version give the same data.
 
-    Every user has at least min_length events, and all num_items items are in the catalogue, even without an event.
-    DataError for wrong options, see `options.parse_options`.
+    Every user has at least min_length events. All num_items items are in the catalogue, even without an event.
+    DataError for wrong options (see `options.parse_options`).
     """
     o = parse_options(SyntheticOptions, options, "data.synthetic")
     rng = np.random.default_rng(o.seed)
-    weight = np.arange(1, o.num_items + 1) ** -float(o.zipf)  # the items' weights in order of popularity
+    weight = np.arange(1, o.num_items + 1) ** -float(o.zipf)  # weights of the items in order of popularity
     cluster = rng.permutation(np.arange(o.num_items) % o.num_clusters)  # [I]
-    # Members of each cluster are adjacent, the most popular first, with running sums of weights to draw from.
+    # Items by cluster, the most popular first, and the cumulative sums of their weights, to draw from.
     members = np.argsort(cluster, kind="stable")
     start = np.searchsorted(cluster[members], np.arange(o.num_clusters + 1))  # [C+1]
     running = np.cumsum(weight[members])
     before = np.append(0.0, running)[start]  # [C+1]
 
     def from_cluster(c: np.ndarray) -> np.ndarray:
-        """Draw one item of each given cluster, by popularity."""
+        """Draw one item of each of these clusters, by popularity."""
         x = before[c] + rng.random(c.shape) * (before[c + 1] - before[c])
         return members[np.clip(np.searchsorted(running, x, side="right"), start[c], start[c + 1] - 1)]
 
@@ -110,7 +108,7 @@ def generate(**options) -> Dataset:
     if o.actions:
         chance = like_probabilities(o, np.repeat(np.arange(o.num_users), lengths), items, cluster[items])
         actions = (np.random.default_rng([o.seed, 1]).random(len(items)) < chance).astype(np.int32)
-    # Up to here a smaller number is a more popular item; the final ids must not reveal popularity.
+    # So far, numbers are in order of popularity, which the final ids must not reveal.
     items = rng.permutation(o.num_items)[items]
     options = o.model_dump(exclude=None if o.actions else {"actions"})
     recipe = json.dumps([GENERATOR_VERSION, options], sort_keys=True)
@@ -128,9 +126,10 @@ def generate(**options) -> Dataset:
 
 
 def like_probabilities(o: SyntheticOptions, users: np.ndarray, items: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """Return the probability that each event is liked, from a user's leaning and taste and an item's quality, [E].
+    """Return the probability that each event is liked: [E]. users, items, clusters: [E] int.
 
-    users, items, clusters: [E] int. No model can predict the actions better than these probabilities.
+    The log-odds are a user's general leaning, plus the item's quality, plus the user's taste for the item's cluster. No
+    model can predict the actions better than these probabilities.
     """
     rng = np.random.default_rng([o.seed, 2])
     leaning, quality = rng.normal(0, 0.5, o.num_users), rng.normal(0, 0.5, o.num_items)

@@ -1,6 +1,6 @@
-"""Define what all of `data` shares: the type of a data set, the error, and hints for misspelt names.
+"""Define `Dataset`, `DataError`, and functions for messages.
 
-Letters: E events, U users. An event is "user u met item i at time t"; its action (a rating, a click) is optional.
+Letters: E events, U users. An event is a user, an item, a time and, optionally, an action (a rating, a click).
 """
 
 from __future__ import annotations
@@ -14,35 +14,34 @@ import numpy as np
 from data.errors import UserError
 from data.features.features import Feature
 
-ACTION_CODES = "codes of the actions: "  # the beginning of the note that lists the code of each text of an action
+ACTION_CODES = "codes of the actions: "  # the beginning of the note with the code of each action that is text
 
 
 class DataError(UserError):
-    """The user's data or data options are wrong. `str(error)` is one line that says what is wrong and where."""
+    """The user's data or data options are wrong; `str(error)` is one line with the fault and its place."""
 
 
-@dataclass(frozen=True, eq=False)  # eq=False: identity hash, so that device copies can be kept per dataset
+@dataclass(frozen=True, eq=False)  # eq=False: hash by identity, since copies on a device are stored by data set
 class Dataset:
-    """All events, flat: users one after another, each user's events in time order (ties in file order).
+    """All events, by user and, for each user, by time (ties in file order).
 
     items         [E] int32, 0 .. num_items-1
-    timestamps    [E] int64, seconds; zeros when the source has none (`has_timestamps` is False)
+    timestamps    [E] int64, seconds; zeros if the source has none (`has_timestamps` is False)
     actions       [E] int32 codes >= 0, or None
     user_offsets  [U+1] int64: the events of user u are user_offsets[u] .. user_offsets[u+1]-1
     user_ids      [U] original ids, int64 or str, ascending
     item_ids      [num_items] original ids, int64 or str, ascending
-    fingerprint   hex; changes with the source's content and with the options
-    events_fingerprint  the fingerprint without features if the data set has features; else None
-    action_names  the text of each action code if the source has text as actions; else None
+    fingerprint   hexadecimal; depends on the source's content and the options
+    events_fingerprint  the fingerprint without features if the data set has features, else None
+    action_names  the text of each action code if actions are text, else None
     notes         sentences about how the source was read, for logs and reports
-    left_out      with a `vocabulary`: the numbers of items, events and users that were left out, else None
+    left_out      with a vocabulary: the numbers of items, events and users that were left out; else None
     features      the features of items, users and events, as they were read
-    user_rows     [U, F, L] int32 or None: for each feature of users the rows of its table, padded with -1
-    event_rows    [E, F, L] int32 or None: likewise for events (feature_vocabulary.with_rows fills both)
+    user_rows     [U, F, L] int32 or None: the table rows of each feature of users, padded with -1
+    event_rows    [E, F, L] int32 or None: the same for events (features.vocabulary.with_rows fills both)
 
-    `user_ids` and `item_ids` map an index to its original id; `vocabulary.index_of` maps ids to indices.
-    The arrays are copy-on-write memory maps of the cache (writing into one never reaches the file) or, for
-    `synthetic`, live in memory.
+    `user_ids` and `item_ids` map an index to its original id; `vocabulary.index_of` maps ids to indices. The arrays are
+    copy-on-write memory maps of the cache, or in memory for generated data.
 
     Examples:
         >>> dataset.num_users, dataset.num_items, dataset.num_events == len(dataset.timestamps)
@@ -95,13 +94,13 @@ class Dataset:
 
 
 def did_you_mean(name: object, known: Iterable) -> str:
-    """Return `, did you mean x?` for a misspelt name, else the empty string."""
+    """Return `, did you mean x?` for the known name closest to `name`, or the empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
     return f", did you mean {shown(close[0])}?" if close else ""
 
 
 def shown(value: object, most: int = 60) -> str:
-    """Format a user's name or value for an error of one line: printable, not too long."""
+    """Format a user's name or value for a one-line message: printable, at most `most` characters."""
     text = str(value)
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= most else text[: most - 3] + "..."

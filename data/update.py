@@ -1,4 +1,4 @@
-"""Choose the events of an update: those that a trained run has not seen, and older ones that are trained once more.
+"""Choose the events of an update: those that a trained run has not seen, and older ones for replay.
 
 Letters: E events, U users, I items.
 """
@@ -17,13 +17,13 @@ from data.vocabulary import index_of
 
 @dataclass(frozen=True, eq=False)
 class NewEvents:
-    """The events of a data set that a run was not trained on, by their indices, ascending.
+    """The events of a data set that a run was not trained on, as ascending indices.
 
-    after  the time of the last event that the run was trained on
-    new    later events, and unseen ones of that very second
-    late   earlier events that the run's data did not have
-    lost   events of the run's data, by their indices there, that the data set lacks, though it has events of the user
-           and of the item; None where it is not known
+    after  the time of the run's last training event
+    new    later events, and unseen events of the same second
+    late   earlier events that are not in the run's data
+    lost   indices in the run's data of events that are not in the data set, although it has events of their user and
+           their item; None if unknown
     """
 
     after: int
@@ -33,9 +33,9 @@ class NewEvents:
 
 
 def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewEvents:
-    """Compare a data set with the one of a run, `before`, whose train_end [U] is that of its `Splits`.
+    """Compare a data set with a run's data set, `before`; train_end: [U], that of the run's `Splits`.
 
-    Two events are the same if user, item and time are; of equal ones as many are known as there were before.
+    Events with the same user, item and time are equal; if `before` has n equal events, the first n are known.
     """
     for one in (dataset, before):
         if not one.has_timestamps:
@@ -73,10 +73,11 @@ def update_split(
     seed: int,
     layout: Layout | None = None,
 ) -> Split:
-    """Return training samples whose targets are the new events, and `replay` known older ones for each of these.
+    """Return training samples whose targets are the new events, and `replay` older known events for each new one.
 
-    The older ones fill windows of random users and times, so that few sequences hold them. Only training events of the
-    splits are targets. layout: of a ranking task. DataError if no training event is new.
+    Older events are taken from windows of random users and times, as many as possible from each window, so that there
+    are few sequences. Only training events of the splits are targets. layout: for ranking tasks. DataError if no
+    training event is new.
     """
     lead = int(layout is None)
     first, end = dataset.user_offsets[:-1] + lead, splits.train_end
@@ -104,8 +105,8 @@ def update_split(
         total = np.append(0, np.cumsum(mask))
         return total[windows.end] - total[windows.scored]
 
-    chosen, budget, of_windows = inside(counted) > 0, round(replay * int(counted.sum())), inside(older)
-    for window in np.random.default_rng([seed, 2]).permutation(np.flatnonzero(of_windows)):
+    chosen, budget, older_counts = inside(counted) > 0, round(replay * int(counted.sum())), inside(older)
+    for window in np.random.default_rng([seed, 2]).permutation(np.flatnonzero(older_counts)):
         if budget <= 0:
             break
         more = windows.scored[window] + np.flatnonzero(older[windows.scored[window] : windows.end[window]])
@@ -126,22 +127,23 @@ def judging_splits(
     same_time: str,
     layout: Layout | None = None,
 ) -> Splits:
-    """Return splits whose test judges a model on the new events, with all earlier events of their user as history.
+    """Return splits whose test split has the new events as targets, with all earlier events of their user as history.
 
-    targets: `first` takes each user's first new event, `all` every one, as a ranking task does, which has a layout.
+    targets: `first` for each user's first new event, `all` for every new event; ranking tasks, which have a layout, use
+    every new event.
     """
     first, last = dataset.user_offsets[:-1], dataset.user_offsets[1:]
-    of_event = dataset.users_of(events.new)
+    owners = dataset.users_of(events.new)
     train_end = last.copy()
-    np.minimum.at(train_end, of_event, events.new)
+    np.minimum.at(train_end, owners, events.new)
     if layout is not None:
         test = layout.scoring(np.arange(dataset.num_users), first, train_end, last)
         counted = np.zeros(dataset.num_events, bool)
         counted[events.new] = True
         test = Split(test.users, test.begin, test.end, test.scored, counted=counted)
     else:
-        usable = events.new > first[of_event]
-        chosen, users = events.new[usable], of_event[usable]
+        usable = events.new > first[owners]
+        chosen, users = events.new[usable], owners[usable]
         if targets == "first":
             users, places = np.unique(users, return_index=True)
             chosen = chosen[places]
@@ -149,7 +151,7 @@ def judging_splits(
         if same_time == "hidden":
             test = hide_same_time(dataset, test, max_seq_len)
     note = (
-        f"Judged on the events after the last one that the run was trained on, at {events.after} (Unix seconds), with "
-        "all earlier events of their user as history."
+        f"Evaluated on the events after the run's last training event, at {events.after} (Unix seconds); the history "
+        "of each is all earlier events of its user."
     )
     return Splits("new", splits.train, None, test if len(test) else None, {}, [note], train_end)

@@ -1,4 +1,4 @@
-"""Hold the item ids and actions that a trained model knows, and translate new data into them.
+"""Define the vocabulary of a trained model (item ids, actions, features), and encode new data with it.
 
 Requires only numpy. Letters: E events, U users.
 """
@@ -23,9 +23,9 @@ class Vocabulary:
     """The meaning of the rows of a model's tables.
 
     item_ids      [num_items] original ids, int64 or text, distinct: row i of the item table is item_ids[i]
-    num_actions   the number of rows of the action table, or None if the data had no actions
-    action_names  [num_actions] the text of each action code, or None if actions are numbers
-    features      the features that the model knows, or None
+    num_actions   the number of rows of the action table; None if the data have no actions
+    action_names  [num_actions] the text of each action code; None if actions are numbers
+    features      the features of the model, or None
 
     Examples:
         >>> Vocabulary(dataset.item_ids, num_actions=5, action_names=("1", "2", "3", "4", "5")).item_ids[:3].tolist()
@@ -39,15 +39,15 @@ class Vocabulary:
 
 
 def vocabulary_of(dataset: Dataset, features: FeatureVocabulary | None = None) -> Vocabulary:
-    """Return the vocabulary of a model trained on this data set; its arrays can be stored beside the model."""
+    """Return the vocabulary of a model trained on this data set."""
     num_actions = None if dataset.actions is None else int(dataset.actions.max(initial=-1)) + 1
     return Vocabulary(np.asarray(dataset.item_ids), num_actions, dataset.action_names, features)
 
 
 def with_items(vocabulary: Vocabulary, ids: np.ndarray, items: NewItems) -> Vocabulary:
-    """Return the vocabulary of a model to whose items, which keep their rows, new ones are added; ids: [M].
+    """Return the vocabulary with new items after the known ones, which keep their rows; ids: [M].
 
-    The rows of their features are not in it: the model gets these apart.
+    It does not include the table rows of the new items' features, which the model gets separately.
     """
     assert vocabulary.features is not None
     by_name = {feature.name: feature for feature in items.features}
@@ -57,9 +57,9 @@ def with_items(vocabulary: Vocabulary, ids: np.ndarray, items: NewItems) -> Voca
 
 
 def index_of(ids: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Return the index in `known` of each of `ids`, as int64 [len(ids)], and -1 for those that are missing.
+    """Return the index in `known` of each of `ids`, -1 for missing ones: int64 [len(ids)].
 
-    Both are int64 or text. If only one is text, integers are compared as they are written.
+    Both are int64 or text. If only one is text, integers are compared by their decimal text.
     """
     ids, known = np.asarray(ids), np.asarray(known)
     if ids.dtype.kind != known.dtype.kind:
@@ -71,11 +71,11 @@ def index_of(ids: np.ndarray, known: np.ndarray) -> np.ndarray:
     return np.where(known[place] == ids, place, -1).astype(np.int64)
 
 
-def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int = 1) -> Dataset:
-    """Return the data set with the items numbered as in `vocabulary` and without events of other items.
+def with_vocabulary(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int = 1) -> Dataset:
+    """Return the data set with items numbered as in `vocabulary`, without events of other items.
 
-    Users keep their order; those with fewer than `min_user_events` remaining events are left out. The counts are in
-    `left_out` and `notes`. DataError when no event remains, and for an action that the vocabulary lacks.
+    Users keep their order; those with fewer than `min_user_events` remaining events are left out. `left_out` and
+    `notes` have the counts. DataError if no event remains, and for an action that is not in the vocabulary.
     """
     place = index_of(dataset.item_ids, vocabulary.item_ids)
     users = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets))
@@ -90,7 +90,7 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
         raise DataError(f"{dataset.name}: no user has {min_user_events} events with items known to the trained model")
     actions = None if dataset.actions is None else dataset.actions[index]
     if actions is not None and vocabulary.num_actions is not None:
-        actions = _actions_in_terms_of(actions, dataset, vocabulary)
+        actions = _known_actions(actions, dataset, vocabulary)
     if actions is not None and vocabulary.num_actions is not None and actions.max() >= vocabulary.num_actions:
         raise DataError(
             f"{dataset.name}: action {actions.max()} is not known to the trained model, which knows 0 to "
@@ -101,7 +101,7 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
         "events": dataset.num_events - len(index),
         "users": int(np.count_nonzero(~stay)),
     }
-    # The codes of these data are not those of the model.
+    # The note has the codes of this data set, not those of the model.
     notes = tuple(note for note in dataset.notes if not note.startswith(ACTION_CODES))
     if any(left_out.values()):
         notes += (
@@ -129,8 +129,8 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
     )
 
 
-def _actions_in_terms_of(actions: np.ndarray, dataset: Dataset, vocabulary: Vocabulary) -> np.ndarray:
-    """Return the codes [E] that the vocabulary gives to the same texts; DataError for a text that it lacks."""
+def _known_actions(actions: np.ndarray, dataset: Dataset, vocabulary: Vocabulary) -> np.ndarray:
+    """Return the vocabulary's codes of the same texts: [E]; DataError for a text that is not in it."""
     names, known_names = dataset.action_names, vocabulary.action_names
     _check_names(dataset, vocabulary)
     if names is None or known_names is None:
@@ -146,10 +146,10 @@ def _actions_in_terms_of(actions: np.ndarray, dataset: Dataset, vocabulary: Voca
 
 
 def united(dataset: Dataset, known: Vocabulary) -> Dataset:
-    """Return the data set with its items and actions numbered together with those of `known`, which may have others.
+    """Return the data set with the items and actions of both the data set and `known`.
 
-    Item ids stay ascending; actions that `known` has keep their codes. An item that the data set lacks has the features
-    that `known` stores of it. DataError if only one of them has text as actions.
+    Item ids are ascending; known actions keep their codes. Items that are only in `known` have the features that it
+    stores. DataError if actions are text in only one of them.
     """
     ids, known_ids = np.asarray(dataset.item_ids), np.asarray(known.item_ids)
     if ids.dtype.kind != known_ids.dtype.kind:
@@ -161,15 +161,15 @@ def united(dataset: Dataset, known: Vocabulary) -> Dataset:
     if actions is not None and names is not None and dataset.action_names is not None:
         actions = index_of(np.array(dataset.action_names), np.array(names))[actions].astype(np.int32)
     place, known_place = index_of(item_ids, ids), index_of(item_ids, known_ids)
-    of_known_items = () if known.features is None else (*known.features.items, *known.features.vectors)
-    stored = {(one.name, one.kind): one for one in of_known_items}
+    known_features = () if known.features is None else (*known.features.items, *known.features.vectors)
+    stored = {(one.name, one.kind): one for one in known_features}
     features = []
     for feature in dataset.features:
         if feature.entity == "items":
-            of_known = stored.get((feature.name, feature.kind))
+            known_feature = stored.get((feature.name, feature.kind))
             feature = feature.take(place)
-            if of_known is not None:
-                feature = feature.joined(of_known.take(np.where(place < 0, known_place, -1)))
+            if known_feature is not None:
+                feature = feature.joined(known_feature.take(np.where(place < 0, known_place, -1)))
         features.append(feature)
     return dataclasses.replace(
         dataset,
@@ -185,7 +185,7 @@ def united(dataset: Dataset, known: Vocabulary) -> Dataset:
 
 
 def _joined_names(dataset: Dataset, known: Vocabulary) -> tuple[str, ...] | None:
-    """Return the known names of actions, then those that only the data set has."""
+    """Return the known names of actions, then those only in the data set; None if actions are not text."""
     names = dataset.action_names
     if dataset.actions is None or known.num_actions is None:
         return names
@@ -198,4 +198,4 @@ def _joined_names(dataset: Dataset, known: Vocabulary) -> tuple[str, ...] | None
 def _check_names(dataset: Dataset, known: Vocabulary) -> None:
     kinds = [f"{'text' if names else 'numbers'}" for names in (dataset.action_names, known.action_names)]
     if kinds[0] != kinds[1]:
-        raise DataError(f"{dataset.name}: its actions are {kinds[0]}, those of the trained model {kinds[1]}")
+        raise DataError(f"{dataset.name}: the actions are {kinds[0]}, those of the trained model {kinds[1]}")

@@ -198,7 +198,7 @@ class Contexts:
         """Return the rows [count, F, L] of users' features, given by name; InvalidRequest."""
         rows = self._rows("users", count, features)
         if rows is None:
-            raise InvalidRequest("features: the run knows none of users")
+            raise InvalidRequest("features: the run has no features of users")
         return rows
 
     def lenient_users(self, features: Sequence[Mapping[str, Any]]) -> np.ndarray | None:

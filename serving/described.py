@@ -36,7 +36,7 @@ class Described(ServedRun):
         """
         file = self.config.data.features.users if self.config.data.features else None
         if file is None or self.contexts.users is None:
-            raise InvalidRequest("features: the run knows none of users")
+            raise InvalidRequest("features: the run has no features of users")
         ids, features = read_users(file.model_copy(update={"path": str(path)}))
         self.put_users(ids, table_rows(self.contexts.known.of("users"), features, len(ids)))
         return len(ids)

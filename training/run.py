@@ -210,7 +210,7 @@ def load_data(config: RunConfig, **others) -> Dataset:
         "bad_rows_limit": c.bad_rows_limit,
         "features": c.features,
         "partitions": c.partitions,
-        "tell": terminal.say,
+        "report": terminal.say,
     }
     return load_dataset(**options | others)
 

@@ -1,4 +1,4 @@
-"""Hold the features of items, users or events as they were read: the values of each row, numbered.
+"""Define `Feature`: the values of a feature of items, users or events, encoded as codes of distinct values.
 
 Requires only numpy. Letters: R rows (items, users or events), S values of all rows, n distinct values, W the size of a
 vector.
@@ -21,12 +21,12 @@ VECTOR = "vector"  # the kind of a feature whose values are vectors
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """The values of one feature, jagged by row; a row of a category, a number or a vector has at most one.
+    """The values of a feature, jagged by row. A row of a category, number or vector has at most one value.
 
     entity   items, users or events
     name     the name of the feature
     kind     category, list, number or vector
-    values   [n] distinct values, ascending: text, or float64 for numbers; of vectors [n, W] float16, of length one or
+    values   [n] distinct values, ascending: text, or float64 for numbers. For vectors: [n, W] float16, of length one or
              zero, in the order of the items, often memory-mapped
     codes    [S] int32, indices into `values`
     offsets  [R+1] int64: the codes of row r are offsets[r] .. offsets[r+1]-1
@@ -54,14 +54,14 @@ class Feature:
         return dataclasses.replace(self, codes=self.codes[places], offsets=offsets)
 
     def followed_by(self, other: Feature) -> Feature:
-        """Return the feature of the rows of both, first those of this one; no vectors."""
+        """Return the feature with the rows of `other` after these; not for vectors."""
         values = np.union1d(self.values, other.values)
         both = [np.searchsorted(values, one.values)[one.codes] for one in (self, other)]
         offsets = np.concatenate([self.offsets, self.offsets[-1] + other.offsets[1:]])
         return dataclasses.replace(self, values=values, codes=np.concatenate(both).astype(np.int32), offsets=offsets)
 
     def joined(self, other: Feature) -> Feature:
-        """Return the feature in which each row has the values of both; `other` has as many rows."""
+        """Return the feature with the values of both in each row; `other` has the same number of rows."""
         rows = np.concatenate([self.rows, other.rows])
         order = np.argsort(rows, kind="stable")
         if self.kind == VECTOR:
@@ -69,7 +69,7 @@ class Feature:
                 return self
             if self.values.shape[1] != other.values.shape[1]:
                 widths = self.values.shape[1], other.values.shape[1]
-                raise UserError(f"{self.name}: vectors of {widths[0]}, those that are known have {widths[1]} numbers")
+                raise UserError(f"{self.name}: expected vectors of {widths[1]} numbers, got {widths[0]}")
             values = np.concatenate([self.values, other.values[other.codes]])
             codes = np.concatenate([self.codes, len(self.values) + np.arange(len(other.codes))])
             return numbered(self.entity, self.name, self.kind, len(self.offsets) - 1, rows[order], codes[order], values)
@@ -78,9 +78,9 @@ class Feature:
 
 
 def feature_of(entity: str, name: str, kind: str, count: int, rows: np.ndarray, values: np.ndarray) -> Feature:
-    """Build the feature of `count` rows in which row rows[s] has the value values[s].
+    """Build a feature of `count` rows from pairs (rows[s], values[s]).
 
-    rows: [S] int64, ascending. values: [S], text or float64. A repeated value of a row counts once.
+    rows: [S] int64, ascending; values: [S], text or float64. Repeated values of a row count once.
     """
     distinct, codes = np.unique(values, return_inverse=True)
     return numbered(entity, name, kind, count, rows, codes, distinct)
@@ -89,8 +89,8 @@ def feature_of(entity: str, name: str, kind: str, count: int, rows: np.ndarray, 
 def numbered(
     entity: str, name: str, kind: str, count: int, rows: np.ndarray, codes: np.ndarray, values: np.ndarray
 ) -> Feature:
-    """Build a feature from values that are numbered: codes [S] are indices into `values` [n], ascending and
-    distinct.
+    """Build a feature of `count` rows from pairs (rows[s], codes[s]); codes [S] are indices into distinct, ascending
+    `values` [n].
     """
     rows, codes = np.asarray(rows, np.int64), np.asarray(codes, np.int32)
     if kind == "list" and len(rows):
@@ -108,6 +108,6 @@ def select_features(
     users: np.ndarray | None = None,
     events: np.ndarray | None = None,
 ) -> tuple[Feature, ...]:
-    """Select the items, users and events with these indices; None keeps all rows of an entity."""
+    """Select the rows with these indices of features of items, users and events; None keeps all rows."""
     index = {"items": items, "users": users, "events": events}
     return tuple(f if (rows := index[f.entity]) is None else f.take(rows) for f in features)

@@ -1,7 +1,7 @@
-"""Read files of features as the features of a data set's items and users.
+"""Read files of features of items and users.
 
-CSV and Parquet files are read by the readers of events, with the same checks. MovieLens' own files, the JSON files of
-S3-Rec and .npy files of vectors are known formats.
+CSV and Parquet files are read by the readers of events, with the same checks. Other formats are MovieLens' files,
+S3-Rec's JSON files and .npy files of vectors.
 
 Letters: R rows of a file.
 """
@@ -34,7 +34,7 @@ from data.reading.values import MAX_ID_LENGTH
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
 
-ID = {"items": "item", "users": "user"}  # the column of the ids, and the noun for one in error messages
+ID = {"items": "item", "users": "user"}  # the default column of ids, and the word for an id in messages
 GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
@@ -45,7 +45,7 @@ FILES: dict[str, RawFormat] = {
     "parquet": dataclasses.replace(FORMATS["parquet"], columns={}, all_files=False),
     "npy": RawFormat("vectors, with the items' ids next to them", kind="npy", files=("*.npy",)),
     "attributes": RawFormat("{item: [attribute, ...]} in JSON, as of the S3-Rec data", kind="json", files=("*.json",)),
-    # The genres are flags, a column each; the year is in the date of release.
+    # Each genre is a column of flags; the year is in the release date.
     "u.item": RawFormat(
         "MovieLens 100K, u.item: item|title|release|...|19 genres as flags",
         files=("u.item",),
@@ -62,7 +62,7 @@ FILES: dict[str, RawFormat] = {
         width=5,
         **_FIXED,
     ),
-    # The year is in brackets behind the title.
+    # The year is in brackets after the title.
     "movies.dat": RawFormat(
         "MovieLens 1M, movies.dat: item::title (year)::genre|genre",
         files=("movies.dat",),
@@ -85,9 +85,9 @@ YEARS = {"u.item": ("category:release", r"(\d{4})$"), "movies.dat": ("list:title
 
 
 class FeatureSource(NamedTuple):
-    """An existing file of features: whose they are (items, users), its options, its format and its path.
+    """An existing file of features of an entity (items or users), with its options and format.
 
-    vector, ids: of a .npy file the name of its feature, and the file of the ids
+    vector, ids: for a .npy file, the name of its feature and the file of the ids
     """
 
     entity: str
@@ -99,18 +99,19 @@ class FeatureSource(NamedTuple):
 
     @property
     def sources(self) -> list[RawFile]:
-        """The files that are read."""
+        """The files to read."""
         return [self.source] if self.ids is None else [self.source, self.ids]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A file of features after reading.
+    """The content of a file of features.
 
-    ids    [R] text, distinct; the features belong to these rows
-    added  [R] bool, True for rows whose id is added to the catalogue although no event has it
-    notes  sentences about how the file was read
-    vectors  features that are vectors, in the file's rows
+    ids       [R] text, distinct: the id of each row
+    features  the features of the rows, without vectors
+    added     [R] bool, True for rows whose id is in no event and is added to the catalogue
+    notes     sentences about how the file was read
+    vectors   the features that are vectors
     """
 
     entity: str
@@ -127,7 +128,7 @@ def format_of(entity: str, file: FeatureFile) -> RawFormat:
     fmt, key = FILES[file.format], f"data.features.{entity}"
     fmt = dataclasses.replace(fmt, option=f"{key}.columns", path_option=f"{key}.path")
     fmt = with_writing(file.format, fmt, file.encoding, file.decimal)
-    if not fmt.own_columns:
+    if not fmt.named_columns:
         return fmt
     if file.separator is not None:
         fmt = dataclasses.replace(fmt, separator=checked_separator(file.separator), detect_separator=False)
@@ -137,7 +138,7 @@ def format_of(entity: str, file: FeatureFile) -> RawFormat:
 
 
 def find_tables(features: Features | None, cache_dir: Path | None = None) -> list[FeatureSource]:
-    """Return the files of features, those of stores copied into the cache; DataError if one does not exist."""
+    """Return the files of features; remote files are copied into the cache. DataError if a file does not exist."""
     existing = []
     for entity, file in (features.files() if features else {}).items():
         fmt = format_of(entity, file)
@@ -155,7 +156,7 @@ def find_tables(features: Features | None, cache_dir: Path | None = None) -> lis
 
 
 def _vector_sources(entity: str, file: ItemFile, main: RawFile) -> list[FeatureSource]:
-    """Return the .npy files of vectors of items, of which `main` may be one."""
+    """Return the .npy files of vectors of items; `main`, the file of the features, may be one."""
     sources = []
     for name, options in file.vectors.items():
         key = f"data.features.{entity}.columns.{name}"
@@ -181,9 +182,9 @@ def read_tables(
 ) -> list[Table]:
     """Read the files of features. An id is unknown if no event of `dataset` has it.
 
-    DataError for bad rows, unless the file's options leave them out and they are at most `bad_rows_limit` of all rows,
-    and for unknown ids if they are an error. scratch: the folder for unpacking compressed files. stage: called with a
-    description of each step; it may raise.
+    DataError for bad rows, unless the file's options drop them and they are at most `bad_rows_limit` of all rows, and
+    for unknown ids, unless the options allow them. scratch: the folder for unpacked files. stage: called with a
+    description of each step, may raise.
     """
     read = []
     for one in tables:
@@ -194,7 +195,7 @@ def read_tables(
 
 
 def read_new_items(file: ItemFile, known_ids: np.ndarray) -> tuple[np.ndarray, list[Feature]]:
-    """Read the items of a file of features that are not among `known_ids`: (their ids [M], as text; the features).
+    """Read a file of features; return (the ids [M] that are not in `known_ids`, as text; their features).
 
     DataError as in `read_tables`, and if no item is new.
     """
@@ -212,14 +213,14 @@ def read_new_items(file: ItemFile, known_ids: np.ndarray) -> tuple[np.ndarray, l
 
 
 def read_users(file: UserFile) -> tuple[list[str], list[Feature]]:
-    """Read the users of a file of features: (their ids, the features); DataError as in `read_tables`."""
+    """Read a file of features of users; return (their ids, their features). DataError as in `read_tables`."""
     (table,) = (_read(one, LIMIT, None, lambda _: None) for one in find_tables(Features(users=file)))
     return table.ids.tolist(), list(table.features)
 
 
-def _read(source_of: FeatureSource, bad_rows_limit: float, scratch: Path | None, stage: Callable[[str], None]) -> Table:
-    """Read a file of features."""
-    entity, file, fmt, source, vector, ids = source_of
+def _read(one: FeatureSource, bad_rows_limit: float, scratch: Path | None, stage: Callable[[str], None]) -> Table:
+    """Read one file of features."""
+    entity, file, fmt, source, vector, ids = one
     stage(f"reading {source.name}")
     if ids is not None:
         vectors = open_npy(source, vector)
@@ -231,14 +232,14 @@ def _read(source_of: FeatureSource, bad_rows_limit: float, scratch: Path | None,
         else:
             frame, _, notes = (read_parquet if fmt.kind == "parquet" else read_text)(plain, fmt, bad)
             bad.check_limit(source.name)
-            table = _table_of(entity, file.format, source, frame)
+            table = _as_table(entity, file.format, source, frame)
         notes = [*notes, *plain.notes(fmt), *([bad.note()] if bad.count else [])]
-    vectors_of = _of_parquet(source, file, fmt) if isinstance(file, ItemFile) and fmt.kind == "parquet" else ()
-    return _chosen(dataclasses.replace(table, notes=tuple(notes), vectors=vectors_of), file)
+    columns = _parquet_vectors(source, file, fmt) if isinstance(file, ItemFile) and fmt.kind == "parquet" else ()
+    return _chosen(dataclasses.replace(table, notes=tuple(notes), vectors=columns), file)
 
 
-def _of_parquet(source: RawFile, file: ItemFile, fmt: RawFormat) -> tuple[VectorFile, ...]:
-    """Open the columns of vectors of a Parquet file."""
+def _parquet_vectors(source: RawFile, file: ItemFile, fmt: RawFormat) -> tuple[VectorFile, ...]:
+    """Open the columns of a Parquet file that are vectors."""
     return tuple(
         open_parquet(source, name, one.column or name, f"{fmt.option}.{name}")
         for name, one in file.vectors.items()
@@ -246,8 +247,8 @@ def _of_parquet(source: RawFile, file: ItemFile, fmt: RawFormat) -> tuple[Vector
     )
 
 
-def _table_of(entity: str, format: str, source: RawFile, frame) -> Table:
-    """Build the table of a polars frame whose columns are the roles of its format."""
+def _as_table(entity: str, format: str, source: RawFile, frame) -> Table:
+    """Build a table from a polars frame whose columns are the roles of the format."""
     import polars as pl
 
     if format in YEARS:
@@ -276,7 +277,7 @@ def _table_of(entity: str, format: str, source: RawFile, frame) -> Table:
 
 
 def features_of(entity: str, name: str, kind: str, column, source: str) -> Feature:
-    """Build the feature whose values are a polars column with a row for each item, user or event; DataError."""
+    """Build a feature from a polars column with a row for each item, user or event; DataError for bad values."""
     import polars as pl
 
     frame = pl.DataFrame({"row": np.arange(len(column)), "value": column}).drop_nulls()
@@ -287,7 +288,7 @@ def features_of(entity: str, name: str, kind: str, column, source: str) -> Featu
     frame = frame.with_columns(pl.col("value").str.strip_chars()).filter(pl.col("value") != "")
     distinct = frame["value"].unique().sort()
     if (longest := cast(int, distinct.str.len_chars().max() or 0)) > MAX_ID_LENGTH:
-        raise DataError(f"{source}: {name}: a value of {longest} characters in a list, at most {MAX_ID_LENGTH}")
+        raise DataError(f"{source}: {name}: expected values of at most {MAX_ID_LENGTH} characters, got {longest}")
     if kind == "category" and (example := mostly_lists(distinct)) is not None:
         raise DataError(f"{source}: {name}: its values are lists, like {shown(repr(example))}: set its kind to list")
     codes = frame["value"].cast(pl.Enum(distinct)).to_physical().to_numpy()
@@ -295,7 +296,7 @@ def features_of(entity: str, name: str, kind: str, column, source: str) -> Featu
 
 
 def _read_json(entity: str, source: RawFile) -> Table:
-    """Read the table of a JSON object from items to lists of attributes."""
+    """Read a table from a JSON object that maps items to lists of attributes."""
 
     def once(pairs: list[tuple[str, object]]) -> dict:
         unique: dict = {}
@@ -339,8 +340,8 @@ def _read_json(entity: str, source: RawFile) -> Table:
 
 
 def _chosen(table: Table, file: FeatureFile) -> Table:
-    """Select the features that the options of a format with fixed columns name."""
-    if not file.columns or FILES[file.format].own_columns:
+    """Select the features in `columns` of the options, for a format with fixed columns."""
+    if not file.columns or FILES[file.format].named_columns:
         return table
     key, features = f"data.features.{table.entity}.columns", []
     known = {feature.name: feature for feature in table.features}
@@ -358,9 +359,9 @@ def _chosen(table: Table, file: FeatureFile) -> Table:
 
 
 def _unknown_rows(table: Table, file: FeatureFile, dataset: Dataset) -> np.ndarray:
-    """Return a mask [R] of rows whose id no event of `dataset` has; DataError if the options make that an error."""
+    """Return the mask [R] of rows whose id is in no event of `dataset`; DataError if the options do not allow them."""
     unknown = index_of(table.ids, dataset.item_ids if table.entity == "items" else dataset.user_ids) < 0
-    # MovieLens' own files list more items and users than have ratings.
+    # MovieLens' files have items and users without ratings.
     handling = file.unknown or ("error" if file.format in ("csv", "parquet", "npy", "attributes") else "drop")
     if handling == "error" and unknown.any():
         examples = ", ".join(shown(repr(str(id_))) for id_ in table.ids[unknown][:5])
@@ -380,12 +381,12 @@ def with_tables(
     folder: Path | None = None,
     stage: Callable[[str], None] = lambda _: None,
 ) -> Dataset:
-    """Return the data set with the features of these tables and the items that they add to it.
+    """Return the data set with the features of these tables, and the items that they add.
 
-    Items and users without a row have no values. folder: where vectors are written, which are then memory-mapped; None
-    keeps them in memory. stage: called with a description of each step; it may raise.
+    Items and users without a row have no values. folder: the folder for vectors, which are then memory-mapped; None
+    keeps them in memory. stage: called with a description of each step, may raise.
     """
-    for table in tables:  # first, since every table's features are those of all items
+    for table in tables:  # first, since the features of every table are for all items
         if table.added is not None and table.added.any():
             dataset = _with_items(dataset, table.ids[table.added])
     for table in tables:
@@ -409,18 +410,18 @@ def with_tables(
 
 
 def _with_items(dataset: Dataset, ids: np.ndarray) -> Dataset:
-    """Return the data set with further items, `ids` [n] of text, that have no events."""
+    """Return the data set with more items, which have no events; ids: [n] text."""
     known_ids = np.asarray(dataset.item_ids)
     if known_ids.dtype.kind != "U" and all(re.fullmatch(r"0|-?[1-9]\d{0,17}", one) for one in ids.tolist()):
         ids = ids.astype(np.int64)
     else:
         known_ids = known_ids.astype(np.str_)
     item_ids = np.union1d(known_ids, ids)
-    if len(item_ids) == len(known_ids):  # another file has added them
+    if len(item_ids) == len(known_ids):  # another file has already added them
         return dataset
     return dataclasses.replace(
         dataset,
         items=np.searchsorted(item_ids, known_ids)[dataset.items].astype(np.int32),
         item_ids=item_ids,
-        notes=(*dataset.notes, f"{len(item_ids) - len(known_ids):,} items that no event has are part of the catalogue"),
+        notes=(*dataset.notes, f"{len(item_ids) - len(known_ids):,} items without events are part of the catalogue"),
     )

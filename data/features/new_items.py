@@ -1,4 +1,4 @@
-"""Describe items that a trained model has no row for, by their features, in the model's terms.
+"""Encode the features of new items, users and events with a trained model's feature vocabulary.
 
 Requires only numpy. Letters: M new items, W the size of a vector.
 """
@@ -17,17 +17,17 @@ from data.features.vocabulary import MOST_VALUES, FeatureVocabulary, table_rows
 from data.reading.values import MAX_ID_LENGTH
 from data.types import DataError, did_you_mean, shown
 
-MOST = float(np.finfo(np.float64).max)  # of numbers
+MOST = float(np.finfo(np.float64).max)
 
 
 @dataclass(frozen=True)
 class NewItems:
-    """The features of new items, as a model needs them.
+    """The encoded features of new items.
 
     count      M
-    item_rows  for each feature with a table (offsets [M+1], rows [S] int64), in the order of the model's
-    vectors    for each feature that is a vector [M, W] float16 of length one, or zeros
-    features   the features with all of their values, for filters of items
+    item_rows  (offsets [M+1], table rows [S] int64) of each feature with a table, in the order of the vocabulary
+    vectors    [M, W] float16 of each feature that is a vector, of length one or zero
+    features   the features with all of their values, for item filters
     """
 
     count: int
@@ -37,7 +37,7 @@ class NewItems:
 
     @property
     def described(self) -> np.ndarray:
-        """Whether each item has a value of any feature, [M] bool."""
+        """Whether each item has a value of a feature, [M] bool."""
         some = np.zeros(self.count, bool)
         for offsets, _ in self.item_rows:
             some |= np.diff(offsets) > 0
@@ -47,17 +47,14 @@ class NewItems:
 
 
 def check_known_by_features(known: FeatureVocabulary | None) -> FeatureVocabulary:
-    """Return the features that a model knows; DataError if none of them is of items."""
+    """Return the vocabulary; DataError if it has no features of items."""
     if known is None or known.trained is None:
-        raise DataError(
-            "new items: the run has no features of items (data.features.items), and knows an item by its training "
-            "events alone"
-        )
+        raise DataError("new items: the run has no features of items (data.features.items), which new items need")
     return known
 
 
 def new_items(known: FeatureVocabulary, count: int, features: Sequence[Feature]) -> NewItems:
-    """Return `count` items with these features, in a model's terms; a feature that is not among them has no value."""
+    """Encode the features of `count` items; a known feature that is not in `features` has no values."""
     by_name = {(feature.name, feature.kind): feature for feature in features}
     none = np.zeros(count + 1, np.int64)
     item_rows, vectors, values = [], [], []
@@ -71,10 +68,10 @@ def new_items(known: FeatureVocabulary, count: int, features: Sequence[Feature])
     for vector in known.vectors:
         width = vector.values.shape[1]
         rows = np.zeros((count, width), np.float16)
-        if (of_new := by_name.get((vector.name, VECTOR))) is not None and len(of_new.codes):
-            if of_new.values.shape[1] != width:
-                raise DataError(f"{shown(vector.name)}: expected vectors of {width}, got {of_new.values.shape[1]}")
-            rows[of_new.rows] = of_new.values[of_new.codes]
+        if (new_vectors := by_name.get((vector.name, VECTOR))) is not None and len(new_vectors.codes):
+            if new_vectors.values.shape[1] != width:
+                raise DataError(f"{shown(vector.name)}: expected vectors of {width}, got {new_vectors.values.shape[1]}")
+            rows[new_vectors.rows] = new_vectors.values[new_vectors.codes]
         vectors.append(rows)
     return NewItems(count, tuple(item_rows), tuple(vectors), tuple(values))
 
@@ -82,11 +79,12 @@ def new_items(known: FeatureVocabulary, count: int, features: Sequence[Feature])
 def rows_of_columns(
     known: FeatureVocabulary, entity: str, count: int, columns: Mapping[str, Sequence[Any]], strict: bool = True
 ) -> np.ndarray:
-    """Return the rows [count, F, L] int32 of the features of users or events whose values are given by name, as
-    `features_of_columns` takes them; a value that the model does not know has the row of unknown ones.
+    """Return the table rows [count, F, L] int32 of features of users or events; unknown values have the unknown row.
+
+    columns, strict: as in `features_of_columns`.
     """
     if strict and columns and not known.of(entity):
-        raise DataError(f"features: the run knows none of {entity}")
+        raise DataError(f"features: the run has no features of {entity}")
     features = features_of_columns(known, count, columns, strict, entity)
     return table_rows(known.of(entity), features, count)
 
@@ -98,11 +96,13 @@ def features_of_columns(
     strict: bool = True,
     entity: str = "items",
 ) -> list[Feature]:
-    """Return the features of `count` items whose values are given by name: for each item text, an integer or a boolean
-    for a category, a list of these, a number, a list of numbers for a vector, or None.
+    """Build the features of `count` items, users or events from values by name.
 
-    strict: DataError for a feature that the model does not have, and for a value that does not fit; otherwise such
-    values are left out. entity: `users` or `events` for theirs.
+    Args:
+        columns: feature -> a value for each item: text, an integer or a boolean for a category; a list of these for a
+            list; a number; a list of numbers for a vector; or None.
+        strict: raise DataError for unknown features and wrong values; otherwise they are left out.
+        entity: items, users or events.
     """
     kinds, widths = {one.name: one.kind for one in known.of(entity)}, {}
     if entity == "items":
@@ -113,8 +113,8 @@ def features_of_columns(
         if name not in kinds:
             if strict:
                 raise DataError(
-                    f"features: {shown(name)} is no feature of {'the run' if entity == 'items' else entity}"
-                    f"{did_you_mean(name, kinds)} (there are {', '.join(map(shown, kinds))})"
+                    f"features: {shown(name)} is not a feature of {'the run' if entity == 'items' else entity}"
+                    f"{did_you_mean(name, kinds)} (known: {', '.join(map(shown, kinds))})"
                 )
             continue
         if len(column) != count:
@@ -138,17 +138,17 @@ def features_of_columns(
 
 
 def _feature(entity: str, name: str, kind: str, count: int, rows: list[int], values: list) -> Feature:
-    of_rows = np.array(rows, np.int64)
+    row_numbers = np.array(rows, np.int64)
     if kind != VECTOR:
         empty = np.float64 if kind == "number" else "U1"
-        return feature_of(entity, name, kind, count, of_rows, np.array(values) if values else np.empty(0, empty))
+        return feature_of(entity, name, kind, count, row_numbers, np.array(values) if values else np.empty(0, empty))
     vectors = normalized(np.stack(values))[0] if values else np.zeros((0, 0), np.float16)
-    offsets = np.append(0, np.cumsum(np.bincount(of_rows, minlength=count))).astype(np.int64)
+    offsets = np.append(0, np.cumsum(np.bincount(row_numbers, minlength=count))).astype(np.int64)
     return Feature(entity, name, VECTOR, vectors, np.arange(len(values), dtype=np.int32), offsets)
 
 
 def _values(kind: str, value: Any, width: int) -> list:
-    """Return the values of one item; DataError for one that does not fit."""
+    """Return the values of one item; DataError for a wrong value."""
     if value is None:
         return []
     if kind == VECTOR:

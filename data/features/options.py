@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from data.options import Options
 
-NAME = r"^[A-Za-z0-9_-]+$"  # for names of features, which become part of the names of modules and files
+NAME = r"^[A-Za-z0-9_-]+$"  # names of features are part of the names of modules and files
 MOST_FEATURES = 100
-LATER = ("on_bad_row", "encoding", "decimal")  # options of files that caches of 0.2.0 do not have
+LATER = ("on_bad_row", "encoding", "decimal")  # options that caches of version 0.2.0 do not have
 
 
 def _by_kind(value: object) -> object:
@@ -23,33 +23,33 @@ class FeatureOptions(Options):
     """One feature. `brand: category` is short for `brand: {kind: category}`."""
 
     kind: Literal["category", "list", "number"]
-    """`category` is one value, text or an integer; `list` any number of them; `number` is cut into quantiles."""
+    """`category`: one value, text or an integer; `list`: any number of them; `number`: a number, cut into quantiles."""
     column: str | None = Field(None, min_length=1)
     """The feature's column in the file; absent, the column has the feature's name."""
     separator: str = Field("|", min_length=1, max_length=10)
-    """The text between the values of a `list` that stands in one text."""
+    """The text between the values of a `list`, if lists are text."""
     min_count: int = Field(2, ge=1)
     """Values that occur fewer times in the training data share the row of unknown values."""
     quantiles: int = Field(10, ge=2, le=10_000)
-    """The number of parts of equal size that the training data's numbers are cut into."""
+    """The number of quantiles of the training data into which a `number` is cut."""
 
 
 class ItemFeatureOptions(FeatureOptions):
     """One feature of items."""
 
     kind: Literal["category", "list", "number", "vector"]  # type: ignore[assignment]
-    """`category` is one value, text or an integer; `list` any number of them; `number` is cut into quantiles; `vector`
-    is a list of numbers, as many for each item."""
+    """`category`: one value, text or an integer; `list`: any number of them; `number`: a number, cut into quantiles;
+    `vector`: a list of numbers, of the same length for all items."""
     path: str | None = Field(None, min_length=1)
-    """The .npy file with the vectors, one in a row; absent, they are in a column of the Parquet file."""
+    """The .npy file with the vectors, one in each row; absent, they are in a column of the Parquet file."""
     ids: str | None = Field(None, min_length=1)
-    """The file with the items' ids in the order of the vectors, .npy or text with one a line; absent, `NAME.ids.npy` or
-    `NAME.ids.txt` next to `NAME.npy`."""
+    """The file with the items' ids in the order of the vectors, .npy or text with an id a line; absent, `NAME.ids.npy`
+    or `NAME.ids.txt` next to `NAME.npy`."""
 
     @model_validator(mode="after")
-    def _of_a_vector(self) -> Self:
+    def _files_of_vectors(self) -> Self:
         if self.kind != "vector" and (self.path or self.ids):
-            raise ValueError(f"path, ids: only a vector has a file of its own, got kind {self.kind}")
+            raise ValueError(f"path, ids: expected kind vector, got {self.kind}")
         return self
 
 
@@ -72,7 +72,7 @@ class FeatureFile(Options):
     """A file of features with a row for each item or user."""
 
     format: str
-    """The form of the file."""
+    """The format of the file."""
     path: str = Field(min_length=1)
     """The file."""
     id: str | None = Field(None, min_length=1)
@@ -82,27 +82,27 @@ class FeatureFile(Options):
     encoding: str | None = Field(None, min_length=1)
     """The encoding of a text file, as Python names it; absent, it is detected."""
     decimal: Literal[".", ","] = "."
-    """The sign before the fraction of a number that is text."""
+    """The decimal sign of numbers that are text."""
     columns: Columns | None = None
-    """The features by name; absent, all that a format with fixed columns has."""
+    """The features by name; absent, all features of a format with fixed columns."""
     unknown: Literal["error", "drop", "add"] | None = None
-    """What happens to a row whose id is in no event; absent, `error`, but `drop` in MovieLens' own files."""
+    """The handling of rows whose id is in no event; absent, `error`, for MovieLens' files `drop`."""
     on_bad_row: Literal["error", "drop"] = "error"
-    """Whether a row that cannot be read stops the preparation or is left out and reported."""
+    """Whether a row that cannot be read is an error, or is dropped and reported."""
 
     def with_paths(self, changed: Callable[[str], str]) -> Self:
         """Return the options with changed paths."""
         return self.model_copy(update={"path": changed(self.path)})
 
     @model_validator(mode="after")
-    def _own_columns(self) -> Self:
+    def _columns_of_format(self) -> Self:
         has_columns = self.format in ("csv", "parquet")
         if (has_columns or self.format == "npy") and not self.columns:
             raise ValueError("columns: missing, name the file's columns and their kinds (brand: category)")
         if not has_columns and (self.id or self.separator):
-            raise ValueError("id, separator: only format csv or parquet has columns of your own")
+            raise ValueError(f"id, separator: expected format csv or parquet, got {self.format}")
         if self.format == "parquet" and self.separator:
-            raise ValueError("separator: a Parquet file has none")
+            raise ValueError("separator: expected format csv, got parquet")
         return self
 
 
@@ -110,15 +110,15 @@ class ItemFile(FeatureFile):
     """Features of items."""
 
     format: Literal["csv", "parquet", "npy", "attributes", "u.item", "movies.dat"]
-    """The form of the file: csv, parquet, npy (vectors alone), S3-Rec's JSON (`attributes`) or MovieLens' own."""
+    """The format of the file: csv, parquet, npy (vectors only), S3-Rec's JSON (`attributes`) or a MovieLens file."""
     columns: ItemColumns | None = None  # type: ignore[assignment]
-    """The features by name; absent, all that a format with fixed columns has."""
+    """The features by name; absent, all features of a format with fixed columns."""
     unknown: Literal["error", "drop", "add"] | None = None
-    """What happens to a row whose id is in no event: `add` makes it an item of the catalogue; absent, `error`, but
-    `drop` in MovieLens' own files."""
+    """The handling of rows whose id is in no event; `add` makes them items of the catalogue; absent, `error`, for
+    MovieLens' files `drop`."""
 
     def with_paths(self, changed: Callable[[str], str]) -> Self:
-        """Return the options with changed paths, those of vectors, too."""
+        """Return the options with changed paths, including those of vectors."""
         columns = self.columns
         for name, one in self.vectors.items():
             paths = {key: changed(path) for key in ("path", "ids") if (path := getattr(one, key)) is not None}
@@ -132,7 +132,7 @@ class ItemFile(FeatureFile):
 
     @property
     def others(self) -> dict[str, ItemFeatureOptions]:
-        """The features that are no vectors."""
+        """The features that are not vectors."""
         return {name: one for name, one in (self.columns or {}).items() if one.kind != "vector"}
 
     @model_validator(mode="after")
@@ -156,36 +156,36 @@ class ItemFile(FeatureFile):
 class UserFile(FeatureFile):
     """Features of users."""
 
-    model_config = ConfigDict(serialize_by_alias=True)  # `as` is no name in Python
+    model_config = ConfigDict(serialize_by_alias=True)  # `as` is a keyword of Python
 
     format: Literal["csv", "parquet", "u.user", "users.dat"]
-    """The form of the file: csv, parquet or MovieLens' own."""
+    """The format of the file: csv, parquet or a MovieLens file."""
     unknown: Literal["error", "drop"] | None = None
-    """What happens to a row whose id is in no event; absent, `error`, but `drop` in MovieLens' own files."""
+    """The handling of rows whose id is in no event; absent, `error`, for MovieLens' files `drop`."""
     enters: Literal["sum", "tokens"] = Field("sum", alias="as")
-    """How features enter a sequence: `sum` adds them to each of its tokens; `tokens` puts a token for each feature in
-    front of it, which every later token sees and no window hides."""
+    """The use of features in a sequence: `sum` adds them to each token; `tokens` adds a token for each feature before
+    the events, to which all tokens attend, whatever the attention window."""
 
 
 class EventFeatures(Options):
     """Features of events."""
 
     columns: dict[Named, EventColumn] = Field({}, max_length=MOST_FEATURES)
-    """Features in columns of the events' own csv or parquet file, by name."""
+    """Features in columns of the events' csv or parquet file, by name."""
     calendar: list[Literal["hour", "weekday"]] = Field([], max_length=2)
-    """Parts of an event's time that are features: by the clock of `data.time_zone`, or else in UTC."""
+    """Parts of an event's time that are features, in `data.time_zone` or in UTC."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:
         if not (self.columns or self.calendar):
-            raise ValueError("names neither columns nor calendar")
+            raise ValueError("expected columns or calendar")
         if len(set(self.calendar)) < len(self.calendar):
-            raise ValueError("calendar: a part of the time is named twice")
+            raise ValueError("calendar: expected distinct parts of the time")
         return self
 
 
 class Features(Options):
-    """Features of items, users and events beside their ids."""
+    """Features of items, users and events, in addition to their ids."""
 
     items: ItemFile | None = None
     """Features of items."""
@@ -197,7 +197,7 @@ class Features(Options):
     @model_validator(mode="after")
     def _something(self) -> Self:
         if not (self.items or self.users or self.events):
-            raise ValueError("names neither items nor users nor events")
+            raise ValueError("expected items, users or events")
         return self
 
     def files(self) -> dict[str, FeatureFile]:
@@ -206,24 +206,24 @@ class Features(Options):
 
     @property
     def user_tokens(self) -> bool:
-        """Whether features of users are tokens in front of a sequence."""
+        """Whether features of users are tokens before the events."""
         return self.users is not None and self.users.enters == "tokens"
 
     def without_items(self) -> Features | None:
-        """Return the options without items, for data whose items a trained model knows already."""
+        """Return the options without features of items, or None if there are no others."""
         users = self.users and self.users.model_copy(update={"unknown": "drop"})
         return self.model_copy(update={"items": None, "users": users}) if users or self.events else None
 
     @property
     def drops_bad_rows(self) -> bool:
-        """Whether bad rows of a file are left out."""
+        """Whether bad rows of a file are dropped."""
         return any(file.on_bad_row == "drop" for file in self.files().values())
 
     def recipe(self) -> dict:
-        """Return whatever, beside the files' content, determines the result of reading; it is part of a cache's key."""
+        """Return all that determines the result of reading, except the files' content: a part of a cache's key."""
         recipe: dict = {}
         for entity, file in self.files().items():
-            # Keys added later are left out when unused, so that earlier caches keep their fingerprints.
+            # Options that earlier versions did not have are left out if unused, so that their caches stay valid.
             unused = {key for key in LATER if getattr(file, key) == type(file).model_fields[key].default}
             options = file.model_dump(exclude={"path", "columns", "enters"} | unused)
             recipe[entity] = options | {"columns": _read_as(file.columns)}
@@ -233,7 +233,7 @@ class Features(Options):
 
 
 def _read_as(columns: dict | None) -> dict | None:
-    """Return how columns are read, without the options that only affect what their values become later."""
+    """Return the options of columns that affect reading, without those for their table rows."""
     if columns is None:
         return None
     keep = {"kind", "column", "separator"}

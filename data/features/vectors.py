@@ -1,7 +1,7 @@
-"""Read vectors of items: lists of one length in a Parquet column, or a .npy file with the items' ids next to it.
+"""Read vectors of items: a Parquet column of lists of one length, or a .npy file with the items' ids next to it.
 
-Vectors are stored with length one, in 16 bits: float16, which is more exact than bfloat16 for numbers up to one. They
-are read, checked and written a few at a time, so that vectors that do not fit into memory can be prepared.
+Vectors are normalised to length one and stored as float16, which is more exact than bfloat16 for numbers up to one.
+They are read, checked and written in parts, so that they need not fit into memory.
 
 Letters: R rows of a file, I items, n items with a row, W the size of a vector.
 """
@@ -21,17 +21,20 @@ from data.reading.sources import RawFile, literal
 from data.reading.values import MAX_ID_LENGTH
 from data.types import DataError, shown
 
-AT_ONCE = 2**22  # numbers that are read at a time
-MOST_NAMED = 5  # bad vectors that an error names
-IDS = (".ids.npy", ".ids.txt")  # what the names of files of ids end with, in place of .npy
+AT_ONCE = 2**22  # numbers read at a time
+MOST_NAMED = 5  # bad vectors listed in an error
+IDS = (".ids.npy", ".ids.txt")  # endings of files of ids, in place of .npy
 
 
 @dataclass(frozen=True)
 class VectorFile:
     """The vectors in a file, one in each row.
 
-    source  the file's name in errors; feature: the feature's name
-    column  of a Parquet file; None for a .npy file
+    source   the file
+    feature  the name of the feature
+    column   the column of a Parquet file; None for a .npy file
+    rows     the number of rows
+    width    the size of a vector
     """
 
     source: RawFile
@@ -41,7 +44,7 @@ class VectorFile:
     width: int
 
     def parts(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield (the first row, which rows have a vector [m] bool, the vectors of these), m rows at a time."""
+        """Yield (the first row, the mask [m] of rows with a vector, these vectors), m rows at a time."""
         size = max(1, AT_ONCE // self.width)
         if self.column is None:
             values = _opened(self.source)
@@ -72,7 +75,7 @@ def open_npy(source: RawFile, feature: str) -> VectorFile:
 
 
 def open_parquet(source: RawFile, feature: str, column: str, option: str) -> VectorFile:
-    """Open a column of lists of numbers; DataError for other columns, and for lists of different lengths.
+    """Open a column of lists of numbers; DataError for other columns and lists of different lengths.
 
     option: the configuration key of the column.
     """
@@ -98,7 +101,7 @@ def open_parquet(source: RawFile, feature: str, column: str, option: str) -> Vec
         raise DataError(f"{source.name}: not a readable Parquet file: {reason}") from error
     width = lengths.drop_nulls().mode().sort()
     if not len(width) or width[0] == 0:
-        raise DataError(f"{source.name}, column {shown(column)}: no vector in it")
+        raise DataError(f"{source.name}, column {shown(column)}: it has no vector")
     if len(wrong := (lengths != width[0]).arg_true()):
         raise DataError(
             f"{source.name} row {wrong[0] + 1}, column {shown(column)}: expected {width[0]} numbers, as in the other "
@@ -113,7 +116,7 @@ def _scan(source: RawFile, column: str):
 
     with literal(source.path) as file:
         place = list(pl.read_parquet_schema(file)).index(column)
-    # By its place: polars treats a user's column name as a pattern if it looks like one.
+    # By its index: polars treats a user's column name as a pattern if it looks like one.
     return pl.scan_parquet(source.path.absolute(), hive_partitioning=False, glob=False).select(pl.nth(place))
 
 
@@ -125,7 +128,7 @@ def _opened(source: RawFile) -> np.ndarray:
 
 
 def ids_next_to(path: Path, ids: str | None, option: str) -> Path:
-    """Return the path of the ids of the vectors in `path`; DataError if there is none. ids: the user's own choice."""
+    """Return the path of the ids of the vectors in `path`; DataError if there is none. ids: the user's path."""
     if ids is not None:
         file = Path(ids).expanduser()
         if not file.is_file():
@@ -135,11 +138,11 @@ def ids_next_to(path: Path, ids: str | None, option: str) -> Path:
         if (file := path.with_name(path.name.removesuffix(".npy") + ending)).is_file():
             return file
     names = " or ".join(path.name.removesuffix(".npy") + ending for ending in IDS)
-    raise DataError(f"{option}.ids: no {shown(names)} next to {shown(path.name)}, which has the ids of its rows")
+    raise DataError(f"{option}.ids: expected the ids of the vectors in {shown(names)}, next to {shown(path.name)}")
 
 
 def read_ids(source: RawFile, rows: int, vectors: str) -> np.ndarray:
-    """Read the distinct ids [rows] of vectors as text; DataError. vectors: the name of their file."""
+    """Read the ids of vectors as text: [rows], distinct; DataError for other content. vectors: the vectors' file."""
     if source.path.suffix == ".npy":
         ids = _opened(source)
         if ids.ndim != 1 or ids.dtype.kind not in "iuU":
@@ -162,15 +165,14 @@ def read_ids(source: RawFile, rows: int, vectors: str) -> np.ndarray:
 
 
 def packed(vectors: VectorFile, place: np.ndarray, folder: Path | None) -> tuple[Feature, int]:
-    """Return (the feature of items whose vectors are in the rows `place` [I], -1 for none; the number of items without
-    a vector, for which zeros stand: those without a row, with nothing in it, or with zeros alone).
+    """Return (the feature of vectors of items, the number of items without a vector or with zeros only).
 
-    folder: where the array is written, and then memory-mapped; None keeps it in memory. DataError for a vector that is
-    not finite.
+    place: [I], the row of each item's vector, -1 for none. folder: the folder for the array, which is then
+    memory-mapped; None keeps it in memory. DataError for a vector that is not finite, or if no item has a row.
     """
     with_row = np.flatnonzero(place >= 0)
     if not len(with_row):
-        raise DataError(f"{vectors.source.name}: no item has a vector in it")
+        raise DataError(f"{vectors.source.name}: it has no vector of an item")
     target = np.full(vectors.rows, -1, np.int64)
     target[place[with_row]] = np.arange(len(with_row))
     shape, some, bad = (len(with_row), vectors.width), 0, []
@@ -196,11 +198,11 @@ def packed(vectors: VectorFile, place: np.ndarray, folder: Path | None) -> tuple
 
 
 def _on_disk(path: Path, shape: tuple[int, int]) -> np.ndarray:
-    """Return a new memory-mapped array of float16; DataError if the disk has no room for it."""
+    """Create a memory-mapped array of float16; DataError if the disk is full."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         values = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape)
-        with path.open("r+b") as file:  # otherwise a full disk would end the process
+        with path.open("r+b") as file:  # reserve the space: a full disk would later end the process
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         return values
     except OSError as error:
@@ -209,10 +211,10 @@ def _on_disk(path: Path, shape: tuple[int, int]) -> np.ndarray:
 
 
 def normalized(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (vectors [R, W] of length one as float16, zeros for those of length zero; which are finite [R])."""
+    """Return (the vectors [R, W] divided by their lengths, as float16; the mask of finite ones [R])."""
     vectors = vectors if vectors.dtype == np.float64 else vectors.astype(np.float32)
     finite = np.isfinite(vectors).all(1)
-    # First by the greatest number, so that no square overflows.
+    # Divide by the greatest number first, so that no square overflows.
     greatest = np.abs(vectors).max(1, keepdims=True, initial=0)
     with np.errstate(invalid="ignore", divide="ignore"):
         vectors = np.where((greatest > 0) & finite[:, None], vectors / greatest, 0)

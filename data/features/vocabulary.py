@@ -1,7 +1,7 @@
-"""Map values of features to rows of tables: the mapping is fitted to training data, then applied to any data.
+"""Map values of features to table rows; the mapping is fitted to training data and applied to any data.
 
-Every feature has a table. Row 0 is the unknown row, for values that are rare or absent in training; the other rows
-stand for values in ascending order, or for parts of equal size into which numbers are cut.
+Every feature except vectors has a table. Row 0 is the unknown row, for values that are rare or absent in training. The
+other rows are values in ascending order, or quantiles of numbers.
 
 Requires only numpy. Letters: I items, U users, E events, L the greatest number of values of a row, F features of an
 entity.
@@ -21,18 +21,17 @@ from data.features.options import FeatureOptions, Features
 from data.splits import train_events
 from data.types import DataError, Dataset, shown
 
-MOST_VALUES = 64  # values of a user or an event, which every batch holds side by side
+MOST_VALUES = 64  # values of a user or an event: a batch has a column for each
 CALENDAR = {"hour": 24, "weekday": 7}
 
 
 @dataclass(frozen=True, eq=False)
 class KnownFeature:
-    """The values of one feature that a trained model knows.
+    """The known values of one feature of a trained model.
 
     entity  items, users or events
-    values  [n] the values of rows 1 .. n: text, ascending; or, of numbers, the least value of rows 2 .. n + 1,
-            ascending
-    known   for features of events, whether the value is known before the user acts or only after (before, after)
+    values  [n] ascending: the text of rows 1 .. n; for numbers, the least value of rows 2 .. n + 1
+    known   for features of events: before or after, whether the value is known before the user acts or only after
     """
 
     entity: str
@@ -47,7 +46,7 @@ class KnownFeature:
         return len(self.values) + (2 if self.kind == "number" else 1)
 
     def rows_of(self, values: np.ndarray) -> np.ndarray:
-        """Return the row of each value: [n] -> [n] int64."""
+        """Return the table row of each value: [n] -> [n] int64."""
         if self.kind == "number":
             return 1 + np.searchsorted(self.values, values, side="right")
         if not len(self.values):
@@ -58,16 +57,16 @@ class KnownFeature:
 
 @dataclass(frozen=True, eq=False)
 class FeatureVocabulary:
-    """The features that a trained model knows.
+    """The features of a trained model.
 
-    features   features of items, users and events, in this order
-    calendar   parts of an event's time that are features: hour, weekday
-    item_rows  for each feature of items (offsets [I+1], rows [S] int64): the rows of each item
+    features   the features of items, users and events with a table, in this order
+    calendar   the parts of an event's time that are features: hour, weekday
+    item_rows  (offsets [I+1], table rows [S] int64) of each feature of items
     trained    [I] bool, True for items with a training event; None without features of items
-    time_zone  the zone of the calendar; None is UTC
-    items      the features of items with all of their values, also those that share the unknown row, for filters of
-               items; empty for a run that stored none
-    vectors    the features of items that are vectors, which have no table
+    time_zone  the time zone of the calendar; None is UTC
+    items      the features of items with all values, including those in the unknown row, for item filters; empty if the
+               run has not stored them
+    vectors    the features of items that are vectors
     """
 
     features: tuple[KnownFeature, ...]
@@ -79,15 +78,17 @@ class FeatureVocabulary:
     vectors: tuple[Feature, ...] = ()
 
     def of(self, entity: str) -> list[KnownFeature]:
+        """Return the features of an entity: items, users or events."""
         return [feature for feature in self.features if feature.entity == entity]
 
 
 def fit_features(
     dataset: Dataset, train_end: np.ndarray, options: Features, time_zone: str | None = None
 ) -> FeatureVocabulary:
-    """Fit the rows of values to the items, users and events of training, each of which counts once.
+    """Fit the vocabulary to the items, users and events of training; each of them counts once.
 
-    train_end: [U] int64, training uses events user_offsets[u] .. train_end[u]-1 of user u. time_zone: of the calendar.
+    train_end: [U] int64, training uses events user_offsets[u] .. train_end[u]-1 of user u. time_zone: the time zone of
+    the calendar.
     """
     in_training = train_events(dataset, train_end)
     items = np.zeros(dataset.num_items, bool)
@@ -115,27 +116,27 @@ def fit_features(
         if feature.entity == "items"
     ]
     trained = items if item_rows or vectors else None
-    of_items = tuple(feature for feature in in_tables if feature.entity == "items")
-    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), trained, time_zone, of_items, vectors)
+    item_features = tuple(feature for feature in in_tables if feature.entity == "items")
+    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), trained, time_zone, item_features, vectors)
 
 
 def grown(fitted: FeatureVocabulary, known: FeatureVocabulary, place: np.ndarray) -> FeatureVocabulary:
-    """Return what a model knows that had `known` and now also learns from the data to which `fitted` was fitted.
+    """Return the vocabulary of a model with the vocabulary `known` that is trained further on the data of `fitted`.
 
-    Known values stay, new ones are added; numbers keep the parts into which they were cut. place: [I] int64, the
-    number in `known` of each item of `fitted`, or -1. DataError for other features.
+    It has the known and the new values; numbers keep the known quantiles. place: [I] int64, the index in `known` of
+    each item of `fitted`, or -1. DataError if the features differ.
     """
     forms = [_forms(these) for these in (known, fitted)]
     if forms[0] != forms[1]:
         other = next(iter([one for one in forms[1] if one not in forms[0]] + forms[0]))
-        raise DataError(f"data.features: {shown(other[1])} of {other[0]}, a {other[2]}: other features than the run's")
+        raise DataError(f"data.features: {shown(other[1])} of {other[0]} ({other[2]}): not the features of the run")
     features = []
     for old, one in zip(known.features, fitted.features):
         values = old.values if one.kind == "number" else np.union1d(old.values, one.values)
         features.append(dataclasses.replace(one, values=values))
-    of_items = [one for one in features if one.entity == "items"]
-    item_rows = tuple((all_of.offsets, one.rows_of(all_of.values)[all_of.codes])
-                      for one, all_of in zip(of_items, fitted.items))  # fmt: skip
+    item_features = [one for one in features if one.entity == "items"]
+    item_rows = tuple((whole.offsets, one.rows_of(whole.values)[whole.codes])
+                      for one, whole in zip(item_features, fitted.items))  # fmt: skip
     trained = fitted.trained
     if trained is not None and known.trained is not None:
         trained = trained | ((place >= 0) & known.trained[place])
@@ -143,7 +144,7 @@ def grown(fitted: FeatureVocabulary, known: FeatureVocabulary, place: np.ndarray
 
 
 def _forms(known: FeatureVocabulary) -> list[tuple[str, str, str]]:
-    """Return the entity, name and kind of each feature."""
+    """Return (entity, name, kind) of each feature."""
     vectors = [(one.entity, one.name, f"vector of {one.values.shape[1]}") for one in known.vectors]
     return [*((one.entity, one.name, one.kind) for one in known.features), *vectors]
 
@@ -154,7 +155,7 @@ def _options_of(options: Features, feature: Feature) -> FeatureOptions:
 
 
 def _edges(feature: Feature, quantiles: int) -> np.ndarray:
-    """Return the [<= quantiles - 1] float64 edges that cut the numbers of these rows into parts of equal size."""
+    """Return the float64 edges between quantiles of the numbers, at most quantiles - 1."""
     if not len(feature.codes):
         return np.empty(0)
     numbers = feature.values[feature.codes]
@@ -163,9 +164,9 @@ def _edges(feature: Feature, quantiles: int) -> np.ndarray:
 
 
 def with_rows(dataset: Dataset, vocabulary: FeatureVocabulary) -> Dataset:
-    """Return the data set with the rows of its users' and events' features, as `Dataset.user_rows` and `event_rows`.
+    """Return the data set with the table rows of features of users and events, `user_rows` and `event_rows`.
 
-    DataError if it lacks a feature that the vocabulary has.
+    DataError if the data set does not have a feature of the vocabulary.
     """
     return dataclasses.replace(
         dataset,
@@ -175,7 +176,7 @@ def with_rows(dataset: Dataset, vocabulary: FeatureVocabulary) -> Dataset:
 
 
 def _rows(dataset: Dataset, known: Sequence[KnownFeature], count: int) -> np.ndarray | None:
-    """Return the rows [count, F, L] int32, -1 behind the last value; None without features."""
+    """Return table rows as in `table_rows`; None without features."""
     if not known:
         return None
     for entry in known:
@@ -185,13 +186,14 @@ def _rows(dataset: Dataset, known: Sequence[KnownFeature], count: int) -> np.nda
 
 
 def table_rows(known: Sequence[KnownFeature], features: Sequence[Feature], count: int) -> np.ndarray:
-    """Return the rows [count, F, L] int32 of features of `count` users or events, -1 behind the last value; a feature
-    that is not among `features` has none. DataError for a list that is too long.
+    """Return the table rows [count, F, L] int32 of `count` users or events, padded with -1.
+
+    A known feature that is not in `features` has no values. DataError for a list with too many values.
     """
     by_name = {(feature.entity, feature.name, feature.kind): feature for feature in features}
-    of_known = [by_name.get((entry.entity, entry.name, entry.kind)) for entry in known]
+    by_entry = [by_name.get((entry.entity, entry.name, entry.kind)) for entry in known]
     longest = 1
-    for entry, feature in zip(known, of_known):
+    for entry, feature in zip(known, by_entry):
         most = 0 if feature is None else int(np.diff(feature.offsets).max(initial=0))
         if most > MOST_VALUES:
             raise DataError(
@@ -200,7 +202,7 @@ def table_rows(known: Sequence[KnownFeature], features: Sequence[Feature], count
             )
         longest = max(longest, most)
     rows = np.full((count, len(known), longest), -1, np.int32)
-    for place, (entry, feature) in enumerate(zip(known, of_known)):
+    for place, (entry, feature) in enumerate(zip(known, by_entry)):
         if feature is not None:
             owner = feature.rows
             rows[owner, place, np.arange(len(owner)) - feature.offsets[owner]] = entry.rows_of(feature.values)[

@@ -1,4 +1,4 @@
-"""Convert times to the clock of a time zone, with its summer times, and to the calendar's features."""
+"""Compute the offsets of a time zone from UTC, and the calendar's features."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch import Tensor
 from data.types import DataError, did_you_mean, shown
 
 DAY, HOUR, THURSDAY = 86_400, 3_600, 3  # seconds; the weekday of 1970-01-01, Monday being 0
-LAST = 9_214_646_400  # seconds since 1970: the year 2262, the last in which an event can be
+LAST = 9_214_646_400  # seconds since 1970: the year 2262, the last possible year of an event
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def checked_zone(name: str) -> str:
-    """Return the name of a time zone; DataError if there is none."""
+    """Return `name`; DataError if it is not a time zone."""
     try:
         ZoneInfo(name)
         return name
     except (ZoneInfoNotFoundError, ValueError, OSError):
         near = did_you_mean(name, available_timezones())
-        raise DataError(f"data.time_zone: {shown(repr(name))} is no time zone like Europe/Berlin{near}") from None
+        raise DataError(
+            f"data.time_zone: expected a time zone like Europe/Berlin, got {shown(repr(name))}{near}"
+        ) from None
 
 
 @functools.lru_cache(maxsize=8)

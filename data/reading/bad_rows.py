@@ -1,22 +1,28 @@
-"""Collect rows that cannot be read, then report them all at once, or drop and count them."""
+"""Collect rows that cannot be read, and report them together, or drop and count them."""
 
 from __future__ import annotations
 
 from data.types import DataError
 
-MOST_TOLD = 20  # bad rows that an error lists
-MOST_DROPPED = 10  # bad rows that may be left out of any source, however small
-MOST_NOTED = 5  # bad rows that the note about dropped rows lists
-
-
-LIMIT = 0.01  # of the rows of a source, that may be left out unless the user says otherwise
+MOST_LISTED = 20  # bad rows listed in an error
+MOST_DROPPED = 10  # bad rows that may be dropped from any source, however small
+MOST_NOTED = 5  # bad rows listed in the note about dropped rows
+LIMIT = 0.01  # the default share of a source's rows that may be dropped
 
 
 class BadRows:
-    """The bad rows of a source. `drop` decides whether they are left out or end the preparation.
+    """The bad rows of a source.
 
-    limit: the greatest share of them that may be left out. option: the configuration key of the source. rows: all rows
-    so far, good and bad. left_out: those that the user's condition left out.
+    Args:
+        drop: drop bad rows; otherwise they are an error.
+        limit: the greatest share of rows that may be dropped.
+        option: the configuration key of the source.
+
+    Attributes:
+        count: the number of bad rows so far.
+        rows: the number of all rows so far.
+        left_out: the number of rows so far that the condition `data.where` has left out.
+        first: descriptions of the first bad rows.
     """
 
     def __init__(self, drop: bool, limit: float = LIMIT, option: str = "data"):
@@ -26,24 +32,20 @@ class BadRows:
 
     @property
     def room(self) -> int:
-        """The number of bad rows that still get a description; further ones are only counted."""
-        return MOST_TOLD - len(self.first)
+        """The number of bad rows that can still be described; more are only counted."""
+        return MOST_LISTED - len(self.first)
 
     def add(self, count: int, described: list[str]) -> None:
-        """Count `count` bad rows; `described` has, for the first ones, their place and what is wrong with them."""
+        """Count bad rows; described: the places and faults of the first of them."""
         self.count += count
         self.first += described[: self.room]
 
     def stop(self, message: str) -> None:
-        """Raise DataError for a fault after which nothing more can be read; the error lists the earlier bad rows
-        too.
-        """
+        """Raise DataError for a fault after which nothing can be read; the error also lists the earlier bad rows."""
         raise DataError("\n  ".join([f"{self.count + 1} bad rows:", *self.first, message]) if self.first else message)
 
     def check(self, place: str) -> None:
-        """Raise DataError for the bad rows so far, unless they are dropped; it has a line for each, MOST_TOLD at
-        most.
-        """
+        """Raise DataError if there are bad rows that are not dropped, with a line for each of the first MOST_LISTED."""
         if not self.count or self.drop:
             return
         if self.count == 1:
@@ -55,11 +57,11 @@ class BadRows:
 
     @property
     def too_many(self) -> bool:
-        """Whether more rows are bad than may be left out."""
+        """Whether there are more bad rows than may be dropped."""
         return self.count > MOST_DROPPED and self.count > self.limit * self.rows
 
     def check_limit(self, place: str) -> None:
-        """Raise DataError if more rows of the whole source were left out than the limit allows."""
+        """Raise DataError if more rows of the whole source were dropped than the limit allows."""
         if self.drop and self.too_many:
             head = (
                 f"{place}: {self.count:,} of {self.rows:,} rows are bad ({self.option}.on_bad_row: drop), more than "

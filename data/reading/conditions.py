@@ -1,4 +1,4 @@
-"""Select rows by the user's condition, `data.where`: SQL of polars on the columns of the file.
+"""Select rows by the user's condition, `data.where`: an SQL expression of polars on the columns of the file.
 
 Requires polars, imported inside the functions that use it.
 """
@@ -13,7 +13,7 @@ from data.reading.formats import RawFormat
 from data.types import DataError, shown
 
 KEY = "data.where"
-MARK = "?"  # before the name of a column that a condition needs, in frames whose other columns are roles
+MARK = "?"  # prefix of a condition's columns in frames whose other columns are roles
 KEYWORDS = ("AND", "BETWEEN", "CASE", "ELSE", "ILIKE", "IN", "LIKE", "NOT", "OR", "THEN", "WHEN")
 FUNCTIONS = (
     "ABS", "CAST", "CEIL", "COALESCE", "CONCAT", "DATE", "DATE_PART", "ENDS_WITH", "EXTRACT", "FLOOR", "GREATEST", "IF",
@@ -21,26 +21,28 @@ FUNCTIONS = (
     "ROUND", "RTRIM", "SIGN", "SQRT", "STARTS_WITH", "STRPTIME", "STRPOS", "SUBSTR", "TRIM", "TRY_CAST", "UPPER",
 )  # fmt: skip
 OTHER_ROWS = ("SELECT", "OVER", "CURRENT_DATE", "CURRENT_TIME", "CURRENT_TIMESTAMP")
-MOST_TYPED = 10  # columns for which it is tried whether they are compared as numbers or as text
+MOST_TYPED = 10  # columns for which both types, number and text, are tried
 
 
 def checked_condition(where: str) -> tuple[str, ...]:
-    """Return the columns that a condition needs; DataError if it is none, or not one about single rows."""
+    """Return the columns in a condition; DataError if it is not a condition on single rows."""
     import polars as pl
 
     try:
         expression = pl.sql_expr(where)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise DataError(f"{KEY}: {shown(repr(where))} is no condition: {_line(error)}") from None
+        raise DataError(f"{KEY}: {shown(repr(where))} is not a condition: {_line(error)}") from None
     names = tuple(dict.fromkeys(expression.meta.root_names()))
     if not names:
         raise DataError(f"{KEY}: {shown(repr(where))} names no column (text is quoted by ', a name by \")")
-    # polars knows whether an expression needs other rows only once the types of its columns are known.
+    # polars can find that an expression needs other rows only when the types of its columns are known.
     unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", where)
     for word, call in re.findall(r"(\w+)\s*(\()?", unquoted):
         if word.upper() in OTHER_ROWS or (call and word.upper() not in KEYWORDS + FUNCTIONS):
             functions = ", ".join(FUNCTIONS)
-            raise DataError(f"{KEY}: {word}: a condition sees one row and nothing else; its functions are {functions}")
+            raise DataError(
+                f"{KEY}: {word}: a condition can use only values of one row, with the functions {functions}"
+            )
     return names
 
 
@@ -49,10 +51,10 @@ def _line(error: BaseException) -> str:
 
 
 def choose_numbers(sample, fmt: RawFormat) -> tuple[str, ...]:
-    """Return the columns of text whose values the condition compares as numbers, by the first rows: all that hold
-    nothing but numbers, unless the condition compares them with text.
+    """Return the text columns whose values the condition compares as numbers.
 
-    sample: a polars frame with the condition's columns.
+    These are the columns with numbers only in the first rows, unless the condition compares them with text. sample: a
+    polars frame of the first rows with the condition's columns.
     """
     import polars as pl
 
@@ -77,7 +79,7 @@ def choose_numbers(sample, fmt: RawFormat) -> tuple[str, ...]:
 
 
 def as_number(column, fmt: RawFormat):
-    """Return a column of text as numbers, null where it holds none."""
+    """Return a text column as numbers, null for text that is not a number."""
     import polars as pl
 
     text = column.str.strip_chars()
@@ -103,14 +105,15 @@ def _evaluated(frame, fmt: RawFormat, numbers: tuple[str, ...]):
     if result.dtype == pl.Null:
         return pl.repeat(False, frame.height, eager=True)
     if result.dtype != pl.Boolean:
-        raise DataError(f"{KEY}: {shown(repr(fmt.where))} is no condition: its result is {result.dtype}")
+        raise DataError(f"{KEY}: {shown(repr(fmt.where))} is not a condition: its result is {result.dtype}")
     return result.fill_null(False)
 
 
 def selected(frame, fmt: RawFormat, numbers: tuple[str, ...]):
-    """Return (which rows of a frame the condition keeps, the columns in which a kept row has text for a number).
+    """Return (the mask of rows that the condition selects, name of a column -> the mask of its bad values).
 
-    A row with such a text is kept, for its value is bad. frame: with the condition's columns.
+    A bad value is text in a column of numbers; its row is selected, so that it is reported. frame: a polars frame with
+    the condition's columns; numbers: the result of `choose_numbers`.
     """
     import polars as pl
 

@@ -1,4 +1,4 @@
-"""Tell decimals from whole numbers, and decimal commas from points.
+"""Handle decimal commas, and columns with both integers and decimals.
 
 Requires polars, imported inside the functions that use it.
 """
@@ -17,13 +17,13 @@ def swapped(value):
 
 
 def has_fractions(column, fmt: RawFormat) -> bool:
-    """Return whether a column of text holds a number with a fraction, by which whole numbers are decimals too."""
+    """Return whether a text column has a number with a fraction, so that its integers are decimals, too."""
     point = "[.]" if fmt.decimal == "." else ","
     return column.str.contains(rf"^ *[+-]?[0-9]+{point}[0-9]*$").any()
 
 
 def alike_times(frames: list) -> list:
-    """Return frames of polars whose times, if they are numbers, have one type: decimals if they differ."""
+    """Return polars frames with the same type of `timestamp`: decimals if the types differ."""
     import polars as pl
 
     kinds = {frame.schema.get("timestamp") for frame in frames}

@@ -17,33 +17,33 @@ MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }  # UTF-32's begins with UTF-16's
-MOST_RUNS = 100_000  # of bytes that are not ASCII, from which an encoding is chosen
+MOST_RUNS = 100_000  # runs of non-ASCII bytes from which an encoding is chosen
 RUN = re.compile(rb"[\x80-\xff]+")
-# Bytes that are undefined in cp1252, and its signs that are in no word of a western language between two letters.
+# Bytes that are undefined in cp1252, and its symbols that never occur between two letters in western languages.
 NOT_CP1252 = re.compile(
     rb"[\x81\x8d\x8f\x90\x9d]|[A-Za-z][\xa1-\xa9\xab-\xb1\xb3\xb5\xb6\xb8\xb9\xbb-\xbf\xd7\xf7][a-z]"
 )
 UTF_8 = ("utf-8", "utf-8-sig")
 
-# Bytes that cannot be decoded become one that is invalid in UTF-8, so that their row is a bad one.
+# Bytes that cannot be decoded are replaced by an invalid byte of UTF-8, so that their row is a bad row.
 codecs.register_error("hstu_sparse.bad_byte", lambda error: ("\udcff", getattr(error, "end", 0)))
 
 
 def checked_encoding(name: str, key: str) -> str:
-    """Return an encoding of text by Python's name for it; DataError for any other word."""
+    """Return the standard name of an encoding; DataError if Python has no text encoding of this name."""
     try:
         "a".encode(name)
         return codecs.lookup(name).name
     except (LookupError, ValueError):
         near = did_you_mean(name, ("utf-8", "utf-16", "cp1252", "cp1250", "cp1251", "latin-1", "shift_jis", "gb18030"))
-        raise DataError(f"{key}: {shown(repr(name))} is no encoding of text that Python knows{near}") from None
+        raise DataError(f"{key}: expected a text encoding that Python has, got {shown(repr(name))}{near}") from None
 
 
 def detected_encoding(content: BinaryIO) -> str:
     """Return the encoding of a text file that is open at its beginning.
 
-    Without a mark it is UTF-8, UTF-16 if every other byte of the beginning is 0, or cp1252 if the bytes that are not
-    ASCII are those of single western letters and signs. UTF-8 also for text that is none of them: its rows are bad.
+    Without a byte order mark, the encoding is UTF-16 if every other byte at the beginning is 0; UTF-8 if the content is
+    valid UTF-8; cp1252 if all non-ASCII bytes are single western letters and symbols; otherwise UTF-8 with bad rows.
     """
     start = content.read(4096)
     for mark, name in MARKS.items():
@@ -69,14 +69,14 @@ def detected_encoding(content: BinaryIO) -> str:
 def _is_cp1252(content: BinaryIO) -> bool:
     count = size = 0
     while (block := content.read(BLOCK)) and count < MOST_RUNS:
-        block += content.readline(BLOCK)  # no run is cut
+        block += content.readline(BLOCK)  # so that no run is cut
         if NOT_CP1252.search(block):
             return False
         for run in RUN.findall(block):
             count, size = count + 1, size + len(run)
             if len(run) > 1 and _is_utf_8(run):
-                return False  # a damaged file of UTF-8
-    return size < 1.5 * count  # words of other alphabets are longer runs
+                return False  # a damaged UTF-8 file
+    return size < 1.5 * count  # in other alphabets, runs are as long as words
 
 
 def _is_utf_8(run: bytes) -> bool:
@@ -88,7 +88,7 @@ def _is_utf_8(run: bytes) -> bool:
 
 
 def convert(source: BinaryIO, encoding: str, target: Path) -> None:
-    """Write a text file again in UTF-8."""
+    """Write the text of `source` to `target` in UTF-8."""
     decoder = codecs.getincrementaldecoder(encoding)("hstu_sparse.bad_byte")
     with open(target, "wb") as out:
         while block := source.read(BLOCK):
@@ -97,7 +97,7 @@ def convert(source: BinaryIO, encoding: str, target: Path) -> None:
 
 
 def decoded(content: bytes, place: str) -> str:
-    """Return the text of a small file in a detected encoding; DataError if it is in none."""
+    """Return the text of a small file in its detected encoding; DataError if it is not valid."""
     import io
 
     try:

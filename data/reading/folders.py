@@ -1,6 +1,6 @@
-"""List the files of a folder or of a pattern: all that their names promise, or an error for what cannot be read.
+"""List the data files in a folder or matching a pattern; a file or folder that cannot be read is an error.
 
-Hidden and private names (`.x`, `_x`) are skipped at every depth: Spark, Jupyter and others keep copies and marks there.
+Names that begin with `.` or `_` are skipped at every depth: Spark, Jupyter and others use them for copies and markers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PRIVATE = (".", "_")
 
 
 def parts(folder: Path, ending: str) -> list[Path]:
-    """Return the files of a folder of parts, at every depth; DataError for one that cannot be read or followed.
+    """Return the files of a folder, at every depth; DataError for one that cannot be read, and for broken links.
 
-    ending: of each file, in small or capital letters, before that of a compressed file.
+    ending: the required ending of the files (in any case), before an ending of compression.
     """
     return sorted(_walk(folder, folder, ending, {folder.resolve()}))
 
@@ -33,7 +33,7 @@ def _walk(folder: Path, root: Path, ending: str, read: set[Path]) -> Iterator[Pa
             continue
         if stat.S_ISDIR(_mode(path)):
             if (real := path.resolve()) in read:
-                raise DataError(f"{shown(path, 200)}: a link to a folder that is read already")
+                raise DataError(f"{shown(path, 200)}: a link to a folder that is already read")
             read.add(real)
             yield from _walk(path, root, ending, read)
         else:
@@ -42,23 +42,23 @@ def _walk(folder: Path, root: Path, ending: str, read: set[Path]) -> Iterator[Pa
 
 
 def check_ending(name: str, ending: str, root: str) -> None:
-    """Raise DataError for the name of a part that has another ending, compressed or not; root: of all parts."""
+    """Raise DataError for the name of a part with another ending, compressed or not; root: the folder of all parts."""
     if not _bare(name).endswith(ending):
         raise DataError(
-            f"{shown(name, 200)}: neither {ending} nor {', '.join(ending + packed for packed in PACKED)}; to leave out "
-            f"other files name those to read by a pattern: {shown(f'{root}/**/*{ending}', 300)}"
+            f"{shown(name, 200)}: expected {ending} or {', '.join(ending + packed for packed in PACKED)}; to leave out "
+            f"other files, set the path to a pattern: {shown(f'{root}/**/*{ending}', 300)}"
         )
 
 
 def is_private(name: str) -> bool:
-    """Return whether a path, below that of its source, has a hidden or private name in it."""
+    """Return whether a path relative to its source has a component that begins with `.` or `_`."""
     return any(part.startswith(PRIVATE) for part in Path(name).parts)
 
 
 def matching(folder: Path, pattern: str, all_files: bool) -> list[Path]:
-    """Return the files of a folder that match the pattern of a format's file, compressed or not, sorted.
+    """Return the sorted files of a folder that match a format's pattern, compressed or not.
 
-    all_files: the format reads all of them, so that DataError is raised for one that is compressed in another way.
+    all_files: the format reads all of them, so that an unknown kind of compression is a DataError.
     """
     place, name = folder / Path(pattern).parent, Path(pattern).name.lower()
     files: list[Path] = []
@@ -76,9 +76,9 @@ def matching(folder: Path, pattern: str, all_files: bool) -> list[Path]:
 
 
 def parts_of_pattern(pattern: str) -> list[Path]:
-    """Return the files that a pattern names, sorted; hidden and private ones only if it spells out their beginning.
+    """Return the sorted files that match a pattern; names that begin with `.` or `_` only if the pattern does.
 
-    The library's glob is no choice: it takes a folder that it cannot read for an empty one.
+    Python's glob is not used because it treats a folder that it cannot read as empty.
     """
     path, read = Path(pattern), set[Path]()
     matched = dict.fromkeys(_expanded(Path(path.anchor), path.relative_to(path.anchor).parts))
@@ -86,7 +86,7 @@ def parts_of_pattern(pattern: str) -> list[Path]:
 
 
 def _expanded(folder: Path, pattern: tuple[str, ...]) -> Iterator[Path]:
-    """Yield what a folder holds that the components of a pattern match."""
+    """Yield the paths in a folder that match the components of a pattern."""
     first, rest = pattern[0], pattern[1:]
     if not glob.has_magic(first):
         names = [first] if os.path.lexists(folder / first) else []
@@ -100,7 +100,7 @@ def _expanded(folder: Path, pattern: tuple[str, ...]) -> Iterator[Path]:
         if first == "**":
             if stat.S_ISDIR(_mode(path)):
                 if path.is_symlink() and folder.resolve().is_relative_to(path.resolve()):
-                    raise DataError(f"{shown(path, 200)}: a link to a folder that holds it")
+                    raise DataError(f"{shown(path, 200)}: a link to a folder that contains it")
                 yield from _expanded(path, pattern)
         elif not rest:
             yield path
@@ -109,7 +109,7 @@ def _expanded(folder: Path, pattern: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _bare(name: str) -> str:
-    """Return the name of a file in small letters, without the ending of a compressed one."""
+    """Return the name of a file in lower case, without an ending of compression."""
     name = name.lower()
     return next((name.removesuffix(end) for end in PACKED if name.endswith(end)), name)
 
@@ -120,16 +120,16 @@ def _mode(path: Path) -> int:
     except FileNotFoundError:
         if path.is_symlink():
             raise DataError(
-                f"{shown(path, 200)}: a link to {shown(os.readlink(path), 200)}, where nothing is"
+                f"{shown(path, 200)}: a link to {shown(os.readlink(path), 200)}, which does not exist"
             ) from None
         raise
 
 
 def _regular(path: Path, read: set[Path]) -> Path:
-    """Return the path of a file, noted in `read`; DataError if it is none, or a link to one that is read already."""
+    """Add a file to `read` and return its path; DataError if it is not a file, or links to one that is already read."""
     if not stat.S_ISREG(_mode(path)):
         raise DataError(f"{shown(path, 200)}: neither a file nor a folder")
     if (real := path.resolve()) in read:
-        raise DataError(f"{shown(path, 200)}: a link to a file that is read already")
+        raise DataError(f"{shown(path, 200)}: a link to a file that is already read")
     read.add(real)
     return path

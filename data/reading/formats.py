@@ -1,7 +1,4 @@
-"""Describe the known raw formats.
-
-Each format's entry holds everything that is specific to it; the readers treat no format by name.
-"""
+"""Define the raw formats. All that is specific to a format is in its entry: readers do not compare names of formats."""
 
 from __future__ import annotations
 
@@ -18,37 +15,36 @@ from data.types import DataError, shown
 
 @dataclass(frozen=True)
 class RawFormat:
-    """The description of a raw source. `columns` maps roles to column names, or to indices if there is no header."""
+    """A raw format, with the user's options for a source."""
 
     description: str
-    kind: str = "text"  # "text", "sequences", "parquet" or "generated"
-    # Patterns that find the file when `path` is a folder, first match wins; a file may be compressed (.gz, .zst).
+    kind: str = "text"  # "text", "sequences", "parquet", "json", "npy" or "generated"
+    # If `path` is a folder: patterns of the file, the first match is read; files may be compressed (.gz, .zst).
     files: tuple[str, ...] = ()
     separator: str = ","
     header: bool = True
-    columns: dict[str, str | int] = field(default_factory=dict)
+    columns: dict[str, str | int] = field(default_factory=dict)  # role -> name, or index without a header
     integer_ids: bool = True
-    quoting: bool = False  # fields may be wrapped in "..."; elsewhere a quote is an ordinary character
+    quoting: bool = False  # fields may be quoted by "..."; otherwise a quote is an ordinary character
     timestamp_unit: str | None = "s"  # None: detected from the values
     timestamp_format: str | None = None
-    action_scale: int = 1  # action code = action_scale * value: 2 turns half stars into integers
+    action_scale: int = 1  # action code = action_scale * value; 2 for ratings of half stars
     most_action: int = MOST_ACTION
-    flags: tuple[str, ...] = ()  # 0/1 columns that make up the action code, bit by bit, lowest first
-    all_files: bool = False  # read every file that matches (a source cut into parts), in the order of their names
-    own_columns: bool = False  # the user may name the columns
-    detect_separator: bool = False  # the user may name the separator; by default it is detected from the first line
-    action_codes: dict[str, int] | None = None  # the user's code for each text of an action
-    longest_row: int = (
-        1 << 20
-    )  # bytes; rejects rows that are too long to be events, such as the rest of the file after an unclosed quote
+    flags: tuple[str, ...] = ()  # 0/1 columns that are the bits of the action code, lowest first
+    all_files: bool = False  # read all matching files (a source in parts), in the order of their names
+    named_columns: bool = False  # the user may name the columns
+    detect_separator: bool = False  # the user may set the separator; by default it is detected from the first line
+    action_codes: dict[str, int] | None = None  # the user's code of each action that is text
+    # The greatest length of a row in bytes. A longer one is not an event, but the rest of a file after an open quote.
+    longest_row: int = 1 << 20
     downloads: tuple[str, ...] = ()  # the data sets of this format that data.download fetches
-    width: int | None = None  # the number of columns of a file without a header of which only some are read
-    other_text: bool = False  # columns that are not read may hold bytes that are not UTF-8
+    width: int | None = None  # the number of columns of a file without a header, if not all are read
+    other_text: bool = False  # columns that are not read may have bytes that are not UTF-8
     list_separators: dict[str, str] = field(default_factory=dict)  # role of a list -> the separator of its values
-    encoding: str | None = None  # of text; by default detected from the file's mark and content
-    decimal: str = "."  # the sign before the fraction of a number that is text: "." or ","
-    where: str | None = None  # the user's condition on the rows to read
-    where_columns: tuple[str, ...] = ()  # the columns that it needs
+    encoding: str | None = None  # the encoding of text; by default detected
+    decimal: str = "."  # the decimal sign of numbers in text: "." or ","
+    where: str | None = None  # the user's condition on rows
+    where_columns: tuple[str, ...] = ()  # the columns in the condition
     option: str = "data.columns"  # the configuration key of the columns
     path_option: str = "data.path"  # the configuration key of the file
 
@@ -59,6 +55,7 @@ class RawFormat:
 
     @property
     def has_timestamps(self) -> bool:
+        """Whether there is a column of times."""
         return "timestamp" in self.columns
 
     @property
@@ -74,7 +71,7 @@ _MOVIELENS_CSV: dict[str, Any] = {
     "action_scale": 2,
     "most_action": 10,
 }
-_OWN_COLUMNS: dict[str, str | int] = {"user": "user", "item": "item", "timestamp": "timestamp"}
+_DEFAULT_COLUMNS: dict[str, str | int] = {"user": "user", "item": "item", "timestamp": "timestamp"}
 
 FORMATS: dict[str, RawFormat] = {
     "ml-100k": RawFormat(
@@ -136,7 +133,7 @@ FORMATS: dict[str, RawFormat] = {
         files=("userid-timestamp-artid-artname-traid-traname.tsv",),
         separator="\t",
         header=False,
-        # The item is the artist's name, because many artists have no id.
+        # The item is the artist's name, since many artists have no id.
         columns={"user": 0, "timestamp": 1, "item": 3},
         width=6,
         integer_ids=False,
@@ -164,23 +161,23 @@ FORMATS: dict[str, RawFormat] = {
     "csv": RawFormat(
         "any CSV with a header; data.columns names the user, item, timestamp and action columns",
         files=("**/*.csv",),
-        columns=_OWN_COLUMNS,
+        columns=_DEFAULT_COLUMNS,
         integer_ids=False,
         quoting=True,
         timestamp_unit=None,
         all_files=True,
-        own_columns=True,
+        named_columns=True,
         detect_separator=True,
     ),
     "parquet": RawFormat(
         "any Parquet file; data.columns names the user, item, timestamp and action columns",
         kind="parquet",
         files=("**/*.parquet",),
-        columns=_OWN_COLUMNS,
+        columns=_DEFAULT_COLUMNS,
         integer_ids=False,
         timestamp_unit=None,
         all_files=True,
-        own_columns=True,
+        named_columns=True,
     ),
     "synthetic": RawFormat("generated, see data/synthetic.py", kind="generated"),
     "recall": RawFormat("generated, see data/recall.py", kind="generated"),
@@ -194,8 +191,8 @@ def with_features(name: str, fmt: RawFormat, features: Mapping[str, FeatureOptio
     """
     if not features:
         return fmt
-    if not fmt.own_columns:
-        raise DataError(f"{option}: the columns of {name} are fixed; use format csv or parquet to name your own")
+    if not fmt.named_columns:
+        raise DataError(f"{option}: the columns of {name} are fixed; use format csv or parquet to set columns")
     named = {
         f"{column_options.kind}:{feature}": column_options.column or feature
         for feature, column_options in features.items()
@@ -213,16 +210,18 @@ def with_features(name: str, fmt: RawFormat, features: Mapping[str, FeatureOptio
 
 
 def with_writing(name: str, fmt: RawFormat, encoding: str | None, decimal: str = ".") -> RawFormat:
-    """Return the format with the user's encoding and decimal sign; DataError if they are none or not for the format."""
+    """Return the format with the user's encoding and decimal sign; DataError if these are fixed or wrong."""
     if decimal not in (".", ","):
         raise DataError(f"{fmt.section}.decimal: expected '.' or ',', got {shown(repr(decimal))}")
-    if decimal == "," and not fmt.own_columns:
-        raise DataError(f"{fmt.section}.decimal: the numbers of {name} are fixed; formats csv and parquet take one")
+    if decimal == "," and not fmt.named_columns:
+        raise DataError(
+            f"{fmt.section}.decimal: the decimal sign of {name} is fixed; use format csv or parquet to set it"
+        )
     fmt = dataclasses.replace(fmt, decimal=decimal)
     if encoding is None:
         return fmt
     if fmt.kind not in ("text", "sequences", "json"):
-        raise DataError(f"{fmt.section}.encoding: format {name} is no text")
+        raise DataError(f"{fmt.section}.encoding: files of format {name} are not text")
     return dataclasses.replace(fmt, encoding=checked_encoding(encoding, f"{fmt.section}.encoding"))
 
 
@@ -230,12 +229,12 @@ def with_options(name: str, fmt: RawFormat, columns: Columns | dict | None, sepa
     """Return the format with the user's columns and separator; DataError if these are fixed or wrong."""
     if separator is not None:
         if not fmt.detect_separator:
-            raise DataError(f"data.separator: the separator of {name} is fixed; format csv takes one")
+            raise DataError(f"data.separator: the separator of {name} is fixed; use format csv to set it")
         fmt = dataclasses.replace(fmt, separator=checked_separator(separator), detect_separator=False)
     if not columns:
         return fmt
-    if not fmt.own_columns:
-        raise DataError(f"data.columns: the columns of {name} are fixed; use format csv or parquet to name your own")
+    if not fmt.named_columns:
+        raise DataError(f"data.columns: the columns of {name} are fixed; use format csv or parquet to set columns")
     chosen = parse_options(Columns, columns, "data.columns")
     return dataclasses.replace(
         fmt,

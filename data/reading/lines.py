@@ -1,7 +1,7 @@
-"""Check, before parsing, that each row of a text file has as many fields as there are columns.
+"""Check before parsing that each row of a text file has the right number of fields.
 
-A parser may silently fill a short row or cut a long one. The check works on bytes, block by block, with numpy only. A
-row is a line, except that in a format with quoting a quoted field may contain line ends.
+Parsers may silently fill short rows and cut long ones. The check works on blocks of bytes with numpy. A row is a line,
+but in formats with quoting, a quoted field may have line ends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from data.reading.sources import RawFile
 from data.types import DataError
 
 BLOCK = 1 << 22  # bytes checked at a time
-SEARCH_BLOCK = 1 << 24  # bytes parsed at a time when rows may be bad
-NEWLINE, RETURN, QUOTE = b'\n\r"'  # as numbers
+SEARCH_BLOCK = 1 << 24  # bytes parsed at a time if rows may be bad
+NEWLINE, RETURN, QUOTE = b'\n\r"'
 
 
 def read_header(source: RawFile, fmt: RawFormat) -> list[str]:
@@ -32,7 +32,7 @@ def read_header(source: RawFile, fmt: RawFormat) -> list[str]:
 
 
 def split_row(text: str, fmt: RawFormat) -> list[str]:
-    """Return the fields of a row without its line end. (The csv module has a limit, global for the process.)"""
+    """Return the fields of a row without its line end. (The csv module's limit of a field's size is global.)"""
     if not fmt.quoting or '"' not in text:
         return text.split(fmt.separator)
     fields = re.findall(rf'(?:^|{re.escape(fmt.separator)})("(?:[^"]|"")*"|[^{re.escape(fmt.separator)}]*)', text)
@@ -87,35 +87,35 @@ def blocks(
 
 
 def row_ends(data: bytes, fmt: RawFormat) -> np.ndarray:
-    """Return where the rows of `data` end, which starts with a row: [rows] int64."""
+    """Return the positions of the rows' ends in `data`, which starts with a row: [rows] int64."""
     return np.flatnonzero(_outside_quotes(data, fmt, np.frombuffer(data, np.uint8) == NEWLINE))
 
 
 def _outside_quotes(data: bytes, fmt: RawFormat, marks: np.ndarray) -> np.ndarray:
     if fmt.quoting and b'"' in data:
-        # The count is odd between an opening quote and its closing one; a sum modulo 256 preserves that.
+        # The number of quotes is odd inside a quoted field; a sum modulo 256 preserves that.
         marks = marks & (np.cumsum(np.frombuffer(data, np.uint8) == QUOTE, dtype=np.uint8) & 1 == 0)
     return marks
 
 
 class Shape:
-    """Find the rows of `data`, whole rows of a text file, that cannot be rows of `columns` fields.
+    """The rows of `data` (whole rows of a text file) that do not have `columns` fields.
 
-    ends       [rows] int64: where each row ends
+    ends       [rows] int64: the position of each row's end
     wrong      [<= rows] int64, ascending: the indices of wrong rows
-    misquoted  (row, message) of the first misplaced quote, behind which row ends are unknown; or None
+    misquoted  (row, message) of the first misplaced quote, after which row ends are unknown; or None
     """
 
     def __init__(self, data: bytes, fmt: RawFormat, columns: int):
         values = np.frombuffer(data, np.uint8)
         self._data, self._fmt, self._columns = data, fmt, columns
         self.ends = row_ends(data, fmt)
-        self._starts = np.append(0, self.ends + 1)  # [rows + 1]: the last is the end, unless a quote is never closed
+        self._starts = np.append(0, self.ends + 1)  # [rows + 1]: the last one is the end of data, if quotes are closed
         separators = np.flatnonzero(_outside_quotes(data, fmt, values == ord(fmt.separator[0])))
         fields = np.diff(np.searchsorted(separators, self.ends), prepend=0) / len(fmt.separator) + 1
         wrong = (fields != columns) | (self.ends - self._starts[:-1] > fmt.longest_row)
         if len(fmt.separator) == 2 and not wrong.any():
-            # Rows have the right even number of colons here, so that pairs of colons lie within rows.
+            # All rows have the right, even number of colons here, so that pairs of colons are within rows.
             split_pairs = np.flatnonzero(np.diff(separators.reshape(-1, 2))[:, 0] != 1)
             wrong[np.searchsorted(self.ends, separators[2 * split_pairs])] = True
         elif len(fmt.separator) == 2:
@@ -135,15 +135,16 @@ class Shape:
         return self._data[self._starts[row] : self.ends[row]]
 
     def lines_before(self, row: int) -> int:
+        """Return the number of lines before a row."""
         return self._data.count(b"\n", 0, int(self._starts[row]))
 
     def without(self, rows: np.ndarray) -> bytes:
-        """Return the data without some of its rows (ascending)."""
+        """Return the data without these rows (ascending)."""
         cuts = [0, *np.stack([self._starts[rows], self.ends[rows] + 1], 1).ravel().tolist(), len(self._data)]
         return b"".join(self._data[start:end] for start, end in zip(cuts[::2], cuts[1::2]))
 
     def problem(self, row: int) -> str:
-        """Describe what is wrong with a row of `wrong`."""
+        """Return the fault of a row in `wrong`."""
         text, separator = self.row(row), self._fmt.separator
         if len(text) > self._fmt.longest_row:
             return f"longer than {self._fmt.longest_row:,} bytes"
@@ -156,18 +157,18 @@ class Shape:
 
 
 def are_whole(source: RawFile, fmt: RawFormat, columns: int) -> bool:
-    """Return whether every row has `columns` fields, is short enough and is quoted correctly."""
+    """Return whether all rows have `columns` fields, are short enough and are quoted correctly."""
     shapes = (Shape(data, fmt, columns) for _, data in blocks(source, fmt, BLOCK))
     return not any(len(shape.wrong) or shape.misquoted for shape in shapes)
 
 
 def _misquoted(values: np.ndarray, separator: int) -> int | None:
-    """Return the position of the first quote that neither opens nor closes a field nor is doubled inside a quoted
-    one.
+    """Return the position of the first misplaced quote: it neither begins nor ends a field, nor is it a doubled quote
+    inside a quoted field.
     """
     quotes = np.flatnonzero(values == QUOTE)
     opening, closing = quotes[::2], quotes[1::2]
-    around = np.concatenate([[NEWLINE], values, [NEWLINE]])  # around[i] stands before values[i], around[i + 2] after
+    around = np.concatenate([[NEWLINE], values, [NEWLINE]])  # around[i] is before values[i], around[i + 2] after it
     wrong_open = opening[~np.isin(around[opening], (NEWLINE, separator, QUOTE))]
     wrong_close = closing[~np.isin(around[closing + 2], (NEWLINE, RETURN, separator, QUOTE))]
     wrong = np.concatenate([wrong_open[:1], wrong_close[:1]])

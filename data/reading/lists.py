@@ -1,4 +1,4 @@
-"""Read lists that are text: values between separators, or in brackets as of Python, JSON, NumPy and Postgres."""
+"""Read lists that are text: values with separators, or in brackets as in Python, JSON, NumPy and Postgres."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import functools
 import json
 import re
 
-BETWEEN = "\x1f"  # separates the values of a list
+BETWEEN = "\x1f"  # the internal separator of the values of a list
 BRACKETS = r"^\s*(?:\[[\s\S]*\]|\{[\s\S]*\}|\(\s*['\"][\s\S]*\))\s*$"
 SEVERAL = r"^\s*[\[{][^,]*,[\s\S]*[\]}]\s*$"  # brackets around values with a comma between them
-# A value and the comma behind it, which NumPy leaves out between quoted values.
+# A value and the comma after it, which NumPy omits between quoted values.
 VALUE = re.compile(
     r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,'"\[\](){}][^,\[\](){}]*)\s*(?:,\s*|(?=['"])|$)""", re.S
 )
@@ -20,7 +20,7 @@ MISSING = ("None", "null", "NULL", "nan", "NaN")
 
 @functools.lru_cache(maxsize=1 << 16)
 def values_in_brackets(text: str) -> tuple[str, ...] | None:
-    """Return the values of a list in brackets, missing ones left out; None if it cannot be read."""
+    """Return the values of a list in brackets without missing ones; None if the list cannot be read."""
     content, values, place = text.strip()[1:-1].strip(), [], 0
     if NUMBERS.fullmatch(content):
         return tuple(content.split())
@@ -45,12 +45,12 @@ def _unescaped(value: str) -> str:
 
 
 def unreadable(column) -> list[str]:
-    """Return the distinct texts of a polars column that are lists in brackets and cannot be read."""
+    """Return the distinct texts of a polars column that are lists in brackets, but cannot be read."""
     return [text for text in _in_brackets(column) if values_in_brackets(text) is None]
 
 
 def separated(column, separator: str):
-    """Return a polars column of texts with BETWEEN between the values of each list."""
+    """Return a polars text column of lists with BETWEEN as the separator of values."""
     import polars as pl
 
     plain = column.str.replace_all(separator, BETWEEN, literal=True)
@@ -67,6 +67,6 @@ def _in_brackets(column) -> list[str]:
 
 
 def mostly_lists(distinct) -> str | None:
-    """Return an example if most of these texts (a polars column of distinct ones) are lists of several values."""
+    """Return an example if most texts are lists of several values, else None; distinct: a polars column."""
     lists = distinct.filter(distinct.str.contains(SEVERAL))
     return lists[0] if len(lists) * 2 > len(distinct) else None

@@ -1,4 +1,4 @@
-"""Check the available memory before reading: a library that runs out of memory ends the process."""
+"""Check the available memory before reading, since libraries end the process when memory runs out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from data.types import DataError
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process can still allocate under the limits of the machine, its control group and
-    `ulimit -v`; None if none of them is known.
+    """Return the bytes that this process can allocate; None if unknown.
+
+    The limits are those of the machine, of its control group and of `ulimit -v`.
     """
     limits = []
     with suppress(OSError, ValueError, StopIteration):
@@ -28,7 +29,7 @@ def available_memory() -> int | None:
 
 
 def require_memory(size: int, subject: str) -> None:
-    """Raise DataError if `size` bytes are more than this process can allocate; `subject` begins the sentence."""
+    """Raise DataError if this process cannot allocate `size` bytes; subject: the beginning of the message."""
     available = available_memory()
     if available is not None and size > available:
         raise DataError(f"{subject} need some {size / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are left")

@@ -6,9 +6,9 @@ import numpy as np
 
 
 def by_user_and_time(frame, has_timestamps: bool):
-    """Return a polars frame of events by user, and by time if they have any; ties keep the order of the file.
+    """Sort a polars frame of events by user, and by time if there are times; ties keep the order of the file.
 
-    User and time are packed into one integer where they fit, which sorts several times faster than two columns.
+    If user and time fit into one integer, this is the key, which sorts several times faster than two columns.
     """
     import polars as pl
 

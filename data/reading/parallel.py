@@ -1,4 +1,4 @@
-"""Do work on several cores by threads, for which polars and NumPy release Python's lock.
+"""Run functions of polars and NumPy, which release the GIL, on several cores by threads.
 
 The threads are daemons: an interrupted preparation does not wait for them.
 """
@@ -12,11 +12,11 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-CORES = min(4, len(os.sched_getaffinity(0)))  # more would need more memory for little
+CORES = min(4, len(os.sched_getaffinity(0)))  # more cores need more memory and are hardly faster
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], threads: int = CORES) -> list[Result]:
-    """Return work(item) of each item, `threads` of them at a time; the first error ends them all."""
+    """Return work(item) for each item, `threads` at a time; the first error ends all threads and is raised."""
     numbered, lock = iter(enumerate(items)), threading.Lock()
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
@@ -28,7 +28,7 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], threads: 
                     number, item = next(numbered)
             except StopIteration:
                 return
-            except BaseException as error:  # of the items' generator
+            except BaseException as error:  # raised by the iterator of items
                 errors.append(error)
                 return
             try:
@@ -47,7 +47,7 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], threads: 
 
 
 class Overlapped:
-    """Run one function at a time in a thread, while its caller prepares the next one's arguments."""
+    """Run one function at a time in a thread, while the caller prepares the next function's arguments."""
 
     def __init__(self) -> None:
         self._worker: threading.Thread | None = None
@@ -57,14 +57,14 @@ class Overlapped:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Wait for the function that runs; raise its error unless there is one already."""
+        """Wait for the running function; raise its error unless another error is being raised."""
         if kind is None:
             self.finish()
         elif self._worker is not None:
             self._worker.join()
 
     def start(self, work: Callable[[], object]) -> None:
-        """Wait for the function before, raise its error if it had one, and start this one."""
+        """Wait for the running function, raise its error if it has one, and start `work`."""
         self.finish()
 
         def run() -> None:
@@ -77,7 +77,7 @@ class Overlapped:
         self._worker.start()
 
     def finish(self) -> None:
-        """Wait for the function that runs; raise its error if it had one."""
+        """Wait for the running function; raise its error if it has one."""
         if self._worker is not None:
             self._worker.join()
             self._worker = None

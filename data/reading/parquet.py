@@ -1,4 +1,4 @@
-"""Read Parquet files as polars frames with the columns user, item, timestamp and action, and name bad rows."""
+"""Read Parquet files as polars frames with the columns user, item, timestamp and action, and collect bad rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SAMPLE = 100_000  # rows from which the readings of columns are chosen
 
 
 def read_parquet(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
-    """Read one file: (polars frame, the readings of its columns, notes about the file).
+    """Read one file; return (a polars frame, the readings of its columns, notes about the file).
 
-    readings: those of the earlier files, whose times must be of the same kind. Bad rows go to `bad`; DataError for
-    faults after which nothing can be read.
+    readings: the readings of earlier files, whose times must have the same unit. bad: gets the bad rows. DataError for
+    a file that cannot be read.
     """
     frame, readings = _readable(source, _read(source, fmt), fmt, bad, readings)
     bad.check(source.name)
@@ -35,11 +35,10 @@ def read_parquet(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readin
 def parquet_pieces(
     source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None, size: int, begin: tuple[int, int] | None
 ) -> Iterator[tuple]:
-    """Yield a file in pieces of `size` / 64 rows, SAMPLE at least: (frame, readings, notes, where the next piece
-    begins).
+    """Yield a file in pieces of max(SAMPLE, `size` / 64) rows: (frame, readings, notes, the begin of the next piece).
 
-    begin: (0, a row's number), as an earlier piece returned it; None is the first row. The rest is as in
-    `read_parquet`, except that `bad.check` is not called.
+    begin: the begin of the first piece, (0, a row's number), from an earlier call; None: the first row. Otherwise as
+    `read_parquet`, but without `bad.check`.
     """
     first, rows = 0 if begin is None else begin[1], max(SAMPLE, size // 64)
     while True:
@@ -54,7 +53,7 @@ def parquet_pieces(
 
 
 def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Readings | None, first: int = 0):
-    """Return (the good rows among some rows, the first of which has the number `first`; the readings)."""
+    """Return (the good rows of a raw frame, the readings); first: the number of the frame's first row."""
     time = raw["timestamp"].dtype if "timestamp" in raw.columns else None
     keep, _ = selected(raw, fmt, ())
     bad.rows, bad.left_out = bad.rows + raw.height, bad.left_out + raw.height - keep.sum()
@@ -69,7 +68,7 @@ def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Read
     if time is not None and time.is_temporal():
         readings = Readings(Reading("datetime", "ns"), readings.text_actions)
     elif fmt.action_codes is None and readings.text_actions and raw["action"].dtype.is_numeric():
-        raise DataError(f"{source.name}: the actions are numbers, in other files they are text")
+        raise DataError(f"{source.name}: the actions are numbers, but text in other files")
     frame = typed(frame, fmt, readings)
     import polars as pl
 
@@ -85,24 +84,24 @@ def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Read
 
 
 def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = None):
-    """Read the format's columns unchanged, named by their roles; DataError for a file that cannot be read.
+    """Read the format's columns with their roles as names; DataError for a file that cannot be read.
 
-    rows: the number of rows, from row number `first` on; None is all.
+    rows: the number of rows from row number `first` on; None: all.
     """
     import polars as pl
 
-    # A datetime is a moment whatever its zone is called, even if polars does not know the zone ("+05:30").
+    # Datetimes are in UTC whatever their zone, so polars need not know the zone ("+05:30").
     os.environ.setdefault("POLARS_IGNORE_TIMEZONE_PARSE_ERROR", "1")
     try:
         with literal(source.path) as file:
             schema = pl.read_parquet_schema(file)
         names = list(schema)
-        of_folders = {name: value for name, value in source.folder_columns if name not in names}
-        require_columns(source, fmt, [*names, *of_folders])
+        folder_values = {name: value for name, value in source.folder_columns if name not in names}
+        require_columns(source, fmt, [*names, *folder_values])
         with literal(source.path) as file:
             height = pl.scan_parquet(file).select(pl.len()).collect().item()
         if rows is None:
-            require_memory(memory_of(height, fmt), f"{source.name} says that it has {height:,} rows; they")
+            require_memory(memory_of(height, fmt), f"{source.name}: {height:,} rows")
         # Columns are selected by index: polars treats a user's column name as a pattern if it looks like one.
         with literal(source.path) as file:
             needed = fmt.columns | {MARK + name: name for name in fmt.where_columns}
@@ -125,12 +124,12 @@ def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = No
     values = {role: by_place[place].alias(role) for role, place in places.items()}
     for role, column in needed.items():
         if role not in values:
-            values[role] = pl.Series(role, [of_folders[str(column)]], pl.String).new_from_index(0, frame.height)
+            values[role] = pl.Series(role, [folder_values[str(column)]], pl.String).new_from_index(0, frame.height)
     return pl.DataFrame([values[role] for role in needed])
 
 
 def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
-    """Return the expression that reads a column of polars type `kind` as `role`; DataError for an unsuitable type."""
+    """Return the expression that reads a column of polars type `kind` as `role`; DataError for a wrong type."""
     import polars as pl
 
     value = pl.col(role)
@@ -158,7 +157,7 @@ def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
 
 
 def _feature_as_read(feature: str, value, kind):
-    """Return (whether a column of polars type `kind` can be such a feature, the expected types, the expression)."""
+    """Return (whether polars type `kind` is right for this kind of feature, the right types, the expression)."""
     import polars as pl
 
     def plain(kind) -> bool:
@@ -176,9 +175,9 @@ def _feature_as_read(feature: str, value, kind):
 
 
 def _nanoseconds(value, kind):
-    """Return the expression that turns datetimes or dates into nanoseconds; null where these do not fit into int64.
+    """Return the expression for datetimes or dates in nanoseconds; null if these do not fit into int64.
 
-    It computes with integers: polars panics if a changed file holds a datetime that no calendar has.
+    It uses integers, since polars panics on a datetime out of range.
     """
     import polars as pl
 
@@ -189,7 +188,7 @@ def _nanoseconds(value, kind):
 
 
 def memory_of(rows: int, fmt: RawFormat) -> int:
-    """Return the bytes of memory needed to read so many rows at once."""
+    """Return the bytes of memory for reading this number of rows at once."""
     return rows * 8 * (2 + 2 * len(fmt.columns))
 
 
@@ -198,7 +197,7 @@ def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Re
         if frame[row].select(good).item():
             continue
         column = raw[role]
-        # A moment in the far past or future cannot be shown as a date.
+        # As an integer, since a datetime may be out of range.
         original = (column.to_physical() if column.dtype.is_temporal() else column)[row]
         value = frame[role][row]
         number = value if role == "timestamp" and isinstance(value, (int, float)) else None

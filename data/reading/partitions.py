@@ -1,14 +1,14 @@
-"""Prepare data that does not fit into memory: cut it into pieces, then into ranges of users, each small enough.
+"""Prepare data that do not fit into memory: in pieces of the files, then in ranges of users.
 
-The result equals that of raw.py and filtering.py, bit for bit. A folder on disk, beside the caches, holds:
+The result is bit-identical to that of raw.py and filtering.py. A folder next to the caches has:
 
-    pieces/N     N-th piece of the raw files, read and checked: good rows, distinct ids with counts, the state
-    numbered/N   the piece's rows with numbers in place of ids, cut by ranges of users
-    users/P      P-th range of users with sorted events, as plain columns instead of Parquet or CSV
+    pieces/N     the N-th piece of the raw files, read and checked: good rows, distinct ids with counts, the state
+    numbered/N   the piece's rows with numbers in place of ids, divided by ranges of users
+    users/P      the P-th range of users with sorted events, as arrays
     columns      the data after the filter, in the layout of the cache
 
-Each folder appears whole or not at all, so that a preparation that was ended continues after the last one. Memory holds
-one piece, or one range for each core, at a time, and for each user and item 8 bytes and the id.
+Each folder appears whole or not at all, so that an interrupted preparation continues after the last one. Memory has one
+piece, or one range for each core, at a time, and for each user and item the id and 8 bytes.
 
 Letters: E events, U users of a range, K ranges.
 """
@@ -57,16 +57,16 @@ from data.reading.values import Readings
 from data.types import DataError, Dataset
 
 PIECES = {"text": text_pieces, "parquet": parquet_pieces}
-PIECE = 1 << 27  # bytes of a raw file that are read at a time
-BYTES_PER_EVENT = 64  # memory that sorting needs
-SHARE = 0.3  # of the free memory that the ranges of users in work, one for each core, may use
-MOST = 4096  # ranges
-BUCKETS = 64  # into which a piece's distinct ids are divided
+PIECE = 1 << 27  # bytes of a raw file read at a time
+BYTES_PER_EVENT = 64  # memory for sorting
+SHARE = 0.3  # the share of the free memory for the ranges that are sorted at the same time, one for each core
+MOST = 4096  # the greatest number of ranges
+BUCKETS = 64  # the greatest number of parts of a piece's distinct ids
 COLUMNS = {"items": np.int32, "timestamps": np.int64, "actions": np.int32}
 
 
-def needed(fmt: RawFormat, files: list[RawFile]) -> int:
-    """Return the number of ranges K for these files: 1 if memory holds them all."""
+def num_ranges(fmt: RawFormat, files: list[RawFile]) -> int:
+    """Return the number of ranges K for these files: 1 if all events fit into memory."""
     free = available_memory()
     if free is None or fmt.kind not in PIECES:
         return 1
@@ -88,7 +88,7 @@ def _parquet_rows(file: RawFile) -> int:
         with literal(file.path) as opened:
             return pl.scan_parquet(opened).select(pl.len()).collect().item()
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError):
-        return 0  # read_parquet reports the fault
+        return 0  # read_parquet reports the error
 
 
 def read_in_partitions(
@@ -102,11 +102,10 @@ def read_in_partitions(
     count: int | None,
     progress: Progress,
 ) -> Dataset | None:
-    """Run `read_raw`, then `filter_dataset` with `options`; return None if `count` is None and all data fits into
-    memory.
+    """Return the result of `read_raw` and then `filter_dataset` with `options`; None if one range is enough.
 
-    count: K, or None to choose it. folder: the place of intermediate files, which the caller removes. The columns of
-    the result are memory maps of files in it.
+    count: K, or None to choose it. folder: the folder of intermediate files; the columns of the result are memory maps
+    of files there. The caller removes it.
     """
     with unpacked(sources, folder.parent, fmt) as files:
         plan = folder / "plan.json"
@@ -114,7 +113,7 @@ def read_in_partitions(
         if saved.get("fingerprint") == fingerprint and count in (None, saved.get("count")):
             count = saved["count"]
         else:
-            count = count or needed(fmt, files)
+            count = count or num_ranges(fmt, files)
             if count == 1:
                 return None
             if fmt.kind not in PIECES:
@@ -124,7 +123,7 @@ def read_in_partitions(
             _write_json(plan, {"fingerprint": fingerprint, "count": count})
         if handling.duplicates == "drop":
             refuse_duplicates(fmt)
-        work = _Work(name, fmt, files, handling, folder, count, progress)
+        work = _Preparation(name, fmt, files, handling, folder, count, progress)
         work.read()
     return work.dataset(fingerprint, options)
 
@@ -133,8 +132,8 @@ def read_in_partitions(
 class _State:
     """The part of the raw files that has been read.
 
-    pieces, rows: how many have been read. file, begin: where the next piece begins. bad, left_out, described: as in
-    `BadRows`. piece_files: the number of each piece's file.
+    pieces, rows: the numbers of pieces and rows; file, begin: the file and position of the next piece; bad, left_out,
+    described: `count`, `left_out` and `first` of `BadRows`; piece_files: the index of each piece's file.
     """
 
     pieces: int = 0
@@ -150,7 +149,7 @@ class _State:
     piece_files: list[int] = dataclasses.field(default_factory=list)
 
     def readings(self) -> Readings | None:
-        """Return the readings used for the last piece."""
+        """Return the readings of the last piece, or None."""
         plain = self.plain_readings
         return (
             None
@@ -159,15 +158,15 @@ class _State:
         )
 
 
-class _Work:
-    """The work of one preparation; each method makes the folders of one kind that are missing."""
+class _Preparation:
+    """One preparation; its methods make the folders of one kind that do not exist yet."""
 
     def __init__(self, name, fmt, files, handling, folder, count, progress):
         self.name, self.fmt, self.files, self.handling = name, fmt, files, handling
         self.folder, self.count, self.progress = folder, count, progress
 
     def read(self) -> None:
-        """Write pieces/N, and reading.json after the last one."""
+        """Write pieces/N, then reading.json."""
         state_file = self.folder / "reading.json"
         if state_file.exists():
             return
@@ -216,11 +215,11 @@ class _Work:
             _write_json(place / "state.json", dataclasses.asdict(state))
 
     def _buckets(self, counts, role: str) -> list:
-        """Divide ids and their counts by the ids' hash into as many frames as there are ranges, at most BUCKETS."""
+        """Divide ids and their counts by the ids' hashes into min(K, BUCKETS) frames."""
         import polars as pl
 
         ids = counts[role]
-        if self.fmt.kind == "parquet":  # another file may hold the same ids as text
+        if self.fmt.kind == "parquet":  # the same ids may be text in another file
             ids = ids.cast(pl.String)
         bucket = (ids.hash() % min(BUCKETS, self.count)).cast(pl.Int32)
         counts = counts.with_columns(bucket.alias("bucket")).sort("bucket")
@@ -229,7 +228,7 @@ class _Work:
         return [counts.slice(begin, end - begin) for begin, end in itertools.pairwise(begins)]
 
     def dataset(self, fingerprint: str, options: dict) -> Dataset:
-        """Write numbered/N, users/P and columns, then return the data set."""
+        """Write numbered/N, users/P and columns; return the data set."""
         state, first = _State(**_read_json(self.folder / "reading.json")), self.files[0]
         pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
         readings = state.readings()
@@ -237,7 +236,7 @@ class _Work:
             raise no_events(first, state.bad, state.left_out)
         self.kinds = self._kinds(pieces, state)
         notes, names, texts = list(state.notes), None, None
-        if self.fmt.own_columns and self.fmt.has_timestamps:
+        if self.fmt.named_columns and self.fmt.has_timestamps:
             notes.append(time_note(self.fmt, readings))
         if state.left_out:
             notes.append(note_of_condition(state.left_out, state.rows + state.bad + state.left_out, self.fmt))
@@ -276,13 +275,13 @@ class _Work:
         )
 
     def _staged(self, what: str, parts: Sequence) -> Iterator:
-        """Yield parts of the work, each reported before it begins."""
+        """Yield the parts, and report the stage of each; what: the work on the parts."""
         for number, part in enumerate(parts):
             self.progress.stage(f"{what} the events, part {number + 1} of {len(parts)}")
             yield part
 
     def _kinds(self, pieces: list[Path], state: _State) -> dict:
-        """Map each role to the polars type of its column in all pieces together."""
+        """Map each role to the common polars type of its column in all pieces."""
         frames = [_read(piece / "columns.arrow") for piece in pieces]
         return dict(alike(frames, [self.files[file] for file in state.piece_files])[0].schema)
 
@@ -302,12 +301,13 @@ class _Work:
         return ids, counts
 
     def _bounds(self, events: np.ndarray) -> np.ndarray:
-        """Return [K + 1] numbers of users that bound ranges with about equally many events. events: of each user."""
+        """Return the bounds [K + 1] of ranges of users with about the same number of events; events: by user."""
         before = np.cumsum(events)
         targets = before[-1] * np.arange(1, self.count) // self.count
         return np.concatenate([[0], np.searchsorted(before, targets), [len(events)]])
 
     def _number(self, piece: Path, users: Ids, items: Ids, texts, bounds: np.ndarray) -> None:
+        """Write numbered/N for a piece."""
         import polars as pl
 
         place = self.folder / "numbered" / piece.name
@@ -329,7 +329,7 @@ class _Work:
         (piece / "rows.arrow").unlink()
 
     def _sort(self, number: int, bounds: np.ndarray, readings: Readings, pieces: int) -> int:
-        """Write users/P; return the number of duplicates that were left out."""
+        """Write users/P; return the number of duplicates that were dropped."""
         import polars as pl
 
         place = self.folder / "users" / f"{number:06d}"
@@ -359,7 +359,7 @@ class _Work:
         return _read_json(place / "dropped.json")
 
     def _filter(self, bounds: np.ndarray, num_items: int, options: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Write columns; return (users that remain [bool], items that remain [bool], the users' offsets)."""
+        """Write columns; return (the mask of users that remain, the mask of items, the offsets of these users)."""
         least_user, least_item = options["min_user_events"], options["min_item_events"]
         places = [self.folder / "users" / f"{number:06d}" for number in range(self.count)]
         places = [place for place in places if (place / "lengths.npy").exists()]
@@ -368,7 +368,7 @@ class _Work:
         items_left, changed = np.ones(num_items, bool), True
         users_left = np.ones(int(bounds[-1]), bool)
         while changed:
-            # Count the events of remaining users and items, then drop the users and items with too few.
+            # Count the events of remaining users and items, then drop users and items with too few.
             counts, changed, total = np.zeros(num_items, np.int64), False, 0
             for place, first in zip(places, firsts):
                 self.progress.stage("filtering")
@@ -408,9 +408,7 @@ class _Work:
 
 
 def _alive(place: Path, first: int, users_left: np.ndarray, items_left: np.ndarray):
-    """Return (which events of a range remain [E], the user of each, counted from the range's first [E], lengths
-    [U]).
-    """
+    """Return (the mask of a range's events that remain [E], their users as indices in the range [E], lengths [U])."""
     lengths = np.load(place / "lengths.npy")
     users = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     alive = users_left[first : first + len(lengths)][users]
@@ -419,7 +417,7 @@ def _alive(place: Path, first: int, users_left: np.ndarray, items_left: np.ndarr
 
 
 def _begin(file: Path, dtype, count: int):
-    """Create a .npy file of `count` values, and return it opened at the first value."""
+    """Create a .npy file for `count` values; return it open at the first value."""
     opened = open(file, "wb")  # noqa: SIM115 (the caller closes it)
     header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(opened, header)
@@ -427,7 +425,7 @@ def _begin(file: Path, dtype, count: int):
 
 
 def _summed(frames: list, role: str):
-    """Add up the counts of all frames."""
+    """Sum the counts of all frames by id."""
     import polars as pl
 
     return pl.concat(frames).group_by(role).agg(pl.col("count").sum())

@@ -1,6 +1,6 @@
 """Read raw files as a `Dataset`: parse and check rows, number the ids, sort the events.
 
-Requires polars, imported inside the functions that use it: reading a prepared cache does not.
+Requires polars, imported inside the functions that use it, so that a prepared cache can be read without polars.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from data.reading.values import Readings
 from data.types import ACTION_CODES, DataError, Dataset, shown
 
 READERS = {"text": read_text, "sequences": read_sequences, "parquet": read_parquet}
-MOST_TEXT_ACTIONS = 10_000  # distinct ones: more of them mean that the wrong column was read
+MOST_TEXT_ACTIONS = 10_000  # distinct texts; with more of them the wrong column was read
 NOTED_ACTIONS = 10
-DENSE = 8  # times as many numbers as ids: within so many, a table finds the number of an id faster than a search
+DENSE = 8  # if integer ids span at most this many times their number, a table is faster than a binary search
 
 
 @dataclass(frozen=True)
 class Handling:
-    """The handling of rows. on_bad_row: error or drop. duplicates: keep or drop events that equal an earlier one in
-    every column. bad_rows_limit: the greatest share of bad rows that may be dropped.
+    """The handling of rows.
+
+    on_bad_row: `error` or `drop`; duplicates: `keep` or `drop` events that equal an earlier one in every column;
+    bad_rows_limit: the greatest share of bad rows that may be dropped.
     """
 
     on_bad_row: str = "error"
@@ -45,7 +47,7 @@ class Handling:
     bad_rows_limit: float = LIMIT
 
     def bad_rows(self) -> BadRows:
-        """Return the collection of a source's bad rows."""
+        """Return an empty collection of bad rows."""
         return BadRows(self.on_bad_row == "drop", self.bad_rows_limit)
 
 
@@ -61,9 +63,9 @@ def read_raw(
     scratch: Path | None = None,
     progress: Progress | None = None,
 ) -> Dataset:
-    """Parse, validate, number the ids and sort. DataError with the bad line, column and value.
+    """Read raw files as a data set; DataError with the line, column and value for bad data.
 
-    scratch: the folder for unpacking compressed files. progress: gets the stages, and may end them.
+    scratch: the folder for unpacked files. progress: gets the stages.
     """
     try:
         import polars as pl
@@ -106,7 +108,7 @@ def read_raw(
     progress.stage(f"sorting {frame.height:,} events")
     frame = by_user_and_time(frame, fmt.has_timestamps)
     if fmt.has_timestamps:
-        # Rounded only after sorting: fractions of seconds have ordered the events.
+        # Rounded after sorting, so that events are in the order of fractions of seconds.
         timestamps = to_seconds(frame["timestamp"], readings.time.unit)
     else:
         timestamps = np.zeros(frame.height, np.int64)
@@ -129,28 +131,28 @@ def read_raw(
 
 
 def no_events(first: RawFile, bad: int, left_out: int = 0) -> DataError:
-    """Return the error of a source that has no good rows, `bad` bad ones and `left_out` that its condition left out."""
+    """Return the error for a source without good rows; bad, left_out: the numbers of bad and left out rows."""
     others = [f"{bad:,} bad rows"] * bool(bad) + [f"{left_out:,} rows that data.where leaves out"] * bool(left_out)
     return DataError(f"{first.name}: the file has no events{', only ' if others else ''}{' and '.join(others)}")
 
 
 def refuse_duplicates(fmt: RawFormat) -> None:
-    """Raise DataError if data.duplicates=drop makes no sense for this format."""
+    """Raise DataError if data.duplicates=drop is not possible for this format."""
     if not fmt.has_timestamps:
-        raise DataError("data.duplicates=drop needs timestamps: without them a repetition is an event of its own")
+        raise DataError("data.duplicates=drop needs timestamps: without them, repeated events cannot be duplicates")
 
 
 def duplicates_note(count: int) -> str:
-    """Return a sentence about the duplicates that were left out."""
+    """Return a sentence about the duplicates that were dropped."""
     return f"{count:,} events equal to an earlier one were left out (data.duplicates: drop)"
 
 
 def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress: Progress):
-    """Return (the good rows of all files, their readings, the bad rows, notes)."""
+    """Return (the good rows of all files as a frame, their readings, the bad rows, notes)."""
     import polars as pl
 
     size = sum(file.path.stat().st_size for file in files)
-    if fmt.kind != "parquet":  # whose reader checks the memory itself
+    if fmt.kind != "parquet":  # read_parquet checks the memory
         require_memory(2 * size, f"{files[0].name}: {size / 2**30:.1f} GiB of rows")
     bad, frames, notes = handling.bad_rows(), [], []
     readings: Any = None
@@ -164,29 +166,31 @@ def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress
         try:
             frame, readings, file_notes = READERS[fmt.kind](file, fmt, bad, readings)
             file_notes += file.notes(fmt)
-        except pl.exceptions.PanicException as error:  # polars' panic, e.g. on a changed file, is no Exception
+        except pl.exceptions.PanicException as error:  # a panic of polars, e.g. on a damaged file, is not an Exception
             raise DataError(f"{file.name}: cannot be read: {shown(str(error).strip(), 200)}") from None
         check_unit(file, files[0], before, readings)
         rows += frame.height
         frames.append(frame)
         notes += [note for note in file_notes if note not in notes]
     bad.check_limit(files[0].name)
-    if fmt.own_columns and fmt.has_timestamps:
+    if fmt.named_columns and fmt.has_timestamps:
         notes.append(time_note(fmt, readings))
     return pl.concat(alike(frames, files)), readings, bad, notes
 
 
 def check_unit(file: RawFile, first: RawFile, before: Readings | None, readings: Readings) -> None:
-    """Raise DataError if a file's times are in another unit than those of the earlier files."""
+    """Raise DataError if the unit of a file's times differs from that of earlier files."""
     if before is not None and before.time.unit != readings.time.unit:
         raise DataError(
-            f"{file.name}: times in {NAMES[readings.time.unit]}, in {first.name} they are in {NAMES[before.time.unit]}"
+            f"{file.name}: expected times in {NAMES[before.time.unit]}, as in {first.name}, got "
+            f"{NAMES[readings.time.unit]}"
         )
 
 
 def alike(frames: list, files: list[RawFile]) -> list:
-    """Convert ids to text in all frames if any has text ids, and check that all times have one type; DataError if
-    not.
+    """Convert ids to text in all frames if they are text in one, and times to one type.
+
+    DataError if other columns have different types.
     """
     import polars as pl
 
@@ -201,8 +205,8 @@ def alike(frames: list, files: list[RawFile]) -> list:
         else:
             other = next(n for n, frame in enumerate(frames) if frame[role].dtype != frames[0][role].dtype)
             raise DataError(
-                f"{files[other].name}: the column of the {role} holds {frames[other][role].dtype}, in {files[0].name} "
-                f"it holds {frames[0][role].dtype}"
+                f"{files[other].name}: the {role} column has type {frames[other][role].dtype}, but "
+                f"{frames[0][role].dtype} in {files[0].name}"
             )
         frames = [frame.with_columns(pl.col(role).cast(kind)) for frame in frames]
     return frames
@@ -215,38 +219,40 @@ def time_note(fmt: RawFormat, readings: Readings) -> str:
         source = "" if fmt.timestamp_unit else ", detected from the values"
         return f"times ({shown(column)}) are numbers of {NAMES[reading.unit]}{source}"
     text = {"iso": "ISO 8601 text", "format": "text", "datetime": "datetimes"}[reading.kind]
-    return f"times ({shown(column)}) are {text}; without a zone they are taken for UTC"
+    return f"times ({shown(column)}) are {text}; times without a zone are UTC"
 
 
 def texts_of_actions(counts, first: RawFile):
-    """Return the text of each code, the most frequent first, from a polars frame of texts (`action`) and their
-    `count`.
+    """Return the actions that are text in the order of their codes, most frequent first, as a polars Series.
+
+    counts: a polars frame with the columns `action` and `count`. DataError for too many distinct texts.
     """
     counts = counts.sort(["count", "action"], descending=[True, False])
     if counts.height > MOST_TEXT_ACTIONS:
         raise DataError(
-            f"{first.name}: {counts.height:,} different texts as actions, at most {MOST_TEXT_ACTIONS:,} are supported: "
-            "is this the action's column?"
+            f"{first.name}: expected at most {MOST_TEXT_ACTIONS:,} distinct actions, got {counts.height:,}: is this "
+            "the column of actions?"
         )
     return counts["action"]
 
 
 def codes_of_actions(texts):
-    """Return the expression that maps the actions' texts to their codes."""
+    """Return the polars expression that maps text actions to their codes."""
     import polars as pl
 
     return pl.col("action").replace_strict(texts, pl.Series(np.arange(len(texts), dtype=np.int32)))
 
 
 def note_of_actions(names: tuple[str, ...]) -> str:
-    """Return a sentence with the code of each text of an action."""
+    """Return a sentence with the code of each text action."""
     codes = [f"{shown(text)} {code}" for code, text in enumerate(names[:NOTED_ACTIONS]) if text]
     return f"{ACTION_CODES}{', '.join(codes)}{', ...' if len(names) > len(codes) else ''}"
 
 
 def names_of(codes: dict[str, int]) -> tuple[str, ...] | None:
-    """Return the text of each code, "" for a code without one, and the first of several texts with one code. None if
-    the codes have too many gaps.
+    """Return the text of each code, "" for a code without a text, the first one of several texts with the same code.
+
+    None if the codes are too large for a list of texts.
     """
     if max(codes.values()) >= MOST_TEXT_ACTIONS:
         return None
@@ -257,8 +263,8 @@ def names_of(codes: dict[str, int]) -> tuple[str, ...] | None:
 
 
 def name_of(name: str, fmt: RawFormat, first: RawFile) -> str:
-    """Return the name of a data set: its format, or the file's stem for formats of the user's own files."""
-    if not fmt.own_columns and name not in ("lines", "sequences", "amazon"):
+    """Return the name of a data set: its format, or the file's stem for general formats such as csv."""
+    if not fmt.named_columns and name not in ("lines", "sequences", "amazon"):
         return name
     stem = Path(first.name).name
     for end in (".gz", ".zst"):
@@ -267,22 +273,26 @@ def name_of(name: str, fmt: RawFormat, first: RawFile) -> str:
 
 
 def refuse_two_writings(distinct, first: RawFile, role: str) -> None:
-    """Raise DataError if ids are whole numbers of which some are written in two ways, 7 and 7.0."""
+    """Raise DataError if ids are integers, and some are written in two ways, such as 7 and 7.0."""
     if not len(distinct) or not distinct.str.contains(r"^-?[0-9]+([.]0)?$").all():
         return
     with_point = distinct.filter(distinct.str.ends_with(".0"))
     twice = with_point.filter(with_point.str.strip_suffix(".0").is_in(distinct.implode()))
     if len(twice):
         raise DataError(
-            f"{first.name}: the {role} ids {twice[0].removesuffix('.0')} and {twice[0]} are one number written in two "
-            "ways, as pandas does where values are missing: write all without the point"
+            f"{first.name}: the {role} ids {twice[0].removesuffix('.0')} and {twice[0]} are the same number written in "
+            "two ways, as by pandas in columns with missing values: write all without the point"
         )
 
 
 class Ids:
-    """Number original ids (a polars Series, with repetitions) in ascending order.
+    """The numbers of original ids, in ascending order of the ids.
 
-    values: [n] numpy int64 or str, the id of each number.
+    Args:
+        ids: the ids, with repetitions, as a polars Series.
+
+    Attributes:
+        values: [n] numpy int64 or str, the id of each number.
     """
 
     def __init__(self, ids, first: RawFile, role: str):
@@ -290,16 +300,16 @@ class Ids:
 
         distinct = ids.unique().sort()
         if len(distinct) >= 2**31:
-            raise DataError(f"{first.name}: {len(distinct)} distinct {role} ids, at most 2147483647 are supported")
+            raise DataError(f"{first.name}: expected at most 2147483647 distinct {role} ids, got {len(distinct)}")
         self._text = None
         if distinct.dtype == pl.String:
             if (example := mostly_lists(distinct)) is not None:
                 raise DataError(
-                    f"{first.name}: the {role} ids are lists, like {shown(repr(example))}: expected one id in each row"
+                    f"{first.name}: expected one {role} id in each row, got lists like {shown(repr(example))}"
                 )
             refuse_two_writings(distinct, first, role)
             as_int = distinct.cast(pl.Int64, strict=False)
-            # "007" and "7" are different ids: numbers only if no id changes when written back.
+            # Ids are integers only if all have the same text as integers: "007" and "7" are different ids.
             if as_int.null_count() or not (as_int.cast(pl.String) == distinct).all():
                 self._text = pl.Enum(distinct)
                 self.values = distinct.to_numpy().astype(np.str_)

@@ -1,6 +1,6 @@
 """Copy files of object stores and web servers (s3, gs, az, http) into the cache, once for each version of a file.
 
-fsspec and the package for each kind of store read them; their own settings (environment variables) hold credentials.
+They are read by fsspec and its package for each kind of store, which take credentials from environment variables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data.types import DataError, shown
 
 ADDRESS = re.compile(r"(s3|gs|az|https?)://")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "http": "aiohttp", "https": "aiohttp"}
-# What stores say of a file's version, one or several of these.
+# Keys of a file's version in the metadata of stores.
 VERSION = (
     "ETag", "etag", "LastModified", "last_modified", "mtime", "md5Hash", "content_md5", "Content-MD5", "Digest",
     "Last-Modified", "VersionId", "generation", "updated",
@@ -27,31 +27,31 @@ VERSION = (
 
 
 def is_remote(path: object) -> bool:
-    """Return whether a path is an address of an object store or a web server."""
+    """Return whether a path is the address of an object store or a web server."""
     return ADDRESS.match(str(path)) is not None
 
 
 def public(address: str) -> str:
-    """Return an address for messages: without a name, a password or a signature."""
+    """Return an address for messages, without user, password and query."""
     return shown(re.sub(r"//[^/@]*@", "//", address).partition("?")[0], 200)
 
 
 def local_copy(
     address: str, key: str, ending: str | None, cache_dir: Path | None, stage: Callable[[str], None] = lambda _: None
 ) -> Path:
-    """Copy the file, the folder or the files of a pattern of an address into the cache; return their path there.
+    """Copy the file, the folder or the pattern's files at an address into the cache; return their path there.
 
-    key: the configuration key of the address. ending: of the parts of a folder; None if the format has no parts. stage:
-    called with a description of each step; it may raise. DataError if anything cannot be read.
+    key: the configuration key of the address; ending: the ending of a folder's files, None if the format has one file;
+    stage: called with a description of each step, may raise. DataError if a file cannot be read.
     """
     scheme = address.partition("://")[0]
     if cache_dir is None:
-        raise DataError(f"{key}: {public(address)} is copied into data.cache_dir, which is not used here")
+        raise DataError(f"{key}: {public(address)} needs data.cache_dir, into which it is copied")
     try:
         import fsspec
 
         store, place = fsspec.core.url_to_fs(address)
-        stage(f"looking at {public(address)}")
+        stage(f"listing {public(address)}")
         files, root = _files(store, place, scheme, address, key, ending)
     except ImportError:
         package = PACKAGES[scheme]
@@ -79,13 +79,13 @@ def local_copy(
             raise DataError(f"{public(address)}: {public(name)} changed while it was copied; try again")
     for target in (folder / "files").rglob("*"):
         if target.is_file() and target.relative_to(folder / "files").as_posix() not in files:
-            target.unlink()  # gone from the store
+            target.unlink()  # no longer in the store
     replace_file(folder / "versions.json", json.dumps(versions))
     return folder / "files" if root else folder / "files" / next(iter(files))
 
 
 def _files(store, place: str, scheme: str, address: str, key: str, ending: str | None) -> tuple[dict, bool]:
-    """Return (name in the copy -> (place in the store, what it says of the file), whether the address is a folder)."""
+    """Return (name in the copy -> (path in the store, metadata), whether the address has several files)."""
     if scheme in ("http", "https"):
         name = PurePosixPath(address.partition("?")[0].partition("://")[2]).name or "file"
         return {name: (place, store.info(place))}, False

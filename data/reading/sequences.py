@@ -1,4 +1,4 @@
-"""Read files of whole histories, `user item item ...` a line, as polars frames with the columns user and item."""
+"""Read files with a history on each line, `user item item ...`, as polars frames with the columns user and item."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from data.reading.times import SECONDS
 from data.reading.values import MAX_ID_LENGTH, Readings, not_decoded
 from data.types import shown
 
-SEPARATORS = {
-    "\t": "a tab",
-    ",": "a comma",
-    ";": "a semicolon",
-    "|": "|",
-}  # the first that the first line has; by default a blank
+# The separator is the first of these in the first line, or a blank.
+SEPARATORS = {"\t": "a tab", ",": "a comma", ";": "a semicolon", "|": "|"}
 LIST = re.compile(rb"[\s,;|]\[[^\]]*[\s,][^\]]*\]\s*$")
 
 
 def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
-    """Read one file: (polars frame, readings, notes about the file); a row of the frame is an event.
+    """Read one file; return (a polars frame with an event in each row, the readings, notes about the file).
 
-    A user's lines follow each other in time. Bad lines go to `bad`.
+    If a user has several lines, they are in time order. bad: gets the bad lines.
     """
     import polars as pl
 
@@ -63,7 +59,7 @@ def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Read
 
 
 def _problem(line: bytes, fmt: RawFormat, encoding: str) -> str | None:
-    """Return what is wrong with a line, or None."""
+    """Return the fault of a line, or None."""
     separator = fmt.separator.encode()
     if not line.strip():
         return "empty line"
@@ -74,7 +70,7 @@ def _problem(line: bytes, fmt: RawFormat, encoding: str) -> str | None:
     if b"\0" in line:
         return "a NUL character"
     if LIST.search(line):
-        return "a list in brackets, expected each item in a field of its own"
+        return "a list in brackets, expected one item in each field"
     if separator not in line:
         return f"expected a user and items between {fmt.separator!r}, got {shown(line.decode())!r}"
     if separator * 2 in line or line.startswith(separator) or line.endswith(separator):

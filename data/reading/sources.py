@@ -1,4 +1,4 @@
-"""Find and unpack the files of a source; a path is a pattern only if nothing has that literal name."""
+"""Find and unpack the files of a source. A path is a pattern only if no file or folder has this name."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from data.reading.remote import local_copy, public
 from data.types import DataError, shown
 
 GZIP, ZSTD, BZIP2, XZ, ZIP = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\x00", b"PK\x03\x04"
-NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # of a folder with rows whose column has no value
-MOST_HOLE = 1 << 26  # bytes of the largest accepted hole in a binary file: a copy may leave out runs of zeros
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # in the name of a folder: its rows have no value of the column
+MOST_HOLE = 1 << 26  # largest accepted hole in a binary file, in bytes: a copy may omit runs of zeros
 
 
 @dataclass(frozen=True)
 class RawFile:
     """A file to read.
 
-    name: its name in error messages. folder_columns: the columns that the names of its folders hold (`dt=2026-01-01`).
-    encoding: of a text file before it was converted to UTF-8.
+    name: the name in messages; folder_columns: (column, value) pairs in the names of its folders (`dt=2026-01-01`);
+    encoding: the encoding of a text file before it was converted to UTF-8.
     """
 
     path: Path
@@ -48,23 +48,21 @@ class RawFile:
     encoding: str = "utf-8"
 
     def notes(self, fmt: RawFormat) -> list[str]:
-        """Return a sentence about a detected encoding other than UTF-8."""
+        """Return a sentence about the detected encoding if it is not UTF-8."""
         if self.encoding in UTF_8 or fmt.encoding:
             return []
         return [f"{self.name}: not UTF-8, read as {self.encoding} ({fmt.section}.encoding)"]
 
 
 def literal(path: Path) -> io.BufferedReader:
-    """Open the file. Libraries get the open file instead of a user's path, which they might read as a pattern or a
-    URL.
-    """
+    """Open a file. Libraries get the open file, since they may read a user's path as a pattern or a URL."""
     return open(path, "rb")
 
 
 def local_path(path: str | Path, key: str) -> Path:
-    """Expand `~` in a user's path; DataError for a path that no file system can have."""
+    """Expand `~` in a user's path; DataError for an impossible path."""
     if "\0" in str(path):
-        raise DataError(f"{key}: a path cannot hold a NUL character, got {shown(path)}")
+        raise DataError(f"{key}: a path cannot contain a NUL character, got {shown(path)}")
     try:
         expanded = Path(path).expanduser()
         str(expanded).encode("utf-8")
@@ -72,15 +70,14 @@ def local_path(path: str | Path, key: str) -> Path:
     except RuntimeError as error:
         raise DataError(f"{key}: {shown(path)}: {error}") from None
     except UnicodeEncodeError:
-        raise DataError(f"{key}: {shown(path)} is not valid text, or none for {sys.getfilesystemencoding()}") from None
+        raise DataError(f"{key}: {shown(path)} cannot be encoded in {sys.getfilesystemencoding()}") from None
     return expanded
 
 
 def find_sources(name: str, fmt: RawFormat, path: str | Path | None) -> tuple[list[RawFile], str | None]:
-    """Return the raw files of a source, and a sentence about how they were found if that is not obvious.
+    """Return (the raw files of a source, a sentence about several files or None).
 
-    `path` is the file itself, the folder that holds it, a folder of parts for csv and parquet, or, if nothing has that
-    name, a pattern for those two. DataError if nothing matches.
+    path: the file, its folder, or, for csv and parquet, a folder of files or a pattern. DataError if nothing matches.
     """
     if not path:
         raise DataError(
@@ -95,7 +92,7 @@ def find_sources(name: str, fmt: RawFormat, path: str | Path | None) -> tuple[li
 
 def copied(address: str, fmt: RawFormat, cache_dir: Path | None, progress: Progress) -> Path:
     """Copy the files of an address (`remote.is_remote`) into the cache; return their path there."""
-    if not fmt.own_columns:
+    if not fmt.named_columns:
         raise DataError(f"{fmt.path_option}: {public(address)}: only csv and parquet are read from a store")
     ending = fmt.files[0].removeprefix("**/*")
     return local_copy(address, fmt.path_option, ending if fmt.all_files else None, cache_dir, progress.stage)
@@ -105,11 +102,11 @@ def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        if fmt.own_columns and not os.path.lexists(path) and glob.has_magic(str(path)):
+        if fmt.named_columns and not os.path.lexists(path) and glob.has_magic(str(path)):
             if files := parts_of_pattern(str(path)):
                 root = Path(os.path.commonpath([file.parent for file in files]))
                 fixed = next(n for n, part in enumerate(path.parts) if glob.has_magic(part))
-                match = f"{fmt.path_option} is no file, but a pattern that {len(files)} files match"
+                match = f"{fmt.path_option} is a pattern that {len(files)} files match"
                 return [_named(file, root, Path(*file.parts[fixed:])) for file in files], match
             raise DataError(f"{shown(path, 200)}: no such file, and no file matches it as a pattern") from None
         raise DataError(f"{shown(path, 200)}: no such file or folder{_fetch(fmt)}") from None
@@ -132,14 +129,14 @@ def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
 
 
 def _named(file: Path, root: Path, place: Path) -> RawFile:
-    """Return a file named by its path from `root`; the folders of `place` may hold columns (`dt=2026-01-01`)."""
+    """Return a file, named by its path from `root`; place: a path whose folders may be columns (`dt=2026-01-01`)."""
     columns = [part.partition("=") for part in place.parent.parts]
     values = {unquote(key): "" if value == NO_VALUE else unquote(value) for key, equals, value in columns if equals}
     return RawFile(file, shown(file.relative_to(root), 200), tuple(values.items()))
 
 
 def _fetch(fmt: RawFormat) -> str:
-    """Return how to get the data, if `data.download` can fetch them."""
+    """Return the hint to `data.download`, if that can fetch the data, or the empty string."""
     if not fmt.downloads:
         return ""
     name = fmt.downloads[0] if len(fmt.downloads) == 1 else f"NAME (NAME is one of {', '.join(fmt.downloads)})"
@@ -147,8 +144,9 @@ def _fetch(fmt: RawFormat) -> str:
 
 
 def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
-    """Return (bytes, time of change) of a file; DataError if it is empty or has a hole, which would take hours to
-    read.
+    """Return (size in bytes, time of modification) of a file; DataError if it is empty or has a hole.
+
+    A hole may be so large that reading takes hours.
     """
     status = source.path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -160,7 +158,7 @@ def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
         if hole < status.st_size:
             try:
                 end = os.lseek(f.fileno(), hole, os.SEEK_DATA)
-            except OSError:  # there is no data after the hole
+            except OSError:  # no data after the hole
                 end = status.st_size
             if end - hole > (MOST_HOLE if fmt.kind in ("parquet", "npy") else 0):
                 raise DataError(f"{source.name}: {end - hole:,} bytes from byte {hole:,} on were never written")
@@ -169,10 +167,10 @@ def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
 
 @contextmanager
 def unpacked(sources: list[RawFile], scratch: Path | None, fmt: RawFormat) -> Iterator[list[RawFile]]:
-    """Yield the same sources with compressed files unpacked, and text in other encodings converted to UTF-8, in a
-    temporary folder below `scratch`.
+    """Yield the sources, with compressed files unpacked and text converted to UTF-8 in a temporary folder.
 
-    scratch: by default the system's temporary folder. DataError for a damaged file and other kinds of compression.
+    scratch: the parent of this folder, by default the system's folder for temporary files. DataError for a damaged file
+    and unknown kinds of compression.
     """
     packed, encodings = {}, {}
     for number, source in enumerate(sources):
@@ -246,9 +244,7 @@ def _unpack(source: RawFile, magic: bytes, target: Path) -> None:
 
 
 def _zstd_parts(packed: BinaryIO, decompressor) -> Iterator[bytes]:
-    """Yield the content of the frames one after another; EOFError if the last one is cut short (a stream reader of the
-    library ends there silently).
-    """
+    """Yield the content of all frames; EOFError for an incomplete last frame, which the library's reader ignores."""
     frame = None
     while part := packed.read(1 << 13):  # small, since the output may be thousands of times larger
         while part:

@@ -1,7 +1,7 @@
-"""Read text files as polars frames with the columns user, item, timestamp and action, and name bad rows.
+"""Read text files as polars frames with the columns user, item, timestamp and action, and collect bad rows.
 
-The shape of rows is checked first, then the file is parsed as a whole, strictly; only if that fails is it read again,
-block by block and value by value.
+First the number of fields in each row is checked, then the whole file is parsed strictly. If that fails, the file is
+read again, block by block and value by value.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from data.types import DataError, did_you_mean, shown
 
 SEPARATORS = ",;\t|"
 NAMES = {"\t": "a tab", " ": "a blank", ",": "a comma", ";": "a semicolon"}
-SAMPLE = 1 << 20  # bytes of the first rows, from which the readings of the user's columns are chosen
-MOST_SAMPLES = 1000  # files whose first rows are looked at
+SAMPLE = 1 << 20  # bytes of the first rows, from which the readings of columns are chosen
+MOST_SAMPLES = 1000  # files whose first rows are used
 
 
 class Names(NamedTuple):
-    """The names of a file's columns (indices if it has no header), and the values of those that its folders hold."""
+    """The columns of a file: their names, or indices without a header; and name -> value of columns in folder names."""
 
-    of_file: list
-    of_folders: dict[str, str]
+    columns: list
+    folder_values: dict[str, str]
 
     @property
     def width(self) -> int:
         """The number of columns in the file."""
-        return len(self.of_file)
+        return len(self.columns)
 
 
 def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
-    """Read one file: (polars frame, the readings of its columns, notes about the file).
+    """Read one file; return (a polars frame, the readings of its columns, notes about the file).
 
-    readings: those of the earlier files. Bad rows go to `bad`; DataError for faults after which nothing can be read.
+    readings: the readings of earlier files. bad: gets the bad rows. DataError for a file that cannot be read.
     """
     import polars as pl
 
@@ -63,7 +63,7 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
     before = bad.count
     frame = _read_in_blocks(source, fmt, names, readings, bad)
     if all_whole and bad.count == before and frame.height:
-        raise DataError(f"{source.name}: cannot be read")  # the parser and the search for bad rows do not agree
+        raise DataError(f"{source.name}: cannot be read")  # the parser fails, but no bad row is found
     bad.check(source.name)
     return finish(with_lists(frame, fmt), fmt), readings, notes
 
@@ -71,10 +71,10 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
 def text_pieces(
     source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None, size: int, begin: tuple[int, int] | None
 ) -> Iterator[tuple]:
-    """Yield a file in pieces of about `size` bytes: (frame, readings, notes, where the next piece begins).
+    """Yield a file in pieces of about `size` bytes: (frame, readings, notes, the begin of the next piece).
 
-    begin: the start that an earlier piece returned; None is the first row. The rest is as in `read_text`, except that
-    `bad.check` is not called.
+    begin: the begin of the first piece, from an earlier call; None: the first row. Otherwise as `read_text`, but
+    without `bad.check`.
     """
     fmt, notes = with_separator(source, fmt)
     names = column_names(source, fmt)
@@ -90,9 +90,9 @@ def text_pieces(
 
 
 def _typed_strictly(parsed, fmt: RawFormat, readings: Readings):
-    """Return (the rows that the user's condition keeps, with their types; the number of the others).
+    """Return (the typed rows that the user's condition selects, the number of other rows).
 
-    ValueError if a row has text where the condition compares numbers.
+    ValueError if a row has text in a column that the condition compares as numbers.
     """
     keep, wrong = selected(parsed, fmt, readings.numbers)
     if wrong:
@@ -102,7 +102,7 @@ def _typed_strictly(parsed, fmt: RawFormat, readings: Readings):
 
 
 def _strictly(data: bytes, fmt: RawFormat, names: Names, readings: Readings, bad: BadRows):
-    """Return the rows of a block, or None if one of them is bad."""
+    """Return the rows of a block, or None if a row is bad."""
     import polars as pl
 
     shape = Shape(data, fmt, names.width)
@@ -121,8 +121,8 @@ def _strictly(data: bytes, fmt: RawFormat, names: Names, readings: Readings, bad
 
 
 def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str]]:
-    """Return the format with this file's separator, and a sentence if that is not the format's own separator."""
-    if fmt.separator == " " and not fmt.own_columns:
+    """Return (the format with this file's separator, a sentence if it differs from the format's separator)."""
+    if fmt.separator == " " and not fmt.named_columns:
         tabs = b"\t" in first_line(source, fmt)
         return dataclasses.replace(fmt, separator="\t" if tabs else " "), []
     if not fmt.detect_separator:
@@ -139,11 +139,11 @@ def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str
 
 
 def column_names(source: RawFile, fmt: RawFormat) -> Names:
-    """Return the names of the columns; DataError unless every column of the format is there exactly once."""
+    """Return the columns of a file; DataError unless it has every column of the format exactly once."""
     names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
-    of_folders = {name: value for name, value in source.folder_columns if name not in names}
-    require_columns(source, fmt, [*names, *of_folders])
-    return Names(names, of_folders)
+    folder_values = {name: value for name, value in source.folder_columns if name not in names}
+    require_columns(source, fmt, [*names, *folder_values])
+    return Names(names, folder_values)
 
 
 def source_columns(fmt: RawFormat) -> dict[str, str | int]:
@@ -152,14 +152,14 @@ def source_columns(fmt: RawFormat) -> dict[str, str | int]:
 
 
 def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
-    """Raise DataError unless every column of the format is there exactly once."""
+    """Raise DataError unless `present` has every column of the format exactly once."""
     for role, column in source_columns(fmt).items():
         if column not in present:
-            owned = f" ({fmt.option}.{role.rpartition(':')[2]})" if fmt.own_columns else ""
+            option = f" ({fmt.option}.{role.rpartition(':')[2]})" if fmt.named_columns else ""
             has = ", ".join(shown(c) for c in present[:20])[:400]
-            raise DataError(f"{source.name}: no column {column!r}{owned}{did_you_mean(column, present)}; it has {has}")
+            raise DataError(f"{source.name}: no column {column!r}{option}{did_you_mean(column, present)}; it has {has}")
         if present.count(column) > 1:
-            raise DataError(f"{source.name}: the header names column {column!r} twice")
+            raise DataError(f"{source.name}: the header has column {column!r} twice")
     for column in fmt.where_columns:
         if column not in present:
             has = ", ".join(shown(c) for c in present[:20])[:400]
@@ -168,40 +168,42 @@ def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
 
 
 def text_readings(sources: list[RawFile], fmt: RawFormat) -> Readings:
-    """Choose the readings that fit the first rows of the right shape of all files, whatever their order."""
+    """Choose the readings from the first rows, with the right number of fields, of all files in any order."""
     import polars as pl
 
-    if not fmt.own_columns and not fmt.where and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
+    if not fmt.named_columns and not fmt.where and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
         return Readings(SECONDS)
     samples: list[Any] = []
     for source in sources[:MOST_SAMPLES]:
-        of_file, _ = with_separator(source, fmt)
-        names = column_names(source, of_file)
-        for _, data in blocks(source, of_file, SAMPLE if not samples else SAMPLE // 16):
-            shape = Shape(data, of_file, names.width)
+        file_fmt, _ = with_separator(source, fmt)
+        names = column_names(source, file_fmt)
+        for _, data in blocks(source, file_fmt, SAMPLE if not samples else SAMPLE // 16):
+            shape = Shape(data, file_fmt, names.width)
             if shape.misquoted is None and len(shape.wrong) < len(shape.ends):
-                samples.append(_parse(shape.without(shape.wrong), of_file, names, None, lossy=True))
+                samples.append(_parse(shape.without(shape.wrong), file_fmt, names, None, lossy=True))
                 break
     return choose_readings(pl.concat(samples), fmt) if samples else Readings(SECONDS)
 
 
 def _attempts(fmt: RawFormat, readings: Readings) -> list[Readings]:
-    """Return the readings with which a whole file may be parsed: whole numbers as times first, then decimals."""
-    if readings.time.kind != "integer" or not fmt.own_columns:
+    """Return the readings to try for a whole file: times as integers first, then as decimals."""
+    if readings.time.kind != "integer" or not fmt.named_columns:
         return [readings]
     return [readings, dataclasses.replace(readings, time=dataclasses.replace(readings.time, kind="decimal"))]
 
 
 def _parse(source, fmt: RawFormat, names: Names, readings: Readings | None, lossy: bool = False):
-    """Parse a file, or rows in bytes, into a frame with the roles as columns, which have their types, or are text if
-    `readings` is None or requires it; PolarsError for a value that is not of its type.
+    """Parse a file, or rows as bytes, into a frame with the roles as columns.
+
+    Columns have the types of `readings`; with None, all are text. PolarsError for a value of another type. lossy:
+    replace bytes that are not UTF-8.
     """
     import polars as pl
 
-    # polars splits at one byte: if the separator is "::", it splits at ":" and every other column is empty.
+    # polars splits at one byte: with the separator "::", it splits at ":", and every other column is empty.
     step = len(fmt.separator)
     needed: dict[str, str | int] = source_columns(fmt) | {MARK + name: name for name in fmt.where_columns}
-    columns = {r: names.of_file.index(c) * step for r, c in needed.items() if c in names.of_file}
+    columns = {r: names.columns.index(c) * step for r, c in needed.items() if c in names.columns}
     schema: dict[str, Any] = {str(i): pl.String for i in range((names.width - 1) * step + 1)}
     if readings is not None:
         text_actions = readings.text_actions or fmt.decimal == ","
@@ -228,7 +230,7 @@ def _parse(source, fmt: RawFormat, names: Names, readings: Readings | None, loss
     )
     frame.columns = [str(i) for i in chosen]
     values = {role: pl.col(str(i)) for role, i in columns.items()}
-    values |= {role: pl.lit(names.of_folders[str(c)]) for role, c in needed.items() if role not in values}
+    values |= {role: pl.lit(names.folder_values[str(c)]) for role, c in needed.items() if role not in values}
     return frame.select(values[role].alias(role) for role in needed)
 
 
@@ -238,7 +240,7 @@ def is_valid(frame, fmt: RawFormat, readings: Readings) -> bool:
 
 
 def _read_in_blocks(source: RawFile, fmt: RawFormat, names: Names, readings: Readings, bad: BadRows):
-    """Return the good rows of a file; the bad ones go to `bad`."""
+    """Return the good rows of a file; bad: gets the bad rows."""
     import polars as pl
 
     frames = [
@@ -254,14 +256,14 @@ def _no_rows(fmt: RawFormat, readings: Readings):
 
 
 def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: Names, readings: Readings, bad: BadRows):
-    """Return the good rows of a block whose first line has the number `line`; the bad ones go to `bad`."""
+    """Return the good rows of a block; line: the number of its first line; bad: gets the bad rows."""
     import numpy as np
     import polars as pl
 
     shape, good_rows = Shape(data, fmt, names.width), _no_rows(fmt, readings)
     order = shape.wrong if shape.misquoted is None else shape.wrong[shape.wrong < shape.misquoted[0]]
     misshapen = set(order.tolist())
-    if not fmt.other_text and not _is_text(data):  # in any column
+    if not fmt.other_text and not _is_text(data):  # some column is not UTF-8
         rows = range(len(shape.ends))
         order = np.union1d(order, [row for row in rows if not _is_text(shape.row(row))]).astype(np.int64)
     remaining = np.setdiff1d(np.arange(len(shape.ends)), order)
@@ -306,16 +308,16 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: N
 def _problem(
     row: bytes, fmt: RawFormat, names: Names, readings: Readings, failed: list[str] | None, encoding: str
 ) -> str:
-    """Return `, column user: message` for the first bad value of a row; failed: the roles of bad columns, if known."""
+    """Return `, column user: message` for the first bad value of a row; failed: the roles of bad values, if known."""
     fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\r"), fmt)
     if not fmt.other_text:
-        for column, field in zip(names.of_file, fields):
+        for column, field in zip(names.columns, fields):
             if not _is_text(field.encode("utf-8", "surrogateescape")):
                 place = (
                     column if fmt.header else next((r for r, c in source_columns(fmt).items() if c == column), column)
                 )
                 return f", column {place}: {not_decoded(field, fmt, encoding)}"
-    values = dict(zip(names.of_file, fields)) | names.of_folders
+    values = dict(zip(names.columns, fields)) | names.folder_values
     for role, column in source_columns(fmt).items():
         if (
             (failed is None or role in failed)
@@ -340,7 +342,7 @@ def _is_text(row: bytes) -> bool:
 
 
 def finish(frame, fmt: RawFormat):
-    """Select user, item, timestamp, features and an int32 action code, or the action's text."""
+    """Select user, item, timestamp, features and action (an int32 code or text)."""
     import polars as pl
 
     code = None
@@ -357,7 +359,7 @@ def finish(frame, fmt: RawFormat):
 
 
 def with_lists(frame, fmt: RawFormat):
-    """Put BETWEEN between the values of lists that are text."""
+    """Return the frame with BETWEEN as the separator of lists that are text."""
     return frame.with_columns(
         separated(frame[role], separator) for role, separator in fmt.list_separators.items() if role in frame.columns
     )

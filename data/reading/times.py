@@ -1,7 +1,7 @@
-"""Read columns of times: choose what a column holds, and convert each value to a number that preserves the order.
+"""Read columns of times: choose how to read a column, and convert each value to a number with the same order.
 
-A reading is chosen once for a source, from the first values; values that do not fit it are bad rows. Requires polars,
-imported inside the functions that use it.
+A reading is chosen for a source from its first values; rows with other values are bad. Requires polars, imported inside
+the functions that use it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from data.types import DataError, shown
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
-# The range of numbers that are plausible times in each unit: from 1973 on, and below the year 5138 (ns: up to the
-# limit of int64). Smaller numbers may be times since another origin.
+# The range of plausible times in each unit: from 1973 to 5138 (ns: to the limit of int64). Smaller numbers may be times
+# since another origin.
 BANDS = {"s": (10**8, 10**11), "ms": (10**11, 10**14), "us": (10**14, 10**17), "ns": (10**17, 2**63 - 1)}
 LAST_SECOND = 2**63 // 10**9  # the last time in nanoseconds: in the year 2262
 
@@ -32,11 +32,11 @@ WRITTEN = {"iso": "a time like 2024-04-23T02:33:42Z", "integer": "an integer", "
 
 @dataclass(frozen=True)
 class Reading:
-    """The way in which the times of a source are read.
+    """The way of reading the times of a source.
 
-    kind: integer, decimal (numbers with a fraction), iso, format (text as `format` says) or datetime (a Parquet type).
-    unit: s, ms, us or ns, the unit of the resulting numbers since 1970. low: a number from 10^8 to this one looks like
-    a time in another unit; 0 if unknown. format: a polars format, for kind format.
+    kind: integer, decimal (numbers with a fraction), iso, format (text in `format`) or datetime (a Parquet type); unit:
+    s, ms, us or ns, the unit of the resulting numbers since 1970; low: numbers from 10^8 to `low` look like times in
+    another unit, 0 if unknown; format: a polars format, for kind format.
     """
 
     kind: str = "integer"
@@ -46,16 +46,17 @@ class Reading:
 
     @property
     def latest(self) -> int:
+        """The end of the range of valid times, exclusive."""
         return BANDS[self.unit][1]
 
     @property
     def expected(self) -> str:
-        """The description of a correct value, for error messages."""
+        """A description of correct values, for messages."""
         return f"a time like {self.format}" if self.kind == "format" else WRITTEN.get(self.kind, "a time")
 
 
 SECONDS = Reading()
-FULL_HOUR = "=%M"  # is put behind a text that ends with the hour, and its format
+FULL_HOUR = "=%M"  # appended to a format that ends with the hour
 DATES = ("%d-%m-%Y", "%m-%d-%Y", "%Y-%m-%d", "%d-%m-%y", "%m-%d-%y")
 CLOCKS = (
     "",
@@ -71,18 +72,18 @@ CLOCKS = (
 
 
 def choose(
-    values, named_unit: str | None, own_column: bool, format: str | None = None, numbers: bool = True
+    values, named_unit: str | None, named_column: bool, format: str | None = None, numbers: bool = True
 ) -> Reading:
-    """Choose the reading that fits the first values of a column of text or numbers (polars Series); DataError.
+    """Choose the reading for the first values of a column of text or numbers (a polars Series); DataError if none fits.
 
-    named_unit: the unit that the user or the format names. own_column: the user may name the column's unit and format.
-    numbers: text may hold numbers.
+    named_unit: the unit set by the user or the format, or None. named_column: the user may set the column's unit and
+    format. numbers: whether text may be numbers.
     """
     import polars as pl
 
     if values.dtype != pl.String:
         kind = "integer" if values.dtype.is_integer() else "decimal"
-        return _with_unit(kind, values, named_unit, own_column)
+        return _with_unit(kind, values, named_unit, named_column)
     if format is not None:
         return Reading("format", "ns", format=polars_format(format))
     counts = {
@@ -90,19 +91,19 @@ def choose(
         for name, pattern in (("integer", INTEGER), ("decimal", DECIMAL), ("iso", ISO))
     }
     fractions = counts["decimal"] - counts["integer"]
-    if not own_column:
+    if not named_column:
         return _with_unit(
-            "integer", values.str.strip_chars_start(" ").cast(pl.Int64, strict=False), named_unit, own_column
+            "integer", values.str.strip_chars_start(" ").cast(pl.Int64, strict=False), named_unit, named_column
         )
     if counts["iso"] > counts["decimal"] or not numbers:
         return Reading("iso", "ns")
     kind = "decimal" if 10 * fractions >= max(1, counts["integer"]) else "integer"
     return _with_unit(
-        kind, values.str.strip_chars_start(" ").cast(pl.Float64, strict=False), named_unit, own_column, values
+        kind, values.str.strip_chars_start(" ").cast(pl.Float64, strict=False), named_unit, named_column, values
     )
 
 
-def _with_unit(kind: str, values, named_unit: str | None, own_column: bool, text=None) -> Reading:
+def _with_unit(kind: str, values, named_unit: str | None, named_column: bool, text=None) -> Reading:
     import polars as pl
 
     numbers = values.drop_nulls()
@@ -115,27 +116,27 @@ def _with_unit(kind: str, values, named_unit: str | None, own_column: bool, text
     if named_unit and band and PER_SECOND[band] < PER_SECOND[named_unit]:
         low, high = BANDS[band]
         example = numbers.filter((numbers >= low) & (numbers < high))[0]
-        key = "data.columns.timestamp_unit" if own_column else "timestamps"
-        raise DataError(f"{key}: expected {NAMES[named_unit]}, the times look like {NAMES[band]}, e.g. {example:.15g}")
-    if own_column and not named_unit and kind == "integer" and len(numbers):
+        key = "data.columns.timestamp_unit" if named_column else "timestamps"
+        raise DataError(f"{key}: expected {NAMES[named_unit]}, got times like {NAMES[band]}, e.g. {example:.15g}")
+    if named_column and not named_unit and kind == "integer" and len(numbers):
         digits = numbers.cast(pl.Int64, strict=False).cast(pl.String).drop_nulls()
         if len(digits) and digits.str.contains(DIGITS).all():
             raise DataError(
-                f"data.columns.timestamp_format: the times look like dates, {digits[0]} for one; set it to "
-                f'"{"%Y%m%d%H%M%S"[: len(digits[0]) - 2]}" (or set timestamp_unit, if they are none)'
+                f"data.columns.timestamp_format: the times look like dates, e.g. {digits[0]}; set it to "
+                f'"{"%Y%m%d%H%M%S"[: len(digits[0]) - 2]}" (or set timestamp_unit, if they are not dates)'
             )
     unit = named_unit or band or "s"
     return Reading(kind, unit, BANDS[unit][0] if band == unit and unit != "s" else 0)
 
 
 def polars_format(format: str) -> str:
-    """Translate a format of `datetime.strptime` for polars; DataError for one that cannot give a time."""
+    """Translate a format of `datetime.strptime` to one of polars; DataError for a format that gives no time."""
     import polars as pl
 
     key = "data.columns.timestamp_format"
     text = format.replace(".%f", "%.f").replace(",%f", ",%.f").replace("%z", "%#z")
     if re.search("%[de]", format) and "%H" in format and "%M" not in format:
-        text += FULL_HOUR  # polars reads no hour without minutes
+        text += FULL_HOUR  # polars cannot read an hour without minutes
     directives = re.findall(r"%[.#:0-9]*([A-Za-z])", text)
     if not set(directives) & set("YyFDsc"):
         raise DataError(f"{key}: {shown(format)} has no year, like %Y")
@@ -143,8 +144,8 @@ def polars_format(format: str) -> str:
         raise DataError(f"{key}: %Z, the name of a zone, cannot be read; %z reads +05:30 and Z")
     if "%f" in text:
         raise DataError(
-            f'{key}: write the fraction of a second as ".%f", or as "%3f", "%6f" or "%9f" by its digits where no point '
-            f"is before it, got {shown(format)}"
+            f'{key}: write the fraction of a second as ".%f", or without a point as "%3f", "%6f" or "%9f" (its number '
+            f"of digits), got {shown(format)}"
         )
     try:
         pl.Series(["x"]).str.to_datetime(text.replace(",%.f", "%.f"), strict=False, time_unit="us")
@@ -154,7 +155,7 @@ def polars_format(format: str) -> str:
 
 
 def format_of(text: str) -> str | None:
-    """Return a format of `datetime.strptime` that reads this text, the day before the month if both fit; or None."""
+    """Return a format of `datetime.strptime` for this text, or None; the day is before the month if both fit."""
     for date, time in itertools.product(DATES, CLOCKS):
         for separator in ".", "/", "-":
             format = date.replace("-", separator) + time
@@ -167,7 +168,7 @@ def format_of(text: str) -> str | None:
 
 
 def from_text(value, reading: Reading):
-    """Return the expression that turns a polars expression of text into numbers; null for text that does not fit."""
+    """Return the polars expression of the numbers of text values; null for text that does not fit the reading."""
     import polars as pl
 
     bare = value.str.strip_chars_start(" ")
@@ -190,7 +191,7 @@ def from_text(value, reading: Reading):
 
 
 def _from_format(value, format: str):
-    """Return the expression for nanoseconds of text in a format; null where they do not fit into int64."""
+    """Return the polars expression of the nanoseconds of text in a format; null if they do not fit into int64."""
     import polars as pl
 
     if format.endswith(FULL_HOUR):
@@ -211,15 +212,15 @@ def _in_nanoseconds(seconds, fraction):
 
 
 def is_good(value, reading: Reading):
-    """Return the expression that is true for numbers that can be times under this reading."""
+    """Return the polars expression that is true for valid times."""
     good = (value >= 0) & (value < reading.latest)
     if reading.low:
         good &= ~value.is_between(BANDS["s"][0], reading.low, closed="left")
     return good
 
 
-def problem(number: int | float, reading: Reading, own_column: bool) -> str | None:
-    """Return what is wrong with a number as a time, or None."""
+def problem(number: int | float, reading: Reading, named_column: bool) -> str | None:
+    """Return the fault of a number as a time, or None."""
     name = NAMES[reading.unit]
     if number < 0:
         return f"expected a timestamp >= 0, got {number}"
@@ -228,7 +229,7 @@ def problem(number: int | float, reading: Reading, own_column: bool) -> str | No
             return "expected a time before the year 2262"
         hint = (
             "; if these are milliseconds set data.columns.timestamp_unit to ms"
-            if own_column and reading.unit == "s"
+            if named_column and reading.unit == "s"
             else ""
         )
         return f"expected {name}, got {number}{hint}"
@@ -239,7 +240,7 @@ def problem(number: int | float, reading: Reading, own_column: bool) -> str | No
 
 
 def to_seconds(column, unit: str):
-    """Convert a column of such numbers (integers, decimals or floats >= 0) to whole seconds, numpy int64."""
+    """Convert a column of numbers >= 0 (integers, decimals or floats) in a unit to integer seconds, numpy int64."""
     import polars as pl
 
     integers = column if column.dtype == pl.Int64 else column.cast(pl.Int64)  # truncation rounds down for numbers >= 0

@@ -1,4 +1,4 @@
-"""Check single values of raw files: as polars expressions for whole columns, and in words for a bad value."""
+"""Check values of raw files: polars expressions for whole columns, and messages for single bad values."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from data.reading.lists import BRACKETS, unreadable, values_in_brackets
 from data.reading.times import Reading
 from data.types import shown
 
-MAX_ID_LENGTH = 256  # characters; ids are stored at fixed width, so that one absurd id would blow up the whole column
-MAX_LIST_LENGTH = 65_536  # characters of all values of a list together
+MAX_ID_LENGTH = 256  # characters; ids are stored at fixed width, so one long id makes the whole column large
+MAX_LIST_LENGTH = 65_536  # characters of a list
 FLAG = r"^ *\+?[01]$"
 
 
 @dataclass(frozen=True)
 class Readings:
-    """The way in which the columns of a source are read.
+    """The way of reading the columns of a source.
 
-    time: the reading of its times. text_actions: whether its actions are text. numbers: the columns of text that the
-    user's condition compares as numbers.
+    time: the reading of times; text_actions: whether actions are text; numbers: the text columns that the user's
+    condition compares as numbers.
     """
 
     time: Reading
@@ -34,9 +34,9 @@ class Readings:
 
 
 def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Readings:
-    """Choose readings from the first rows of a source, a polars frame with the roles as columns; DataError.
+    """Choose readings from the first rows of a source, a polars frame with the roles as columns; DataError if none fit.
 
-    numbers_as_text: text in the time's column may hold numbers, as in a text file.
+    numbers_as_text: whether times that are text may be numbers, as in a text file.
     """
     import polars as pl
 
@@ -52,10 +52,10 @@ def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Rea
         )
     if "timestamp" in sample.columns:
         time = times.choose(
-            sample["timestamp"], fmt.timestamp_unit, fmt.own_columns, fmt.timestamp_format, numbers_as_text
+            sample["timestamp"], fmt.timestamp_unit, fmt.named_columns, fmt.timestamp_format, numbers_as_text
         )
     text = False
-    if fmt.own_columns and "action" in sample.columns:
+    if fmt.named_columns and "action" in sample.columns:
         actions = sample["action"]
         text = fmt.action_codes is not None
         if not text and actions.dtype == pl.String:
@@ -65,7 +65,7 @@ def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Rea
 
 
 def typed(frame, fmt: RawFormat, readings: Readings):
-    """Convert the text columns of a polars frame to their types, with null for a value that does not fit."""
+    """Convert the text columns of a polars frame to their types; null for a wrong value."""
     import polars as pl
 
     columns = []
@@ -82,7 +82,7 @@ def typed(frame, fmt: RawFormat, readings: Readings):
         elif kind != pl.String:
             pass
         elif role in fmt.features:
-            if fmt.features[role][0] == "number":  # a missing value is null, text that is no number NaN
+            if fmt.features[role][0] == "number":  # missing: null; not a number: NaN
                 missing = value.is_null() | (value.str.strip_chars() == "")
                 number = bare_number.cast(pl.Float64, strict=False).fill_null(float("nan"))
                 value = pl.when(missing).then(None).otherwise(number)
@@ -91,7 +91,7 @@ def typed(frame, fmt: RawFormat, readings: Readings):
                 value = pl.when(value.str.contains(times.INTEGER)).then(bare).cast(pl.Int64, strict=False)
         elif role == "timestamp":
             reading = readings.time
-            if reading.kind == "integer" and fmt.own_columns and has_fractions(frame[role], fmt):
+            if reading.kind == "integer" and fmt.named_columns and has_fractions(frame[role], fmt):
                 reading = dataclasses.replace(reading, kind="decimal")
             value = times.from_text(number if reading.kind in ("integer", "decimal") else value, reading)
         elif role == "action":
@@ -103,14 +103,14 @@ def typed(frame, fmt: RawFormat, readings: Readings):
 
 
 def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
-    """Map each role to an expression that is true for each row of the typed frame with a good value, and never null."""
+    """Map each role to a polars expression that is true for good values of the typed frame, and never null."""
     import polars as pl
 
     checks = {}
     for role, kind in frame.schema.items():
         value = pl.col(role)
         good = value.is_not_null()
-        if role in fmt.features:  # which may be missing
+        if role in fmt.features:  # features may be missing
             if kind == pl.String:
                 most = MAX_LIST_LENGTH if fmt.features[role][0] == "list" else MAX_ID_LENGTH
                 good = (value.str.len_chars() <= most) & ~value.str.contains("\0", literal=True)
@@ -121,7 +121,9 @@ def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
             good |= value.is_null()
         elif kind == pl.String:  # ids, and actions that are text
             good &= (value != "") & (value.str.len_chars() <= MAX_ID_LENGTH)
-            good &= ~value.str.contains("\0", literal=True)  # numpy drops a trailing NUL, which could merge two ids
+            good &= ~value.str.contains(
+                "\0", literal=True
+            )  # numpy drops a trailing NUL, so that two ids may become equal
         elif role == "timestamp":
             good &= times.is_good(value, readings.time)
         elif role == "action":
@@ -136,10 +138,7 @@ def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
 
 
 def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: float | None = None) -> str | None:
-    """Return what is wrong with one value, as it stands in the file, or None.
-
-    number: the value as a number, if it is not from a text file.
-    """
+    """Return the fault of a value, or None. value: the text in the file; number: the number, if it is not text."""
     if value == "" and role not in fmt.features:
         return "the value is missing"
     got, point = shown(repr(value)), value if fmt.decimal == "." else value.translate(SWAP)
@@ -160,7 +159,7 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
         return _time_problem(value, got, fmt, readings.time, number)
     if role == "action":
         try:
-            # Python accepts blanks behind a number, and underscores in it; polars does not.
+            # Unlike polars, Python accepts blanks after a number, and underscores in it.
             code = float(point) * fmt.action_scale if re.fullmatch(r" *[^\s_]+", point) else -1.0
         except ValueError:
             code = -1.0
@@ -171,7 +170,7 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
 
 
 def not_decoded(value: str, fmt: RawFormat, encoding: str) -> str:
-    """Say that a value is not valid in the encoding of its file."""
+    """Return the message for a value that is not valid in the encoding of its file."""
     got = shown(repr(value.encode("utf-8", "surrogateescape"))[1:])
     hint = "" if fmt.encoding else f" (if the file has another encoding, set {fmt.section}.encoding to it)"
     return f"not valid {named(encoding)}: {got}{hint}"
@@ -203,26 +202,26 @@ def _text_problem(value: str, got: str, noun: str) -> str | None:
 
 
 def _time_problem(value: str, got: str, fmt: RawFormat, reading: Reading, number: float | None) -> str | None:
-    decimals = reading.kind == "decimal" or (reading.kind == "integer" and fmt.own_columns)
+    decimals = reading.kind == "decimal" or (reading.kind == "integer" and fmt.named_columns)
     if number is None and decimals and re.fullmatch(times.DECIMAL[1:-1], value):
         number = float(value) if "." in value or len(value) > 100 else int(value)
         if abs(number) >= 2**63:
             return f"expected a 64-bit integer, got {got}"
     elif number is None and reading.kind == "integer":
         if wrong := _integer_problem(value, got):
-            format = times.format_of(value) if fmt.own_columns else None
+            format = times.format_of(value) if fmt.named_columns else None
             hint = f"dates like this need data.columns.timestamp_format, for example {format!r}"
             return f"{wrong} ({hint})" if format else wrong
         number = int(value)
     if number is not None and number == number:
-        return times.problem(number, reading, fmt.own_columns)
+        return times.problem(number, reading, fmt.named_columns)
     return f"expected {reading.expected}{' from 1970 to 2262' if reading.kind in ('iso', 'format') else ''}, got {got}"
 
 
 def _integer_problem(value: str, got: str) -> str | None:
     if not re.fullmatch(r" *[+-]?[0-9]+", value):  # polars skips spaces before a number
         return f"expected an integer, got {got}"
-    # Python refuses to read an integer of thousands of digits.
+    # Python does not parse integers of thousands of digits.
     if len(value) > 100 or not -(2**63) <= int(value) < 2**63:
         return f"expected a 64-bit integer, got {got}"
     return None

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from data.batch import Batch
 from data.batches import Batches
+from data.cached_arrays import cached_arrays
 from data.errors import ConfigError
-from data.kept_arrays import kept_arrays
 from data.splits import Splits, first_of_time, repeats, target_events, train_item_counts
 from data.types import Dataset, shown
 from evaluation import ranking_report
@@ -112,7 +112,7 @@ class Retrieval(Task):
 
     def baselines(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, dict[str, Any]]:
         known = [splits.train_end, dataset.user_offsets, dataset.item_ids]
-        arrays = kept_arrays(self.config.data, dataset, f"baselines-{VERSION}", known, lambda: fit(dataset, splits))
+        arrays = cached_arrays(self.config.data, dataset, f"baselines-{VERSION}", known, lambda: fit(dataset, splits))
         models = Baselines(arrays, again=self.config.eval.filter_seen != "history")
         if splits.valid is not None:
             some = np.unique(np.linspace(0, len(splits.valid) - 1, JUDGES).astype(np.int64))

@@ -1,4 +1,4 @@
-"""Helpers of the tests of raw files and of their cache."""
+"""Helpers of tests of raw files and their cache."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def events(dataset):
 
 
 def error_of(load, *args, lines=1, **kwargs):
-    """The message of the DataError, of so many lines: one, unless several rows are bad."""
+    """Return the message of the DataError, and check its number of lines: one, unless several rows are bad."""
     with pytest.raises(DataError) as caught:
         load(*args, **kwargs)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""The one writer of folders: whole or not at all, whatever happens when."""
+"""Test that folders and files are written whole or not at all, whatever fails."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def test_appears_whole_and_is_replaced_whole(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link", "empty folder"])
-def test_whatever_stands_there_is_replaced(tmp_path, kind):
+def test_an_existing_path_of_any_kind_is_replaced(tmp_path, kind):
     folder, other = tmp_path / "folder", tmp_path / "other"
     other.mkdir()
     (other / "file").write_text("another's")
@@ -78,7 +78,7 @@ def test_disk_full_while_syncing_changes_nothing(tmp_path, monkeypatch):
     assert content(folder) == "old" and names(tmp_path) == ["folder"]
 
 
-def test_everything_is_synced_before_it_takes_its_place(tmp_path, monkeypatch):
+def test_all_files_are_synced_before_the_rename(tmp_path, monkeypatch):
     order, fsync, rename = [], os.fsync, os.rename
     monkeypatch.setattr(
         os, "fsync", lambda h: order.append(os.path.basename(os.readlink(f"/proc/self/fd/{h}"))) or fsync(h)
@@ -88,12 +88,12 @@ def test_everything_is_synced_before_it_takes_its_place(tmp_path, monkeypatch):
     assert order[0] == "file" and order[1].startswith(".folder.tmp-") and order[2:] == ["rename", tmp_path.name]
 
 
-def test_crash_between_the_two_moves_leaves_the_old_one_to_be_found(tmp_path, monkeypatch):
+def test_the_old_folder_is_found_after_a_crash_between_the_two_renames(tmp_path, monkeypatch):
     folder, rename, moves = tmp_path / "folder", os.rename, []
     write(folder, "old")
 
     def dies(source, target):
-        if moves.append(target) or len(moves) == 3:  # onto the folder: occupied; the folder aside; then the crash
+        if moves.append(target) or len(moves) == 3:  # 1: to the folder, which fails; 2: from it; 3: crash
             raise KeyboardInterrupt
         rename(source, target)
 
@@ -106,7 +106,7 @@ def test_crash_between_the_two_moves_leaves_the_old_one_to_be_found(tmp_path, mo
     assert content(folder) == "newer" and names(tmp_path) == ["folder"]
 
 
-def test_an_older_one_aside_never_wins(tmp_path):
+def test_an_older_renamed_folder_is_ignored(tmp_path):
     folder = tmp_path / "folder"
     write(tmp_path / ".folder.old", "older")
     write(folder, "old")
@@ -116,7 +116,7 @@ def test_an_older_one_aside_never_wins(tmp_path):
     assert content(folder) == "new" and names(tmp_path) == ["folder"]
 
 
-def test_keep_leaves_what_another_process_has_put_there(tmp_path):
+def test_keep_leaves_the_folder_of_another_process(tmp_path):
     folder = tmp_path / "folder"
     write(folder, "theirs")
     write(folder, "ours", keep=lambda existing: content(existing) == "theirs")
@@ -125,7 +125,7 @@ def test_keep_leaves_what_another_process_has_put_there(tmp_path):
     assert content(folder) == "ours"
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_a_path_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         write(tmp_path / "file" / "folder", "x")
@@ -144,7 +144,7 @@ for number in range(10**9):
 """
 
 
-def test_killed_at_random_moments_it_is_always_there_and_whole(tmp_path):
+def test_a_folder_is_always_whole_after_kills_at_random_moments(tmp_path):
     folder = tmp_path / "folder"
     for attempt in range(5):
         process = subprocess.Popen([sys.executable, "-c", KILLED, folder], cwd=REPOSITORY, stdout=subprocess.PIPE)
@@ -156,7 +156,7 @@ def test_killed_at_random_moments_it_is_always_there_and_whole(tmp_path):
         assert names(whole) == ["a", "b"] and (whole / "a").read_text() == (whole / "b").read_text()
 
 
-def test_sweep_takes_only_what_is_old(tmp_path):
+def test_sweep_removes_only_old_folders(tmp_path):
     for name in (".folder.tmp-1-0000000a", ".folder.tmp-2-0000000b", ".other.tmp-1-0000000a", ".folder.old", "folder"):
         (tmp_path / name).mkdir()
     os.utime(tmp_path / ".folder.tmp-1-0000000a", (time.time() - 86400,) * 2)
@@ -166,18 +166,18 @@ def test_sweep_takes_only_what_is_old(tmp_path):
     assert names(tmp_path) == [".folder.old", "folder"]
 
 
-def test_sweep_takes_a_name_as_it_is_and_nothing_of_the_user_s(tmp_path):
+def test_sweep_reads_names_literally_and_removes_no_other_files(tmp_path):
     long = "x" * 250
-    mine = [".data[1].tmp-1-0000000a", f".{long[:200]}.tmp-1-0000000a"]
+    temporaries = [".data[1].tmp-1-0000000a", f".{long[:200]}.tmp-1-0000000a"]
     others = [".data1.tmp-1-0000000a", ".data[1].tmp-notes", ".data[1].tmp-1-0000000a.csv"]
-    for name in mine + others:
+    for name in temporaries + others:
         (tmp_path / name).mkdir()
     for name in ("data[1]", "data*", long):
         sweep(tmp_path, name, older_than=0)
     assert names(tmp_path) == sorted(others)
 
 
-def test_gives_up_when_others_never_stop_replacing_it(tmp_path, monkeypatch):
+def test_an_error_is_raised_if_others_always_replace_the_folder(tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     write(folder, "theirs")
     monkeypatch.setattr(atomic, "_remove", lambda path: None)

@@ -1,4 +1,4 @@
-"""Check the variation of training sequences, drawn anew in every epoch."""
+"""Test the augmentation of training sequences, drawn again in every epoch."""
 
 import dataclasses
 import itertools
@@ -23,19 +23,19 @@ def prepared():
 
 
 def draw(options, prepared, seed=0):
-    """Return (events, times) of each sample as lists."""
+    """Return the lists (events, times) of each sample."""
     _, split, first = prepared
     events, times, offsets = augmented(Augment(**options), np.random.default_rng(seed), first, split.begin, split.end)
     return [(events[a:b].tolist(), times[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
 
 
-def test_nothing_asked_for_changes_nothing(prepared):
+def test_default_options_change_nothing(prepared):
     _, split, _ = prepared
     expected = [list(range(a, b)) for a, b in zip(split.begin, split.end)]
     assert draw({}, prepared) == [(x, x) for x in expected] == draw({"shuffle": 1.0}, prepared)
 
 
-def test_windows_are_the_user_s_training_events_and_each_can_come(prepared):
+def test_windows_have_the_user_s_training_events_and_all_are_drawn(prepared):
     _, split, first = prepared
     begins = {}
     for seed in range(40):
@@ -51,7 +51,7 @@ def test_half_of_the_windows_are_the_latest(prepared):
     _, split, first = prepared
     longer = np.flatnonzero(split.begin - first >= 10)
     latest = [draw({"window": 0.5}, prepared, seed)[i][0][0] == split.begin[i] for seed in range(30) for i in longer]
-    assert len(latest) > 1000 and 0.5 < np.mean(latest) < 0.6  # an earlier one is drawn uniformly, the latest included
+    assert len(latest) > 1000 and 0.5 < np.mean(latest) < 0.6  # half are kept, the others are uniform over all windows
 
 
 def test_dropped_events_leave_order_and_the_last_two(prepared):
@@ -78,7 +78,7 @@ def test_shuffled_events_change_places_and_times_do_not(prepared):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_batches_hold_what_was_drawn(prepared, device):
+def test_batches_have_the_drawn_events(prepared, device):
     dataset, split, first = prepared
     rng = np.random.default_rng(0)
     dataset = dataclasses.replace(dataset, event_rows=rng.integers(-1, 5, (dataset.num_events, 2, 3), np.int32))
@@ -107,7 +107,7 @@ def test_batches_hold_what_was_drawn(prepared, device):
     assert place == len(split)
 
 
-def test_epochs_differ_and_each_can_be_had_again(prepared):
+def test_epochs_differ_and_can_be_repeated(prepared):
     dataset, split, _ = prepared
 
     def items(epoch, start=0):

@@ -1,4 +1,4 @@
-"""Batches that are dealt to ranks: each sequence once, even parts."""
+"""Test the division of batches among ranks: each sequence once, equal work."""
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ from data.synthetic import generate
 @pytest.mark.parametrize("world", [1, 2, 4, 7])
 def test_every_sequence_has_one_rank(world):
     lengths = np.random.default_rng(0).integers(1, 200, 128)
-    parts = [Deal(rank, world, 10.0).mine(lengths)[0] for rank in range(world)]
+    parts = [Deal(rank, world, 10.0).local(lengths)[0] for rank in range(world)]
     assert sorted(np.concatenate(parts).tolist()) == list(range(128))
 
 
 def test_balanced_batches_are_even():
-    """Predicted work on lengths of many users at the window's end and few below, as ml-1m has them: must-hold 4."""
+    """Test the predicted work with lengths as in ml-1m: many users at the window's length, few below."""
     rng = np.random.default_rng(0)
     even, plain = [], []
     for _ in range(50):
@@ -29,7 +29,7 @@ def test_balanced_batches_are_even():
 
 
 def test_parts_of_a_batch_are_the_batch():
-    """The ranks' tokens at their rows make the batch of one process; a rank without sequences has padding alone."""
+    """Check that all ranks' tokens are the batch of one process; a rank without sequences has only padding."""
     dataset = generate(num_users=13, num_items=60, num_clusters=5, mean_length=12)
     split = make_splits(dataset, "leave_one_out", max_seq_len=10).train
     whole = list(Batches(dataset, split, batch_size=4, seed=3, with_seen=True).epoch(2, start=1))
@@ -39,7 +39,7 @@ def test_parts_of_a_batch_are_the_batch():
     ]
     for number, batch in enumerate(whole):
         items, targets = torch.full((2, batch.num_tokens), -2)
-        for part in (of_rank[number] for of_rank in parts):
+        for part in (rank_batches[number] for rank_batches in parts):
             assert part.whole.tokens == batch.num_tokens and part.whole.step == 2 * (len(whole) + 1) + 1 + number
             if not part.real.any():
                 assert (part.target_ids == -1).all() and batch.num_sequences < 3

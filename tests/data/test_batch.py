@@ -1,4 +1,4 @@
-"""A batch is moved, padded, overwritten and cut by what its fields declare, those of a subclass too."""
+"""Test that batches are moved, padded, overwritten and cut by the layout of their fields, also in subclasses."""
 
 from dataclasses import dataclass, field, fields, replace
 
@@ -11,7 +11,7 @@ from data.batch import OFFSETS, Batch, Cut, jagged, per_sequence, per_token
 
 @dataclass
 class MoreBatch(Batch):
-    """Fields such as features and labels will bring, one of each layout, with paddings of their own."""
+    """A batch with one more field of each layout, with other values of padding."""
 
     tags: Tensor | None = field(default=None, metadata=per_token(padding=-7))  # [T, 2]
     weight: Tensor | None = field(default=None, metadata=per_sequence(padding=0.5))
@@ -20,7 +20,7 @@ class MoreBatch(Batch):
 
 
 def more(batch, words):
-    """The batch with fields of its own that tell tokens, sequences and values apart; words: how many a sequence has."""
+    """Return the batch with values in its additional fields; words: the number of words of each sequence."""
     plain = {one.name: getattr(batch, one.name) for one in fields(Batch) if one.init}
     return MoreBatch(
         **plain,
@@ -75,7 +75,7 @@ def test_overwriting_follows_from_the_fields():
     assert tensors(batch) == EXPECTED
 
 
-def test_a_part_has_its_tokens_alone():
+def test_a_part_has_only_its_tokens():
     batch = make([3, 2], [1, 3])
     part = batch.part(torch.tensor([0, 2, 4]), torch.tensor([0, 2, 3]))
     unchanged = {name: tensors(batch)[name] for name in ("users", "weight", "words", "word_offsets")}
@@ -103,7 +103,7 @@ def test_a_tensor_without_a_layout_is_refused_by_name():
 
     batch = make([2, 1], [1, 3])
     batch = Undeclared(**{one.name: getattr(batch, one.name) for one in fields(Batch) if one.init}, notes=batch.tags)
-    with pytest.raises(TypeError, match=r"Undeclared\.notes holds a tensor, but its field has no layout"):
+    with pytest.raises(TypeError, match=r"Undeclared\.notes is a tensor, but its field has no layout"):
         batch.padded(6, 5, 2)
 
 

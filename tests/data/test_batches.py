@@ -1,4 +1,4 @@
-"""Batches against a per-row construction in plain Python."""
+"""Test batches against a construction row by row in plain Python."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def make_dataset(num_users=37, num_items=50, seed=0, actions=True, longest=30):
 
 
 def with_features(dataset):
-    """The data set with made-up rows of features: two of users and of events, up to three values each."""
+    """Return the data set with rows of features: two of users and two of events, up to three values each."""
     rows = {"user_rows": dataset.num_users, "event_rows": dataset.num_events}
     rng = np.random.default_rng(0)
     drawn = {name: rng.integers(-1, 5, (size, 2, 3), np.int32) for name, size in rows.items()}
@@ -39,7 +39,7 @@ def with_features(dataset):
 
 
 def naive(dataset, split, order, with_seen):
-    """The fields of one batch, row by row."""
+    """Build the fields of one batch row by row."""
     out = {name: [] for name in ("item_ids", "timestamps", "target_ids", "query_timestamps", "actions", "seen_items")}
     seq_offsets, seen_offsets, users = [0], [0], []
     for i in order:
@@ -65,7 +65,7 @@ def naive(dataset, split, order, with_seen):
     if not with_seen:
         out["seen_items"] = out["seen_offsets"] = None
     out["has_action"] = out["num_targets"] = None  # only for ranking
-    out["relevant_items"] = out["relevant_offsets"] = None  # only where a split has targets of its own
+    out["relevant_items"] = out["relevant_offsets"] = None  # only for splits with targets
     return out
 
 
@@ -80,7 +80,7 @@ def as_lists(batch):
 
 
 def check_epoch(batches, dataset, split, epoch=0):
-    """Every sample once, and every batch equal to the naive one. Returns the sizes of the batches."""
+    """Check that each sample is in one batch, and each batch equals the naive one; return the sizes of the batches."""
     position = {(int(u), int(e)): i for i, (u, e) in enumerate(zip(split.users, split.end))}
     visited, sizes = [], []
     for batch in batches.epoch(epoch):
@@ -110,7 +110,7 @@ def test_equals_naive(part, actions, group_by_length, shuffle):
     assert sorted(sizes)[1:] == [5] * (len(sizes) - 1) and sum(sizes) == len(split)
 
 
-def test_seen_reaches_back_before_the_window_and_leaves_out_the_target():
+def test_seen_items_include_those_before_the_window_but_not_the_target():
     dataset = make_dataset(num_users=3, longest=30, seed=1)
     split = make_splits(dataset, "published", max_seq_len=2).test
     (batch,) = Batches(dataset, split, batch_size=9, shuffle=False, with_seen=True).epoch(0)
@@ -126,7 +126,7 @@ def all_users(batches, epoch, start=0):
 
 
 @pytest.mark.parametrize("group_by_length", [True, False])
-def test_order_depends_on_seed_and_epoch_alone(group_by_length):
+def test_order_depends_only_on_seed_and_epoch(group_by_length):
     dataset = make_dataset(num_users=100)
     split = make_splits(dataset, "published", max_seq_len=10).train
 
@@ -146,7 +146,7 @@ def test_order_depends_on_seed_and_epoch_alone(group_by_length):
     torch.manual_seed(0)
     np.random.seed(0)
     all_users(one, 0)
-    assert (torch.rand(1), np.random.rand()) == before  # the global generators are left alone
+    assert (torch.rand(1), np.random.rand()) == before  # the global generators are not used
 
 
 def test_unshuffled_order_is_the_split_s():
@@ -158,7 +158,7 @@ def test_unshuffled_order_is_the_split_s():
 
 
 def spread(batches):
-    """Mean difference between the longest and the shortest sequence of a batch."""
+    """Return the mean difference between the longest and the shortest sequence of a batch."""
     lengths = [batch.seq_offsets.diff() for batch in batches.epoch(0)]
     return float(np.mean([int(x.max() - x.min()) for x in lengths]))
 
@@ -168,7 +168,7 @@ def test_group_by_length_evens_out_the_batches():
     split = make_splits(dataset, "published", max_seq_len=30).train
     grouped = Batches(dataset, split, batch_size=16, group_by_length=True)
     assert spread(grouped) < 0.2 * spread(Batches(dataset, split, batch_size=16))
-    # The batches themselves come in random order: neither ascending nor descending in length.
+    # The batches are in random order, not sorted by length.
     means = [float(batch.seq_offsets.diff().double().mean()) for batch in grouped.epoch(0)]
     assert means != sorted(means) and means != sorted(means, reverse=True)
 
@@ -227,7 +227,7 @@ def test_cuda_equals_cpu_without_any_sync(monkeypatch, fits, group_by_length):
     options = {"batch_size": 16, "group_by_length": group_by_length, "with_seen": True}
     on_gpu = Batches(dataset, split, device="cuda", **options)
     epoch = on_gpu.epoch(2)
-    batches = [next(epoch)]  # the first one uploads the order of the epoch, which may wait
+    batches = [next(epoch)]  # the first batch uploads the order of the epoch, which may synchronise
     try:
         torch.cuda.set_sync_debug_mode("error")
         batches += list(epoch)
@@ -248,7 +248,7 @@ def test_cuda_columns_are_shared_between_splits():
 
 
 @pytest.mark.parametrize("item", [-1, 50])
-def test_item_beyond_the_catalogue_is_told(item):
+def test_item_beyond_the_catalogue_is_an_error(item):
     dataset = make_dataset(num_items=50)
     dataset.items[3] = item
     with pytest.raises(DataError, match=r"random: item ids must lie in 0\.\.49, got"):

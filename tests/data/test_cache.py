@@ -1,4 +1,4 @@
-"""The cache of prepared data: its key, damage, writers that are killed or meet."""
+"""Test the cache of prepared data: its key, damage, killed and concurrent writers."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ import pytest
 from data import atomic, cache, prepare
 from tests.data.raw_files import CSV, GOOD, error_of, events
 
-pytest.importorskip("polars")  # raw files cannot be read without
+pytest.importorskip("polars")  # it reads raw files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -52,7 +52,7 @@ def test_key_depends_on_content_and_options(load, count_reads, tmp_path):
         load("csv", CSV + "u,i,2,0\n", min_item_events=2).fingerprint,
     }
     assert len(prints) == 7 == len(count_reads)
-    # The same size and the same time of change do not fool it.
+    # The same size and time of modification, but other content.
     file = tmp_path / "raw.txt"
     stat = file.stat()
     file.write_text(CSV + "u,j,2,0\n")
@@ -118,11 +118,11 @@ load_dataset("ml-100k", {str(file)!r}, cache_dir={str(tmp_path / "cache")!r})
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline().strip() == "midway"
         process.send_signal(signal.SIGKILL)
-        assert process.stdout.read() == ""  # its end: the program is gone
+        assert process.stdout.read() == ""  # end of file: the program has ended
     (leftover,) = (tmp_path / "cache").iterdir()
     assert leftover.name.startswith(".")
     assert load("ml-100k", file).num_events == 16
-    # Young leftovers may belong to a process at work; old ones go with the next preparation.
+    # Recent temporary folders may belong to a running process; the next preparation removes old ones.
     assert leftover.exists()
     os.utime(leftover, (time.time() - 86400,) * 2)
     shutil.rmtree(folder_of(tmp_path))
@@ -131,7 +131,7 @@ load_dataset("ml-100k", {str(file)!r}, cache_dir={str(tmp_path / "cache")!r})
 
 
 def test_two_writers_at_once(load, tmp_path, monkeypatch):
-    """The slower of two processes finds the faster one's cache in its way and keeps it."""
+    """Check that the slower of two processes keeps the cache of the faster one."""
     place, meta = atomic._place, []
 
     def after_another(temporary, folder, keep):
@@ -159,14 +159,14 @@ def test_cache_folder_as_path_needs_no_polars(load, tmp_path, monkeypatch):
     assert events(load("ml-100k", raw)) == expected
     raw.unlink()
     assert events(load("ml-100k", folder)) == expected
-    assert "this cache holds ml-100k" in error_of(load, "ml-1m", folder)
-    assert "asked for was ml-100k with" in error_of(load, "ml-100k", folder, min_user_events=2)
+    assert "got one of ml-100k" in error_of(load, "ml-1m", folder)
+    assert "expected a cache of ml-100k with" in error_of(load, "ml-100k", folder, min_user_events=2)
     assert "needs polars" in error_of(load, "ml-100k", GOOD + "1\t1\t1\t1\n")
     (folder / "items.npy").unlink()
     assert "damaged cache" in error_of(load, "ml-100k", folder)
 
 
-def test_meta_says_what_it_was_made_from(load, tmp_path):
+def test_meta_has_the_sources_and_options(load, tmp_path):
     load("ml-100k", GOOD)
     meta = json.loads((folder_of(tmp_path) / "meta.json").read_text())
     assert meta["sources"] == [str(tmp_path / "raw.txt")]

@@ -1,4 +1,4 @@
-"""Downloads against a local HTTP server."""
+"""Test downloads from a local HTTP server."""
 
 import hashlib
 import http.server
@@ -23,7 +23,7 @@ CONTENT = bytes(range(256)) * 4000  # 1 MB: several blocks
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Server of `content`; the attributes say how well it behaves."""
+    """A server of `content`, whose attributes set its faults."""
 
     daemon_threads = True
 
@@ -36,6 +36,8 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    """An HTTP handler that sends the server's content with its faults."""
+
     def do_GET(self):
         server, requested = self.server, self.headers.get("Range")
         if self.path.endswith("missing"):
@@ -91,7 +93,7 @@ def get(server, target, **options):
 
 
 def interrupt(server, target, after=262_144):
-    """A first attempt that the server cuts off."""
+    """Start a download that the server interrupts."""
     server.cut_after = after
     with pytest.raises(DownloadError, match=r"interrupted .* run the same command again to resume") as caught:
         get(server, target)
@@ -111,7 +113,7 @@ def test_full_download(server, target, progress):
     get(server, target, md5=hashlib.md5(CONTENT).hexdigest(), progress=progress)
     assert target.read_bytes() == CONTENT and is_clean(target)
     get(server, target)
-    assert server.requests == [(None, 200)]  # the second call found it there
+    assert server.requests == [(None, 200)]  # the second call needs no request
 
 
 def test_without_content_length(server, target):
@@ -254,7 +256,7 @@ def tar_of(files):
 
 @pytest.fixture
 def serve(server, monkeypatch):
-    """Return serve(name, content), after which a local server stands for that data set's publisher."""
+    """Return serve(name, content), which replaces the publisher of a data set by a local server."""
 
     def serve(name, content, md5="right"):
         server.content = content
@@ -311,7 +313,7 @@ def test_offline_command_says_so_in_one_line(unreachable, tmp_path, capsys):
     assert error.count("\n") == 1 and "offline?" in error and f"put ml-20m.zip into {tmp_path}" in error
 
 
-def test_archive_put_there_by_hand(serve, unreachable, tmp_path):
+def test_archive_that_the_user_has_downloaded(serve, unreachable, tmp_path):
     content = zip_of({"ml-25m/ratings.csv": "userId,movieId,rating,timestamp\n1,2,3.5,4\n"})
     serve("ml-25m", content)
     (tmp_path / "ml-25m.zip").write_bytes(content)
@@ -319,7 +321,7 @@ def test_archive_put_there_by_hand(serve, unreachable, tmp_path):
     assert (tmp_path / "ml-25m" / "ratings.csv").exists()
 
 
-def test_stopped_with_control_c(monkeypatch, tmp_path, capsys):
+def test_interrupted_by_ctrl_c(monkeypatch, tmp_path, capsys):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -334,7 +336,7 @@ def test_folder_that_cannot_be_made(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_first_download_without_a_published_checksum_is_what_later_ones_must_equal(serve, tmp_path, capsys):
+def test_without_a_published_checksum_later_downloads_must_equal_the_first(serve, tmp_path, capsys):
     options = serve("amazon-beauty", b"A,B,5.0,10\n", md5=None)
     assert download.main(["amazon-beauty", "--to", str(tmp_path), *options]) == 0
     file = tmp_path / "amazon-beauty" / "ratings_Beauty.csv"
@@ -343,7 +345,7 @@ def test_first_download_without_a_published_checksum_is_what_later_ones_must_equ
     options = serve("amazon-beauty", b"A,C,5.0,10\n", md5=None)
     assert download.main(["amazon-beauty", "--to", str(tmp_path), *options]) == 1
     error = capsys.readouterr().err
-    assert "not the file that was first downloaded here" in error and error.count("\n") == 1
+    assert "differs from the first download" in error and error.count("\n") == 1
     assert [p.name for p in file.parent.iterdir()] == [file.name + ".sha256"]
     options = serve("amazon-beauty", b"A,B,5.0,10\n", md5=None)
     assert download.main(["amazon-beauty", "--to", str(tmp_path), *options]) == 0
@@ -375,19 +377,19 @@ def test_a_page_in_place_of_a_table_is_refused(serve, tmp_path, capsys):
         "http://127.0.0.1/\xe9",
     ],
 )
-def test_address_that_is_none(url, target):
+def test_invalid_address(url, target):
     with pytest.raises(DownloadError, match="expected an address like https") as caught:
         fetch(url, target)
     assert "\n" not in str(caught.value) and not target.parent.exists()
 
 
-def test_no_way_from_https_to_http():
+def test_redirects_from_https_to_http_are_refused():
     with pytest.raises(DownloadError, match="redirects to http://host/file, which is not https"):
         download._check_redirect("https://host/file", "http://host/file")
 
 
 @pytest.mark.parametrize("to", ["a\0b", "~nosuchuser/x"])
-def test_folder_that_no_file_system_has(to, capsys):
+def test_impossible_folder(to, capsys):
     assert download.main(["ml-1m", "--to", to]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: --to: ") and error.count("\n") == 1
@@ -451,7 +453,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_archives_with_other_than_files_inside_are_refused(tmp_path, name):
+def test_archives_with_links_or_devices_are_refused(tmp_path, name):
     (tmp_path / name).write_bytes(HOSTILE[name])
     with pytest.raises(DownloadError, match="neither a file nor a folder inside the archive") as caught:
         download.extract(tmp_path / name, tmp_path / "out")
@@ -467,7 +469,7 @@ def test_archives_that_grow_too_much_are_refused(tmp_path, name, monkeypatch):
         z.writestr("top/x", bytes(10**6))
     content = out.getvalue() if name == "bomb.zip" else tar_of({"top/x": bytes(10**6)})
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DownloadError, match=r"unpacks to more than [0-9,]+ bytes, too much for its size"):
+    with pytest.raises(DownloadError, match=r"expected at most [0-9,]+ bytes when unpacked, got more"):
         download.extract(tmp_path / name, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == [name]
     monkeypatch.setattr(download, "ALWAYS_ALLOWED", 10**6)

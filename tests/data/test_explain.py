@@ -1,4 +1,4 @@
-"""One line for each of pydantic's errors."""
+"""Test the line for each of pydantic's errors."""
 
 from typing import Literal
 
@@ -9,6 +9,8 @@ from data.explain import OPTION, custom, dotted, explain
 
 
 class Part(BaseModel):
+    """A section of a configuration."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     size: int = Field(1, ge=1)
@@ -26,6 +28,8 @@ class Part(BaseModel):
 
 
 class Whole(BaseModel):
+    """A configuration with all kinds of errors."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     part: Part
@@ -57,5 +61,5 @@ def test_lines(tree, line):
     assert explain(item, lambda place: KEYS[tuple(place)]) == line
 
 
-def test_a_place_is_short_and_printable():
+def test_a_location_is_short_and_printable():
     assert dotted(["a", 0, "b"]) == "a.0.b" and len(dotted(["x" * 1000])) == 200

@@ -1,4 +1,4 @@
-"""Users who are removed from prepared data, and the runs that were trained on them."""
+"""Test the removal of users from prepared data, and the list of runs that were trained on them."""
 
 import shutil
 
@@ -18,7 +18,7 @@ ROWS = [("ann", "x", 1), ("bob", "y", 1), ("ann", "y", 2), ("7", "x", 3), ("eve"
 
 @pytest.fixture
 def prepared(tmp_path):
-    """The folder of a data set in a cache that has what was computed from it, too."""
+    """Return the folder of a data set in a cache, with an array computed from it."""
     (tmp_path / "shop.csv").write_text("user,item,timestamp\n" + "".join(f"{u},{i},{t}\n" for u, i, t in ROWS))
     load_dataset("csv", tmp_path / "shop.csv", cache_dir=tmp_path / "cache")
     (folder,) = prepared_folders(tmp_path / "cache")
@@ -32,7 +32,7 @@ def events(folder):
     return sorted(zip(users, dataset.item_ids[dataset.items].tolist(), dataset.timestamps.tolist()))
 
 
-def test_a_user_leaves_a_cache(prepared, capsys):
+def test_a_user_is_removed_from_a_cache(prepared, capsys):
     runs = prepared.parents[1] / "runs"
     for name, users in (("with", None), ("without", ["ann"])):
         (runs / name).mkdir(parents=True)
@@ -54,7 +54,7 @@ def test_a_user_leaves_a_cache(prepared, capsys):
     assert forget.main(["ann", "--data", str(left), "--runs", str(runs)]) == 0
 
 
-def test_a_user_leaves_a_folder_of_one_s_choice(prepared, tmp_path):
+def test_a_user_is_removed_from_a_prepared_folder(prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "mine")
     removed = remove_users(tmp_path / "mine", ["7", "eve"])
     assert (removed.users, removed.events, removed.folder) == (2, 2, tmp_path / "mine")
@@ -63,7 +63,7 @@ def test_a_user_leaves_a_folder_of_one_s_choice(prepared, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_what_is_refused(prepared, tmp_path):
+def test_errors(prepared, tmp_path):
     with pytest.raises(DataError, match="no event is left without these users"):
         remove_users(prepared, ["ann", "bob", "eve", "7"])
     assert len(events(prepared)) == len(ROWS)

@@ -1,6 +1,6 @@
-"""Every hint that a message about data can print is followed: what it advises is accepted.
+"""Test that the advice of every message about data works.
 
-HINTS maps a part of each hint's text to the test that follows it; `test_all_hints_are_followed` looks for others.
+HINTS maps a part of each hint to the test that follows it; `test_all_hints_are_followed` finds hints that are missing.
 """
 
 import ast
@@ -28,7 +28,7 @@ def message_of(load, *arguments, **options):
 
 
 def advised(message, pattern):
-    """Return what a message advises, by a pattern with one group."""
+    """Return the advice in a message, by a pattern with one group."""
     match = re.search(pattern, message)
     assert match, message
     return match[1]
@@ -75,7 +75,7 @@ def test_fractions_of_formats(load, wrong, right, text):
     rows = f"user;item;timestamp\nu;1;{text}\n"
     if wrong:
         message = message_of(load, "csv", rows, columns={"timestamp_format": wrong})
-        assert 'write the fraction of a second as ".%f", or as "%3f", "%6f" or "%9f"' in message
+        assert 'write the fraction of a second as ".%f", or without a point as "%3f", "%6f" or "%9f"' in message
     assert load("csv", rows, columns={"timestamp_format": right}).timestamps[0] // 3600 == 1713837600 // 3600
 
 
@@ -106,9 +106,9 @@ def test_encodings_and_formats(load, tmp_path):
     kind = advised(message_of(load, "parquet", GOOD), "for text set data.format to (.*)")
     assert load(kind, GOOD).num_events == 2
     for options in ({"columns": {"user": "user"}}, {"features": {"events": {"columns": {"x": "category"}}}}):
-        kind = advised(message_of(load, "ml-20m", GOOD, **options), "use format (csv) or parquet to name your own")
+        kind = advised(message_of(load, "ml-20m", GOOD, **options), "use format (csv) or parquet to set columns")
     assert load(kind, GOOD, columns={"user": "user"}).num_events == 2
-    assert "the separator of ml-20m is fixed; format csv takes one" in message_of(load, "ml-20m", GOOD, separator=",")
+    assert "is fixed; use format csv to set it" in message_of(load, "ml-20m", GOOD, separator=",")
 
 
 def test_names(load):
@@ -129,7 +129,7 @@ def test_ids_in_two_ways(load):
 
 def test_codes_of_actions(load):
     text, codes = "user,item,timestamp,how\n1,2,3,view\n", {"action_codes": {"view": 4}}
-    assert "name the column of the actions too (action)" in message_of(load, "csv", text, columns=codes)
+    assert "name the column of the actions, too (action)" in message_of(load, "csv", text, columns=codes)
     assert load("csv", text, columns=codes | {"action": "how"}).actions.tolist() == [4]
 
 
@@ -148,7 +148,7 @@ def test_paths(load, tmp_path):
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "a.csv").write_text(GOOD)
     (tmp_path / "log" / "b.txt").touch()
-    pattern = advised(message_of(load, "csv", tmp_path / "log"), "name those to read by a pattern: (.*)")
+    pattern = advised(message_of(load, "csv", tmp_path / "log"), "set the path to a pattern: (.*)")
     assert load("csv", Path(pattern)).num_events == 2
     assert "unpack it first (.gz, .zst, .bz2, .xz need not be)" in message_of(load, "csv", b"PK\x03\x04")
     assert load("csv", gzip.compress(GOOD.encode())).num_events == 2
@@ -156,7 +156,7 @@ def test_paths(load, tmp_path):
 
 
 def test_downloads():
-    """The commands are those of a module that exists, with names that it knows."""
+    """Check that the commands are of an existing module, with names of its data sets."""
     for fmt in FORMATS.values():
         for name in fmt.downloads:
             assert name in data.download.SOURCES
@@ -214,11 +214,11 @@ HINTS = {
     "if the file has another encoding": test_encodings_and_formats,
     "set data.format to": test_encodings_and_formats,
     "use format csv or parquet": test_encodings_and_formats,
-    "format csv takes one": test_encodings_and_formats,
+    "use format csv to set it": test_encodings_and_formats,
     "did you mean": test_names,
     "on_bad_row=drop leaves them out": test_bad_rows,
     "give the path of one": test_paths,
-    "by a pattern": test_paths,
+    "set the path to a pattern": test_paths,
     "unpack it first": test_paths,
     "need not be)": test_paths,
     "needs the path of": test_paths,
@@ -233,7 +233,7 @@ HINTS = {
     "data.duplicates=drop needs": test_options_that_need_others,
     "lower them": test_options_that_need_others,
 }
-# Advice to do the same again, or about packages and sizes, and sentences that advise nothing.
+# Advice to try again, advice about packages and sizes, and sentences without advice.
 NO_HINTS = ("try again", "pip install", ":// needs ", "need some ", "needs a length of", "needs an input")
 NO_HINTS += (
     "data.where leaves out",
@@ -243,7 +243,7 @@ NO_HINTS += (
 )
 ADVICE = re.compile(
     r"\b(set (it|its|data|timestamp)\b|set $|give (the|one)|did you mean|to fetch it|unpack it|pip install|"
-    r"leaves? them out|leaves out|makes them|use format|name the|name those|try again|write |needs? |takes one|lower )"
+    r"leaves? them out|leaves out|makes them|use format|name the|set the path|try again|write |needs? |lower )"
 )
 
 

@@ -1,4 +1,4 @@
-"""Waiting for a preparation: what it says meanwhile, and Ctrl-C at every stage."""
+"""Test the progress of a preparation, and Ctrl-C at every stage."""
 
 import os
 import signal
@@ -10,12 +10,12 @@ import pytest
 from data import prepare, progress
 from tests.data.raw_files import GOOD, events
 
-pytest.importorskip("polars")  # raw files cannot be read without
+pytest.importorskip("polars")  # it reads raw files
 
 
 @pytest.fixture
 def release():
-    """An event that lets a held preparation go on; set at the end, so that its thread ends."""
+    """Return an event on which a preparation waits; it is set at the end, so that the thread ends."""
     event = threading.Event()
     yield event
     event.set()
@@ -26,7 +26,7 @@ def release():
 
 @pytest.fixture
 def ctrl_c(release):
-    """Build a data set. users: a list of (item, timestamp) for each user."""
+    """Return a function that sends SIGINT to this process and then waits, as a long library call does."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def send():
@@ -70,7 +70,7 @@ def test_interrupted_while_it_writes(load, tmp_path, monkeypatch, ctrl_c, releas
     assert len(events(again)) == 16
 
 
-def test_says_what_it_is_doing(load, tmp_path, monkeypatch):
+def test_progress_is_reported(load, tmp_path, monkeypatch):
     messages, heard = [], threading.Event()
     original = prepare.read_raw
 
@@ -86,11 +86,11 @@ def test_says_what_it_is_doing(load, tmp_path, monkeypatch):
 
     monkeypatch.setattr(prepare, "read_raw", read)
     monkeypatch.setattr(progress, "EVERY", 0)
-    assert load("ml-100k", GOOD, tell=tell).num_events == 16
+    assert load("ml-100k", GOOD, report=tell).num_events == 16
     assert any(line.startswith("reading raw.txt, ") and line.endswith(" s") for line in messages)
 
 
-def test_error_of_a_preparation_is_the_caller_s(load, monkeypatch):
+def test_error_of_a_preparation_is_raised_in_the_caller(load, monkeypatch):
     def fail(*args):
         raise ZeroDivisionError("deep inside")
 

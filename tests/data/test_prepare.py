@@ -1,4 +1,4 @@
-"""Raw formats, validator, k-core filter and sorting."""
+"""Test raw formats, the checks of rows, the k-core filter and sorting."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ from data.download import SOURCES
 from data.reading import lines as rows
 from tests.data.raw_files import CSV, GOOD, error_of, events
 
-pl = pytest.importorskip("polars")  # raw files cannot be read without; the rest of the data layer can do without
+pl = pytest.importorskip("polars")  # it reads raw files
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
@@ -28,7 +28,7 @@ def kuairand_line(user, item, time_ms, flags="0,0,0,0,0,0,0", profile=0):
 
 # ---- formats
 
-# Users 7 and 30, three events; user 7's come out of order in the file.
+# Users 7 and 30, three events; user 7's are not in time order in the file.
 MOVIELENS_EVENTS = [(7, 5, 100, 2), (7, 900, 200, 5), (30, 5, 150, 4)]
 
 
@@ -62,7 +62,7 @@ def test_kuairand_parts_flags_and_milliseconds(tmp_path, load):
     (folder / "log_standard_4_08_to_4_21_1k.csv").write_text(f"{KUAIRAND_HEADER}\n{later}\n")
     (folder / "log_standard_4_22_to_5_08_1k.csv").write_text(f"{KUAIRAND_HEADER}\n{earlier}\n")
     (folder / "log_random_4_22_to_5_08_1k.csv").write_text("must not be read\n")
-    # Same second, so only the milliseconds can order the two.
+    # In the same second, milliseconds give the order.
     expected = [(3, 12, 1649398545, 0b10), (3, 11, 1649398545, 0b11000001)]
     assert events(load("kuairand", folder.parent)) == expected
     assert events(load("kuairand", folder)) == expected
@@ -92,7 +92,7 @@ def test_lines_keeps_the_order_of_the_file(load, separator):
     assert dataset.name == "shop"
 
 
-def test_csv_defaults_and_own_columns(load):
+def test_csv_with_default_and_other_columns(load):
     default = load("csv", "item,extra,user,timestamp\nb,x,u1,20\na,y,u1,10\n")
     assert events(default) == [("u1", "a", 10, None), ("u1", "b", 20, None)]
     text = '\ufeffwhen,who,what,how\n20000,"Doe, Jane",b,3\n10000,"Doe, Jane","say ""a""",1\n'
@@ -130,7 +130,7 @@ def test_parquet(tmp_path, load, time_type):
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.kind == "text"])
 def test_path_may_be_the_folder(tmp_path, load, name):
-    """Every text format is found in its folder under the name that its publisher gives it."""
+    """Check that the file of every text format is found in its folder by its published name."""
     fmt = FORMATS[name]
     file = tmp_path / Path(fmt.files[0]).name.replace("*", "x")
     names = list(fmt.columns.values()) + list(fmt.flags)
@@ -177,7 +177,7 @@ def test_k_core_reaches_the_fixpoint(load, seed):
 
 
 def test_k_core_that_unravels_step_by_step(load):
-    # A chain: each removal makes the next user or item too rare, until only the square at its end is left.
+    # A chain: each removal makes the next user or item too rare, until only the square at the end is left.
     pairs = [(0, 100)]
     for n in range(20):
         pairs += [(n + 1, 100 + n), (n + 1, 101 + n)]
@@ -268,7 +268,7 @@ def test_validator_for_every_format(load, name, text, complaint):
 
 @pytest.mark.parametrize("name", ["ml-100k", "csv"])
 def test_validator_far_into_the_file(load, monkeypatch, name):
-    """The search goes block by block: line numbers must count on across blocks, quoted line ends included."""
+    """Check line numbers across blocks of the search for bad rows, with line ends in quoted fields."""
     monkeypatch.setattr(rows, "BLOCK", 64)
     monkeypatch.setattr(rows, "SEARCH_BLOCK", 100)
     if name == "ml-100k":
@@ -350,7 +350,7 @@ def test_validator_parquet(tmp_path, load, column, values, complaint):
     assert complaint in error_of(load, "parquet", tmp_path / "log.parquet", columns={"action": "how"})
 
 
-def test_parquet_and_text_that_are_taken_for_each_other(tmp_path, load):
+def test_parquet_read_as_text_and_text_read_as_parquet(tmp_path, load):
     assert "not a Parquet file; for text set data.format to csv" in error_of(load, "parquet", "user,item\n", name="x")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1, and then nothing")
     assert "not a readable Parquet file" in error_of(load, "parquet", tmp_path / "cut.parquet")
@@ -371,7 +371,7 @@ def test_files_that_are_missing_empty_or_ambiguous(tmp_path, load):
         load_dataset("ml-1m", None, cache_dir=tmp_path)
 
 
-def test_missing_data_are_answered_by_how_to_fetch_them(tmp_path, load):
+def test_error_for_missing_data_says_how_to_fetch_them(tmp_path, load):
     assert error_of(load, "ml-1m", tmp_path / "nowhere").endswith("to fetch it: python -m data.download ml-1m")
     (tmp_path / "folder").mkdir()
     message = error_of(load, "kuairand", tmp_path / "folder")
@@ -380,7 +380,7 @@ def test_missing_data_are_answered_by_how_to_fetch_them(tmp_path, load):
         assert list(fmt.downloads) == [source for source, entry in SOURCES.items() if entry.format == name]
 
 
-def test_options_that_are_wrong(tmp_path, load):
+def test_wrong_options(tmp_path, load):
     assert "did you mean ml-100k?" in error_of(load, "ml-100", "1 1\n")
     assert "min_user_events: expected an integer >= 1, got 0" in error_of(load, "lines", "1 1\n", min_user_events=0)
     assert "are fixed" in error_of(load, "lines", "1 1\n", columns={"user": "u"})
@@ -389,7 +389,9 @@ def test_options_that_are_wrong(tmp_path, load):
         load, "csv", CSV, columns={"timestamp_unit": "days"}
     )
     assert "named twice" in error_of(load, "csv", CSV, columns={"user": "item"})
-    assert "belong to format synthetic" in error_of(load, "lines", "1 1\n", synthetic={"seed": 1})
+    assert "these options are for format synthetic, not lines" in error_of(
+        load, "lines", "1 1\n", synthetic={"seed": 1}
+    )
     with pytest.raises(DataError, match="takes no path"):
         load_dataset("synthetic", "somewhere", cache_dir=tmp_path)
     assert "more than 256 characters" in error_of(load, "csv", CSV + "u" * 300 + ",i,1,0\n")

@@ -1,4 +1,4 @@
-"""Small inputs from public bug reports of others about reading data; docs/notes/2026-11-27-messy-data.md lists them."""
+"""Test small inputs from public bug reports about reading data, listed in docs/notes/2026-11-27-messy-data.md."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_column_of_times_that_is_missing(load):  # RUCAIBox/RecBole#1134, #1985,
     )
 
 
-def test_header_where_none_is_expected(load):  # NicolasHug/Surprise#41
+def test_unexpected_header(load):  # NicolasHug/Surprise#41
     assert "u.data line 1, column user: expected an integer, got 'user'" in error_of(
         load, "ml-100k", "user\titem\trating\ttimestamp\n1\t2\t3\t4\n", name="u.data"
     )
@@ -66,7 +66,7 @@ def test_word_among_dates(load):  # pola-rs/polars#14064
     )
 
 
-def test_dates_as_americans_write_them(load):  # pola-rs/polars#9508
+def test_dates_with_the_month_first(load):  # pola-rs/polars#9508
     assert "need data.columns.timestamp_format, for example '%m/%d/%Y'" in error_of(
         load, "csv", HEADER + "u,1,02/28/2020\n"
     )
@@ -167,7 +167,7 @@ def test_column_without_values(load):  # alibaba/TorchEasyRec#56
     assert len(load("csv", text, features=features).features[0].codes) == 0
 
 
-def test_users_of_events_that_the_file_of_users_lacks(load, tmp_path):  # recsyschallenge/2016#25
+def test_users_of_events_without_a_row_in_the_file_of_users(load, tmp_path):  # recsyschallenge/2016#25
     (tmp_path / "users.csv").write_text("user,age\n1,30\n")
     users = {"format": "csv", "path": str(tmp_path / "users.csv"), "columns": {"age": "number"}}
     dataset = load("csv", HEADER + "1,2,3\n9,2,3\n", features={"users": users})

@@ -1,4 +1,4 @@
-"""Ranking samples: what trains, what is scored, and the tokens of a batch."""
+"""Test ranking samples (training and scored events) and the tokens of a batch."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def covered(split):
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 5, 8])
-def test_every_event_is_scored_once_in_the_window_that_shows_most_history(capacity):
+def test_every_event_is_scored_once_in_the_window_with_the_longest_history(capacity):
     rng = np.random.default_rng(capacity)
     for _ in range(30):
         lengths = rng.integers(1, 40, rng.integers(1, 6))
@@ -56,7 +56,7 @@ def test_every_event_is_scored_once_in_the_window_that_shows_most_history(capaci
 
 
 @pytest.mark.parametrize(("capacity", "targets"), [(2, 1), (5, 3), (8, 7)])
-def test_every_event_is_a_candidate_once_behind_as_many_earlier_events_as_fit(capacity, targets):
+def test_every_event_is_a_candidate_once_after_as_many_earlier_events_as_fit(capacity, targets):
     rng = np.random.default_rng(capacity)
     for _ in range(30):
         lengths = rng.integers(1, 40, rng.integers(1, 6))
@@ -77,15 +77,15 @@ def test_last_tenth():
     assert splits.skipped == {"test: fewer than ten events, which all train": 1}
     joined = ranking_splits(data, "last_tenth", Layout(50), train_on_valid=True)
     assert joined.valid is None and sorted(covered(joined.train)) == [*range(18), *range(19, 51)]
-    single = ranking_splits(data, "last_tenth", Layout(50, 4))  # judges the same events, each by itself
+    single = ranking_splits(data, "last_tenth", Layout(50, 4))  # the same events, one in each sample
     assert sorted(covered(single.train)) == sorted(covered(splits.train))
     assert single.test.scored.tolist() == [18, 53, 52, 51] and (single.test.end == single.test.scored + 1).all()
     assert (single.test.end - single.test.begin).max() == 35
     everything = ranking_splits(data, "all", Layout(50))
     assert everything.test is None and sorted(covered(everything.train)) == list(range(54))
-    with pytest.raises(DataError, match="ranking takes last_tenth or all, got 'temporal'"):
+    with pytest.raises(DataError, match="expected last_tenth or all for ranking, got 'temporal'"):
         ranking_splits(data, "temporal", Layout(50))
-    with pytest.raises(DataError, match="leaves no test event"):
+    with pytest.raises(DataError, match="gives no test event"):
         ranking_splits(dataset([9]), "last_tenth", Layout(50))
 
 
@@ -99,7 +99,7 @@ def test_the_tokens_of_a_batch():
     assert batch.actions.tolist() == [0, 0, 1, 1, 2, 2, 1, 1, 2, 2, 0, 0]
     assert batch.has_action.tolist() == [False, True] * 6
     assert batch.timestamps.tolist() == [100, 100, 110, 110, 120, 120, 140, 140, 150, 150, 160, 160]
-    # An item token asks at its event's time, an action token at the next event's, the last at its own.
+    # The query time of an item token is its event's time, that of an action token the next event's, if there is one.
     assert batch.query_timestamps.tolist() == [100, 110, 110, 120, 120, 120, 140, 150, 150, 160, 160, 160]
     assert batch.labels[:, 0].tolist() == [-1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 0, -1]
     assert batch.labels[:, 1].tolist() == [-1, -1, 0, -1, 1, -1, 0, -1, 1, -1, 0, -1]
@@ -119,7 +119,7 @@ def test_the_tokens_of_a_batch_of_candidates():
     assert batch.item_ids.tolist() == [0, 1, 2, 4, 0, 1] and batch.actions.tolist() == [0, 1, 2, 1, 2, 0]
     assert batch.has_action.tolist() == [True, *[False] * 5]
     assert batch.positions.tolist() == [0, 1, 1, 0, 0, 0]
-    # A candidate asks at its event's time, an event of the history at the next event's.
+    # The query time of a candidate is its event's time, that of an event of the history the next event's.
     assert batch.query_timestamps.tolist() == [110, 110, 120, 140, 150, 160]
     assert batch.labels.T.tolist() == [[-1, 1, 1, 1, 1, 0], [-1, 0, 1, 0, 1, 0]]
     assert batch.events.tolist() == [0, 1, 2, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""The memory task: every recall has been shown once, at the distance that its action says, and nothing else tells."""
+"""Test the memory task: each recall was shown once, at the distance of its action, and only this determines it."""
 
 from itertools import pairwise
 
@@ -35,7 +35,7 @@ def test_each_recall_was_shown_once_at_its_distance(small):
             longest = SMALL["distances"][group - 1]
             assert group > 0 and longest // 2 < recalled - shown <= longest
             assert row[shown + 1] == row[recalled + 1] and 30 <= row[shown + 1] < 40
-    # Another sequence pairs a key with another value, so that tables alone cannot know it.
+    # A key has another value in another sequence, so that a table of items cannot learn it.
     pairs = {(a, b) for row in items for a, b in pairwise(row) if a < 30}
     assert len(pairs) > 2 * 30
 
@@ -55,7 +55,7 @@ def test_short_sequences_come_first(small):
     assert all(np.bincount(code, minlength=4)[1:].tolist() == [2, 2, 0] for code in codes)  # 64 does not fit
 
 
-def test_batches_have_recalls_alone_as_targets(small):
+def test_targets_of_batches_are_recalls_only(small):
     splits = recall_splits(small, 0.1, 0.2)
     assert [len(part) for part in (splits.train, splits.valid, splits.test)] == [14, 2, 4]
     assert splits.test.users.tolist() == [16, 17, 18, 19]
@@ -69,28 +69,28 @@ def test_batches_have_recalls_alone_as_targets(small):
         events += batch.events.tolist()
     begin = small.user_offsets[16:-1]
     assert events == [e for first in begin for e in range(first + 1, first + 120)]
-    with pytest.raises(DataError, match="leave none to train on"):
+    with pytest.raises(DataError, match="give an empty training, validation or test part"):
         recall_splits(small, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        ({"distances": [4, 4]}, "data.recall: distances: [4, 4] has one twice"),
-        ({"distances": [119]}, "data.recall: distances: 119 needs a length of 121 at least"),
+        ({"distances": [4, 4]}, "data.recall: distances: expected distinct numbers, got [4, 4]"),
+        ({"distances": [119]}, "data.recall: distances: 119 needs a length of at least 121"),
         ({"pairs": 11}, "data.recall: num_keys=30 is less than the 33 pairs of a sequence"),
         (
             {"pairs": 10},
-            "data.recall: length=120 has no room for pairs=10 of each of 3 distances: take fewer pairs or longer "
+            "data.recall: length=120 is too short for pairs=10 of each of 3 distances: take fewer pairs or longer "
             "sequences",
         ),
         (
             {"distances": [16, 32], "short": {"num_sequences": 3, "length": 30}},
-            "data.recall: distances: [16, 32] has none that fits in half of short.length=30",
+            "data.recall: distances: expected one of at most half of short.length=30, got [16, 32]",
         ),
         (
             {"distances": [16, 4], "short": {"num_sequences": 3}},
-            "data.recall: distances: [16, 4] must rise where there are short sequences",
+            "data.recall: distances: with short sequences, expected ascending numbers, got [16, 4]",
         ),
         ({"lenght": 1}, "data.recall.lenght: unknown key, did you mean length?"),
     ],
@@ -102,5 +102,5 @@ def test_errors(options, complaint):
 
 
 def test_options_of_another_format():
-    with pytest.raises(DataError, match=r"data\.recall: these options belong to format recall, not to synthetic"):
+    with pytest.raises(DataError, match=r"data\.recall: these options are for format recall, not synthetic"):
         load_dataset("synthetic", None, cache_dir=None, recall=SMALL)

@@ -1,4 +1,4 @@
-"""Split protocols on hand-computed cases."""
+"""Test split protocols on cases computed by hand."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
 def dataset_of(users, num_items=100, has_timestamps=True):
-    """Return a function that sends SIGINT to this process and holds the caller, like a library that is computing."""
+    """Build a data set; users: a list of (item, timestamp) pairs for each user."""
     flat = [event for user in users for event in user]
     return Dataset(
         name="tiny",
@@ -73,7 +73,7 @@ def test_all():
     assert splits.train_end.tolist() == FOUR.user_offsets[1:].tolist()
     assert splits.skipped == {"train: fewer than two events": 1}
     assert train_item_counts(FOUR, splits).tolist() == np.bincount(FOUR.items, minlength=100).tolist()
-    with pytest.raises(DataError, match="leaves no train sample"):
+    with pytest.raises(DataError, match="gives no train sample"):
         make_splits(dataset_of([[(1, 1)], [(2, 2)]]), "all", max_seq_len=3)
 
 
@@ -82,7 +82,7 @@ def test_temporal():
     # is [50, 95) and the test window [95, ...].
     splits = make_splits(FOUR, "temporal", max_seq_len=3, valid_fraction=3 / 11, test_fraction=2 / 11)
     assert rows(splits.train) == [(0, 0, 4)]
-    # User 3 first shows up in the validation window, at event 8: there is no history to predict from.
+    # User 3's first event, 8, is in the validation window: it has no history.
     assert rows(splits.valid) == [(0, 1, 5)]
     assert rows(splits.test) == [(2, 6, 8), (3, 8, 11)]
     assert splits.train_end.tolist() == [4, 6, 7, 8]
@@ -150,7 +150,7 @@ def test_against_a_loop(protocol, seed):
 
 def test_train_item_counts():
     splits = make_splits(FOUR, "leave_one_out", max_seq_len=1)
-    # Whole histories up to train_end, also what lies before the window of one input.
+    # Whole histories up to train_end, also events before the window of one input.
     expected = {1: 1, 2: 1, 3: 1, 7: 1}
     counts = train_item_counts(FOUR, splits)
     assert counts.dtype == np.int64 and counts.shape == (100,)

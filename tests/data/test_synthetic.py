@@ -1,4 +1,4 @@
-"""The generator: reproducible, and with the structure that it claims."""
+"""Test that the generated data set is reproducible and has its documented structure."""
 
 import sys
 
@@ -32,7 +32,7 @@ def test_same_options_same_data(default):
 
 
 def within_user(dataset):
-    """Return [E-1] bool: events e and e+1 belong to the same user."""
+    """Return the mask [E-1] of events e for which e and e+1 are of the same user."""
     same = np.ones(dataset.num_events - 1, bool)
     same[dataset.user_offsets[1:-1] - 1] = False
     return same
@@ -45,7 +45,7 @@ def test_time_is_in_order_with_two_kinds_of_gap(default):
     assert short > 0.8 and 0.05 < long < 0.2 and short + long > 0.99
 
 
-def test_popularity_is_skewed_and_the_ids_do_not_tell(default):
+def test_popularity_is_skewed_and_independent_of_ids(default):
     counts = np.bincount(default.items, minlength=1000)
     top = np.sort(counts)[::-1]
     assert top[:100].sum() > 0.3 * default.num_events and counts.min() > 0
@@ -57,8 +57,8 @@ def test_hardly_any_repeats(default):
     assert len(np.unique(pairs)) > 0.99 * default.num_events
 
 
-def test_the_last_item_tells_far_more_than_popularity(default):
-    """HR@10 over unseen items: first-order transition counts against popularity."""
+def test_the_last_item_predicts_far_better_than_popularity(default):
+    """Compare HR@10 over unseen items by first-order transition counts and by popularity."""
     splits = make_splits(default, "leave_one_out", max_seq_len=500)
     popularity = train_item_counts(default, splits).astype(np.float64)
     at = np.flatnonzero(within_user(default))
@@ -78,7 +78,7 @@ def test_the_last_item_tells_far_more_than_popularity(default):
     by_popularity = hit_rate(np.tile(popularity, (len(last), 1)))
     by_transition = hit_rate(transitions[last] + 1e-6 * popularity)
     assert by_transition > 5 * by_popularity
-    # A long gap means a new session, where the last item says little: the gap is worth knowing.
+    # After a long gap, in a new session, the last item predicts worse: the gap is informative.
     gaps = default.timestamps[splits.test.end - 1] - default.timestamps[splits.test.end - 2]
     scores = transitions[last] + 1e-6 * popularity
     targets = default.items[splits.test.end - 1]
@@ -110,7 +110,7 @@ def test_many_users_in_chunks(monkeypatch):
 
 
 def test_steps_are_vectorised_over_the_users(monkeypatch):
-    """A loop over users would call the generator for each: 40 times as many users must not mean more calls."""
+    """Check that 40 times as many users need no more calls of the random generator, as a loop over users would."""
     calls = []
 
     class Counting:

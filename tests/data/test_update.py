@@ -1,4 +1,4 @@
-"""The events of an update for ranking, whose labels count in place of targets."""
+"""Test the events of an update for ranking, whose labels count."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ LABELS = np.eye(3, dtype=np.int8)
 
 
 def labelled(data, split, layout):
-    """The events whose labels count."""
+    """Return the events whose labels count."""
     kind = TargetBatches if layout.targets else RankingBatches
     (batch,) = kind(data, split, label_table=LABELS, batch_size=100, shuffle=False).epoch(0)
     return sorted(batch.events[batch.labels[:, 0] >= 0].tolist())
@@ -24,7 +24,7 @@ def labelled(data, split, layout):
 def test_ranking_labels_of_new_and_replayed_events_count(replay, layout):
     data = dataset([12, 9, 30])
     data = replace(data, timestamps=np.concatenate([np.arange(length) for length in (12, 9, 30)]))
-    old = np.flatnonzero((data.timestamps < 10) & (np.arange(51) != 3))  # event 3 comes late
+    old = np.flatnonzero((data.timestamps < 10) & (np.arange(51) != 3))  # event 3 is late
     before = replace(data, items=data.items[old], timestamps=data.timestamps[old], actions=data.actions[old],
                      user_offsets=np.searchsorted(old, data.user_offsets))  # fmt: skip
     events = new_events(data, before, before.user_offsets[1:])

@@ -1,4 +1,4 @@
-"""New data in the terms of a trained model: known items keep their numbers, others are left out and counted."""
+"""Test new data with a trained model's vocabulary: known items keep their numbers, others are left out and counted."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from data.datasets import DataError, Vocabulary, load_dataset
 from data.vocabulary import index_of, united, vocabulary_of
 from tests.data.raw_files import error_of, events
 
-pytest.importorskip("polars")  # raw files cannot be read without
+pytest.importorskip("polars")  # it reads raw files
 
 HEADER = "user,item,timestamp,how\n"
 OLD = HEADER + "ann,tea,1,0\nann,milk,2,1\nbob,milk,3,2\n"
@@ -66,7 +66,7 @@ def test_without_a_cache_nothing_is_written(load, tmp_path):
 
 
 def test_united_items_and_actions(load):
-    """Known text keeps its codes, items stay ascending, and a data set with nothing else stays as it is."""
+    """Check that known text keeps its codes, items are ascending, and a data set without new ones is unchanged."""
     data = load("csv", HEADER + "ann,9,1,buy\nann,tea,2,view\n", **ACTIONS)
     known = Vocabulary(np.array([30, 9]), 2, ("view", "like"))
     both = united(data, known)
@@ -75,5 +75,5 @@ def test_united_items_and_actions(load):
     assert not any("buy" in note for note in both.notes) and both.fingerprint == data.fingerprint
     assert united(both, vocabulary_of(both)) is both
     numbers = load("csv", OLD, **ACTIONS)
-    with pytest.raises(DataError, match="its actions are numbers, those of the trained model text"):
+    with pytest.raises(DataError, match="the actions are numbers, those of the trained model text"):
         united(numbers, known)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.batches import Batches
-from data.kept_arrays import kept_arrays
+from data.cached_arrays import cached_arrays
 from data.splits import make_splits
 from data.synthetic import generate
 from evaluation.baselines import EASE_PENALTY, SMOOTHING, Baselines, fit
@@ -109,7 +109,7 @@ def test_arrays_are_kept_by_split(tmp_path):
         return {"a": np.arange(4)}
 
     def stored(split):
-        return kept_arrays(config, dataset, "some", [split], compute)["a"].tolist()
+        return cached_arrays(config, dataset, "some", [split], compute)["a"].tolist()
 
     first, second = np.array([1]), np.array([2])
     assert stored(first) == stored(first) == stored(second) == [0, 1, 2, 3] and len(calls) == 2

@@ -50,7 +50,7 @@ MOL = {"kind": "mol", "query_components": 2, "item_components": 2, "component_di
 
 
 def with_made_up_features(dataset: Dataset, seed=0) -> Dataset:
-    """The data set with two features of items and one each of users and events, drawn at random."""
+    """Return the data set with two features of items and one each of users and events, drawn at random."""
     rng = np.random.default_rng(seed)
     items, users, events = (np.arange(n) for n in (dataset.num_items, dataset.num_users, dataset.num_events))
     lengths = rng.integers(0, 4, len(items))
@@ -83,7 +83,7 @@ def model_of(config, dataset, known):
 
 
 def losses_of(config, dataset, steps=2):
-    """The losses of the first training steps, and the model behind them."""
+    """Return (the losses of the first training steps, the model after them, its features)."""
     dataset, splits, known, task = prepared(config, dataset)
     model = model_of(config, dataset, known)
     _, step = build_step(config, model, torch.device("cpu"))
@@ -96,7 +96,7 @@ def losses_of(config, dataset, steps=2):
 
 
 def with_cold_items(dataset: Dataset, seed: int) -> Dataset:
-    """The data set with an item put before all others and one behind, each met by one test event, of other features."""
+    """Return the data set with a new first and a new last item, each with one test event and other features."""
     items, last = dataset.items + 1, dataset.num_items + 1
     tested = dataset.user_offsets[1:][np.diff(dataset.user_offsets) >= 10] - 1  # of last_tenth too
     items[tested[:2]] = 0, last
@@ -367,11 +367,11 @@ def test_calendar_of_a_time_zone(zone):
 
 def test_zone_that_is_none():
     with pytest.raises(
-        DataError, match=r"data.time_zone: 'Europe/Berln' is no time zone .* did you mean Europe/Berlin\?"
+        DataError, match=r"data.time_zone: expected a time zone .* got 'Europe/Berln', did you mean Europe/Berlin\?"
     ):
         checked_zone("Europe/Berln")
     for wrong in ("../etc/passwd", "", "/etc/localtime"):
-        with pytest.raises(DataError, match="is no time zone"):
+        with pytest.raises(DataError, match="expected a time zone"):
             checked_zone(wrong)
 
 

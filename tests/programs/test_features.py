@@ -220,7 +220,7 @@ def test_errors_of_the_configuration(finished_run):
         ("data.features.items.columns.group.knd=list", "data.features.items.columns.group"),
         ("data.features.items.columns.group=text", "data.features.items.columns.group.kind"),
         ("data.features.events.calendar=[day]", "data.features.events.calendar.0"),
-        ("data.features={}", "data.features: names neither items nor users nor events"),
+        ("data.features={}", "data.features: expected items, users or events"),
         ("data.features.items.format=xml", "data.features.items.format"),
     ):
         with pytest.raises(ConfigError, match=expected.replace("?", ".").replace("[", ".").replace("{", ".")):

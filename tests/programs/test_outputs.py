@@ -329,7 +329,9 @@ def test_a_validation_window_without_users(finished_run, tmp_path):
     arguments += ["data.protocol=temporal", "data.valid_fraction=0.09", "data.test_fraction=0.09"]
     done = run("train.py", *arguments, "--run", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    assert "has no event of a user with a history" in (tmp_path / "run" / "report.md").read_text()
+    assert (
+        "No user with a history has an event in the validation window" in (tmp_path / "run" / "report.md").read_text()
+    )
     assert json.loads((tmp_path / "run" / "result.json").read_text())["epoch"] == 2
     assert run("train.py", "--resume", tmp_path / "run").returncode == 0
     done = run("train.py", *arguments, "eval.patience=1", "--run", tmp_path / "other")

@@ -179,7 +179,7 @@ def test_features_that_are_refused():
     recommender, _ = served("ranking")
     append(recommender, "u", EVENTS)
     for features, message in (
-        ({"devise": ["tv"]}, "features: devise is no feature of events, did you mean device?"),
+        ({"devise": ["tv"]}, "features: devise is not a feature of events, did you mean device?"),
         ({"watched": ["long"]}, "features: watched of event 1: expected a number, got 'long'"),
         ({"device": ["tv", "tv"]}, "features: device: expected a value for each of 1 events, got 2"),
     ):
@@ -193,7 +193,7 @@ def test_features_that_are_refused():
         recommender.add_users(["u"], {"tags": [[str(n) for n in range(65)]]})
     config = make_config()
     plain = Recommender(build_model(config, vocabulary(config), torch.device("cpu")), config, vocabulary(config))
-    with pytest.raises(InvalidRequest, match="features: the run knows none of users"):
+    with pytest.raises(InvalidRequest, match="features: the run has no features of users"):
         plain.add_users(["u"], {"country": ["de"]})
-    with pytest.raises(InvalidRequest, match="features: the run knows none of events"):
+    with pytest.raises(InvalidRequest, match="features: the run has no features of events"):
         plain.append(["u"], [100], [AT], features={"device": ["tv"]})

@@ -179,7 +179,7 @@ def test_filters_lists_and_popularity_have_new_items(place):
 
 
 BAD = {
-    "no such feature": ([1000], {"colour": ["red"]}, "colour is no feature of the run .there are brand, tags, p"),
+    "no such feature": ([1000], {"colour": ["red"]}, "colour is not a feature of the run .known: brand, tags, p"),
     "a short column": ([1000, 1001], {"brand": ["a"]}, "brand: expected a value for each of 2 items, got 1"),
     "text for a number": ([1000], {"price": ["9"]}, "price of item 1: expected a number, got '9'"),
     "not finite": ([1000], {"price": [float("nan")]}, "price of item 1: expected a number, got nan"),
@@ -268,7 +268,7 @@ def test_services_on_one_store_share_new_items(place):
     assert set(NEW) <= set(lists.users[0].items)
     (begun,) = answered(service(), Recommend(["ann"], K, exclude_seen=False))
     assert begun.users[0].items == lists.users[0].items
-    with pytest.raises(InvalidRequest, match="colour is no feature"):
+    with pytest.raises(InvalidRequest, match="colour is not a feature"):
         answered(first, AddItems([500], {"colour": ["red"]}))
     assert len(client.values["hstu:items"]) == 2
 

@@ -1,4 +1,4 @@
-"""Features: files -> numbered values, checks, the cache's key and its damage, rows from training data alone."""
+"""Test features: reading and checking files, the cache's key and its damage, table rows from training data only."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from data.vocabulary import vocabulary_of
 from tests.data.raw_files import error_of
 from tests.data.test_cache import folder_of
 
-pl = pytest.importorskip("polars")  # raw files cannot be read without
+pl = pytest.importorskip("polars")  # it reads raw files
 
 EVENTS = "user,item,timestamp\n" + "".join(f"u{n % 3},i{n % 5},{n}\n" for n in range(15))
 ITEMS = "item,brand,tags,price\ni0,a,x|y,1.5\ni1,b,,2\ni2,a,y|y| z ,\ni3,,x,-3e1\ni4,c,w,7\n"
@@ -39,7 +39,7 @@ def with_items(load, tmp_path):
 
 
 def values_of(dataset):
-    """Map each feature's name to the values of every item (user, event)."""
+    """Map each feature's name to the values of every item, user or event."""
     return {
         feature.name: [
             feature.values[feature.codes[begin:end]].tolist()
@@ -60,7 +60,7 @@ def test_items_of_a_csv_file(with_items):
     dataset = with_items(ITEMS)
     assert values_of(dataset) == EXPECTED
     assert dataset.notes[-1] == "items.csv: brand, tags, price of items"
-    # Rows in another order, other separators, quotes, a byte order mark: the same.
+    # Another order of rows, other separators, quotes and a byte order mark give the same features.
     lines = ITEMS.replace("|", "/").replace(",", ";").splitlines()
     text = "\ufeff" + "\r\n".join([lines[0], *lines[:0:-1]]).replace("b;", '"b";')
     columns = COLUMNS | {"tags": {"kind": "list", "separator": "/"}}
@@ -104,7 +104,10 @@ BAD_ITEMS = {
         ITEMS.replace(",c,", f",{'c' * 300},"),
         "line 6, column brand: a value of more than 256 characters",
     ),
-    "a long value in a list": (ITEMS.replace("|y|", f"|{'y' * 300}|"), "tags: a value of 300 characters in a list"),
+    "a long value in a list": (
+        ITEMS.replace("|y|", f"|{'y' * 300}|"),
+        "tags: expected values of at most 256 characters, got 300",
+    ),
     "NUL": (ITEMS.replace(",c,", ",c\0,"), "line 6, column brand: a value with a NUL character"),
     "not UTF-8": (ITEMS.replace(",c,", ",\x81,").encode("latin-1"), "line 6, column brand: not valid UTF-8"),
     "a short row": (ITEMS.replace(",7", ""), "line 6: expected 4 columns, got 3"),
@@ -137,7 +140,7 @@ def test_bad_attributes_get_one_line(with_items, name):
     assert expected in error_of(with_items, content, "items.json")
 
 
-def test_types_that_cannot_be(with_items, tmp_path):
+def test_wrong_types(with_items, tmp_path):
     plain = {"item": ["i0"], "brand": ["a"], "tags": [["x"]], "price": [1.0]}
     for column, values, expected in (
         ("brand", [1.5], "column brand: expected text, integers or booleans, got Float64"),
@@ -153,8 +156,11 @@ BAD_OPTIONS = {
     "no columns": ({"items": {"format": "csv", "path": "x"}}, "data.features.items: columns: missing"),
     "kind": ({"items": {"format": "csv", "path": "x", "columns": {"a": "text"}}}, "data.features.items.columns.a.kind"),
     "name": ({"items": {"format": "csv", "path": "x", "columns": {"a.b": "list"}}}, "data.features.items.columns.a.b"),
-    "nothing": ({}, "names neither items nor users nor events"),
-    "fixed": ({"items": {"format": "movies.dat", "path": "x", "id": "a"}}, "only format csv or parquet"),
+    "nothing": ({}, "expected items, users or events"),
+    "fixed": (
+        {"items": {"format": "movies.dat", "path": "x", "id": "a"}},
+        "id, separator: expected format csv or parquet, got movies.dat",
+    ),
     "calendar": ({"events": {"calendar": ["month"]}}, "data.features.events.calendar.0"),
     "misspelt": ({"item": {}}, "data.features.item: unknown key, did you mean items?"),
     "users that add": (
@@ -187,7 +193,7 @@ def test_columns_of_a_fixed_format_are_chosen(load, tmp_path):
 
 
 def test_movielens_files(load, tmp_path):
-    """Latin-1 in titles, genres as flags and as lists, the year where it stands, rows of items that nobody rated."""
+    """Test Latin-1 in titles, genres as flags and as lists, the year in two places, and items without ratings."""
     none = "|".join(["0"] * 17)
     (tmp_path / "u.item").write_bytes(
         f"1|Toy Story (1995)|01-Jan-1995||http://x|0|1|{none}\n2|Les Mis\xe9rables||||0|0|{none}\n"
@@ -222,7 +228,7 @@ def test_features_of_events_are_columns_of_their_file(load):
     text = "user,item,timestamp,device,spent\nu1,i1,30,phone,1.5\nu1,i2,10,,\nu0,i1,20,web,3\n"
     events = {"columns": {"device": {"kind": "category", "known": "before"}, "spent": "number"}}
     dataset = load("csv", text, features={"events": events})
-    assert dataset.items.tolist() == [0, 1, 0]  # by user and time, and the features with them
+    assert dataset.items.tolist() == [0, 1, 0]  # sorted by user and time, with the features
     assert values_of(dataset) == {"device": [["web"], [], ["phone"]], "spent": [[3.0], [], [1.5]]}
     assert load("csv", text).fingerprint == dataset.events_fingerprint != dataset.fingerprint
     twice = {"events": {"columns": {"x": {"kind": "category", "column": "item"}}}}
@@ -234,14 +240,14 @@ def test_features_of_events_are_columns_of_their_file(load):
 
 
 @pytest.mark.parametrize(("time", "format"), [("2024-01-03", None), ("03.01.2024", "%d.%m.%Y")])
-def test_a_bad_number_is_not_blamed_on_the_time_before_it(load, time, format):
+def test_error_for_a_bad_number_names_its_column_and_not_the_time_s(load, time, format):
     text = f"user,item,timestamp,spent\nu1,i1,{time},1.5\nu1,i2,{time},1;5\n"
     options = {"features": {"events": {"columns": {"spent": "number"}}}, "columns": {"timestamp_format": format}}
     message = error_of(load, "csv", text, **options)
     assert "line 3, column spent: expected a number, got '1;5'" in message and "timestamp:" not in message
 
 
-def test_filter_takes_features_along(load, tmp_path):
+def test_filter_selects_features(load, tmp_path):
     (tmp_path / "items.csv").write_text(ITEMS.replace("i4,c,w,7\n", "i4,c,w,7\nrare,c,w,7\n"))
     items = {"format": "csv", "path": str(tmp_path / "items.csv"), "columns": {"brand": "category"}}
     dataset = load("csv", EVENTS + "u1,rare,99\n", min_item_events=2, features={"items": items})
@@ -249,7 +255,7 @@ def test_filter_takes_features_along(load, tmp_path):
     assert values_of(dataset)["brand"] == EXPECTED["brand"]
 
 
-def test_items_that_no_event_has(with_items):
+def test_items_without_events(with_items):
     text = ITEMS + "i10,z,,1\na,b,,2\n"
     dropped = with_items(text, unknown="drop")
     assert values_of(dropped) == EXPECTED
@@ -257,7 +263,7 @@ def test_items_that_no_event_has(with_items):
     assert added.item_ids.tolist() == ["a", "i0", "i1", "i10", "i2", "i3", "i4"]
     assert added.item_ids[added.items].tolist() == dropped.item_ids[dropped.items].tolist()
     assert values_of(added)["brand"] == [["b"], ["a"], ["b"], ["z"], ["a"], [], ["c"]]
-    assert any("2 items that no event has are part of the catalogue" in note for note in added.notes)
+    assert any("2 items without events are part of the catalogue" in note for note in added.notes)
 
 
 def test_key_of_the_cache_covers_files_and_options(with_items):
@@ -270,7 +276,7 @@ def test_key_of_the_cache_covers_files_and_options(with_items):
         with_items(ITEMS, unknown="add").fingerprint,
     ]
     assert len(set(prints)) == len(prints)
-    # What becomes of values later is no part of a cache.
+    # Options for table rows are not part of a cache.
     tuned = COLUMNS | {"price": {"kind": "number", "quantiles": 3}, "brand": {"kind": "category", "min_count": 7}}
     assert with_items(ITEMS, columns=tuned).fingerprint == prints[0]
 
@@ -291,9 +297,9 @@ def test_given_cache_has_its_features(with_items, load, tmp_path):
     (tmp_path / "items.csv").unlink()
     items = {"format": "csv", "path": "gone.csv", "columns": COLUMNS}
     assert values_of(load("csv", folder, features={"items": items})) == EXPECTED
-    assert load("csv", folder).fingerprint == expected.fingerprint  # a run may leave them unused
+    assert load("csv", folder).fingerprint == expected.fingerprint  # a run need not use them
     other = {"items": items | {"columns": {"brand": "category"}}}
-    assert "this cache holds csv prepared with features=" in error_of(load, "csv", folder, features=other)
+    assert "got one of csv with features=" in error_of(load, "csv", folder, features=other)
 
 
 # ---- from values to rows
@@ -304,7 +310,7 @@ def options(**features):
 
 
 def test_rows_come_from_training_data_alone(load):
-    """The last three of ten events are held out: what they alone show has no row, and moves no quantile."""
+    """Check that values only in the three held-out events of ten have no row and do not change quantiles."""
     rows = [("u", f"i{n}", n, "ab"[n % 2] if n < 7 else "z", float(n if n < 7 else 1000 * n)) for n in range(10)]
     text = "user,item,timestamp,device,spent\n" + "".join(",".join(map(str, row)) + "\n" for row in rows)
     columns = {"device": {"kind": "category", "min_count": 4}, "spent": {"kind": "number", "quantiles": 2}}
@@ -312,12 +318,12 @@ def test_rows_come_from_training_data_alone(load):
     dataset = load("csv", text, features=chosen)
     known = fit_features(dataset, np.array([7]), chosen)
     device, spent = known.features
-    assert device.values.tolist() == ["a"] and spent.values.tolist() == [3.0]  # b was seen three times
+    assert device.values.tolist() == ["a"] and spent.values.tolist() == [3.0]  # the value b occurs three times
     assert (device.num_rows, spent.num_rows) == (2, 3)
     feature_rows = with_rows(dataset, known).event_rows[:, :, 0]
     assert feature_rows[:, 0].tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 0, 0]
     assert feature_rows[:, 1].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]
-    assert known.trained is None  # without features of items, every item is one of the catalogue
+    assert known.trained is None  # without features of items
 
 
 def test_each_item_counts_once_and_cold_ones_not(with_items):
@@ -330,7 +336,7 @@ def test_each_item_counts_once_and_cold_ones_not(with_items):
     assert [rows.tolist() for _, rows in known.item_rows] == [[1, 0, 1, 0], [0, 1, 1, 0, 0, 0], [1, 2, 1, 2]]
 
 
-def test_rows_of_lists_stand_beside_each_other():
+def test_rows_of_lists_are_padded():
     feature = feature_of("users", "tags", "list", 3, np.array([0, 0, 2]), np.array(["b", "a", "c"]))
     dataset = load_dataset(
         "synthetic", None, cache_dir=None, synthetic={"num_users": 3, "num_items": 9, "num_clusters": 1}
@@ -342,8 +348,8 @@ def test_rows_of_lists_stand_beside_each_other():
     assert vocabulary_of(dataset, known).features is known
 
 
-def test_another_data_set_in_the_terms_of_the_first(load, tmp_path):
-    """Other values are unknown, and a feature that is missing is named."""
+def test_another_data_set_with_the_vocabulary_of_the_first(load, tmp_path):
+    """Check that other values are unknown, and that an error names a missing feature."""
     columns = {"device": {"kind": "category", "min_count": 1}}
     chosen = options(events={"columns": columns})
     first = load("csv", "user,item,timestamp,device\nu,i,1,web\nu,j,2,tv\n", features=chosen)

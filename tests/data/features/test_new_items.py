@@ -1,4 +1,4 @@
-"""New items in the terms of a model: the rows and vectors that they would have had in its data."""
+"""Test that new items get the rows and vectors that they would have in the model's data."""
 
 from itertools import pairwise
 
@@ -52,12 +52,12 @@ def test_values_become_rows():
     assert tags.offsets.tolist() == [0, 2, 3, 3, 5, 5, 5, 7]
 
 
-def test_what_a_model_does_not_have_can_be_left_out():
-    """A log may have the features of another model."""
+def test_unknown_features_and_values_can_be_left_out():
+    """Test this for logs with the features of another model."""
     columns = COLUMNS | {"colour": ["red"] * 4, "title": [[1, 2, 3], [1, 0], "x", None], "price": ["a", 1, 1, 1]}
     with pytest.raises(DataError, match="price of item 1: expected a number, got 'a'"):
         features_of_columns(KNOWN, 4, {"price": columns["price"]})
-    with pytest.raises(DataError, match="colour is no feature of the run"):
+    with pytest.raises(DataError, match="colour is not a feature of the run"):
         features_of_columns(KNOWN, 4, COLUMNS | {"colour": columns["colour"]})
     items = new_items(KNOWN, 4, features_of_columns(KNOWN, 4, columns, strict=False))
     assert items.vectors[0].tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]

@@ -1,4 +1,4 @@
-"""Vectors of items: files -> unit vectors in the order of the catalogue, in few bytes of memory; what is refused."""
+"""Test vectors of items: files to unit vectors in the order of the catalogue, with little memory, and errors."""
 
 import tracemalloc
 
@@ -16,7 +16,7 @@ from data.vocabulary import united, vocabulary_of
 from tests.data.raw_files import error_of
 from tests.data.test_cache import folder_of
 
-pl = pytest.importorskip("polars")  # raw files cannot be read without
+pl = pytest.importorskip("polars")  # it reads raw files
 
 EVENTS = "user,item,timestamp\n" + "".join(f"u{n % 3},i{n % 5},{n}\n" for n in range(15))
 IDS = ["i3", "i0", "i9", "i4", "i1"]  # i2 has none, i9 is in no event
@@ -55,14 +55,14 @@ def test_vectors_of_a_npy_file(with_vectors, tmp_path):
     assert isinstance(feature.values, np.memmap) and feature.values.dtype == np.float16
     np.testing.assert_allclose(rows_of(feature), expected(), atol=5e-4)
     assert dataset.notes[-1] == "titles.npy: title of items; 1 of 5 items have no vector title: zeros"
-    # The cache alone is enough, and its temporary folder is gone.
+    # Only the data set's folder is left in the cache.
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [folder_of(tmp_path).name]
     added = with_vectors(unknown="add")
     np.testing.assert_allclose(rows_of(added.features[0]), expected([*added.item_ids]), atol=5e-4)
     assert added.item_ids.tolist() == ["i0", "i1", "i2", "i3", "i4", "i9"]
 
 
-def test_rows_of_zeros_count_as_none(with_vectors):
+def test_rows_of_zeros_are_missing_vectors(with_vectors):
     vectors = VECTORS.copy()
     vectors[0] = 0
     dataset = with_vectors(vectors.astype(np.float32))
@@ -112,7 +112,7 @@ def test_without_a_cache_vectors_are_in_memory(load, tmp_path):
 
 
 def test_many_vectors_are_read_in_parts(with_vectors):
-    """The second part has the items' vectors, and the first none of them."""
+    """Test a first part without vectors of items, and a second part with them."""
     width = 64
     many = np.zeros((AT_ONCE // width + 3, width), np.float32)
     many[-3:] = np.arange(3)[:, None] + 1
@@ -121,7 +121,7 @@ def test_many_vectors_are_read_in_parts(with_vectors):
 
 
 def test_memory_does_not_grow_with_the_vectors(monkeypatch, tmp_path):
-    """Must-hold: 15 GB of vectors need no 15 GB of memory. Here 5 MB and a part of 16 KiB at a time."""
+    """Test with 5 MB of vectors, read 16 KiB at a time."""
     monkeypatch.setattr("data.features.vectors.AT_ONCE", 2**12)
     np.save(tmp_path / "v.npy", np.ones((20_000, 64), np.float32))
     file = open_npy(RawFile(tmp_path / "v.npy", "v.npy"), "title")
@@ -133,7 +133,7 @@ def test_memory_does_not_grow_with_the_vectors(monkeypatch, tmp_path):
     assert most < 1_000_000 < feature.values.nbytes and feature.values[-1, 0] == 0.125  # 8 bytes an item, and a part
 
 
-def test_lengths_that_no_float_has():
+def test_vectors_whose_squares_overflow():
     vectors, finite = normalized(np.array([[3e38, 3e38], [1e-45, 0], [np.inf, 1], [0, 0]], np.float32))
     assert finite.tolist() == [True, True, False, True]
     np.testing.assert_allclose(vectors[:2].astype(float), [[0.5**0.5] * 2, [1, 0]], atol=1e-3)
@@ -160,13 +160,16 @@ def test_bad_vectors_get_one_line(with_vectors, tmp_path, name):
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
 
 
-def test_other_refusals(with_vectors, load, tmp_path):
+def test_other_errors(with_vectors, load, tmp_path):
     message = error_of(with_vectors, unknown="error")
     assert "titles.npy: 1 of 5 items are in no event: 'i9'; data.features.items.unknown=drop leaves them out" in message
     (tmp_path / "titles.ids.txt").unlink()
     items = {"format": "npy", "path": str(tmp_path / "titles.npy"), "columns": {"title": "vector"}}
     message = error_of(load, "csv", EVENTS, features={"items": items})
-    assert "data.features.items.columns.title.ids: no titles.ids.npy or titles.ids.txt next to titles.npy" in message
+    assert (
+        "data.features.items.columns.title.ids: expected the ids of the vectors in titles.ids.npy or titles.ids.txt"
+        in message
+    )
     rows = {"item": ["i0", "i1", "i2"], "a": [[1.0, 2.0], [1.0, 2.0], [1.0]], "b": [1.0, 2.0, 3.0]}
     pl.DataFrame(rows).write_parquet(tmp_path / "items.parquet")
     for column, expected in (
@@ -184,7 +187,10 @@ def test_other_refusals(with_vectors, load, tmp_path):
         ({"format": "csv", "columns": {"t": "vector"}}, "columns.t.path: missing, a csv file has no vectors"),
         ({"format": "npy", "columns": {"t": "category"}}, "a .npy file is one feature, expected NAME: vector"),
         ({"format": "npy", "columns": None}, "columns: missing"),
-        ({"format": "csv", "columns": {"t": {"kind": "list", "path": "x"}}}, "only a vector has a file of its own"),
+        (
+            {"format": "csv", "columns": {"t": {"kind": "list", "path": "x"}}},
+            "path, ids: expected kind vector, got list",
+        ),
         ({"format": "parquet", "columns": {"t": "vector"}, "on_bad_row": "drop"}, "on_bad_row: drop is not for files"),
         (
             {"format": "parquet", "columns": {"t": {"kind": "vector", "ids": "x"}}},
@@ -192,7 +198,7 @@ def test_other_refusals(with_vectors, load, tmp_path):
         ),
     ],
 )
-def test_options_that_do_not_fit(items, message):
+def test_inconsistent_options(items, message):
     with pytest.raises(DataError, match=message):
         parse_options(Features, {"items": {"path": "x"} | items}, "data.features")
     with pytest.raises(DataError, match="kind"):
@@ -210,8 +216,8 @@ def test_damaged_vectors_are_read_anew(with_vectors, caplog, tmp_path):
     assert "damaged" in caplog.text
 
 
-def test_vectors_of_items_that_new_data_lack_stay(with_vectors):
-    """An update's data have other items; those that only the run knows keep their vectors. Another size is refused."""
+def test_vectors_of_items_that_are_not_in_new_data_are_kept(with_vectors):
+    """Check an update with other items: those only in the run keep their vectors. Another size is refused."""
     options = parse_options(Features, {"items": {"format": "npy", "path": "x", "columns": {"title": "vector"}}}, "f")
     first = with_vectors(unknown="add")
     known = vocabulary_of(first, fit_features(first, first.user_offsets[1:], options))
@@ -222,5 +228,5 @@ def test_vectors_of_items_that_new_data_lack_stay(with_vectors):
     assert not rows[[1, 2]].any()  # in the new data, without a vector there
     narrow = with_vectors(VECTORS[:, :2], unknown="add")
     narrow = fit_features(narrow, narrow.user_offsets[1:], options)
-    with pytest.raises(DataError, match="title of items, a vector of 2: other features than the run's"):
+    with pytest.raises(DataError, match=r"title of items .vector of 2.: not the features of the run"):
         grown(narrow, known.features, np.arange(6))

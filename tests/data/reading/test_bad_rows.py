@@ -1,4 +1,4 @@
-"""Bad rows: how many may be dropped, of events and of features, and whose fault a row is."""
+"""Test bad rows: how many may be dropped, of events and of features, and the column that is named."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_share_of_bad_rows_that_may_be_dropped(load, tmp_path, monkeypatch, kind
     if kind == "parquet":
         frame = {"user": [1] * (good + bad), "item": [2] * (good + bad), "timestamp": [5] * good + [-1] * bad}
         pl.DataFrame(frame).write_parquet(path / "a.parquet")
-    elif kind == "parts":  # the limit is one of the whole source
+    elif kind == "parts":  # the limit is for the whole source
         (path / "a.csv").write_text(rows_of(good, 0))
         (path / "b.csv").write_text(rows_of(0, bad))
     else:
@@ -51,12 +51,12 @@ def test_sequences_have_the_limit_too(load):
     )
 
 
-def test_rows_that_cannot_be_dropped_are_not_advised_to_be(load):
+def test_dropping_is_not_advised_for_too_many_rows(load):
     assert "data.on_bad_row=drop leaves them out" in error_of(load, "csv", rows_of(1, 2), lines=3)
     assert "data.on_bad_row" not in error_of(load, "csv", rows_of(1, 30), lines=21)
 
 
-def test_features_have_an_option_of_their_own(load, tmp_path):
+def test_features_have_a_separate_option(load, tmp_path):
     events = HEADER + "".join(f"1,i{item},5\n" for item in range(50))
     prices = "item,price\n" + "".join(f"i{item},{'x' if item < 20 else 1}\n" for item in range(50))
     (tmp_path / "items.csv").write_text(prices.replace("x", "1", 18))
@@ -73,7 +73,7 @@ def test_features_have_an_option_of_their_own(load, tmp_path):
     assert load("csv", events, features={"items": items}, bad_rows_limit=0.4).num_items == 50
 
 
-def test_bytes_of_another_column_are_the_cause(load):
+def test_invalid_bytes_are_reported_for_their_column(load):
     text = "user;item;timestamp;shop\nu;1;23.04.2024;Köln\n".encode() + b"u;2;24.04.2024;K\xf6ln\n"
     message = error_of(load, "csv", text, columns={"timestamp_format": "%d.%m.%Y"})
     assert message.startswith("raw.txt line 3, column shop: not valid UTF-8: ") and r"'K\xf6ln'" in message

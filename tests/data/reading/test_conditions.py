@@ -1,4 +1,4 @@
-"""Conditions on rows, data.where: SQL on the columns of the file, before rows are checked."""
+"""Test conditions on rows, data.where: SQL on the columns of the file, before rows are checked."""
 
 import pytest
 
@@ -96,7 +96,7 @@ def test_parquet_and_columns_of_folders(load, tmp_path, monkeypatch, partitions)
         "n IN (SELECT 1)",
     ],
 )
-def test_what_is_no_condition(load, wrong):
+def test_invalid_conditions(load, wrong):
     assert error_of(load, "csv", "user,item,timestamp,n\n1,2,3,4\n", where=wrong).startswith("data.where: ")
 
 
@@ -115,5 +115,5 @@ def test_condition_is_part_of_the_cache(load, tmp_path):
     rows = "user,item,timestamp,n\n1,2,3,4\n1,3,3,5\n"
     assert [load("csv", rows, where=where).num_events for where in (None, "n > 4", "n > 3")] == [2, 1, 2]
     (cache,) = [path for path in (tmp_path / "cache").iterdir() if '"n > 4"' in (path / "meta.json").read_text()]
-    assert "prepared with where=n > 4; asked for" in error_of(load, "csv", cache)
+    assert "got one of csv with where=n > 4" in error_of(load, "csv", cache)
     assert load("csv", cache, where="n > 4").num_events == 1

@@ -1,4 +1,4 @@
-"""Encodings: detected by mark and content, named, and bytes that an encoding lacks."""
+"""Test encodings: detected by mark and content, set by the user, and invalid bytes."""
 
 import codecs
 import json
@@ -42,7 +42,7 @@ def test_utf_16_without_a_mark(load):
 @pytest.mark.parametrize(
     ("encoding", "text"), [("cp1251", "Москва"), ("shift_jis", "東京"), ("gb18030", "上海"), ("cp1250", "Łódź")]
 )
-def test_encoding_that_cannot_be_told_is_to_be_named(load, encoding, text):
+def test_encoding_that_cannot_be_detected_must_be_set(load, encoding, text):
     content = f"user,item,timestamp\n1,{text},5\n1,3,6\n".encode(encoding)
     message = error_of(load, "csv", content)
     assert "raw.txt line 2, column item: not valid UTF-8: '" in message and "set data.encoding to it)" in message
@@ -56,7 +56,7 @@ def test_damaged_utf_8_stays_utf_8(load):
     assert load("csv", content, on_bad_row="drop").item_ids.tolist() == ["Käse"]
 
 
-def test_bytes_that_a_named_encoding_lacks(load):
+def test_invalid_bytes_in_a_set_encoding(load):
     content = b"user,item,timestamp\n1,2,5\n1,\x81,6\n"
     assert error_of(load, "csv", content, encoding="cp1252").startswith("raw.txt line 3, column item: not valid cp1252")
     assert load("csv", content, encoding="cp1252", on_bad_row="drop").num_events == 1
@@ -65,17 +65,17 @@ def test_bytes_that_a_named_encoding_lacks(load):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "cp1252", "latin-1"])
-def test_encoding_that_is_named(load, encoding):
+def test_encoding_that_is_set(load, encoding):
     rows = ROWS.replace("–", "-")
     assert load("csv", rows.encode(encoding), encoding=encoding).item_ids.tolist() == [i.replace("–", "-") for i in IDS]
 
 
-def test_encoding_that_is_none(load):
+def test_unknown_encoding(load):
     for wrong in ("latin-9000", "base64", "cp125", ""):
-        with pytest.raises(DataError, match=r"data.encoding: .* is no encoding of text that Python knows"):
+        with pytest.raises(DataError, match=r"data.encoding: expected a text encoding that Python has, got "):
             checked_encoding(wrong, "data.encoding")
     assert "did you mean cp1252?" in error_of(load, "csv", ROWS, encoding="cp12522")
-    assert "data.encoding: format parquet is no text" in error_of(load, "parquet", b"", encoding="cp1252")
+    assert "data.encoding: files of format parquet are not text" in error_of(load, "parquet", b"", encoding="cp1252")
 
 
 def test_sequences_features_and_json(load, tmp_path):

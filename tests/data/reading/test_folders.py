@@ -1,4 +1,4 @@
-"""Folders and patterns: which files are parts, which are skipped, and which are errors."""
+"""Test folders and patterns: files that are read, skipped, and errors."""
 
 import bz2
 import gzip
@@ -47,7 +47,7 @@ def test_hidden_and_private_names_are_skipped_at_every_depth(load, tmp_path, kin
         assert load(kind, path).num_events == 3
 
 
-def test_private_names_that_a_pattern_spells_out_are_read(load, tmp_path):
+def test_private_names_are_read_if_the_pattern_has_their_prefix(load, tmp_path):
     write(tmp_path / "log" / "_new" / "a.csv", "1,1,1\n")
     write(tmp_path / "log" / "_new" / "_b.csv", "1,2,1\n")
     assert load("csv", tmp_path / "log" / "_new" / "*.csv").num_events == 1
@@ -56,7 +56,7 @@ def test_private_names_that_a_pattern_spells_out_are_read(load, tmp_path):
 
 @pytest.fixture
 def nobody():
-    """A folder whose permissions hold for this process, which root's do not."""
+    """Return a folder and become a user without root's rights, so that permissions apply."""
     folder, user = Path(tempfile.mkdtemp()), os.geteuid()
     if user == 0:
         os.chown(folder, 65534, -1)
@@ -82,18 +82,22 @@ def test_part_without_permission(nobody, pattern, closed):
     assert load_dataset("csv", path, cache_dir=None).num_events == 2
 
 
-def test_part_that_cannot_be_followed_or_is_none(load, tmp_path):
+def test_parts_that_are_broken_links_or_not_files(load, tmp_path):
     log = tmp_path / "log"
     write(log / "jan.csv", "1,1,1\n")
     for name, make, complaint in (
-        ("feb.csv", lambda path: path.symlink_to("nowhere.csv"), "feb.csv: a link to nowhere.csv, where nothing is"),
-        ("old", lambda path: path.symlink_to("nowhere"), "old: a link to nowhere, where nothing is"),
-        ("feb.csv", lambda path: path.symlink_to("jan.csv"), "a link to a file that is read already"),
-        ("loop", lambda path: path.symlink_to("."), "loop: a link to a folder that is read already"),
+        (
+            "feb.csv",
+            lambda path: path.symlink_to("nowhere.csv"),
+            "feb.csv: a link to nowhere.csv, which does not exist",
+        ),
+        ("old", lambda path: path.symlink_to("nowhere"), "old: a link to nowhere, which does not exist"),
+        ("feb.csv", lambda path: path.symlink_to("jan.csv"), "a link to a file that is already read"),
+        ("loop", lambda path: path.symlink_to("."), "loop: a link to a folder that is already read"),
         ("feb.csv", os.mkfifo, "feb.csv: neither a file nor a folder"),
-        ("feb.csv.zip", Path.touch, "feb.csv.zip: neither .csv nor .csv.gz, "),
-        ("README.md", Path.touch, "README.md: neither .csv nor .csv.gz, "),
-        ("feb.parquet", Path.touch, "feb.parquet: neither .csv nor .csv.gz, "),
+        ("feb.csv.zip", Path.touch, "feb.csv.zip: expected .csv or .csv.gz, "),
+        ("README.md", Path.touch, "README.md: expected .csv or .csv.gz, "),
+        ("feb.parquet", Path.touch, "feb.parquet: expected .csv or .csv.gz, "),
     ):
         make(log / name)
         assert complaint in error_of(load, "csv", log)
@@ -101,11 +105,11 @@ def test_part_that_cannot_be_followed_or_is_none(load, tmp_path):
     assert load("csv", log).num_events == 1
 
 
-def test_what_an_unknown_ending_advises(load, tmp_path):
+def test_advice_for_an_unknown_ending_works(load, tmp_path):
     write(tmp_path / "log [1]" / "deep" / "jan.csv", "1,1,1\n")
     (tmp_path / "log [1]" / "README.md").touch()
     message = error_of(load, "csv", tmp_path / "log [1]")
-    assert load("csv", Path(message.rpartition("by a pattern: ")[2])).num_events == 1
+    assert load("csv", Path(message.rpartition("to a pattern: ")[2])).num_events == 1
 
 
 def test_links_capital_letters_and_compressed_parts(load, tmp_path):
@@ -161,7 +165,7 @@ def test_columns_in_the_names_of_folders(load, tmp_path, kind, partitions):
         assert sorted(events(dataset)) == sorted(expected)
     one = load(kind, tmp_path / "log" / "dt=2026-01-01" / "*" / "*", columns={"timestamp": "", "action": "shop"})
     assert one.action_names == ("A/7",)
-    # Another day in the folder's name makes another data set, though no file has changed.
+    # Another day in the folder's name makes another data set, although no file has changed.
     (tmp_path / "log" / "dt=2026-01-02").rename(tmp_path / "log" / "dt=2026-01-03")
     again = load(kind, tmp_path / "log", columns=columns, partitions=partitions)
     assert again.timestamps.max() == dataset.timestamps.max() + 86_400

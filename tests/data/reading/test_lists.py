@@ -1,4 +1,4 @@
-"""Lists that are text: in brackets, as Python, JSON, NumPy, Spark and Postgres write them."""
+"""Test lists that are text: in brackets, as Python, JSON, NumPy, Spark and Postgres write them."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_values_in_brackets(text):
 
 
 def items_of(load, column, kind="csv", **options):
-    """The values of each item's list, read from a file of features with these four texts."""
+    """Return the values of each item's list, read from a file of features with these four texts."""
     path = "items." + kind
     frame = pl.DataFrame({"item": [1, 2, 3, 4], "genres": column})
     folder = options.pop("folder")
@@ -86,11 +86,11 @@ def test_category_whose_values_are_lists(load, tmp_path):
 def test_ids_that_are_lists(load, partitions):
     rows = "user,item,timestamp\n" + "".join(f'{user},"[{user}, 12]",1\n' for user in range(4))
     message = error_of(load, "csv", rows, partitions=partitions)
-    assert "the item ids are lists, like '[0, 12]': expected one id in each row" in message
+    assert "expected one item id in each row, got lists like '[0, 12]'" in message
     assert load("csv", 'user,item,timestamp\n1,"[A, B]",1\n1,C,2\n1,D,3\n').num_items == 3
 
 
 @pytest.mark.parametrize("line", ["u1 [1, 2, 3]", "u1,[1,2]", "u1\t['a' 'b']"])
 def test_sequences_in_brackets(load, line):
-    assert "line 1: a list in brackets, expected each item" in error_of(load, "sequences", f"{line}\n")
+    assert "line 1: a list in brackets, expected one item" in error_of(load, "sequences", f"{line}\n")
     assert load("sequences", "u1 a[1] [b]\n").num_events == 2

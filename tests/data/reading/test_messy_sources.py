@@ -1,7 +1,7 @@
-"""Random messy sources against a plain Python reading: the same events, or an error that names a true cause.
+"""Test random messy sources against a reading in plain Python: the same events, or an error with a true cause.
 
-A source has an encoding, a separator, a decimal sign, line ends, a form of times, bad rows, parts in folders,
-compression and a condition. The plain reading knows what was written and uses Python's csv, codecs and datetime alone.
+A source has an encoding, a separator, a decimal sign, line ends, a format of times, bad rows, parts in folders,
+compression and a condition. The plain reading has these options and uses only Python's csv, codecs and datetime.
 """
 
 import bz2
@@ -28,7 +28,7 @@ ZONES = [timezone(timedelta(hours=h, minutes=m)) for h, m in ((0, 0), (2, 0), (-
 
 
 def time_of(moment, form, rng, decimal):
-    """The text of a time in a form."""
+    """Return the text of a time in a format."""
     if form in ("s", "ms"):
         return str(int(moment.timestamp() * {"s": 1, "ms": 1000}[form]))
     if form == "fraction":
@@ -40,7 +40,7 @@ def time_of(moment, form, rng, decimal):
 
 
 def second_of(text, form, decimal):
-    """The time that a text says, as a plain reader sees it; None if it is no time."""
+    """Return the time of a text by the plain reading; None if it is not a time."""
     try:
         if form == "s":
             return float(int(text))

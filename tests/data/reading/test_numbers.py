@@ -1,4 +1,4 @@
-"""Numbers: whole ones and fractions side by side, in any order of rows and parts; decimal commas."""
+"""Test numbers: integers and decimals in one column, in any order of rows and parts, and decimal commas."""
 
 import itertools
 
@@ -62,7 +62,7 @@ def test_parquet_parts_of_several_types(load, tmp_path, kinds, partitions):
 
 
 def test_actions_of_parts_that_are_text_and_numbers(load, tmp_path):
-    """Whatever the order of the parts, it is an error that names one of them."""
+    """Check that this is an error that names a part, for any order of the parts."""
     (tmp_path / "log").mkdir()
     texts = {"view": "user,item,timestamp,how\n1,1,1,view\n", "number": "user,item,timestamp,how\n1,1,1,3\n"}
     for names in (("view", "number"), ("number", "view")):
@@ -91,7 +91,7 @@ def test_decimal_commas(load):
     iso = "user;item;timestamp\nu;1;2024-04-23 02:33:43,25\n"
     assert load("csv", iso, decimal=",").timestamps.tolist() == [1713839623]
     for wrong in ("ml-100k", "sequences"):
-        assert f"data.decimal: the numbers of {wrong} are fixed" in error_of(load, wrong, "1 2\n", decimal=",")
+        assert f"data.decimal: the decimal sign of {wrong} is fixed" in error_of(load, wrong, "1 2\n", decimal=",")
 
 
 def test_decimal_commas_of_features_and_of_parquet(load, tmp_path):
@@ -107,12 +107,12 @@ def test_decimal_commas_of_features_and_of_parquet(load, tmp_path):
 
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_ids_that_are_written_in_two_ways(load, tmp_path, partitions):
-    """A part that pandas wrote with a missing value has 7.0 where another one has 7."""
+    """Test a part that pandas wrote with a missing value, with 7.0 where another part has 7."""
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "a.csv").write_text(HEADER + "7,1,1\n8,2,1\n")
     (tmp_path / "log" / "b.csv").write_text(HEADER + "7.0,1,2\n9.0,2,2\n")
     message = error_of(load, "csv", tmp_path / "log", partitions=partitions)
-    assert "the user ids 7 and 7.0 are one number written in two ways" in message
+    assert "the user ids 7 and 7.0 are the same number written in two ways" in message
     (tmp_path / "log" / "a.csv").unlink()
     assert load("csv", tmp_path / "log", partitions=partitions).user_ids.tolist() == ["7.0", "9.0"]
     assert load("csv", HEADER + "7,1,1\n7.0,1,1\nx,2,1\n").num_users == 3  # names, such as those of versions

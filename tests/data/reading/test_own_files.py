@@ -1,4 +1,4 @@
-"""Own files: literal paths and names, separators, times, actions, bad rows, duplicates, parts, compression."""
+"""Test users' files: literal paths and names, separators, times, actions, bad rows, duplicates, parts, compression."""
 
 import base64
 import contextlib
@@ -18,7 +18,7 @@ from data.options import checked_separator
 from data.reading.memory import available_memory
 from tests.data.raw_files import error_of, events
 
-pl = pytest.importorskip("polars")  # raw files cannot be read without
+pl = pytest.importorskip("polars")  # it reads raw files
 
 HEADER = "user,item,timestamp\n"
 ROWS = HEADER + "1,10,100\n2,20,200\n"
@@ -32,7 +32,7 @@ def csv_of(times, header=HEADER):
 
 
 def order(dataset):
-    """Items in the order of the data set, and their seconds."""
+    """Return (item, seconds) pairs in the order of the data set."""
     return [(item, time) for _, item, time, _ in events(dataset)]
 
 
@@ -125,7 +125,7 @@ def test_compressed_files(load, tmp_path):
 
 
 @pytest.mark.parametrize("separator, name", [(";", "a semicolon"), ("\t", "a tab"), ("|", "|"), (",", None)])
-def test_separator_is_told_from_the_header(load, separator, name):
+def test_separator_is_detected_from_the_header(load, separator, name):
     dataset = load("csv", ROWS.replace(",", separator))
     assert events(dataset) == [(1, 10, 100, None), (2, 20, 200, None)]
     assert (dataset.notes[0] == f"fields are separated by {name} (data.separator)") == bool(name)
@@ -133,13 +133,13 @@ def test_separator_is_told_from_the_header(load, separator, name):
     assert events(configured) == events(dataset) and not any("separated" in note for note in configured.notes)
 
 
-def test_separator_that_is_given(load):
+def test_separator_that_is_set(load):
     assert load("csv", ROWS.replace(",", "\t"), separator="tab").num_events == 2
     assert load("csv", 'user#item#timestamp\n"a#b"#2#3\n', separator="#").user_ids.tolist() == ["a#b"]
     assert "no column 'user'" in error_of(load, "csv", ROWS, separator=";")
     assert "the separator of ml-1m is fixed" in error_of(load, "ml-1m", "1::2::3::4\n", separator=";")
     for wrong in ("", ",,", "a", "1", '"', "\n", "é", ".", 3):
-        with pytest.raises(DataError, match="expected one character"):
+        with pytest.raises(DataError, match="expected tab or one character"):
             checked_separator(wrong)
 
 
@@ -148,7 +148,7 @@ def test_separator_that_is_given(load):
 
 @pytest.mark.parametrize("unit, scale", [("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)])
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_unit_is_told_from_the_values(load, tmp_path, unit, scale, kind):
+def test_unit_is_detected_from_the_values(load, tmp_path, unit, scale, kind):
     times = [SECONDS * scale + 2 * (scale > 1), SECONDS * scale + 1 * (scale > 1), (SECONDS - 5) * scale]
     frame = pl.DataFrame({"user": ["u"] * 3, "item": [0, 1, 2], "timestamp": times})
     frame.write_csv(tmp_path / "x") if kind == "csv" else frame.write_parquet(tmp_path / "x")
@@ -158,12 +158,12 @@ def test_unit_is_told_from_the_values(load, tmp_path, unit, scale, kind):
     assert order(load(kind, tmp_path / "x", columns={"timestamp_unit": unit})) == order(dataset)
 
 
-def test_unit_that_the_values_do_not_have(load):
+def test_wrong_unit(load):
     text = csv_of([SECONDS, SECONDS + 1])
     message = error_of(load, "csv", text, columns={"timestamp_unit": "ms"})
-    assert "timestamp_unit: expected milliseconds, the times look like seconds, e.g. 1700000000" in message
+    assert "timestamp_unit: expected milliseconds, got times like seconds, e.g. 1700000000" in message
     assert "expected seconds, got" in error_of(load, "csv", csv_of([SECONDS * 1000]), columns={"timestamp_unit": "s"})
-    # Times since the start of something are whatever the user says.
+    # Small times, from another origin, are in the user's unit.
     assert order(load("csv", csv_of([5000, 9000]), columns={"timestamp_unit": "ms"})) == [(0, 5), (1, 9)]
 
 
@@ -203,20 +203,20 @@ def test_iso_8601(load, tmp_path, kind):
     frame = pl.DataFrame({"user": ["u"] * 7, "item": range(7), "timestamp": [text for text, _ in ISO]})
     frame.write_csv(tmp_path / "x") if kind == "csv" else frame.write_parquet(tmp_path / "x")
     dataset = load(kind, tmp_path / "x")
-    # In time order, also within a second: 3 is a nanosecond behind 0 and 1.
+    # In time order, also within a second: 3 is a nanosecond after 0 and 1.
     assert order(dataset) == [(i, int(ISO[i][1])) for i in (5, 4, 0, 1, 3, 2, 6)]
-    assert "ISO 8601 text; without a zone they are taken for UTC" in dataset.notes[-1]
+    assert "ISO 8601 text; times without a zone are UTC" in dataset.notes[-1]
 
 
 @pytest.mark.parametrize("text", ["inf", "nan", "1e9", "9" * 40, "-5"])
-def test_numbers_that_are_no_times(load, text):
+def test_numbers_that_are_not_times(load, text):
     assert "line 2, column timestamp: expected a" in error_of(load, "csv", csv_of([text]))
 
 
 @pytest.mark.parametrize(
     "wrong", ["2024-02-30", "2024-04-23T24:00:00", "2024-04-23T02:33:42 IST", "23/04/2024", "1969-12-31", "2300-01-01"]
 )
-def test_text_that_is_no_time(load, wrong):
+def test_text_that_is_not_a_time(load, wrong):
     message = error_of(load, "csv", csv_of(["2024-04-23", "2024-04-24T01:02:03Z", wrong]))
     assert message.startswith("raw.txt line 4, column timestamp: expected a t")
 
@@ -238,7 +238,7 @@ def test_timestamp_format(load, format, text):
     assert "line 3, column timestamp: expected a time like" in message
 
 
-def test_dates_without_a_format_are_told_which_option_they_need(load):
+def test_error_for_dates_without_a_format_names_the_option(load):
     message = error_of(load, "csv", "user;item;timestamp\nu;1;23/04/2024 02:33\n")
     assert "line 2, column timestamp: expected an integer, got '23/04/2024 02:33'" in message
     assert "(dates like this need data.columns.timestamp_format, for example '%d/%m/%Y %H:%M')" in message
@@ -309,24 +309,24 @@ def test_text_as_actions(load, tmp_path, kind):
     assert "column how: expected one of view, buy, got 'cart'" in message
 
 
-def test_actions_of_new_data_have_the_codes_of_the_old(load):
+def test_actions_of_new_data_have_the_known_codes(load):
     from data.vocabulary import vocabulary_of
 
     vocabulary = vocabulary_of(load("csv", ACTIONS, columns=HOW))
     new = ACTIONS.splitlines()[0] + "\n5,1,1,buy\n5,2,2,buy\n5,3,3,view\n"
     dataset = load("csv", new, columns=HOW, vocabulary=vocabulary)
     assert dataset.actions.tolist() == [1, 1, 0]
-    assert not any("codes of the actions" in note for note in dataset.notes)  # those of the new file alone
+    assert not any("codes of the actions" in note for note in dataset.notes)  # the note has the new file's codes
     assert "action 'like' is not known to the trained model, which knows view, buy, cart" in error_of(
         load, "csv", new + "5,1,9,like\n", columns=HOW, vocabulary=vocabulary
     )
     numbers = HEADER.replace("stamp", "stamp,how") + "5,1,1,0\n"
-    assert "its actions are numbers, those of the trained model text" in error_of(
+    assert "the actions are numbers, those of the trained model text" in error_of(
         load, "csv", numbers, columns=HOW, vocabulary=vocabulary
     )
 
 
-def test_given_cache_in_a_model_s_terms(load, tmp_path):
+def test_cache_as_path_with_a_vocabulary(load, tmp_path):
     from data.vocabulary import vocabulary_of
 
     old = load("csv", ACTIONS, columns=HOW, min_user_events=2)
@@ -348,7 +348,7 @@ def test_numbers_among_text_as_actions(load):
 MESSY = HEADER + "1,10,100\n1,,5\nx\n\n2,20,soon\n2,20,200\n3,30,-1\n3,30,300,4\n3,30,300\n"
 
 
-def test_bad_rows_are_told_at_once(load):
+def test_bad_rows_are_reported_together(load):
     message = error_of(load, "csv", MESSY, lines=7)
     assert message.splitlines() == [
         "raw.txt: 6 bad rows (data.on_bad_row=drop leaves them out):",
@@ -392,7 +392,7 @@ def test_rows_that_are_not_utf_8(load):
     assert "line 4, column user: not valid UTF-8" in error_of(load, "csv", content)
 
 
-def test_quote_out_of_place_ends_the_preparation_even_so(load):
+def test_misplaced_quote_is_an_error_even_if_bad_rows_are_dropped(load):
     for row in ('1,a"b,3\n', '1,"a"b,3\n', '1,"a,3\n'):
         assert "a quote" in error_of(load, "csv", ROWS + row + OTHER, on_bad_row="drop")
 
@@ -440,10 +440,10 @@ def test_bad_sequences(load):
     assert load("sequences", text, on_bad_row="drop").user_ids.tolist() == [1, 10]
 
 
-# ---- caches that are given, files that never end
+# ---- caches as paths, files that never end
 
 
-def test_given_cache_must_be_what_is_asked_for(load, tmp_path):
+def test_cache_as_path_must_have_the_requested_options(load, tmp_path):
     columns = {"user": "who", "item": "what", "timestamp": "when"}
     text = "who,what,when,user,item,timestamp\n1,2,3,4,5,6\n"
     expected = load("csv", text, columns=columns)
@@ -451,16 +451,14 @@ def test_given_cache_must_be_what_is_asked_for(load, tmp_path):
     (tmp_path / "raw.txt").unlink()
     assert events(load("csv", folder, columns=columns)) == events(expected)
     message = error_of(load, "csv", folder)
-    assert (
-        'this cache holds csv prepared with columns={"user": "who"' in message and "asked for was csv with" in message
-    )
+    assert 'got one of csv with columns={"user": "who"' in message and "expected a cache of csv with" in message
     for other in ({"on_bad_row": "drop"}, {"duplicates": "drop"}, {"separator": ";"}):
         assert f"{next(iter(other))}=" in error_of(load, "csv", folder, columns=columns, **other)
     other = columns | {"timestamp_unit": "ms"}
     assert "timestamp_unit=ms" in error_of(load, "csv", folder, columns=other)
 
 
-def test_what_never_ends(load, tmp_path):
+def test_files_that_never_end(load, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert "neither a file nor a folder" in error_of(load, "csv", tmp_path / "pipe")
     assert "neither a file nor a folder" in error_of(load, "csv", Path("/dev/zero"))
@@ -473,7 +471,7 @@ def test_what_never_ends(load, tmp_path):
         assert "were never written" in error_of(load, kind, tmp_path / "sparse")
 
 
-def test_nothing_is_written_beside_the_source(load, tmp_path):
+def test_nothing_is_written_next_to_the_source(load, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x.csv.gz").write_bytes(gzip.compress(ROWS.encode()))
     load_dataset("csv", tmp_path / "data", cache_dir=tmp_path / "cache")
@@ -484,7 +482,7 @@ def test_nothing_is_written_beside_the_source(load, tmp_path):
 
 
 def with_zone(file, zone):
-    """Write a Parquet file whose datetimes are of a zone that polars would not write; of six characters."""
+    """Write a Parquet file of datetimes with a zone of six characters that polars cannot write."""
     times = pl.Series([SECONDS * 10**6 + 2, SECONDS * 10**6 + 1]).cast(pl.Datetime("us", "Turkey"))
     pl.DataFrame({"user": ["u"] * 2, "item": [0, 1], "timestamp": times}).write_parquet(file)
     content = file.read_bytes()
@@ -500,8 +498,8 @@ def test_zone_that_polars_does_not_know(load, tmp_path, zone):
 
 
 @pytest.mark.parametrize("unit", ["ms", "us", "ns"])
-def test_datetimes_that_no_calendar_has(load, tmp_path, unit):
-    """A datetime out of range, as a changed byte makes it: polars panics computing with it, Python showing it."""
+def test_datetimes_out_of_range(load, tmp_path, unit):
+    """Test a datetime out of range, as in a damaged file: polars panics on it, and Python cannot print it."""
     for far in (2**63 - 1, -(2**63) + 1, 2**62):
         times = pl.Series([SECONDS, far]).cast(pl.Datetime(unit))
         pl.DataFrame({"user": ["u"] * 2, "item": [0, 1], "timestamp": times}).write_parquet(tmp_path / "x")
@@ -515,7 +513,7 @@ def test_more_rows_than_memory_holds(load, tmp_path, monkeypatch):
     assert (tmp_path / "x").stat().st_size < 100_000
     monkeypatch.setattr("data.reading.memory.available_memory", lambda: 2**25)
     message = error_of(load, "parquet", tmp_path / "x")
-    assert message == "x says that it has 1,000,000 rows; they need some 0.1 GiB of memory, 0.0 GiB are left"
+    assert message == "x: 1,000,000 rows need some 0.1 GiB of memory, 0.0 GiB are left"
     monkeypatch.setattr("data.reading.memory.available_memory", lambda: 1)
     assert "of rows need some" in error_of(load, "csv", ROWS)
 
@@ -530,7 +528,7 @@ def test_memory_that_is_left(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_changed_bytes_of_parquet(load, tmp_path, seed):
-    """Whatever the bytes, the reader gives a data set or an error of one line or of bad rows, and no panic gets out."""
+    """Check that damaged files give a data set, a one-line error or bad rows, but no panic."""
     frame = {"user": [f"u{i % 7}" for i in range(50)], "item": range(50), "timestamp": range(50)}
     pl.DataFrame(frame).write_parquet(tmp_path / "x")
     content, rng = (tmp_path / "x").read_bytes(), np.random.default_rng(seed)
@@ -544,7 +542,7 @@ def test_changed_bytes_of_parquet(load, tmp_path, seed):
 
 
 def test_accents_in_a_locale_of_ascii(tmp_path):
-    """A path that the locale cannot encode is refused in one line."""
+    """Check that a path that the locale cannot encode is a one-line error."""
     program = (
         "from data.datasets import load_dataset\n"
         "for path in ('x.csv', 'caf\\u00e9.csv'):\n"
@@ -557,4 +555,4 @@ def test_accents_in_a_locale_of_ascii(tmp_path):
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     read, refused = done.stdout.splitlines()
-    assert read == r"['\xe9']" and refused.startswith("DataError") and "is not valid text, or none for" in refused
+    assert read == r"['\xe9']" and refused.startswith("DataError") and "cannot be encoded in" in refused

@@ -1,4 +1,4 @@
-"""Work on several cores: results in order, the first error ends it."""
+"""Test work on several cores: results are in order, the first error ends all threads."""
 
 import threading
 
@@ -8,11 +8,11 @@ from data.reading.parallel import Overlapped, in_parallel
 
 
 class Ended(BaseException):
-    """An error that is no Exception, such as an interrupt."""
+    """An error that is not an Exception, such as an interrupt."""
 
 
 def test_results_have_the_order_of_the_items():
-    barrier = threading.Barrier(2)  # both threads are in work at once
+    barrier = threading.Barrier(2)  # both threads run work at the same time
 
     def work(number):
         if number < 2:

@@ -1,4 +1,4 @@
-"""Preparation cut into ranges of users: the cache of the preparation in one pass, bit for bit, killed or not."""
+"""Test the preparation in ranges of users: the cache is bit-identical to that of one pass, also after kills."""
 
 import gzip
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ ROWS = 3000
 
 
 def table(seed: int = 0) -> dict[str, list]:
-    """Events of 60 users and 90 items, many with times and whole rows that equal others, in no order."""
+    """Return unordered events of 60 users and 90 items, many with equal times or equal rows."""
     rng = np.random.default_rng(seed)
     return {
         "user": (60 * rng.random(ROWS) ** 2).astype(int).tolist(),
@@ -35,7 +35,7 @@ def ml_100k(folder: Path) -> dict:
 
 
 def text_csv(folder: Path) -> dict:
-    """Text as ids and actions, times in milliseconds, bad rows, and a quoted field with a line's end."""
+    """Write text ids and actions, times in milliseconds, bad rows, and a quoted field with a line end."""
     events = table()
     lines = ["user,item,timestamp,how,more"]
     for user, item, rating, time in zip(*events.values()):
@@ -51,7 +51,7 @@ def text_csv(folder: Path) -> dict:
 
 
 def parts_of_csv(folder: Path) -> dict:
-    """Three files, one compressed, one without rows; ids are numbers but in the last one; no actions."""
+    """Write three files without actions: one compressed, one without rows, the last one with text ids."""
     for number, change in enumerate((str, str, lambda user: f"x{user}")):
         events = table(number)
         rows = zip(map(change, events["user"]), events["item"], events["timestamp"])
@@ -64,7 +64,7 @@ def parts_of_csv(folder: Path) -> dict:
 
 
 def parquet(folder: Path) -> dict:
-    """Two files: numbers and text as users, datetimes of two units."""
+    """Write two files: users that are numbers and text, datetimes with two units."""
     for number, unit in enumerate(("ms", "us")):
         frame = pl.DataFrame(table(number)).rename({"rating": "action"})
         user = pl.col("user") if number == 0 else pl.col("user").cast(pl.String)
@@ -85,12 +85,12 @@ SOURCES = {source.__name__: source for source in (ml_100k, text_csv, parts_of_cs
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(partitions, "PIECE", 12_000)
-    monkeypatch.setattr("data.atomic.sync", lambda path: None)  # what a power cut would lose
+    monkeypatch.setattr("data.atomic.sync", lambda path: None)  # needed only after a power cut
     monkeypatch.setattr("data.reading.parquet.SAMPLE", 700)
 
 
 def prepare(folder: Path, source: dict, count: int | None, **options) -> dict[str, bytes]:
-    """The files of the cache that a preparation in `count` ranges makes, by name; nothing else may be left."""
+    """Prepare in `count` ranges; return the cache's files by name, and check that no other files are left."""
     load_dataset(cache_dir=folder, partitions=count, **{"min_user_events": 6, "min_item_events": 4} | source | options)
     (cache,) = folder.iterdir()
     return {file.name: file.read_bytes() for file in cache.iterdir()}
@@ -115,12 +115,14 @@ def test_real_ml_100k(tmp_path, monkeypatch):
 
 
 class Killed(BaseException):
+    """Raised in place of a kill."""
+
     pass
 
 
 @pytest.mark.parametrize("source", ["text_csv", "parquet"])
-def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, source):
-    """Killed at every fifth folder, in turn before it is in its place and behind that; none is made twice."""
+def test_continues_where_it_was_killed(tmp_path, monkeypatch, source):
+    """Kill at every fifth folder, alternately before and after it is moved into place; none is made twice."""
     (tmp_path / "raw").mkdir()
     source_files = SOURCES[source](tmp_path / "raw")
     expected = prepare(tmp_path / "once", source_files, 1)
@@ -149,9 +151,9 @@ def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, source):
     assert all(placed.count(folder) == 1 for folder in placed if folder.name != "columns")
 
 
-def test_starts_anew_with_another_count(tmp_path, monkeypatch):
+def test_starts_again_with_another_count(tmp_path, monkeypatch):
     source = ml_100k(tmp_path)
-    monkeypatch.setattr(partitions._Work, "_sort", lambda *arguments: (_ for _ in ()).throw(Killed))
+    monkeypatch.setattr(partitions._Preparation, "_sort", lambda *arguments: (_ for _ in ()).throw(Killed))
     with pytest.raises(Killed):
         prepare(tmp_path / "cache", source, 3)
     monkeypatch.undo()
@@ -178,7 +180,7 @@ def test_errors_are_those_of_one_pass(tmp_path):
         assert not list((tmp_path / "cache-4").iterdir())
 
 
-def test_refused(tmp_path):
+def test_unsupported_sources_are_errors(tmp_path):
     source = ml_100k(tmp_path)
     with pytest.raises(DataError, match=r"^data\.partitions: expected 1 to"):
         load_dataset(cache_dir=tmp_path / "c", partitions=0, **source)
@@ -200,7 +202,7 @@ def test_memory_decides(tmp_path, monkeypatch, source):
         assert work.count > 1
         raise Killed
 
-    monkeypatch.setattr(partitions._Work, "read", kill)
+    monkeypatch.setattr(partitions._Preparation, "read", kill)
     monkeypatch.setattr(partitions, "available_memory", lambda: 40_000)
     with pytest.raises(Killed):
         prepare(tmp_path / "little", source_files, None)

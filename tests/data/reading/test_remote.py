@@ -1,4 +1,4 @@
-"""Object stores and web servers: copied once into the cache, from servers on loopback."""
+"""Test that files of object stores and web servers (on loopback) are copied once into the cache."""
 
 import functools
 import gzip
@@ -19,7 +19,7 @@ DAYS = {"timestamp": "dt"}
 
 @pytest.fixture(scope="module")
 def bucket():
-    """Return put(key, bytes) of a bucket "shop" of a local S3 server."""
+    """Return put(key, bytes), which writes into the bucket "shop" of a local S3 server."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     address = "http://{}:{}".format(*server.get_host_and_port())
@@ -42,7 +42,7 @@ def bucket():
 
 @pytest.fixture(autouse=True)
 def no_listings():
-    """Let the client forget what it has listed, as each program does."""
+    """Clear the client's cache of listings, as in a new program."""
     import fsspec
 
     yield
@@ -60,7 +60,7 @@ def test_folder_pattern_and_file(tmp_path, bucket):
     one = load_remote(tmp_path, "s3://shop/log/dt=1/a.csv", columns=None)
     assert one.num_events == 1 and one.name == "a"
     bucket("log/dt=2/README.md", b"x")
-    with pytest.raises(Exception, match=r"README.md: neither .csv nor .* by a pattern: s3://shop/log/\*\*/\*.csv"):
+    with pytest.raises(Exception, match=r"README.md: expected .csv or .* to a pattern: s3://shop/log/\*\*/\*.csv"):
         load_remote(tmp_path, "s3://shop/log")
     assert load_remote(tmp_path, "s3://shop/log/**/*.csv").num_events == 1
 
@@ -100,7 +100,7 @@ def test_copied_once_for_each_version(tmp_path, bucket, monkeypatch):
     assert names == ["y.parquet"] and dataset.num_events == 3
 
 
-def test_what_cannot_be_read(tmp_path, bucket, monkeypatch):
+def test_errors(tmp_path, bucket, monkeypatch):
     from data.datasets import load_dataset
 
     load = functools.partial(load_dataset, cache_dir=tmp_path / "cache")

@@ -115,7 +115,11 @@ def test_another_model_has_the_features(tmp_path):
 @pytest.mark.parametrize(
     ("route", "sent", "message"),
     [
-        ("/users", {"users": [{"user": "u", "features": {"contry": "de"}}]}, "features: contry is no feature of users"),
+        (
+            "/users",
+            {"users": [{"user": "u", "features": {"contry": "de"}}]},
+            "features: contry is not a feature of users",
+        ),
         ("/users", {"users": [{"user": "u", "features": {"tags": "a"}}]}, "features: tags of user 1: expected a list"),
         ("/users", {"users": [{"user": "u"}]}, "users.0.features: missing"),
         ("/users", {"users": []}, "users"),

@@ -1,6 +1,4 @@
-"""Keep arrays that were computed from a prepared data set in a file next to it, so that the next run need not compute
-them again.
-"""
+"""Store arrays that were computed from a prepared data set in a file next to it, for later runs."""
 
 import contextlib
 import hashlib
@@ -19,14 +17,13 @@ from data.types import Dataset
 Arrays = dict[str, np.ndarray]
 
 
-def kept_arrays(
+def cached_arrays(
     config: DataConfig, dataset: Dataset, name: str, inputs: list[np.ndarray], compute: Callable[[], Arrays]
 ) -> Arrays:
-    """Return the arrays of `compute()`, from the file of an earlier call with the same data, name and inputs if it can
-    be read.
+    """Return the arrays of `compute()`, from the file of an earlier call with the same data, name and inputs if any.
 
-    Nothing is kept of data without a prepared copy (generated data, or a `data.path` that is itself a prepared
-    copy), nor on a full or read-only disk.
+    Nothing is stored for data outside the cache (generated data, or a prepared copy as `data.path`), or if the disk is
+    full or read-only.
     """
     prepared = cache_folder(Path(config.cache_dir).expanduser(), config.format, dataset.fingerprint)
     if not prepared.is_dir():
@@ -45,4 +42,4 @@ def kept_arrays(
 
 def _save(path: Path, arrays: Arrays) -> None:
     with path.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]  # a name could be that of an option
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # mypy: a name could be an option of savez
