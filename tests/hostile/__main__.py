@@ -1,10 +1,10 @@
-"""The command line of the campaign; see the package's docstring."""
+"""Run the hostile cases from the command line; see the package's docstring."""
 
 import os
 
-# Before anything is imported: a process that has threads cannot be forked safely, and a log needs no colours.
+# Before all imports: a process with threads cannot be forked safely, and a log needs no colours.
 os.environ.update(OMP_NUM_THREADS="1", POLARS_MAX_THREADS="1", TERM="dumb", COLUMNS="200", no_proxy="127.0.0.1")
-os.environ.pop("TRITON_INTERPRET", None)  # here the kernels have no device, as on a user's CPU
+os.environ.pop("TRITON_INTERPRET", None)  # kernels have no device here, as on a user's CPU
 
 import argparse
 import collections
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Once here, not in each child:
+# Imported once here, not in each child:
 import matplotlib.pyplot  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 import torchrec  # noqa: F401
@@ -42,13 +42,13 @@ def main() -> int:
     parser.add_argument("areas", nargs="*", metavar="AREA", help=", ".join(AREAS))
     parser.add_argument("--short", action="store_true", help="what CI runs")
     parser.add_argument("--sample", type=int, default=1, metavar="N", help="every N-th case of an area, from its first")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in their names")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--quiet", action="store_true", help="print what failed, and the counts")
     options = parser.parse_args()
     if unknown := set(options.areas) - AREAS.keys():
-        parser.error(f"no area {', '.join(sorted(unknown))}; there are {', '.join(AREAS)}")
-    gc.freeze()  # the cases' processes copy less
+        parser.error(f"unknown area {', '.join(sorted(unknown))}; known: {', '.join(AREAS)}")
+    gc.freeze()  # so that the children copy less memory
     started, counts, failed = time.monotonic(), collections.Counter(), []
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:
         base = Path(name)

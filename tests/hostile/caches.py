@@ -1,4 +1,4 @@
-"""Prepared caches: damaged, hostile, in places that cannot be written, made by several processes at once."""
+"""Define cases of prepared caches: damaged, hostile, not writable, or written by several processes at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Change = Callable[[Path], object]
 
 
 def load(path: Path, cache: Path) -> int:
-    """Print a digest of all that was loaded."""
+    """Load a data set and print a digest of it."""
     try:
         data = load_dataset("ml-100k", path, cache_dir=cache)
     except DataError as error:
@@ -36,7 +36,7 @@ def load(path: Path, cache: Path) -> int:
 
 
 def edited(change: Callable[[dict], object]) -> Change:
-    """Changes meta.json as somebody with an editor would: its own checksum is then wrong."""
+    """Return a change of meta.json without its checksum, as by an editor."""
 
     def go(folder: Path) -> None:
         file = folder / "meta.json"
@@ -47,7 +47,7 @@ def edited(change: Callable[[dict], object]) -> Change:
 
 
 def forged(change: Callable[[dict], object]) -> Change:
-    """Changes meta.json and puts its checksum right."""
+    """Return a change of meta.json with its checksum."""
 
     def go(folder: Path) -> None:
         file = folder / "meta.json"
@@ -60,7 +60,7 @@ def forged(change: Callable[[dict], object]) -> Change:
 
 
 def column(name: str, make: Callable[[np.ndarray], np.ndarray], pickled: bool = False) -> Change:
-    """Another column, with all checksums right."""
+    """Return a change of a column with all checksums."""
 
     def go(folder: Path) -> None:
         content = io.BytesIO()
@@ -80,12 +80,14 @@ def replace(name: str, content: bytes) -> Change:
 
 
 class Bomb:
+    """An object whose unpickling runs code."""
+
     def __reduce__(self):
         return os.system, ("touch pwned",)
 
 
 def header(text: str) -> bytes:
-    """A .npy file with this header and no data."""
+    """Return a .npy file with this header and no data."""
     padded = text.encode() + b"\n"
     return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded
 
@@ -95,7 +97,7 @@ def second(folder: Path) -> None:
     forged(lambda meta: meta["files"].update(zzz=meta["files"]["items"]))(folder)
 
 
-# What is done to a cache, and nothing of it may be used.
+# Changes of a cache after which it must not be used.
 DAMAGE: dict[str, Change] = {
     "layout 99": forged(lambda meta: meta.update(layout=99)),
     "layout of version 1": forged(lambda meta: meta.pop("layout")),
@@ -204,7 +206,7 @@ def cases(place: Path) -> list[Case]:
 
     listed = [case(f"in its place: {name}", in_place(change), short=False) for name, change in damage.items()]
     for name_, change in damage.items():
-        # Without a meta.json it is no cache folder, and the raw file is looked for in it.
+        # Without a meta.json it is not a cache folder, but one of raw files.
         listed.append(case(f"given as data.path: {name_}", from_cache(change), ERROR))
     listed += _places(case, source, good, name, same)
     return listed
@@ -232,7 +234,7 @@ def _places(case, source: Path, good: Path, name: str, same) -> list[Case]:
         return f"left behind {left}" if left else None
 
     def together(folder: Path) -> int:
-        """Three processes prepare the same data at once."""
+        """Prepare the same data in three processes at once."""
         processes = [Process(lambda: load(source, folder / "cache"), seconds=60) for _ in range(3)]
         outputs = [process.wait().output for process in processes]
         print(*outputs, sep="\n")

@@ -1,4 +1,4 @@
-"""Configurations: values on the command line, YAML files, paths. Each line of a table is a case."""
+"""Define cases of configurations: values on the command line, YAML files, paths. Each line of a table is a case."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ train: {epochs: 1, batch_size: 16, lr: 1e-3, checkpoint_seconds: 1000}
 eval: {every: 1}
 """  # noqa: E501
 
-# Overrides that must be refused, two blanks between them.
+# Overrides that must be refused, separated by two blanks.
 REFUSED = """
 train.lr=-1  train.lr=0  train.lr=.nan  train.lr=nan  train.lr=.inf  train.lr='1e-3'  train.lr=  train.lr=[
 train.lr=*x  train.lr=[[1]]  train.lr.x=3  train.lrr=3  train.epochs=0  train.epochs=-1  train.epochs=1.5
@@ -107,7 +107,7 @@ loss.negatives=foo  loss.in_batch_share=0.0  loss.in_batch_share=.nan  train.mat
 train.lr=!!python/object/apply:os.system [echo]  train.lr=!!float x  seed=!!int x  seed=!!int 3
 """.replace("HUGE", str(2**63))
 
-# Overrides with which a run must work; `;` stands between those of one run.
+# Overrides with which a run must work; those of one run are separated by `;`.
 WORKING = """
 model.max_seq_len=1  train.autocast=bf16  loss.kind=bce  loss.kind=in_batch  loss.kind=cross_entropy
 train.batch_size=1  eval.batch_size=1  eval.every=0  train.group_by_length=true  train.ema_decay=0.9
@@ -194,9 +194,9 @@ BAD_FILES: dict[str, str | bytes] = {
     "own tag": swapped("seed: 1", "seed: !mine 1"),
     "6,000 digits": swapped("seed: 1", "seed: " + "1" * 6000),
     "0b_": swapped("seed: 1", "seed: 0b_"),
-    "list that holds itself": BASE + "x: &a [*a]\n",
-    "attention that holds itself": swapped("{kind: dense}", "&a [*a]"),
-    "section that holds itself": BASE.replace(*list(DEEP.items())[1]),
+    "list that contains itself": BASE + "x: &a [*a]\n",
+    "attention that contains itself": swapped("{kind: dense}", "&a [*a]"),
+    "section that contains itself": BASE.replace(*list(DEEP.items())[1]),
     "unknown alias": BASE + "x: *nope\n",
     "merge of a scalar": BASE + "<<: 3\n",
     "billion laughs": LAUGHS + BASE,
@@ -221,7 +221,7 @@ GOOD_FILES: dict[str, str] = {
 
 
 def start(folder: Path, *overrides: str, text: str | bytes = BASE, run: Path | str = "run", config="run.yaml") -> int:
-    """Run train.py with a configuration in `folder`, which holds its run folder too."""
+    """Run train.py with a configuration and a run folder in `folder`."""
     (folder / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     defaults = [f"data.cache_dir={folder}/cache", f"run_dir={folder}/runs"]
     defaults = [o for o in defaults if text == BASE and not any(x.startswith(o.split("=")[0]) for x in overrides)]
@@ -231,7 +231,7 @@ def start(folder: Path, *overrides: str, text: str | bytes = BASE, run: Path | s
 
 
 def _refused(folder: Path, output: str) -> str | None:
-    """Return a complaint if a refused configuration left files or ran code, else None."""
+    """Return the fault if a refused configuration wrote files or ran code, else None."""
     left = sorted(path.name for path in folder.iterdir() if path.name not in ("run.yaml", "cache"))
     if (Path.cwd() / "pwned").exists():
         return "code was run"
@@ -312,6 +312,6 @@ def _paths(case) -> list[Case]:
 
 
 def _unnamed(folder: Path, *overrides: str) -> int:
-    """A run without --run: its folder is made below run_dir."""
+    """Run train.py without --run, with a folder below run_dir."""
     (folder / "run.yaml").write_text(BASE)
     return train.main([str(folder / "run.yaml"), *overrides])

@@ -1,4 +1,4 @@
-"""Downloads: archives that are damaged, hostile or no archives, addresses that are none, servers that misbehave."""
+"""Define cases of downloads: damaged and hostile archives, invalid addresses, servers with faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def zipped(*members: tuple[object, bytes], method: int = zipfile.ZIP_STORED) -> 
 
 
 def tarred(*members: tuple[str, bytes, str]) -> bytes:
-    """Return (name, type, where a link leads)."""
+    """Return a tar archive of members (name, type, content or the target of a link)."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as t:
         for name, kind, link in members:
@@ -51,8 +51,8 @@ CENTRAL = ONE.index(b"PK\1\2")
 DEFLATED = zipped(("top/x", b"abc" * 9000), method=zipfile.ZIP_DEFLATED)
 TOP, FILE, GOOD_TAR = ("top", tarfile.DIRTYPE, ""), tarfile.REGTYPE, None
 GOOD_TAR = tarred(TOP, ("top/x", FILE, ""))
-OUTSIDE = "../../outside"  # of the folder that an archive is unpacked to, and of the case's own
-# Archives: (name, content, expected). Nothing may be written outside, and no link may be left.
+OUTSIDE = "../../outside"  # a path outside of the archive's folder and of the case's folder
+# Archives: (name, content, expected end). No file may be written outside of the folder, and no link may be left.
 ARCHIVES: list[tuple[str, bytes, str]] = [
     ("good.zip", ONE, WORKS),
     ("good.tar.gz", GOOD_TAR, WORKS),
@@ -82,7 +82,7 @@ ARCHIVES: list[tuple[str, bytes, str]] = [
     ("corrupt.tar.gz", edited(GOOD_TAR, (40, 0x55), (41, 0xAA)), ERROR),
     ("no archive.tar.gz", b"hello", ERROR),
 ]
-# Addresses; SERVER is that of one that answers as the path says.
+# Addresses; SERVER is a server whose answer depends on the path.
 URLS = """
 SERVERx SERVER404 SERVERfile SERVERloop SERVERshort SERVERgarbage file:///etc/passwd foo ftp://127.0.0.1:1/x
 http://127.0.0.1:99999/x http://127.0.0.1:0/x http://127.0.0.1:1/x http://[::1 http:///x gopher://x/y SERVERé
@@ -90,6 +90,8 @@ http://127.0.0.1:99999/x http://127.0.0.1:0/x http://127.0.0.1:1/x http://[::1 h
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    """An HTTP handler whose answer depends on the path."""
+
     def do_GET(self) -> None:
         if "404" in self.path:
             return self.send_error(404)
@@ -113,7 +115,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def serving(run: Callable[[str], int]) -> int:
-    """Runs with the address of a server of its own."""
+    """Call `run` with the address of a new server."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -137,7 +139,7 @@ def unpack(folder: Path, name: str, content: bytes) -> int:
 
 
 def inside(folder: Path, output: str) -> str | None:
-    """Return a complaint if there are files outside of the unpacked folder, other than the archive, else None."""
+    """Return the fault if there are files other than the unpacked folder and the archive, else None."""
     files = [path for path in folder.rglob("*") if "out" not in path.relative_to(folder).parts[:2]]
     stray = [str(path) for path in files if path.name != "inner" and path.suffix not in (".zip", ".gz")]
     stray += [str(path) for path in (Path("/tmp/campaign-outside"), folder.parent / "outside") if path.exists()]
@@ -145,7 +147,7 @@ def inside(folder: Path, output: str) -> str | None:
 
 
 def silent(folder: Path) -> int:
-    """A server that takes the request and then says nothing."""
+    """Download from a server that accepts the request and never answers."""
     try:
         serving(lambda url: download.fetch(url + "hang", folder / "x", timeout=1, progress=False))
     except download.DownloadError as error:

@@ -1,7 +1,7 @@
-"""Runs with more than the basics: other heads, averages of weights, rotation, packed caches, processes.
+"""Define cases of runs with more features: other heads, averages of weights, rotation, packed caches, processes.
 
-A run with all of them at once is trained, one is stopped midway; then their checkpoints, configurations and command
-lines are damaged as in runs.py, and files of packed caches beside them.
+One run with all of them is trained, another one is interrupted. Then their checkpoints, configurations and command
+lines are damaged as in runs.py, and files of packed caches, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def only(keep: Callable[[str], bool]) -> Callable[[dict], dict]:
     return lambda entries: {name: value for name, value in entries.items() if keep(name)}
 
 
-# A resume may use none of these.
+# Changes after which a run must not be resumed.
 RESUME: dict[str, Change] = {
     "no averages": tensors("state", only(lambda n: not n.startswith("average."))),
     "one average missing": tensors("state", lambda t: t.pop(first_average(t)) is None),
@@ -77,7 +77,7 @@ RESUME: dict[str, Change] = {
     "another loss": config("kind: sampled_softmax", "kind: in_batch"),
 }
 
-# Arguments of eval.py, for the run of this file and for the basic one, whose heads are too small.
+# Arguments that eval.py must refuse, for the run of this file and for the basic one, whose heads are too small.
 EVAL_REFUSED = """
 --serve foo; --sink-tokens 1; --slide 1; --serve fp32; --serve bf16 --sink-tokens 1; --serve 2bit; --serve 3bit
 --serve 2bit --head-group 3; --serve 2bit --head-group x; --serve 2bit --quant-group 0; --serve 2bit --quant-group 2.0
@@ -103,7 +103,7 @@ def kv_cache(order: bool = True) -> hstu_sparse.RotateKVCache:
 
 
 def rewritten(change: Callable[[dict, dict], object]) -> Callable[[Path], None]:
-    """Other tensors and facts in the file of a cache, and its checksum right."""
+    """Return a change of the tensors and facts in the file of a packed cache, with its checksum."""
 
     def go(path: Path) -> None:
         with safe_open(path, framework="pt") as file:
@@ -191,7 +191,7 @@ def _cache_file(entries: dict, text: str) -> bytes:
 
 
 def load_cache(path: Path | str) -> int:
-    """Load a cache's file and read it, as attention would."""
+    """Load the file of a packed cache and read it as attention does."""
     try:
         cache = hstu_sparse.RotateKVCache.load(path)
     except ValueError as error:
@@ -205,7 +205,7 @@ def load_cache(path: Path | str) -> int:
 
 
 def save_cache(path: Path | str) -> int:
-    """An error of the file system is one of Python's own, which names the file."""
+    """Save a packed cache; print an OSError, which names the file."""
     try:
         kv_cache().save(path)
     except (OSError, ValueError) as error:
@@ -251,7 +251,7 @@ def _caches(case) -> list[Case]:
 
 
 def _processes(case) -> list[Case]:
-    """Return cases of `parallel.context` and of the environment that torchrun leaves."""
+    """Return cases of `parallel.context` and of torchrun's environment variables."""
     RING = ["model.attention={kind: ring, inner: softmax}", "parallel.context=2"]
     ENVIRONMENTS = {
         "no processes": {},

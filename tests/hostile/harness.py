@@ -1,4 +1,4 @@
-"""Define a case, its process, and the verdict on it."""
+"""Define a case, its process, and the verdict on its end."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# How a case must end: with an error of one line, by working, or either of them.
+# How a case must end: with a one-line error, by working, or either way.
 ERROR, WORKS, EITHER = "error", "works", "either"
 # The verdicts, the worst first.
 VERDICTS = ("lost", "traceback", "hang", "accepted", "refused", "passed")
-MEMORY = 4 << 30  # bytes that a case may take beyond what the campaign has already
-SLOW = 10  # times as long as on an idle machine a process may take before it hangs
-LONGEST = 1500  # characters of a line of an error
+MEMORY = 4 << 30  # bytes that a case may use in addition to the memory of the parent
+SLOW = 10  # a case hangs after this many times its seconds
+LONGEST = 1500  # characters of the line of an error
 NOBODY = 65534
-# A child begins with everything that takes long to import.
+# A forked child has all slow imports.
 FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One input. `run` gets an empty folder of its own and returns an exit status, None for 0.
+    """One input.
 
-    check: looks at that folder and at the output; what it returns was lost or is wrong. short: also in CI. seconds: the
-    longest that it may take on an idle machine. nobody: without root's rights. disk: bytes that a file may have, as on
-    a full disk.
+    run: called with an empty folder; returns an exit status, None for 0. check: called with the folder and the output;
+    returns the fault or None. short: whether it is in the short campaign. seconds: the longest time on an idle machine.
+    nobody: whether to run without root's rights. disk: the greatest size of a file in bytes, as on a full disk.
     """
 
     area: str
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a process: its exit status or the uncaught exception, and its output."""
+    """The end of a process: its exit status or uncaught exception, and its output."""
 
     status: int | None = None
     exception: str = ""
@@ -58,7 +58,7 @@ class Ended:
 
 
 class Process:
-    """A forked child that runs a function, with a limit of memory and of time (seconds, on an idle machine)."""
+    """A forked child that runs a function, with limits of memory and time (seconds on an idle machine)."""
 
     def __init__(self, run: Callable[[], int | None], *, seconds: float, nobody: bool = False, disk: int | None = None):
         self.end = time.monotonic() + SLOW * seconds
@@ -72,7 +72,7 @@ class Process:
         self.output = b""
 
     def poll(self) -> Ended | None:
-        """Return the end of the process, or None while it runs."""
+        """Return the end of the process, or None if it is running."""
         self._read()
         hang = self.child.exitcode is None
         if hang:
@@ -108,7 +108,7 @@ def _child(run: Callable[[], int | None], out: int, answer, nobody: bool, disk: 
     try:
         for target in (1, 2):
             os.dup2(out, target)
-        # Their own ones: the parent's may be buffered, or pytest's.
+        # New files, since the parent's may be buffered, or pytest's.
         sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, encoding="utf-8", closefd=False) for n in (1, 2))
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY,) * 2)
@@ -129,7 +129,7 @@ def _child(run: Callable[[], int | None], out: int, answer, nobody: bool, disk: 
 
 
 def signalled(run: Callable[[], int | None], number: int, module, name: str, call: int) -> Ended:
-    """Run a function in a new process, send signal `number` in its `call`-th call of module.name; return its end."""
+    """Run a function in a process that gets signal `number` in the `call`-th call of module.name; return its end."""
 
     def go() -> int | None:
         whole, calls = getattr(module, name), itertools.count(1)
@@ -146,7 +146,7 @@ def signalled(run: Callable[[], int | None], number: int, module, name: str, cal
 
 
 def judge(ended: Ended, expect: str) -> tuple[str, str]:
-    """Return (verdict, the line that tells most)."""
+    """Return (the verdict, the line that explains it)."""
     lines = [line.strip() for line in ended.output.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if ended.hang:
@@ -171,7 +171,7 @@ def run_case(case: Case, folder: Path) -> Process:
 
 
 def run_all(cases: Iterable[Case], base: Path, jobs: int) -> Iterator[tuple[Case, str, str]]:
-    """Yield (case, verdict, line) of each, in folders of their own below `base`, `jobs` of them at a time."""
+    """Run the cases, `jobs` at a time, in separate folders below `base`; yield (case, verdict, line) of each."""
     waiting, running = deque(enumerate(cases)), []
     while waiting or running:
         while waiting and len(running) < jobs:

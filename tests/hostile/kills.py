@@ -1,5 +1,6 @@
-"""SIGKILL at random moments of preparing, training, saving and evaluating: the run ends as if it had never been killed,
-after `--resume`, or after the same command again where it was killed before there was anything to resume.
+"""Define cases of SIGKILL at random moments of preparing, training, saving and evaluating.
+
+After `--resume`, or after the same command if there is no run to resume, the run must end as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests.hostile.raw import RAW
 from tests.hostile.runs import differs, facts
 
 MOMENTS, IN_CI = 60, 5
-CHAINS = 2  # runs that are killed again and again
+CHAINS = 2  # runs that are killed many times
 USERS, EVENTS = 300, 12
 
 
@@ -52,7 +53,7 @@ def cases(place: Path) -> list[Case]:
     numbers = random.Random(time.time_ns())
 
     def killed(folder: Path, moments: list[float]) -> int:
-        """Killed after each of these times, in seconds, and gone on with; the last time to its end."""
+        """Kill a run after each of these times in seconds and resume it; then resume it to its end."""
         step = begin
         for moment in moments:
             process = Process(lambda step=step: step(folder, source), seconds=120)

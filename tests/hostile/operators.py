@@ -1,7 +1,7 @@
-"""Operators: arguments of another type, shape, dtype, device or value, and jagged batches that are none.
+"""Define cases of operators: arguments of wrong type, shape, dtype, device or value, and invalid jagged batches.
 
-Each operator has a valid call, in keywords; a case changes some of them. On a CPU, as here, values of offsets,
-candidates, positions and ids are checked in every call; on a GPU, where that would wait, under the debug switch alone.
+Each operator has a valid call with keywords, of which a case changes some. On a CPU, as here, values of offsets,
+candidates, positions and ids are checked in every call; on a GPU, where that would synchronise, only in debug mode.
 
 Letters: T tokens, B sequences, N max_seq_len, H heads, D query/key and V value head size.
 """
@@ -38,13 +38,13 @@ q, k, v, offsets = random(T, H, D), random(T, H, D) + 1, random(T, H, V), torch.
 times, gates = torch.arange(T) * 60, [torch.rand(T, H) for _ in range(3)]
 POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])
 QKV = {"q": q, "k": k, "v": v, "seq_offsets": offsets}
-FIXED = {name: random(2, 4, H, D) + i for i, name in enumerate("qkv")}  # of the ring functions without offsets
+FIXED = {name: random(2, 4, H, D) + i for i, name in enumerate("qkv")}  # for the ring functions without offsets
 CACHE = hstu_sparse.rotatekv_compress(k, v, offsets)
 POOL = hstu_sparse.PagePool(hstu_sparse.PageFormat(H, D, V), 3)
 PAGES, NONE = POOL.table([POOL.reserve([], N) for _ in range(3)]), torch.zeros(3, dtype=torch.int64)
 POOL.write(0, k, v, offsets, PAGES, NONE)
 CHOSEN = torch.tensor([[t] for t in (0, 1, 2, 3, 0, 1, 2, 3, 4)], dtype=torch.int32)
-# Operator -> a call that works.
+# Operator -> a valid call.
 VALID: dict[str, dict] = {
     "hstu_attention": QKV | {"max_seq_len": N},
     "bsa_attention": QKV | {"max_seq_len": N, "gates": gates, "block_size": 4, "window_size": 2},
@@ -107,7 +107,7 @@ VALID: dict[str, dict] = {
         "temperature": 0.1,
     },
 }
-# Every tensor in turn is replaced by these.
+# Replacements for each tensor of a call.
 BAD_TENSORS: dict[str, Callable] = {
     "None": lambda x: None,
     "list": lambda x: [1],
@@ -128,7 +128,7 @@ BAD_OFFSETS = {
     "2-d": offsets[None],
 }
 OFFSETS = ("seq_offsets", "cu_seqlens", "q_offsets", "x_offsets")
-# What no operator knows without tokens: a plan is made of offsets alone.
+# Faults that a plan cannot detect, since it has offsets but no tokens.
 NEED_TOKENS = ("end before T", "end after T", "of no sequence")
 PLANS = ("ring_plan", "whole_plan", "cut_sequences")
 WRONG_OFFSETS = {
@@ -150,7 +150,7 @@ DROPOUTS = (
 )
 FLASH = tuple(operator for operator, _ in DROPOUTS)
 ON_CACHE = ("rotatekv_attention", "mustafar_attention_with_rope")
-# (operator, what is changed), each refused.
+# (operator, changes) that must be refused.
 BIASED = {"position": random(N), "time": random(4), "timestamps": times}
 CACHED = {"position": random(N + 1), "time": random(4), "timestamps": times, "query_timestamps": times}
 SPECIFIC: list[tuple[str, dict]] = [
@@ -275,7 +275,7 @@ SPECIFIC: list[tuple[str, dict]] = [
 
 
 EXTREME = RelativeBias(None, random(5), torch.tensor([-(2**63)] * 4 + [2**63 - 1] * 5))
-# Harmless though they look wrong, each with its reason in accepted.py: (operator, name) -> changes.
+# Accepted on purpose, with the reasons in accepted.py: (operator, name) -> changes.
 LARGE = {
     ("htree_attention", "compression_rate 10^12"): {"compression_rate": 10**12},
     ("htree_attention", "top_k 10^12"): {"top_k": 10**12},
@@ -298,7 +298,7 @@ def call(operator: str, changes: dict) -> int:
     try:
         out = function(operator)(**VALID[operator] | changes)
     except (TypeError, ValueError) as error:
-        # A TypeError of Python's own names no argument of ours: `unsupported operand`, `not iterable`.
+        # A TypeError of Python (`unsupported operand`, `not iterable`) does not name an argument.
         print("error:", error)
         assert "\n" not in str(error) and not any(
             word in str(error) for word in ("operand", "iterable", "argument 'other'", "object ")
@@ -376,7 +376,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 
 
 def same_strided(operator: str) -> int:
-    """Strided arguments give what contiguous ones give."""
+    """Assert that strided arguments give the results of contiguous ones."""
     spread = {name: strided(x) for name, x in VALID[operator].items() if isinstance(x, torch.Tensor)}
     ours, theirs = (function(operator)(**VALID[operator] | more) for more in ({}, spread))
     for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs))):
@@ -396,7 +396,7 @@ def same_under_autocast(operator: str) -> int:
 
 
 def empty(operator: str, sequences: int) -> int:
-    """No tokens at all, forward and backward."""
+    """Run the operator forward and backward without tokens."""
     changes = {name: torch.zeros(sequences + 1, dtype=torch.int64) for name in OFFSETS if name in VALID[operator]}
     for name, value in VALID[operator].items():
         if isinstance(value, torch.Tensor) and name not in OFFSETS and len(value) == T:
@@ -414,7 +414,7 @@ def cases(place: Path) -> list[Case]:
     listed = []
     for number, (operator, name, changes, expect) in enumerate(_changes()):
         run = lambda folder, o=operator, c=changes: call(o, c)
-        # In CI a few: each takes little, but there are many.
+        # The short campaign has a sample: each case is fast, but there are many.
         quick = number % 20 == 0
         listed.append(Case("operator", f"operator {operator}: {name}", run, expect, short=quick, seconds=30))
     for operator, valid in VALID.items():

@@ -1,4 +1,4 @@
-"""Own data in every form that csv, parquet and sequences take, and what must be refused of them; as in `raw`."""
+"""Define cases of users' csv, parquet and sequences files, valid and invalid; tables as in `raw`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def timed(change: Callable[[int], object]) -> str:
 
 
 def format_of(text: str) -> str:
-    """The override that names a timestamp_format; blanks would end it."""
+    """Return the override of timestamp_format, without blanks, which would end it."""
     return f'data.columns={{"timestamp_format":"{text}"}}'
 
 
@@ -127,7 +127,7 @@ CASES: list[tuple[str, str, Content, object, str]] = [
 
 
 def zone(name: str) -> Callable[[Path], None]:
-    """Datetimes of a zone of six characters that polars would not write."""
+    """Return a function that writes datetimes with a zone of six characters that polars cannot write."""
 
     def write(file: Path) -> None:
         parquet(timestamp=(MICRO, lambda pl: pl.Datetime("us", "Turkey")))(file)
@@ -150,7 +150,7 @@ def cases(place: Path) -> list[Case]:
 
 
 def _paths() -> list[Case]:
-    """Names that look like patterns, parts, and files that never end."""
+    """Return cases of names that look like patterns, parts, and files that never end."""
 
     def read(folder: Path, name: str, facts: tuple, *others: str, format: str = "csv") -> int:
         given_folder = folder / "given"

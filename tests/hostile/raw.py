@@ -1,6 +1,6 @@
-"""Raw files: `(format, what is odd about it, its content, how the case ends, overrides)`, a line for each case.
+"""Define cases of raw files, each a line `(format, name, content, expected end, overrides)`.
 
-Where a run works, the data set must have the users, items and events that the file holds: see FACTS.
+If a run works, the data set must have the numbers of users, items and events in the file (FACTS).
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ BAD_CSV_ROWS = {
 }
 NO_TIMES = 'data.columns={timestamp:""}'
 Content = str | bytes | Callable[[Path], None]
-# (format, name, content, expected, overrides); FACTS, or those given in place of WORKS, where it works.
+# (format, name, content, expected end, overrides). If a case works, the data set has FACTS, or the facts in place of
+# WORKS.
 CASES: list[tuple[str, str, Content, object, str]] = [
     *[("ml-100k", name, with_row(T, row), ERROR, "") for name, row in BAD_ROWS.items()],
     *[("csv", name, csv(row), ERROR, "") for name, row in BAD_CSV_ROWS.items()],
@@ -218,8 +219,10 @@ CASES: list[tuple[str, str, Content, object, str]] = [
 
 
 def parquet(**columns) -> Callable[[Path], None]:
-    """Write the valid table with some columns replaced: by values, or by values and a function of polars (which is not
-    to start in this process) to their type."""
+    """Return a function that writes the valid table with some columns replaced, by values or (values, a type).
+
+    The type is a function of polars, which must not be imported in this process.
+    """
 
     def write(file: Path) -> None:
         import polars as pl
@@ -309,7 +312,7 @@ def cases(place: Path) -> list[Case]:
 
 
 def from_table(area: str, entries: list[tuple[str, str, Content, object, str]]) -> list[Case]:
-    """A case for each line of a table like CASES."""
+    """Return a case for each line of a table like CASES."""
     listed = []
     for number, (format, name, content, expect, overrides) in enumerate(entries):
         words = [word.replace(":", ": ") if "={" in word and '"%' not in word else word for word in overrides.split()]

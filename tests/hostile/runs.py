@@ -1,7 +1,7 @@
-"""Runs: checkpoints, configurations and metrics that were damaged or changed, then resumed or evaluated.
+"""Define cases of runs that are resumed or evaluated after checkpoints, configurations or metrics were changed.
 
-A change is made to a copy of a run that was stopped midway. Where a resume works, it must end as the run that was never
-stopped: the same lines of metrics.jsonl (without the seconds), weights, optimizer and result.
+A change is made to a copy of an interrupted run. If it can be resumed, it must end as the uninterrupted run: with the
+same lines of metrics.jsonl (except seconds), weights, optimizer and result.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from training.dcp import read_tensors, saved_tensors
 from training.saved import checksum, facts_checksum
 
 LONG = ["train.epochs=6", "train.batch_size=4", "data.synthetic.num_users=80"]
-STEP = 48  # of such a run of 120 steps, at which it is stopped: in the third of six epochs
+STEP = 48  # the step of 120 at which the run is interrupted: in the third of six epochs
 Change = Callable[[Path], object]
 
 
 def start(run: Path, *overrides: str) -> int:
-    """Run train.py for the run folder, with its configuration beside the folder."""
+    """Run train.py for a run folder, with the configuration next to it."""
     config = run.with_name("run.yaml")
     config.write_text(BASE.replace("cache_dir: cache", f"cache_dir: {run.parent}/cache"))
     return train.main([str(config), *LONG, *overrides, "--run", str(run)])
 
 
 def facts(run: Path) -> dict:
-    """Return the results of a run that must not depend on how often it was stopped."""
+    """Return the results of a run that must not depend on interruptions."""
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     result = json.loads((run / "result.json").read_text())
@@ -71,12 +71,12 @@ def newest(run: Path) -> Path:
 
 
 def folders(run: Path, name: str) -> list[Path]:
-    """The last checkpoint and best/, where they have the file."""
+    """Return the last checkpoint and best/, if they have the file."""
     return [folder for folder in (newest(run), run / "best") if (folder / name).exists()]
 
 
 def raw(name: str, change: Callable[[bytes], bytes]) -> Change:
-    """Other bytes in a file of the checkpoints; its checksum is then wrong."""
+    """Return a change of a file of the checkpoints without its checksum."""
 
     def go(run: Path) -> None:
         for folder in folders(run, name):
@@ -86,7 +86,7 @@ def raw(name: str, change: Callable[[bytes], bytes]) -> Change:
 
 
 def forged(name: str, change: Callable[[bytes], bytes]) -> Change:
-    """Other bytes in a file, and all checksums right."""
+    """Return a change of a file of the checkpoints with all checksums."""
 
     def go(run: Path) -> None:
         for folder in folders(run, name):
@@ -113,9 +113,9 @@ def _state(folder: Path, change: Callable[[dict], object]) -> None:
 
 
 def tensors(kind: str, change: Callable[[dict], object], listed: bool = True) -> Change:
-    """Other tensors in the checkpoint, for `model` in best/ too, and all checksums right.
+    """Return a change of the tensors in the checkpoint (for `model`, also in best/) with all checksums.
 
-    kind: `model` or `state`, which is the rest. listed: whether state.json has the names of the other tensors.
+    kind: `model`, or `state` for all other tensors. listed: whether state.json gets the names of the new tensors.
     """
 
     def rewrite(content: bytes) -> bytes:
@@ -144,11 +144,11 @@ def tensors(kind: str, change: Callable[[dict], object], listed: bool = True) ->
 
 
 def with_values(**values) -> Change:
-    """Other facts in state.json, and its checksum right."""
+    """Return a change of the facts in state.json with its checksum."""
     return lambda run: [_state(folder, lambda facts: facts.update(values)) for folder in folders(run, "state.json")]
 
 
-def untold(key: str) -> Change:
+def without_fact(key: str) -> Change:
     return lambda run: [_state(folder, lambda facts: facts.pop(key, None)) for folder in folders(run, "state.json")]
 
 
@@ -166,6 +166,8 @@ def metrics(change: Callable[[bytes], bytes]) -> Change:
 
 
 class Bomb:
+    """An object whose unpickling runs code."""
+
     def __reduce__(self):
         return os.system, ("touch pwned",)
 
@@ -191,7 +193,7 @@ def no_checkpoints(run: Path, instead: str | None = None) -> None:
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Change:
-    """Something else in the place of a file of the checkpoints."""
+    """Return a change that replaces a file of the checkpoints by another object, such as a folder."""
 
     def go(run: Path) -> None:
         for folder in folders(run, name):
@@ -202,7 +204,7 @@ def instead(name: str, make: Callable[[Path], object]) -> Change:
 
 
 def linked(name: str) -> Change:
-    """A folder of the run's as a link to where it was moved."""
+    """Return a change that moves a folder of the run and links to it."""
 
     def go(run: Path) -> None:
         (run / name).rename(run.parent / f"moved-{name}")
@@ -211,7 +213,7 @@ def linked(name: str) -> Change:
     return go
 
 
-# Neither a resume nor an evaluation may use any of these.
+# Changes after which a run must be neither resumed nor evaluated.
 DAMAGE: dict[str, Change] = {
     "model cut short": raw("model.safetensors", lambda b: b[:-9]),
     "model with a bit turned": raw("model.safetensors", lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]),
@@ -233,9 +235,9 @@ DAMAGE: dict[str, Change] = {
     "state.json in latin-1": raw("state.json", lambda b: b"\xe9"),
     "state.json of 100,000 brackets": raw("state.json", lambda b: b"[" * 100000),
     "state.json edited": raw("state.json", lambda b: b.replace(b'"epoch": ', b'"epoch": 1')),
-    "no checksums": untold("sha256"),
-    "no fingerprint": untold("fingerprint"),
-    "no epoch": untold("epoch"),
+    "no checksums": without_fact("sha256"),
+    "no fingerprint": without_fact("fingerprint"),
+    "no epoch": without_fact("epoch"),
     "epoch is text": with_values(epoch="x"),
     "epoch is true": with_values(epoch=True),
     "another embedding_dim": config("embedding_dim: 8", "embedding_dim: 16"),
@@ -256,7 +258,7 @@ DAMAGE: dict[str, Change] = {
     "checkpoints is a file": lambda run: no_checkpoints(run, "file"),
 }
 
-# These concern a resume alone.
+# Changes after which a run must not be resumed.
 RESUME: dict[str, Change] = {
     "tensors cut short": raw("__0_0.distcp", lambda b: b[:-9]),
     "tensors cut short, forged": forged("__0_0.distcp", lambda b: b[: len(b) // 2]),
@@ -281,7 +283,7 @@ RESUME: dict[str, Change] = {
     "optimizer NaN": tensors("state", lambda t: {n: v * float("nan") if "exp" in n else v for n, v in t.items()}),
     "optimizer negative": tensors("state", lambda t: {n: v - 1 if "exp_avg_sq" in n else v for n, v in t.items()}),
     "optimizer in int32": tensors("state", lambda t: {n: v.int() if "exp" in n else v for n, v in t.items()}),
-    "no list of tensors": untold("tensors"),
+    "no list of tensors": without_fact("tensors"),
     "step -5": with_values(step=-5),
     "step is text": with_values(step="x"),
     "batch 10^9": with_values(batch=10**9),
@@ -311,7 +313,7 @@ RESUME: dict[str, Change] = {
     "metrics.jsonl is a folder": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
 }
 
-# A resume after these ends as the run that was never stopped.
+# Changes after which a resumed run must end as the uninterrupted one.
 MENDED: dict[str, Change] = {
     "nothing": lambda run: None,
     "metrics.jsonl deleted": lambda run: (run / "metrics.jsonl").unlink(),
@@ -328,7 +330,7 @@ MENDED: dict[str, Change] = {
     ),
 }
 
-# Arguments of eval.py for the finished run: what it must refuse, and what works.
+# Arguments of eval.py for the finished run that must be refused, and those that must work.
 EVAL_REFUSED = """
 --predict o.parquet --top-k 0; --predict o.parquet --top-k x; --predict .; --predict no/o.parquet; --predict o.txt
 --predict /proc/x.parquet; --predict run/config.yaml; --sampled 0; --sampled 1000000; --sampled 1000000000000000000
@@ -420,7 +422,7 @@ def cases(place: Path) -> list[Case]:
 
 def _rights(case, finished: Path, stopped: Path) -> list[Case]:
     def frozen(run: Path) -> Path:
-        """A copy that nobody may write."""
+        """Return a read-only copy of a run."""
         copy = run.parent.parent / f"frozen-{run.parent.name}"
         shutil.copytree(run, copy)
         for path in [copy, *copy.rglob("*")]:
@@ -446,14 +448,14 @@ def _rights(case, finished: Path, stopped: Path) -> list[Case]:
 
 
 def _full(case, expected: dict) -> list[Case]:
-    """The disk full at different sizes of files, then with room again."""
+    """Return cases of a disk that is full at several sizes of files, and then not."""
 
     def clean(folder: Path, output: str) -> str | None:
         left = [str(path) for path in folder.rglob(".*") if ".tmp" in path.name]
         return f"left behind {left}" if left else None
 
     def again(folder: Path) -> int:
-        """Stopped by a full disk, then resumed with room: it ends as if nothing had been."""
+        """Train until the disk is full, then resume with free space: the run must end as the undisturbed one."""
         signalled(lambda: start(folder / "run"), signal.SIGTERM, loop, "set_lr", STEP)
         full = Process(lambda: train.main(["--resume", str(folder / "run")]), seconds=60, disk=3000).wait()
         verdict, line = judge(full, ERROR)
@@ -475,7 +477,7 @@ def _full(case, expected: dict) -> list[Case]:
 
 def _together(case, stopped: Path, expected: dict) -> list[Case]:
     def begin_resume(folder: Path) -> Process:
-        """A resume that takes no step before the file `go` is there, or its parent is gone."""
+        """Start a resume that waits before its first step until the file `go` exists or its parent has ended."""
         set_lr, parent = loop.set_lr, os.getpid()
 
         def patient(*arguments):
@@ -505,7 +507,7 @@ def _together(case, stopped: Path, expected: dict) -> list[Case]:
         return 0
 
     def halted(folder: Path) -> int:
-        """The second comes while the first one certainly holds the folder."""
+        """Start a second resume while the first one has locked the folder."""
         shutil.copytree(stopped, folder / "run")
         first = begin_resume(folder)
         while "process" not in (folder / "run" / ".lock").read_text() or "parameters;" not in first.output.decode():

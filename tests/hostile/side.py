@@ -1,6 +1,6 @@
-"""Features of items, users and events: what their files and options may hold, a line for each case.
+"""Define cases of files and options of features of items, users and events, a line for each case.
 
-Where a run works, the data set must have as many values of each feature as the file holds.
+If a run works, the data set must have the number of values of each feature in the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Content = str | bytes | Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Given:
-    """One case: a file of items or users (or the events' own), its options, and the values that must be read of it."""
+    """One case: a file of items, users or events, its options, and the number of values of each feature in it."""
 
     content: Content
     expect: object = ERROR
@@ -159,7 +159,7 @@ CASES: dict[str, Given] = {
     "events: text as a number": Given(EVENTS.replace(",1.75\n", ",long\n"), entity="events"),
     "events: no value": Given(EVENTS.replace(",tv,", ",,"), (36, 72), entity="events"),
 }
-# Options that must be refused, after `data.features.`.
+# Options of `data.features` that must be refused.
 REFUSED = """
 =3; =[]; ={}; ={itms: {}}; items=null; items={}; items.path=; items.path=null; items.path="a\\0b"; items.format=xml
 items.format=u.user; items.columns={}; items.columns=[brand]; items.columns={brand: text}; items.columns={a.b: list}
@@ -223,7 +223,7 @@ def options(text: str, expect: str) -> list[Case]:
 
 
 def damaged(place: Path) -> list[Case]:
-    """A finished run whose folder says something else of features than its weights and data do."""
+    """Return cases of a finished run whose folder has other features than its weights and data."""
     finished = place / "made"
     finished.mkdir()
     overrides = prepare(finished, Given(ITEMS))

@@ -1,4 +1,4 @@
-"""The short form of the campaign of hostile inputs (tests/hostile), and the process that its cases run in."""
+"""Run a sample of the hostile cases (tests/hostile), and test the process of a case."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def test_short_campaign(sample):
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
 
 
-def test_docs_say_what_is_accepted_on_purpose():
+def test_accepted_cases_are_documented():
     lines = (ROOT / "tests/hostile/ACCEPTED.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith("| `")]
     assert rows == [f"| `{name}` | {reason} |" for name, reason in ACCEPTED.items()]
@@ -49,6 +49,6 @@ def test_verdicts():
     assert judge(ended(lambda: os.read(os.pipe()[0], 1) and 0, seconds=0.02), ERROR)[0] == "hang"
 
 
-def test_disk_that_is_full(tmp_path):
+def test_full_disk(tmp_path):
     with_limit = ended(lambda: (tmp_path / "file").write_bytes(b"x" * 100), disk=50)
     assert with_limit.exception.startswith("OSError")
