@@ -104,7 +104,7 @@ def measured(config: RunConfig, lengths: np.ndarray, size: int, steps: int, rank
         if number >= WARM_UP:
             times.append(parts)
             predicted.append(work)
-    of_ranks = np.array(ranks.of_all(times))  # [ranks, batches, 2]
+    of_ranks = np.array(ranks.all_gather(times))  # [ranks, batches, 2]
     slowest, mean = of_ranks.max(0), of_ranks.mean(0)
     record = {"by": "time", "steps": len(times), **described(slowest / mean), "predicted": described(predicted)}
     for name, place in (("balanced", 0), ("in turn", 1)):

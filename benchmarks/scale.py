@@ -172,8 +172,8 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
         "build_seconds": built,
         "largest": [largest.num_tokens, largest.num_sequences],
         "before": before,
-        "peaks": ranks.of_all(torch.cuda.max_memory_allocated() - before if gpu else None),
-        "reserved": ranks.of_all(torch.cuda.max_memory_reserved() if gpu else None),
+        "peaks": ranks.all_gather(torch.cuda.max_memory_allocated() - before if gpu else None),
+        "reserved": ranks.all_gather(torch.cuda.max_memory_reserved() if gpu else None),
         **environment(device),
     }
 

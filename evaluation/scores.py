@@ -32,7 +32,7 @@ class CatalogueRanks(Protocol):
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the ranks, without a gradient."""
 
-    def of_all(self, value: Any) -> list:
+    def all_gather(self, value: Any) -> list:
         """Return the list of all ranks' values, on every rank."""
 
 
@@ -190,7 +190,7 @@ def _merged(best: tuple[Tensor, Tensor] | None, scores: Scores, k: int) -> tuple
     """Merge the lists of all ranks into lists of k; best: None on a rank without items."""
     host = None if best is None else tuple(x.cpu() for x in best)
     assert scores.ranks is not None
-    lists = [rank_list for rank_list in scores.ranks.of_all(host) if rank_list is not None]
+    lists = [rank_list for rank_list in scores.ranks.all_gather(host) if rank_list is not None]
     # Lists are ordered by rank, and therefore by id where scores are equal.
     values, items = (torch.cat(parts, 1) for parts in zip(*lists))
     values, order = values.sort(dim=1, descending=True, stable=True)

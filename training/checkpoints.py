@@ -142,7 +142,7 @@ class Checkpoints:
         folder, state = self.run / "checkpoints" / f"step-{progress.step:08d}", dict(self._state())
         place: Any = replace_folder(folder) if self.ranks.first else nullcontext()
         with _writing(folder, place):
-            temporary = self.ranks.of_first(place.__enter__())
+            temporary = self.ranks.broadcast(place.__enter__())
             saved = dcp.write_tensors(temporary, state, self.group)
             if saved is None:
                 written: Future = Future()

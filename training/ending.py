@@ -22,7 +22,7 @@ def finish(run: TrainingRun) -> None:
     Where one rank evaluates alone, the others have done their part.
     """
     run.log.close(finished=True)
-    run.ranks.of_first(None)  # the first process has written its files
+    run.ranks.broadcast(None)  # the first process has written its files
     config, data, model, folder = run.config, run.data, run.model, run.folder
     ranks = data.task.ranks
     if ranks is None and not run.ranks.first:

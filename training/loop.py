@@ -74,7 +74,7 @@ def train_epoch(run: TrainingRun, bar: Bar) -> None:
         if due and progress.batch < len(run.batches):  # after the last one the evaluation is saved, too
             run.save()
     run.losses = run.means.values()
-    for name in run.ranks.of_first([name for name, value in run.losses.items() if not math.isfinite(value)]):
+    for name in run.ranks.broadcast([name for name, value in run.losses.items() if not math.isfinite(value)]):
         raise run.diverged(f"the {name} is {run.losses[name]} in epoch {progress.epoch + 1}")
     run.rates = {"lr": lr, "events_per_second": (progress.events - before) / (time.monotonic() - began)}
 
@@ -93,7 +93,7 @@ def evaluate(run: TrainingRun) -> dict[str, float] | None:
     except Stopped as stop:
         # Saved in the state before the evaluation, which a resumed run repeats.
         raise stopped(run, stop.number) from None
-    return run.ranks.of_first(metrics)
+    return run.ranks.broadcast(metrics)
 
 
 def record(run: TrainingRun, metrics: dict[str, float] | None) -> None:

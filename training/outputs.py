@@ -195,7 +195,7 @@ def export_items(path: Path, model, item_ids: np.ndarray, ranks: Ranks | None = 
     ids, shape = np.asarray(item_ids), (len(item_ids), model.embedding.position.shape[1])
     blocks = (normalized_items(rows).cpu().numpy() for rows in item_blocks(model, ranks))
     if ranks is not None:
-        ranks.of_first(None)  # all have checked the path
+        ranks.broadcast(None)  # all have checked the path
         if not ranks.first:
             for _ in blocks:
                 pass

@@ -128,7 +128,7 @@ def open_data(
     """
     device = device or open_device(config)
     if ranks is not None and not ranks.first:
-        ranks.of_first(None)
+        ranks.broadcast(None)
     if vocabulary is None:
         dataset = find_data(config, trained_on, moved, rest)
     else:
@@ -136,7 +136,7 @@ def open_data(
     if extends is not None:
         dataset = united(dataset, extends)
     if ranks is not None and ranks.first:
-        ranks.of_first(None)
+        ranks.broadcast(None)
     before, config = config, for_data(sized(config, dataset), dataset)
     task = build_task(config, ranks)
     task.check_data(dataset)

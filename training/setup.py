@@ -174,12 +174,12 @@ class TrainingRun(Parts):
     def check_finite(self) -> None:
         """Raise TrainingError if a tensor that a checkpoint or best/ would have is not finite."""
         losses = ((f"the mean of {name}", total) for name, total in self.means.sums.items())
-        for name in filter(None, self.ranks.of_all(not_finite(chain(self.checkpoints.tensors(), losses)))):
+        for name in filter(None, self.ranks.all_gather(not_finite(chain(self.checkpoints.tensors(), losses)))):
             raise self.diverged(f"{name} is not finite after step {self.progress.step:,}")
 
     def diverged(self, what: str) -> TrainingError:
         self.checkpoints.wait()
-        ending = self.ranks.of_first([f"; {last} is kept" for last in checkpoints(self.folder)[-1:]])
+        ending = self.ranks.broadcast([f"; {last} is kept" for last in checkpoints(self.folder)[-1:]])
         return TrainingError(f"{what}: try a lower train.lr or train.clip_norm{''.join(ending)}")
 
 
@@ -196,13 +196,13 @@ def open_or_resume(
     ranks = Ranks(config)
     terminal.quiet |= not ranks.first
     writer = Writer() if ranks.first else NoWriter()
-    folder, auto, unnamed = ranks.of_first(folder or new_folder(config)), resume is None, folder is None
+    folder, auto, unnamed = ranks.broadcast(folder or new_folder(config)), resume is None, folder is None
     if resume is None:
-        resume = ranks.of_first(folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()))
+        resume = ranks.broadcast(folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()))
     with writer.claim(folder, new=not resume, another=unnamed) as folder:
         for damaged in writer.set_aside_damaged() if auto else []:
             terminal.say(f"{damaged}: not whole, set aside")
-        yield _opened(config, ranks.of_first(folder), resume, init_from, ranks, interrupts, writer, update)
+        yield _opened(config, ranks.broadcast(folder), resume, init_from, ranks, interrupts, writer, update)
 
 
 def _opened(
@@ -241,9 +241,9 @@ def _opened(
         check_of_this_run(progress.run, folder, folder / "checkpoints")
         check_resumed(progress, config, folder, opened=True)
         check_place(progress, len(batches), folder)
-        progress.best, progress.stale = ranks.of_first(writer.best_again(config, progress))
+        progress.best, progress.stale = ranks.broadcast(writer.best_again(config, progress))
     progress.config = config.model_dump(mode="json")
-    ranks.of_first(None)  # all have read before the first one writes
+    ranks.broadcast(None)  # all have read before the first one writes
     if begun is None:
         writer.begin(config, data, progress, new=not saved)
     else:

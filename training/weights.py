@@ -77,7 +77,7 @@ def checked_facts(source: Path, ranks: RankGroup) -> dict:
         result: Any = load_folder(source, checked=slice(ranks.rank, None, ranks.world))[1]
     except CheckpointError as error:
         result = error
-    for one in ranks.of_all(result):
+    for one in ranks.all_gather(result):
         if isinstance(one, CheckpointError):
             raise one
     return result

@@ -288,7 +288,7 @@ class Ranking(Task):
             tensors = (batch.events[scored], scores.float(), batch.labels[scored] > 0)
             parts.append(tuple(x.cpu().numpy() for x in tensors))
         if self.ranks is not None:
-            parts = [part for of_rank in self.ranks.of_all(parts) for part in of_rank]
+            parts = [part for of_rank in self.ranks.all_gather(parts) for part in of_rank]
         events, probabilities, labels = (np.concatenate(x) for x in zip(*parts))
         order = np.argsort(events)
         return Predictions(events[order], probabilities[order], labels[order])

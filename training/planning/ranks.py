@@ -43,10 +43,10 @@ class ImaginedRanks(Ranks):
         tokens = batch.num_tokens * (end - begin) // batch.num_sequences
         return sized(batch, tokens, end - begin)
 
-    def of_first(self, value):
+    def broadcast(self, value):
         return value
 
-    def of_all(self, value) -> list:
+    def all_gather(self, value) -> list:
         return [value] * self.world
 
 

@@ -163,7 +163,7 @@ class Ranks:
         """Return the greatest of all ranks' numbers at each place, by one exchange: ranks act in the same step."""
         return list(numbers) if self.world == 1 else self.max(torch.tensor(numbers)).tolist()
 
-    def of_first(self, value):
+    def broadcast(self, value):
         """Return rank 0's value on all ranks."""
         if self.world == 1:
             return value
@@ -171,7 +171,7 @@ class Ranks:
         dist.broadcast_object_list(box, 0, self.group)
         return box[0]
 
-    def of_all(self, value) -> list:
+    def all_gather(self, value) -> list:
         """Return the list of all ranks' values on all ranks."""
         if self.world == 1:
             return [value]
