@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 
 
 def notebook_cells(notebook: Path) -> str:
-    """The text and code of a notebook, each cell's stored outputs after it."""
+    """Return the text and code of a notebook, with each cell's stored outputs after it."""
     parts = []
     for cell in json.loads(notebook.read_text())["cells"]:
         text = "".join(cell["source"])
@@ -43,7 +43,7 @@ def notebook_cells(notebook: Path) -> str:
 
 
 def _output(output: dict) -> str:
-    """An output of a notebook: HTML and figures as they are, otherwise its text."""
+    """Format an output of a notebook: HTML and figures unchanged, otherwise its text."""
     data = output.get("data", {"text/plain": output.get("text", "")})
     forms = {form: "".join(value) for form, value in data.items()}
     if "text/html" in forms:
@@ -56,7 +56,7 @@ def _output(output: dict) -> str:
 
 
 def _link(link: re.Match, folder: Path) -> str:
-    """A link to a page as it is; one to another file of the project as that file's path."""
+    """Return a link to a page unchanged, and a link to another file of the project as that file's path."""
     text, target, _ = link.groups()
     if (ROOT / "docs" / folder / target).exists() and not target.startswith("../"):
         return link[0]

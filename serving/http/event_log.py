@@ -72,7 +72,7 @@ class EventLog(LogReader):
             self._files = files.pop_all()
 
     def _check_number(self) -> None:
-        """Number an empty file; raise LogError for a file that does not continue the segments."""
+        """Write the number of an empty file; raise LogError for a file that does not continue the segments."""
         expected = self.segments.number
         if not self._lines and expected > 1:
             self._write(line_of({"segment": expected}))

@@ -156,6 +156,7 @@ class Guard:
 async def refuse(
     send, status: int, name: str, message: str, *headers: tuple[bytes, bytes], close: bool = False
 ) -> None:
+    """Send an error as JSON; headers: more headers; close: close the connection."""
     body = answer_of(name, message)
     every = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
     if close:

@@ -39,7 +39,7 @@ def setup(**changes):
 
 
 def score_by_hand(head, o, e):
-    """The formula of one output and one item, pair by pair."""
+    """Compute the formula of one output and one item, pair by pair."""
     o, e = o * E**0.5, e / e.norm() * E**0.5
     logits = []
     for a in range(2):

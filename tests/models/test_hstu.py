@@ -72,7 +72,7 @@ def run_layers(model, x, batch):
 
 
 def padded_layers(model, x, batch, heads, normalizer):
-    """The HSTU layers on x [T, E], one sequence and one pair of positions at a time, as the paper has it."""
+    """Compute HSTU layers on x [T, E], one sequence and one pair of positions at a time, as in the paper."""
     outputs = []
     for begin, end in zip(batch.seq_offsets[:-1], batch.seq_offsets[1:]):
         n, row = int(end - begin), x[begin:end]

@@ -27,7 +27,7 @@ def config(kind, **options):
 
 
 def by_hand(c, out, items, targets):
-    """The loss one position at a time, from the same random numbers."""
+    """Compute the loss one position at a time, from the same random numbers."""
     rows = {"shared": (), "block": (5,), "per_position": (T,)}[c.negatives]
     if c.kind == "in_batch":
         negatives = targets[torch.randint(2**62, (*rows, 5)) % T]

@@ -50,7 +50,7 @@ def drawn(term, seed=0):
 
 
 def few_items(batch, count=4):
-    """The batch with so few items that most of them repeat."""
+    """Return the batch with so few items that most of them repeat."""
     return dataclasses.replace(batch, item_ids=batch.item_ids % count, target_ids=batch.target_ids % (count + 2))
 
 

@@ -28,7 +28,7 @@ DATA = CONFIG["data"] | {"features": {"items": {"format": "csv", "path": "x", "c
 
 
 def vectors_of(count, seed=0, width=6, without=()):
-    """A feature of `count` items, of which those in `without` have no vector."""
+    """Return a feature of `count` items; items in `without` have no vector."""
     values = np.random.default_rng(seed).normal(size=(count - len(without), width))
     has = ~np.isin(np.arange(count), without)
     values = (values / np.linalg.norm(values, axis=1, keepdims=True)).astype(np.float16)
@@ -42,7 +42,7 @@ def with_vectors(dataset, tables=True, **options):
 
 
 def with_cold_vectors(dataset, seed):
-    """The data set of `with_cold_items`, with vectors of its two new items, drawn by `seed`."""
+    """Return the data set of `with_cold_items`, with vectors of its two new items, drawn by `seed`."""
     title = dataset.features[-1]
     cold = with_cold_items(replace(dataset, features=dataset.features[:-1]), seed)
     new = vectors_of(2, seed).values

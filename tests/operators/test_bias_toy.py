@@ -81,6 +81,8 @@ def toy_bwd_kernel(
 
 
 class Toy(torch.autograd.Function):
+    """Attention by the toy kernels."""
+
     @staticmethod
     def forward(ctx, q, k, v, offsets, N, position, time, times, query_times):
         bias = relative.RelativeBias(position, time, *((times, query_times) if time is not None else ()))

@@ -37,7 +37,7 @@ def problem(lengths, N, BS, S, W, r, H, D, V, **options):
 
 
 def named(case):
-    """A case of CASES as the keywords of `check`."""
+    """Return a case of CASES as the keywords of `check`."""
     names = (
         "lengths", "max_seq_len", "block_size", "block_counts", "window_size", "selection_group", "heads", "head_size",
         "value_size",

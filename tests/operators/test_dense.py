@@ -23,7 +23,7 @@ reference, kernel = (with_tables(functools.partial(hstu_attention, backend=b)) f
 def by_hand(
     q, k, v, seq_offsets, max_seq_len, scale, targets, window, position_bias, time_bias, timestamps, query_times
 ):
-    """The formula of the contract, one pair at a time."""
+    """Compute the formula of the contract, one pair at a time."""
     out = torch.zeros(v.shape, dtype=torch.float64)
     for b in range(len(seq_offsets) - 1):
         begin, end = int(seq_offsets[b]), int(seq_offsets[b + 1])
@@ -153,7 +153,7 @@ def test_head_sizes(d, v):
 
 @pytest.fixture
 def few_near_blocks(monkeypatch):
-    """The map holds the buckets of two blocks for each tile, so that the loops of all others are reached."""
+    """Map the buckets of only two blocks for each tile, so that the loops over all other blocks run."""
     import triton.language as tl
 
     from hstu_sparse.dense import kernels, plan

@@ -35,7 +35,7 @@ def turns(size, position, base):
 
 
 def literal(q, k, v, lengths, r, top_k, group=1, base=10000.0):
-    """The definition, token by token, with lists and dictionaries."""
+    """Compute the definition, token by token, with lists and dictionaries."""
     most, low = r * top_k, 2 ** math.ceil(math.log2(r * top_k)) - 1
     outputs, start = [], 0
     for length in lengths:

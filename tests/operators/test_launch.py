@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 
 
 class Pair(NamedTuple):
+    """An argument with two parts."""
+
     first: object
     second: object
 
@@ -40,7 +42,7 @@ def tensor(dtype=torch.float32, offset=0):
 
 
 def kernel_function(x, plain, value, alignment, A, B=3):
-    """A kernel's signature; what it does is of no account."""
+    """Have the signature of a kernel, and no body."""
 
 
 kernel_function.__annotations__ = {"A": "tl.constexpr", "B": "tl.constexpr"}
@@ -69,6 +71,8 @@ class Recorded(JITFunction):
 
 
 class Compiled(NamedTuple):
+    """A compiled kernel whose launches are recorded."""
+
     kernel: Recorded
     key: str
 

@@ -17,7 +17,7 @@ interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 
 def position(t, n, c, m, group):
-    """The position of token t: context 0, events from 1 on, each group of candidates behind the last event."""
+    """Return the position of token t: context 0, events from 1 on, each group of candidates after the last event."""
     if t < c:
         return 0
     history = n - m

@@ -43,7 +43,7 @@ def mask(tokens, channels, p, seed, dtype=torch.float32):
 
 
 def check_dropout(tokens, channels, *, p=0.3, dtype=torch.float32):
-    """The kept share; kept values and gradients as undropped ones, divided by 1 - p; the rest 0; the seed."""
+    """Check the kept share, kept values and gradients (those without dropout / (1 - p)), the zeros, and the seed."""
     x, u = inputs(tokens, channels, dtype=dtype).values()
     grad = torch.randn(tokens, channels, generator=torch.Generator().manual_seed(3)).to(x)
     seed = torch.tensor([2**40 + 5], device=DEVICE)

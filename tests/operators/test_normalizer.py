@@ -40,7 +40,7 @@ OPERATORS = {
 
 
 def results(name, *, entries, backend, normalizer=None):
-    """The output, and the gradients of q, k, v and a position table of as many entries where there are any."""
+    """Return the output and the gradients of q, k, v and a position table of `entries` entries."""
     leaves = [make_jagged(LENGTHS, (2, 16), seed=seed) for seed in range(3)]
     leaves.append(torch.linspace(-1, 1, 2 * N)[:entries].clone())
     if name != "rotatekv_attention":

@@ -50,7 +50,7 @@ class Users:
         self.call = dict(layer=layers - 1) | call
 
     def append(self, counts, **options):
-        """Outputs of the next tokens of each user, jagged."""
+        """Return the outputs of the next tokens of each user, jagged."""
         index = [
             self.begins[b] + i for b, n in enumerate(counts) for i in range(self.done[b], self.done[b] + n)
         ]  # fmt: skip

@@ -21,7 +21,7 @@ def results_of(world: int) -> list:
 
 
 def assert_as_one_process(form, option, world, ranks):
-    """The results of `world` processes equal those of one process with all tokens."""
+    """Check that the results of `world` processes equal those of one process with all tokens."""
     for rank in ranks:
         if not isinstance(rank, dict):
             raise AssertionError(f"a rank failed: {rank}")

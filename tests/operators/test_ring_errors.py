@@ -55,7 +55,7 @@ def test_ranks_that_do_not_agree():
 
 
 def lost(rank, when, how):
-    """The message of the error; rank 2 is lost before its first call, its second, or between passes."""
+    """Check the message of the error if rank 2 ends before its first call, its second, or between passes."""
     leaves = [x.requires_grad_() for x in tensors(4)]
     call = lambda: triton_ring_flash_attn_func(*leaves, causal=True)
     if when != "first call":

@@ -28,7 +28,7 @@ ALIASES = dict.fromkeys(("cu_seqlens", "q_offsets", "x_offsets"), "seq_offsets")
 
 
 def flat(result) -> list:
-    """The tensors and other parts of a result, one after another."""
+    """Return the tensors and other parts of a result as a flat list."""
     if isinstance(result, hstu_sparse.RotateKVCache):
         return [result.seq_offsets, result.pages, *result.tensors.values()]
     if isinstance(result, tuple | list):
@@ -50,7 +50,7 @@ def is_floating(x) -> bool:
 
 
 def leaves_of(arguments: dict, dtype: torch.dtype | None = None) -> dict:
-    """The arguments of a call, floating point ones as leaves with gradients, of `dtype`."""
+    """Return the arguments of a call, floating-point tensors as leaves with gradients, of `dtype`."""
     return {n: x.detach().to(dtype or x.dtype).requires_grad_() if is_floating(x) else x for n, x in arguments.items()}
 
 
@@ -288,7 +288,7 @@ def test_second_derivatives_are_right_or_refused(name):
         )
 
     def slope(leaves: list, along: list) -> torch.Tensor:
-        """The derivative in a direction."""
+        """Compute the derivative in a direction."""
         changed = dict(zip(names, leaves))
         if tables:
             changed["bias"] = hstu_sparse.RelativeBias(*leaves[len(names) :], torch.arange(tokens) * 60)

@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def by_hand(x, offsets, longest, times, position):
-    """The definition, channel by channel, in Python's own numbers."""
+    """Compute the definition, channel by channel, with Python's numbers."""
     x, out = x.double().tolist(), x.double().clone()
     for b in range(len(offsets) - 1):
         for t in range(offsets[b], offsets[b + 1]):

@@ -66,11 +66,11 @@ def main() -> int:
 
 def every_case(options: argparse.Namespace) -> list[bool]:
     results = []
-    for table, of_table in TABLES.items():
+    for table, table_options in TABLES.items():
         cases = {
-            f"{model}-{loss}-{table}": [*of_model, *of_loss, *of_table]
-            for model, of_model in MODELS.items()
-            for loss, of_loss in LOSSES.items()
+            f"{model}-{loss}-{table}": [*model_options, *loss_options, *table_options]
+            for model, model_options in MODELS.items()
+            for loss, loss_options in LOSSES.items()
             if not {(loss, table), (model, loss)} & REFUSED and re.search(options.only, f"{model}-{loss}-{table}")
         }
         out = options.out / table

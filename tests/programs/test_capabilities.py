@@ -27,11 +27,11 @@ def faults(code: str, module: str = "") -> Iterator[str]:
             sides = [node.left, *node.comparators]
             sides += [one for side in sides if isinstance(side, ast.Tuple | ast.List | ast.Set) for one in side.elts]
             named = {side.value for side in sides if isinstance(side, ast.Constant)} & NAMES
-            of_kind = any(
+            compares_kind = any(
                 isinstance(side, ast.Attribute | ast.Name) and ast.unparse(side).split(".")[-1] == "kind"
                 for side in sides
             )
-            if named and of_kind:
+            if named and compares_kind:
                 yield ast.unparse(node)
         elif isinstance(node, ast.match_case) and isinstance(node.pattern, ast.MatchValue):
             if isinstance(node.pattern.value, ast.Constant) and node.pattern.value.value in NAMES:

@@ -118,8 +118,8 @@ def without_example(names: list[Name]) -> list[str]:
     for name in names:
         word = re.compile(rf"\b{name.name}\b")
         shown = any(word.search(one.source) for parent in name.parents for one in by_path[parent].examples)
-        of_module = inspect.ismodule(name.documented)
-        if not (name.examples or shown or of_module):
+        is_module = inspect.ismodule(name.documented)
+        if not (name.examples or shown or is_module):
             missing.append(f"{name.path}: no example")
     return missing
 

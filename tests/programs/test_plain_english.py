@@ -36,45 +36,40 @@ VAGUE = (
 )
 # A bound name is followed by a symbol or `in`, a word of a comment mostly by another word: such files are not parsed.
 WORD = re.compile(rf"\b(?:{'|'.join(VAGUE)})\b(?! (?!in\b)[a-z]|[.'\"`])")
+# Names that have to be decoded. Folders in which they are still to be renamed are left out.
+BARRED = re.compile(r"_*(?:mine|of_\w+)")
+TO_RENAME = ("benchmarks", "hstu_sparse", "models", "operators", "random", "serving", "training")
 DOCSTRING = r'(?:\A|:(?: +#.*)?\n) *"""'
 # Words that begin a fragment, which is understood only together with the code.
 FRAGMENT = re.compile(DOCSTRING + r"((?:of|as|what|which|where|how|those|that|the same|by)\b.{0,40})", re.I)
-# A symbol, a lower-case name, or a verb in the third person where the imperative is meant.
-THIRD_PERSON = (
-    "Adds|Allows|Answers|Asks|Asserts|Brings|Builds|Checks|Compares|Compiles|Computes|Copies|Cuts|Does|Draws|"
-    "Drops|Fills|Finds|Follows|Forks|Gives|Has|Holds|Keeps|Knows|Leaves|Lets|Loads|Makes|Measures|Opens|Packs|Prepares|"
-    "Prints|Puts|Raises|Reads|Replaces|Returns|Rewrites|Saves|Says|Sends|Serves|Sets|Skips|Stands|Starts|Stops|Takes|"
-    "Tells|Trains|Tries|Turns|Waits|Writes|Yields"
-)
-ODD_BEGINNING = re.compile(DOCSTRING + rf"((?:[^A-Z\\]|(?:{THIRD_PERSON})\b).{{0,40}})")
+# A symbol or a lower-case name. Ruff checks the rest: functions and classes have docstrings (D101, D103), and those of
+# functions begin with an imperative (D401).
+ODD_BEGINNING = re.compile(DOCSTRING + r"([^A-Z\\].{0,40})")
 # An entry of a list of arguments, or the rest of one, which is indented further.
 ENTRY = re.compile(r"    (?:    |[\w*`]+(?:, [\w*`]+)*:|The others:)")
 
 
-def vague_names(text: str) -> Iterator[str]:
-    """Yield the vague names that a file gives to variables, arguments, attributes, functions and classes."""
-    if not WORD.search(text):
-        return
+def bound_names(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of the variables, arguments, attributes, functions and classes that a file defines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            name = node.id if isinstance(node, ast.Name) else node.attr
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
         elif isinstance(node, ast.arg):
-            name = node.arg
+            yield node.lineno, node.arg
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            name = node.name
-        else:
-            continue
-        if name in VAGUE:
-            yield f"line {node.lineno}: {name}"
+            yield node.lineno, node.name
 
 
-def undocumented(text: str) -> Iterator[str]:
-    """Yield the public functions and classes of a file that have no docstring."""
-    for node in ast.parse(text).body:
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
-            continue
-        if ast.get_docstring(node, clean=False) is None:
-            yield f"line {node.lineno}: {node.name}"
+def vague_names(text: str) -> Iterator[str]:
+    """Yield the vague names that a file defines."""
+    if WORD.search(text):
+        yield from (f"line {line}: {name}" for line, name in bound_names(text) if name in VAGUE)
+
+
+def barred_names(text: str) -> Iterator[str]:
+    """Yield the barred names that a file defines."""
+    if re.search(r"\b_*(?:mine|of_)", text):
+        yield from (f"line {line}: {name}" for line, name in bound_names(text) if BARRED.fullmatch(name))
 
 
 def broken_entries(text: str) -> Iterator[str]:
@@ -100,12 +95,12 @@ def test_names_say_what_a_value_is():
     check(FILES, vague_names)
 
 
-def test_docstrings_are_no_fragments():
+def test_names_need_no_decoding():
+    check([file for file in FILES if not set(file.relative_to(ROOT).parts) & set(TO_RENAME)], barred_names)
+
+
+def test_docstrings_are_not_fragments():
     check(FILES, lambda text: (fragment[1] for fragment in FRAGMENT.finditer(text)))
-
-
-def test_public_functions_and_classes_have_docstrings():
-    check(PUBLIC, undocumented)
 
 
 def test_docstrings_begin_with_a_verb_or_a_name():
@@ -124,10 +119,9 @@ def test_lists_of_arguments_can_be_read():
         (vague_names, "for own in range(3): pass"),
         (vague_names, "def f(kept): pass"),
         (vague_names, "class A:\n    def f(self):\n        self.asked = 1"),
-        (undocumented, "def f():\n    pass"),
-        (undocumented, "class A:\n    x = 1"),
+        (barred_names, "of_items = 1"),
+        (barred_names, "def mine(): pass"),
         (ODD_BEGINNING.finditer, 'def f():\n    """[T, H, D]."""'),
-        (ODD_BEGINNING.finditer, 'class A:\n    def f(self):\n        """Returns one."""'),
         (FRAGMENT.finditer, 'def f():\n    """What is left behind."""'),
     ],
 )

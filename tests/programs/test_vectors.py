@@ -88,9 +88,9 @@ def test_items_are_known_by_their_vectors_alone(place):
 
 def test_a_run_shares_the_file_and_needs_no_other(place, tmp_path):
     """Check that the run's array is a link to the cache's, and that a run works without the source and the cache."""
-    (mine,) = (place / "run" / "vocabulary").glob("vectors-0-values.npy")
+    (array,) = (place / "run" / "vocabulary").glob("vectors-0-values.npy")
     (cached,) = (place / "cache").glob("csv-*/feature-0-values.npy")
-    assert os.path.samefile(mine, cached)
+    assert os.path.samefile(array, cached)
     assert isinstance(load_vocabulary(place / "run").vocabulary.features.vectors[0].values, np.memmap)
     recommender = Recommender.load(place / "run", cache_bytes=2**22)
     recommender.append([0, 0, 0], [0, 4, 8], [1, 2, 3])

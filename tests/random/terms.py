@@ -54,7 +54,7 @@ def sizes_under_softmax(
 def _squares_of_terms(
     reference: Reference, inputs: dict, grad: torch.Tensor, by_head: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the tables `position` and `time` among the inputs (fp64), with every term squared.
+    """Return the gradients of the tables `position` and `time` among the inputs (fp64), with every term squared.
 
     The reference is made linear, so that the scores' gradients are dP, head by head, since heads share their bias.
     Arguments as of `sizes_of_terms`.

@@ -39,7 +39,7 @@ TASKS = {
 
 
 def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", loss=None, tokens=False, **model) -> RunConfig:
-    """A small run of the given attention; `model`: further options of the model.
+    """Return a small run with this attention; model: more options of the model.
 
     tokens: whether there are features of users, which are tokens.
     """

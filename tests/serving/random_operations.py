@@ -45,7 +45,7 @@ class Campaign:
             assert pool["pages_in_use"] <= pool["pages"] and pool["page_bytes"] <= self.options["cache_bytes"]
 
     def some(self) -> list[int]:
-        """A few users who have events."""
+        """Draw a few users who have events."""
         known = [int(user) for user in self.plain.users]
         return [known[i] for i in self.rng.integers(0, len(known), self.rng.integers(1, 4))] if known else []
 

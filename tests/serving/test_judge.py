@@ -16,7 +16,7 @@ BSA = {"kind": "bsa", "block_size": 4, "block_counts": 2, "selection_group": 2, 
 
 
 def trained(folder, *overrides):
-    """The folder of a small run of one epoch."""
+    """Return the folder of a small run of one epoch."""
     done = start(folder / "run", "model.num_heads=2", "train.epochs=1", *overrides)
     assert done.returncode == 0, done.stderr
     return folder / "run"

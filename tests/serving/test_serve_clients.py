@@ -254,7 +254,7 @@ def test_ten_thousand_clients_do_not_stop_health(trained, tmp_path):  # noqa: F8
 
 @pytest.fixture(scope="module")
 def service(trained, tmp_path_factory):  # noqa: F811
-    """A service with a token: (the process, a client with the token); nothing is printed as an error in the end."""
+    """Start a service with a token; yield (the process, a client with the token); check that no error is printed."""
     folder = tmp_path_factory.mktemp("service")
     (folder / "token").write_text(TOKEN)
     options = ("--history", "--token-file", folder / "token")

@@ -31,7 +31,7 @@ def events(users):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with data and a finished run of protocol leave_one_out, and one of protocol all."""
+    """Return a folder with data and a finished run of protocol leave_one_out, and one of protocol all."""
     place = tmp_path_factory.mktemp("changes")
     (place / "events.csv").write_text(events(range(20)))
     (place / "run.yaml").write_text(CONFIG.replace("PLACE", str(place)))

@@ -266,6 +266,8 @@ def test_best_weights_are_the_averages(tmp_path):
 
 
 class Bomb:
+    """An object whose unpickling runs code."""
+
     def __reduce__(self):
         return os.system, ("touch pwned",)
 

@@ -39,7 +39,7 @@ def lines_of(run_folder):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with data of one validation event a user, so that GAUC has no value, and two runs on them."""
+    """Return a folder with data of one validation event a user, so that GAUC has no value, and two runs on them."""
     place = tmp_path_factory.mktemp("directions")
     rng, rows = np.random.default_rng(0), ["user,item,timestamp,stars"]
     for user in range(40):

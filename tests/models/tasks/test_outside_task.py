@@ -23,7 +23,7 @@ KIND = "my_tasks.parity:Parity"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with my_tasks/ and run.yaml, and two finished runs of the task, `one` and `two`."""
+    """Return a folder with my_tasks/, run.yaml and two finished runs of the task, `one` and `two`."""
     folder = tmp_path_factory.mktemp("outside")
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
     (source,) = [block for block in blocks if "class Parity" in block]

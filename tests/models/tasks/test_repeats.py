@@ -49,7 +49,7 @@ def shop(repeated):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with the runs `again` and `new`, trained on data with and without repeats."""
+    """Return a folder with the runs `again` and `new`, trained on data with and without repeats."""
     place = tmp_path_factory.mktemp("repeats")
     for name in ("again", "new"):
         (place / f"{name}.csv").write_text(shop(name == "again"))

@@ -31,7 +31,7 @@ class Launches(NamedTuple):
 
 
 def draw(module, random, small: bool, like: dict | None = None) -> dict:
-    """A case of an operator's module that the machine has room for; of `like` another batch for the same kernels."""
+    """Draw a case of an operator's module that fits into memory; like: draw another batch for that case's kernels."""
     while True:
         case = module.draw(random, small)
         if like:

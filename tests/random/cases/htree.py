@@ -31,7 +31,7 @@ def make_inputs(lengths, heads, kv_heads, head_size, value_size, device="cpu", d
 
 
 def kernel_choices(inputs, offsets, N, rate, top_k, scale, rope_base=10000.0, selection_group=1):
-    """The kernel's choice at every token, after a look at whether it is right."""
+    """Return the kernel's choice at every token, after a check."""
     options = dict(
         compression_rate=rate, top_k=top_k, scale=scale, rope_base=rope_base, selection_group=selection_group
     )

@@ -196,7 +196,7 @@ def near_kink(iq, ik, lengths):
 
 
 def scores_terms(reference, inputs, grad):
-    """The size of what cancels: in scores what the index heads add; of few tokens what every product sums."""
+    """Return the size of the terms that cancel: in scores those of index heads, for few tokens those of products."""
     if grad.shape[0] <= FEW_TOKENS:  # scores are fp32 whatever the inputs are
         return gradients(reference, {name: x.abs() for name, x in inputs.items()}, grad.abs())
     with torch.no_grad():
@@ -204,7 +204,7 @@ def scores_terms(reference, inputs, grad):
 
 
 def divergence_terms(reference, inputs, grad):
-    """The size of what cancels: in the loss differences of logarithms of about 1, in scores' gradients pi - p."""
+    """Return the size of the terms that cancel: in the loss logarithms of about 1, in the scores' gradients pi - p."""
 
     def of_sum(scores, p, *rest):  # its gradient is pi + p
         return index_divergence(scores, -p, *rest)
@@ -260,7 +260,7 @@ def visible_slots(indices, lengths, group=1):
 
 
 def check_choice(device, inputs, tables, lengths, top_k, group, exact):
-    """The choice by what it has to be; scores and gradients by the reference at the kernels' own choice."""
+    """Check the choice by its definition, and scores and gradients by the reference at the kernels' choice."""
     shared = dict(seq_offsets=make_offsets(lengths, device=device), selection_group=group)
     function = biased(lightning_indexer, device, lengths, top_k=top_k, **shared)
     with torch.no_grad():
@@ -346,7 +346,7 @@ def launches():
     }
 
     def loss_with_saved_scores():
-        """The index loss where one program fills a multiprocessor."""
+        """Draw a case of the index loss in which one program fills a multiprocessor."""
         x, tables = torch.zeros(4000, 16, 128, dtype=torch.bfloat16), (torch.zeros(4000), torch.zeros(129))
         times, valid = torch.zeros(4000, dtype=torch.int64), torch.ones(4000, dtype=torch.bool)
         scores, indices = torch.zeros(4000, 2048), torch.zeros(4000, 2048, dtype=torch.int32)

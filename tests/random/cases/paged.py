@@ -50,7 +50,7 @@ def reference_bytes(*, lengths, query_lengths, groups, head_group, head_size, va
 
 
 def launched_with(splits):
-    """A context in which pages are divided into so many parts."""
+    """Return a context in which pages are divided into `splits` parts."""
     if splits is None:
         return contextlib.nullcontext()
     from hstu_sparse.cache.paged import launch

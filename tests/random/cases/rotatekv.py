@@ -79,7 +79,7 @@ def check(
     quant_group=64, sparsity=0.0, sink_tokens=0, clip=1.0, ordered=False, softmax=False, rope=False, position=False,
     timed=False, splits=None, contiguous=True, seed=0,
 ):  # fmt: skip
-    """The kernels' cache is one that the options allow; decompression, round trip and attention on it are right."""
+    """Check the kernels' cache against the options, and decompression, round trip and attention on it."""
     heads, dtype = groups * head_group, getattr(torch, dtype)
     tensor_options = dict(dtype=dtype, device=device, contiguous=contiguous)
     k = make_jagged(lengths, (heads, head_size), seed=seed, **tensor_options)
@@ -166,7 +166,7 @@ def check_self_attention(
     device, *, lengths, max_seq_len, groups, head_size, value_size, dtype, head_group=2, position=False, timed=False,
     contiguous=True, seed=0, **options,
 ):  # fmt: skip
-    """The kernels' `rotatekv_self_attention`, forward and every gradient, is right for the kernels' own codes."""
+    """Check the kernels' `rotatekv_self_attention` and every gradient for the kernels' codes."""
     dtype, options = getattr(torch, dtype), options | dict(head_group=head_group)
     tensor_options = dict(dtype=dtype, device=device, contiguous=contiguous)
     sizes = dict(q=head_size, k=head_size, v=value_size)

@@ -8,7 +8,7 @@ from tests.support.budgets import compare_with_reference
 
 
 def joined(backend, sizes):
-    """The parts side by side, each with a factor of its own, as one output."""
+    """Return the parts, each times another factor, as one output."""
 
     def call(x):
         parts = silu_parts(x, sizes, backend=backend)

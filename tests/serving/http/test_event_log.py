@@ -37,7 +37,7 @@ def record(users, items, times, actions=None):
 
 
 def run_data():
-    """The data of a run: three users with two events each."""
+    """Return the data of a run: three users with two events each."""
     return Dataset(
         name="small",
         items=np.array([0, 1, 2, 3, 4, 5], np.int32),

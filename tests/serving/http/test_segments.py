@@ -28,7 +28,7 @@ def small():
 
 @pytest.fixture
 def full(monkeypatch):
-    """Logs go on in a new file after a few records."""
+    """Make logs continue in a new file after a few records."""
     monkeypatch.setattr(event_log, "FULL", 400)
 
 

@@ -24,7 +24,7 @@ NOW = 1_000_000
 
 
 def other_model(seed, ids=None, label="other", **changes):
-    """A recommender with other weights and, if `ids` are given, with other items in another order."""
+    """Return a recommender with other weights and, if `ids` are given, with other items in another order."""
     config = make_config(**changes)
     ids = item_ids() if ids is None else np.asarray(ids)
     vocabulary = Vocabulary(ids, 6 if config.embeds_actions else None)
@@ -50,7 +50,7 @@ def write_run(folder, name, created, **result):
 
 
 def served_runs(folder, loaded, **demands):
-    """The runs of a folder, which are loaded by calling what `loaded` has under their names."""
+    """Return the runs of a folder; a run is loaded by calling the entry of `loaded` with its name."""
 
     def load(path):
         recommender = loaded[path.name]()
