@@ -38,7 +38,7 @@ WAIT, NVLINK = 2.9e-3, 153e9
 # NVIDIA DGX H200, datasheet: a 400 Gb/s network adapter for each GPU.
 NETWORK = 50e9
 REACHED = 0.6
-# A copy between two places of an H200's memory, bytes read and written: docs/notes/2026-11-23-performance.md.
+# A copy between two places of an H200's memory, bytes read and written.
 COPY = 4.3e12
 # The memory's bandwidth of an H100 over that of an H200, by their datasheets: 3.35 and 4.8 TB/s.
 H100_OF_H200 = 3.35 / 4.8

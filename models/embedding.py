@@ -32,7 +32,7 @@ class InputEmbedding(nn.Module):
     In a ranking batch x[t] is the item's embedding, plus its action's where the token has that, * sqrt(E), + position
     embedding. Positions count from the oldest event of the window. Tables start truncated
     normal, items (and actions) with standard deviation 0.02, positions with E ** -0.5. (The published HSTU then draws
-    the positions again, Xavier normal: no gain after 101 epochs, docs/notes/2026-11-23-quality.md.)
+    the positions again, Xavier normal: no gain after 101 epochs, docs/learned.md.)
 
     With features, the embeddings of the features of the item, the user, the event and its time are added to x[t] before
     * sqrt(E); those of users may be tokens of their own (`user_tokens`). The rows of items without a training event

@@ -157,7 +157,7 @@ class MixtureOfLogits(nn.Module):
 
     All Q_a and X_b start as one projection that keeps angles (those of a subspace if component_dim < E): the mixture
     starts as the cosine. Drawn apart, as published, they do not know that inputs and targets share one table, and on
-    Beauty a quarter of NDCG@10 was lost (docs/notes/2026-11-23-quality.md).
+    Beauty a quarter of NDCG@10 was lost (docs/learned.md).
 
     Source: Zhai et al., Revisiting Neural Retrieval on Accelerators, KDD 2023 (arXiv 2306.04039); Ding and Zhai,
     Retrieval with Learned Similarities (arXiv 2407.13218).

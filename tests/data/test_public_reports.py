@@ -1,4 +1,4 @@
-"""Test small inputs from public bug reports about reading data, listed in docs/notes/2026-11-27-messy-data.md."""
+"""Test small inputs from public bug reports of others about reading data."""
 
 import numpy as np
 import pytest

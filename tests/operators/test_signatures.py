@@ -1,5 +1,5 @@
 """Kernels and host functions take few arguments: what belongs together is a named tuple
-(docs/notes/2026-11-27-named-tuples.md).
+(docs/learned.md).
 """
 
 import ast

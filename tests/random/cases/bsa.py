@@ -11,7 +11,7 @@ from tests.support.budgets import compare_with_reference, make_jagged, make_offs
 
 GATES = ("g_cmp", "g_slc", "g_swa")
 # Bytes of local memory a thread may use for registers that do not fit. The key-major backward holds two accumulators of
-# 64 x 128; with fewer rows, or more warps, nothing spills, and it is slower (docs/notes/2026-11-23-bsa.md).
+# 64 x 128; with fewer rows, or more warps, nothing spills, and it is slower.
 SPILLS = {
     "bsa_select_bwd_dkv_kernel": 352,
     "bsa_compress_bwd_dkv_kernel": 320,
