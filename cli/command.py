@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -83,10 +82,9 @@ class Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser, *arguments):
-        try:
-            version = metadata.version("hstu_sparse")
-        except metadata.PackageNotFoundError:
-            from hstu_sparse import __version__ as version
+        # Read, not imported, which would take seconds; the installed metadata may be those of an earlier checkout.
+        text = (ROOT / "hstu_sparse" / "__init__.py").read_text(encoding="utf-8")
+        version = text.partition('__version__ = "')[2].partition('"')[0]
         _print(f"hstu_sparse {version}, commit {commit()}\n")
         parser.exit()
 

@@ -30,7 +30,7 @@ from hstu_sparse.ring.heads import heads_to_tokens, tokens_to_heads
 from hstu_sparse.ring.hstu import ring_hstu_attention
 from hstu_sparse.ring.plan import RingPlan, cut_sequences, ring_plan, whole_plan
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "PageFormat",

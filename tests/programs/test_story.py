@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import hstu_sparse
 from cli.interrupt import Interrupts, Stopped
 from models.attention import ATTENTION
 from tests.programs.test_outputs import CONFIG, events
@@ -162,7 +163,7 @@ def test_a_signal_ends_a_library_call_that_does_not_return():
         ("eval.py", [], "give the folder of a run"),
         ("train.py", [], "give a config"),
         ("train.py", ["ml-100k-hstu"], "did you mean"),
-        ("train.py", ["--version"], "hstu_sparse "),
+        ("train.py", ["--version"], f"hstu_sparse {hstu_sparse.__version__}, commit "),
         ("eval.py", ["run", "--top-k", "0"], "at least 1"),
         ("eval.py", ["run", "--users", "x"], "--users requires --recommend"),
     ],
