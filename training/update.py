@@ -20,7 +20,7 @@ from data.vocabulary import index_of
 from models.hstu import SequenceModel
 from training.average import WeightAverage
 from training.changes import check_updated
-from training.checkpoints import checkpoints
+from training.checkpoints import Progress, checkpoints
 from training.config import RunConfig, load_config
 from training.folder import LINEAGE, access, check_run, read_manifest, read_regular, with_nulls
 from training.optimizer import state_dtype
@@ -142,7 +142,7 @@ def inherit(
     last = checkpoints(update.folder)[-1:]
     if not last:
         raise CheckpointError(f"{update.folder}: no checkpoint, which has the optimiser's moments")
-    load_folder(last[0], checked=slice(None))
+    Progress.of(load_folder(last[0], checked=slice(None))[1], last[0])  # refuses those of other versions by name
     vocabulary = update.data.vocabulary
     places = Places.of(vocabulary, update.known.vocabulary)
     forms = {name: form for name, form in dcp.saved_tensors(last[0]).items() if not name.startswith("random.")}
