@@ -107,7 +107,7 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         "--resume",
         type=Path,
         metavar="RUN",
-        help="continue this run; key=value changes its paths, device or length (docs/evaluation.md); "
+        help="continue this run; key=value changes its paths, device or length (docs/training.md); "
         "auto: with CONFIG and --out, continue from the newest complete checkpoint there, or begin a new run",
     )
     add("--init-from", type=Path, metavar="RUN", help="begin with the weights of this run; its items keep their rows")

@@ -48,7 +48,7 @@ class Run:
     A run can be given in place of its folder's path, as to `Recommender.load`.
 
     Attributes:
-        folder: an absolute path; docs/evaluation.md lists its files.
+        folder: an absolute path; docs/training.md lists its files.
 
     Examples:
         >>> run = Run.open(run.folder)

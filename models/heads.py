@@ -83,7 +83,7 @@ class MoLConfig(Head):
     """Score an item by a mixture of logits.
 
     Published sizes for MovieLens and Amazon are 8 x 4 components of 64 with gates of 128, dropout 0.2 and item_dropout
-    0.1; docs/evaluation.md measures 4 x 4 of 64 with gates of 64. Components smaller than the embedding cost quality.
+    0.1; docs/recipes.md compares 4 x 4 of 64 with gates of 64. Components smaller than the embedding cost quality.
     """
 
     learned_temperature: ClassVar[bool] = False

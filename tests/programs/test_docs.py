@@ -264,7 +264,7 @@ SHELL = "set -e -m\ntrap 'kill $(jobs -p) 2>/dev/null || :' EXIT\n"
 
 
 def run_blocks(page: str, folder: Path) -> None:
-    """Run the shell and Python blocks of a page in order; a YAML block with a title is written to that file."""
+    """Run the shell and Python blocks of a page in order; a block with a title is written to that file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -273,9 +273,9 @@ def run_blocks(page: str, folder: Path) -> None:
         text = text.replace("8000", port)
         for written, run in REPLACED:
             text = text.replace(written, run)
-        if language == "yaml":
-            if title:
-                (folder / title).write_text(text)
+        if title:
+            (folder / title).write_text(text)
+        if title or language == "yaml":
             continue
         if language == "sh":
             lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
@@ -309,14 +309,15 @@ def test_readme_runs(checkout):
     assert (checkout / "next.csv").exists() and (checkout / "compared" / "report.html").exists()
 
 
-@pytest.mark.parametrize("page", ["operators", "indexer", "ring", "paged_attention"])
+@pytest.mark.parametrize("page", ["operators", "indexer", "ring", "paged_attention", "start_kernels"])
 def test_examples_of_operators_run(page):
     blocks = [
         text for language, _, text in BLOCK.findall((ROOT / f"docs/{page}.md").read_text()) if language == "python"
     ]
     assert blocks
+    names = {}
     for text in blocks:
-        exec(compile(text, page, "exec"), {})
+        exec(compile(text, page, "exec"), names)
 
 
 def test_the_page_for_python_runs(tmp_path, monkeypatch):
@@ -374,3 +375,30 @@ def test_tests_that_the_page_of_data_names_exist():
         for line in table.splitlines()
         if line.startswith("| ") and " | test" not in line and "---" not in line and not line.startswith("| features,")
     )
+
+
+@pytest.mark.slow
+def test_ten_minutes_for_a_researcher(checkout):
+    run_blocks("docs/start_research.md", checkout)
+    assert (checkout / "compared-kinds" / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page calls curl")
+def test_the_week_runs(checkout):
+    """Run all commands of the week in one shell: its services go on from block to block."""
+    for language, title, text in BLOCK.findall((ROOT / "docs" / "getting_started.md").read_text()):
+        if title == "shop.yaml":
+            (checkout / title).write_text(text.replace("epochs: 5", "epochs: 1"))
+        elif language == "python" and "orders.csv" in text:
+            subprocess.run([sys.executable, "-c", text], cwd=checkout, check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    blocks = [text for language, _, text in BLOCK.findall((ROOT / "docs" / "week.md").read_text()) if language == "sh"]
+    program = (SHELL + "\n".join(blocks)).replace("8000", port).replace("--retry 60", "--retry 900")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
+    done = subprocess.run(["bash", "-c", program], cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert '"unknown item"' in done.stdout and "live/day-8" in done.stdout

@@ -1,4 +1,4 @@
-"""The week of a shop (docs/production.md): clients order and look while models change and the service is killed."""
+"""The week of a shop (docs/week.md): clients order and look while models change and the service is killed."""
 
 import contextlib
 import json
