@@ -16,7 +16,8 @@ import hstu_sparse
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-KERNEL_LINES = "\n".join(re.findall(r"```python\n(.*?)```", README.partition("## The kernels alone")[2], re.DOTALL))
+KERNELS = README.partition("## The kernels as a library")[2]
+KERNEL_LINES = "\n".join(re.findall(r"```python\n(.*?)```", KERNELS, re.DOTALL))
 
 
 def run(*command, **options) -> str:
