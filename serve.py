@@ -1,8 +1,8 @@
 """Serve a run over HTTP: events in, recommendations and scores out (docs/serving.md).
 
 python serve.py RUN [--port 8000] [--cache 2bit --sink-tokens 4] [--history]       on 127.0.0.1; /docs lists the routes
-python serve.py RUN --host 0.0.0.0 --token-file FILE         to other machines, whose requests need the token in FILE
-python serve.py DIR --watch          the newest finished run in DIR, then each newer run once it is finished
+python serve.py RUN --host 0.0.0.0 --token-file FILE         for other machines; requests need the token in FILE
+python serve.py DIR --watch          the newest finished run in DIR, replaced by each newer run once it is finished
 """
 
 from cli.command import parse_early, serve_options, serving_options
@@ -29,7 +29,7 @@ from serving.http.event_log import EventLog, NotStored
 from serving.http.redis_store import SharedUsers, connect
 from serving.http.replay import replay
 from serving.http.server import Server, listening, possible_connections
-from serving.http.swap import Demands, Models
+from serving.http.swap import Models, Requirements
 from training.folder import access, read_regular
 from training.monitor import explain_faults
 
@@ -37,7 +37,7 @@ SHORTEST_TOKEN = 16
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file; ServingError if it is too short or not printable ASCII."""
+    """Return the token in a file; raise ServingError if it is too short or not printable ASCII."""
     with access(path, "read"):
         token = read_regular(path, 2**12).decode("utf-8", "replace").strip()
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
@@ -46,14 +46,14 @@ def read_token(path: Path) -> str:
 
 
 def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: Interrupts) -> EventLog:
-    """Open the event log, replay it into the recommender, and remove events of deleted users from it."""
+    """Open the event log, add its events to the recommender, and remove events of deleted users from its files."""
     path = options.log or options.run / "events.log"
     interrupts.stage = f"replaying {path}"
     log = EventLog(path, fsync=options.fsync == "always")
     try:
         log.prepare()
     except NotStored as fault:
-        terminal.say(f"{path}: {fault}; the start is slower")
+        terminal.say(f"{path}: {fault}; starting takes longer")
     counts = replay(recommender, log)
     stale = log.stale
     if stale or log.replaced:
@@ -62,11 +62,11 @@ def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: 
             if stale:
                 terminal.say(f"{path}: {stale:,} events of deleted users were removed")
         except NotStored as fault:
-            terminal.say(f"{path}: {fault}; {stale:,} events of deleted users stay in it until the next start")
+            terminal.say(f"{path}: {fault}; {stale:,} events of deleted users remain in it until the next start")
     terminal.say(
         f"{recommender.num_users:,} users; {path}: {counts['taken']:,} events"
-        + (f", {counts['left_out']:,} left out as unknown to the run" if counts["left_out"] else "")
-        + (f", {counts['repeated']:,} that are also in the run's data" if counts["repeated"] else "")
+        + (f", {counts['left_out']:,} of unknown items or actions left out" if counts["left_out"] else "")
+        + (f", {counts['repeated']:,} left out as also in the run's data" if counts["repeated"] else "")
         + f"; the model {recommender.label}"
     )
     return log
@@ -93,13 +93,13 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
 
     models = None
     if not (options.run / "config.yaml").exists() and options.run.is_dir():
-        models = Models(options.run, load, Demands(options.floor, options.missing_items))
+        models = Models(options.run, load, Requirements(options.floor, options.missing_items))
     elif wrong := [name for name in ("watch", "floor", "missing_items") if getattr(options, name)]:
         option = wrong[0].replace("_", "-")
-        raise ServingError(f"--{option}: expected a folder of runs, {shown(options.run, 200)} is one run")
+        raise ServingError(f"--{option}: expected a folder of runs, {shown(options.run, 200)} is a single run")
     recommender = load(options.run) if models is None else models.first()
     if recommender.config.threads is None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # HTTP needs a core, too
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # leave a core for HTTP
     log, store = None, None
     if options.store is None:
         log = open_log(options, recommender, interrupts)
@@ -119,9 +119,9 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     )
     watch = options.watch_seconds if options.watch else None
     app = create_app(recommender, log, token=token, limits=limits, store=store, models=models, watch=watch)
-    del recommender, store  # so that their memory is freed when a newer run replaces them
+    del recommender, store  # otherwise their memory could not be freed when the model is replaced
     logging.getLogger("hstu_sparse.serve").setLevel(options.log_level.upper())
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warning for each client that disconnects early
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warnings about clients that disconnect early
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     keep_objects()
     interrupts.stage = "serving"

@@ -226,7 +226,7 @@ def whole_batch(recommender, users, at, candidates=None):
 
     from data.batch import Cut
     from serving.paged_group import ServedBatch
-    from serving.tokens import Columns, window_tokens
+    from serving.tokens import TokenColumns, window_tokens
 
     engine, parts, lengths, origins = recommender._engine, [], [], []
     for i, user in enumerate(users):
@@ -238,10 +238,10 @@ def whole_batch(recommender, users, at, candidates=None):
         if candidates is not None:
             more = candidates.shape[1]
             of_all = (np.full(more, x) for x in (0, at, at, total))
-            parts.append(Columns(candidates[i], *of_all))
+            parts.append(TokenColumns(candidates[i], *of_all))
         lengths.append(total + more)
         origins.append(history.timestamps[begin - history.first])
-    columns = Columns.joined(parts)
+    columns = TokenColumns.joined(parts)
     to = lambda x: torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(engine.device)
     items, actions, times, query_times, positions = map(to, vars(columns).values())
     offsets = to(np.append(0, np.cumsum(lengths)))

@@ -1,6 +1,6 @@
-"""A trained run in use: `Recommender` takes events and answers with recommendations and scores."""
+"""Serve a trained run: `Recommender` takes events and returns recommendations and scores."""
 
-import hstu_sparse_checkout  # noqa: F401  # raises ImportError if another module hides one of our packages
+import hstu_sparse_checkout  # noqa: F401  # raises ImportError if another module hides one of these packages
 from serving.errors import (
     CacheFull,
     InvalidRequest,

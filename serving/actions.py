@@ -1,4 +1,4 @@
-"""Actions of events as a service is told them, in the codes of the run's action table. numpy alone."""
+"""Convert the actions of events to codes of the run's action table."""
 
 import numpy as np
 
@@ -10,21 +10,22 @@ from training.config import RunConfig
 
 
 class ActionCodes:
-    """The codes of actions: texts by the run's own, numbers in the units of the raw data (4.5 stars, say)."""
+    """The codes of actions: texts known to the run, or numbers in the units of the raw data, such as 4.5 stars."""
 
     def __init__(self, config: RunConfig, vocabulary: Vocabulary):
         self.count = vocabulary.num_actions or 0
-        # Formats that code actions bit by bit (flags) take the sum of the bits.
+        # In formats whose actions are flags, an action is given as the sum of its bits.
         self.scale = FORMATS[config.data.format].action_scale
         names = vocabulary.action_names
         self.texts = None if names is None else {text: code for code, text in enumerate(names) if text}
 
     def codes(self, actions: object, count: int) -> np.ndarray:
-        """Return `count` actions as codes, [E] int32; MissingActions for None, InvalidRequest for actions unknown to
-        the run.
+        """Return `count` actions as codes, [E] int32.
+
+        Raises MissingActions for None, and InvalidRequest for actions that the run does not know.
         """
         if actions is None:
-            raise MissingActions("actions: the run reads the action of every event, expected one for each")
+            raise MissingActions("actions: the run reads actions, expected one for each event")
         array = np.asarray(actions)
         if array.shape != (count,):
             raise InvalidRequest(f"actions: expected {count}, one for each event, got shape {list(array.shape)}")
@@ -44,13 +45,13 @@ class ActionCodes:
         if not known.all():
             most = (self.count - 1) / self.scale
             raise InvalidRequest(
-                f"actions: {shown(array[~known][0])} is not known to the run, which knows 0 to {most:g}"
+                f"actions: {shown(array[~known][0])} is not known to the run, expected 0 to {most:g}"
                 + (f" in steps of {1 / self.scale:g}" if self.scale > 1 else "")
             )
         return codes
 
     def lookup(self, actions: list) -> tuple[np.ndarray, np.ndarray]:
-        """Return (codes, int32; which actions are known, bool) of numbers, texts and None, which is never known."""
+        """Return (codes int32, mask of known actions) of numbers or texts; None is never known."""
         if self.texts is None:
             numbers = [action if isinstance(action, int | float) else np.nan for action in actions]
             return self._codes_of_numbers(np.array(numbers, np.float64))

@@ -1,12 +1,14 @@
-"""Block-sparse attention of new tokens on top of pages, in plain PyTorch: the sums of `hstu_sparse.bsa_attention`.
+"""Compute `hstu_sparse.bsa_attention` for new tokens that attend to pages, in plain PyTorch.
 
-The mean keys and values of complete blocks are those of what the pages give back; their sums lie beside the pages
-(block_sums.py). Where each user has one new token, that token reads these sums, the blocks it chose and its window.
-A group of tokens attends to the blocks that its first token chose, at that token's query time: the choice of the group
-that is still open is kept beside the pages too (`Pass.choices`), since no page says what the query was.
+The means of complete blocks are those of the decoded keys and values; their sums are stored with the pages
+(block_sums.py). If each user has one new token, the token reads only these sums, its chosen blocks and its window.
 
-Letters: T new tokens, B users, Q new tokens of a user (the most of all), L tokens of a user that are keys (the most),
-H heads, D query/key and V value head size, BS block size, M blocks, S blocks chosen, r tokens of a group.
+All tokens of a selection group attend to the blocks that its first token chose, at that token's query time. While a
+selection group is incomplete (open), its choice is stored with the pages (`PagedPass.choices`), since it cannot be
+computed from them: they do not contain queries.
+
+Letters: T new tokens, B users, Q the most new tokens of a user, L the most keys of a user, H heads, D query/key and
+V value head size, M blocks, S blocks chosen.
 """
 
 import torch
@@ -17,7 +19,7 @@ from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.core.jagged import jagged_to_padded, offsets_from_lengths, padded_to_jagged
 from models.attention.bsa import BlockSparseAttention
 from serving.block_sums import Stored
-from serving.paged_group import Part, Pass
+from serving.paged_group import PagedGroup, PagedPass
 
 MOST_SCORES = 2**25  # of queries and keys in memory at a time
 
@@ -29,63 +31,62 @@ def paged_block_sparse(
     k: Tensor,
     v: Tensor,
     bias: RelativeBias | None,
-    served: Pass,
-    part: Part,
+    served: PagedPass,
+    group: PagedGroup,
 ) -> Tensor:
-    """Return the attention [T, H, V] of a part's tokens, q and k [T, H, D], v [T, H, V], whose keys are already in the
-    pages.
+    """Return the attention outputs [T, H, V] of a group's tokens, whose keys and values are already in the pages.
 
-    bias: its tables, with the times of the part. The open group's choice is read from and left in `served.choices`;
-    sums of blocks that the tokens complete are left in `served.sums`.
+    q, k: [T, H, D]; v: [T, H, V]; bias: the tables, with the group's times. Updates `served.choices` by the choice of
+    each user's open selection group, and `served.sums` by the sums of blocks that the tokens complete.
     """
     c, dtype = inner.config, q.dtype
     gates = inner.gate(q)
-    counts = part.offsets.diff()
-    total = part.lengths if part.candidates else part.lengths + counts
+    counts = group.offsets.diff()
+    total = group.lengths if group.candidates else group.lengths + counts
     most, longest = int(counts.max()), max(1, int(total.max()))
     blocks = -(-longest // c.block_size)
     longest = blocks * c.block_size
     one, block_sums = most == 1, served.sums
     assert block_sums is not None
-    if not part.candidates:
-        block_sums.write(layer, part.pages, part.lengths, counts)
+    if not group.candidates:
+        block_sums.write(layer, group.pages, group.lengths, counts)
 
-    def padded(x: Tensor, offsets: Tensor, size: int) -> Tensor:  # [.., H, X] -> [B, H, size, X] in fp32
+    def padded(x: Tensor, offsets: Tensor, size: int) -> Tensor:  # [.., H, X] -> fp32 [B, H, size, X]
         x = jagged_to_padded(x.float().flatten(1), offsets, size).unflatten(-1, x.shape[1:])
         return x.transpose(1, 2)
 
-    stored = Stored(served.pool, layer, part.pages)
+    stored = Stored(served.pool, layer, group.pages)
     keys: tuple[Tensor, ...] = ()
     if not one:
         key_offsets = offsets_from_lengths(total)
-        keys = tuple(padded(x, key_offsets, longest) for x in served.pool.read(layer, part.pages, total))
-    sums = block_sums.read(layer, part.pages, total, blocks)
-    begun = block_sums.begun(layer, part.pages, part.lengths) if part.candidates else ()
-    q, k, v = (padded(x, part.offsets, most) for x in (q, k, v))
-    gates = [padded(g[..., None], part.offsets, most) for g in gates]
-    # Padding after a user's last new token gets its place, since the tables have no entry beyond N. [B, Q]
-    lengths = part.lengths.long()[:, None]
+        keys = tuple(padded(x, key_offsets, longest) for x in served.pool.read(layer, group.pages, total))
+    sums = block_sums.read(layer, group.pages, total, blocks)
+    begun = block_sums.begun(layer, group.pages, group.lengths) if group.candidates else ()
+    q, k, v = (padded(x, group.offsets, most) for x in (q, k, v))
+    gates = [padded(g[..., None], group.offsets, most) for g in gates]
+    # Positions [B, Q]. Padding has that of the user's last new token: the tables end at position N.
+    lengths = group.lengths.long()[:, None]
     places = torch.minimum(lengths + torch.arange(most, device=q.device), lengths + counts.clamp(min=1)[:, None] - 1)
-    if part.candidates:
+    if group.candidates:
         places = lengths.expand(-1, most)
     times = None
     if bias is not None and bias.time is not None:
 
-        def of_tokens(x: Tensor, offsets: Tensor, size: int) -> Tensor:  # [..] -> [B, size]
+        def padded_times(x: Tensor, offsets: Tensor, size: int) -> Tensor:  # [..] -> [B, size]
             return jagged_to_padded(x[:, None], offsets, size)[..., 0]
 
         times = (
-            None if one else of_tokens(served.pool.read_timestamps(part.pages, total), key_offsets, longest),
+            None if one else padded_times(served.pool.read_timestamps(group.pages, total), key_offsets, longest),
             *(
-                x[:, None].expand(-1, most) if part.candidates else of_tokens(x, part.offsets, most)
-                for x in (part.query_times, part.times)
+                x[:, None].expand(-1, most) if group.candidates else padded_times(x, group.offsets, most)
+                for x in (group.query_times, group.times)
             ),
         )
     choice = served.choices.get(layer)
     if choice is None:
         choice = torch.full((len(counts), q.shape[1], c.block_counts), -1, dtype=torch.int32, device=q.device)
     attention = _Tokens(
-        inner, bias or RelativeBias(), part.candidates, stored, longest, keys, sums, begun, times, counts
+        inner, bias or RelativeBias(), group.candidates, stored, longest, keys, sums, begun, times, counts
     )
     width = max(1, MOST_SCORES // (len(counts) * q.shape[1] * longest))
     outputs = []
@@ -96,19 +97,21 @@ def paged_block_sparse(
         outputs.append(out)
     served.choices[layer] = choice
     out = torch.cat(outputs, 2).transpose(1, 2)
-    return padded_to_jagged(out.flatten(2), part.offsets, int(part.offsets[-1])).unflatten(-1, out.shape[2:]).to(dtype)
+    return (
+        padded_to_jagged(out.flatten(2), group.offsets, int(group.offsets[-1])).unflatten(-1, out.shape[2:]).to(dtype)
+    )
 
 
 class _Tokens:
-    """The keys, values and sums that the new tokens of a part attend to.
+    """The keys, values and sums that the new tokens of a group attend to.
 
     stored   the pages
     longest  L
     keys     (keys [B, H, L, D], values [B, H, L, V]); empty where each user has one new token, which reads the pages
-    sums     of complete blocks, [B, H, M, D] and [.., V]
-    begun    of candidates: the sums of what there is of the block that they are in, [B, H, 1, D] and [.., V]
-    times    (of keys [B, L] or None without keys, of queries [B, Q], of the queries' own tokens [B, Q]), or None
-    counts   [B] new tokens
+    sums     sums of complete blocks, [B, H, M, D] and [.., V]
+    begun    candidates only: the sums of the earlier tokens of the candidates' block, [B, H, 1, D] and [.., V]
+    times    (times of keys [B, L] or None without keys, query times [B, Q], times of the new tokens [B, Q]), or None
+    counts   [B] the number of new tokens
     """
 
     def __init__(self, inner, bias, candidates, stored, longest, keys, sums, begun, times, counts):
@@ -116,7 +119,7 @@ class _Tokens:
         self.stored, self.longest, self.keys, self.sums, self.begun = stored, longest, keys, sums, begun
 
     def __call__(self, q, k, v, gates, places, begin, choice) -> tuple[Tensor, Tensor]:
-        """Return (outputs [B, H, Q, V], the choice after them) of the queries from `begin` on, at `places` [B, Q]."""
+        """Return (outputs [B, H, Q, V], the choice after them) for queries from `begin` on, at positions `places`."""
         c, device = self.inner.config, q.device
         size, scale, normalizer = c.block_size, c.scale, self.inner.normalizer
         rows = slice(begin, begin + q.shape[2])
@@ -134,7 +137,7 @@ class _Tokens:
         block_scores = block_scores + added(places[..., None] - middle, middles)
         block_weights = F.silu(block_scores)  # [B, H, Q, M]
 
-        # The choice of each query as if it were its group's first, replaced by that of its group's first query.
+        # Choose for each query as if it were the first of its selection group, then take the choice of the first query.
         group, current = c.selection_group, places // size
         fitting = block_weights.masked_fill((blocks >= current[..., None])[:, None], -torch.inf)
         best, order = fitting.sort(dim=-1, descending=True, stable=True)
@@ -148,21 +151,21 @@ class _Tokens:
         chosen = torch.where(before[:, None, :, None], choice[:, :, None], chosen.gather(2, source))
 
         selected, near = (self._from_pages if not self.keys else self._from_keys)(q, places, rows, chosen)
-        mine = None if self.times is None else self.times[2][:, rows, None]
-        own_term = F.silu(scale * (q * k).sum(-1, keepdim=True) + added(places[..., None] * 0, mine)) * v
-        out = gates[1] * (selected + own_term)
+        token_times = None if self.times is None else self.times[2][:, rows, None]
+        self_term = F.silu(scale * (q * k).sum(-1, keepdim=True) + added(places[..., None] * 0, token_times)) * v
+        out = gates[1] * (selected + self_term)
         if c.window_size:
-            out = out + gates[2] * (near + own_term)
+            out = out + gates[2] * (near + self_term)
         seen = places + (0 if self.candidates else 1)
         complete = (blocks + 1) * size <= seen[..., None]
         compressed = block_weights.masked_fill(~complete[:, None], 0) @ (self.sums[1] / size)
         if self.candidates:
-            compressed = compressed + self._completed(q, k, v, places, query_times, mine)
+            compressed = compressed + self._completed(q, k, v, places, query_times, token_times)
         out = (out + gates[0] * compressed * size) / normalizer
-        return out, self._behind(chosen, places, begin, choice)
+        return out, self._open_choice(chosen, places, begin, choice)
 
     def _from_keys(self, q, places, rows, chosen) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs of the chosen blocks and of the window, [B, H, Q, V] each, from all keys.
+        """Return the outputs over the chosen blocks and over the window, [B, H, Q, V] each, from all keys.
 
         chosen: [B, H, Q, S].
         """
@@ -182,7 +185,7 @@ class _Tokens:
         return selected, near
 
     def _from_pages(self, q, places, rows, chosen) -> tuple[Tensor, Tensor | None]:
-        """Return the result of `_from_keys` for one query of each user, reading only the pages of its tokens."""
+        """Return the result of `_from_keys` for one query of each user; read only the keys that it attends to."""
         c, query_times = self.inner.config, None if self.times is None else self.times[1][:, None, rows, None]
 
         def some(position: Tensor, hidden: Tensor) -> Tensor:  # [B, H or 1, K] -> [B, H, 1, V]
@@ -201,15 +204,15 @@ class _Tokens:
             near = some(position.clamp(min=0), position < 0)
         return selected, near
 
-    def _completed(self, q, k, v, places, query_times, mine) -> Tensor | float:
-        """Return the contribution [B, H, Q, V] of a block to the candidates that complete it by themselves."""
+    def _completed(self, q, k, v, places, query_times, token_times) -> Tensor | float:
+        """Return the contribution [B, H, Q, V] to each candidate's output of the block that the candidate completes."""
         size = self.inner.config.block_size
         completes = (places + 1) % size == 0  # [B, Q], the same for all candidates of a user
         kbar, vbar = ((x + y) / size for x, y in zip(self.begun, (k, v)))
         distance = size - 1 - size // 2
         seen = None
         if self.times is not None:
-            seen = mine if distance == 0 else self.stored.times((places - distance).clamp(min=0))[..., None]
+            seen = token_times if distance == 0 else self.stored.times((places - distance).clamp(min=0))[..., None]
         b = pair_bias(
             self.bias,
             torch.full_like(places, distance)[..., None],
@@ -220,11 +223,11 @@ class _Tokens:
         weights = F.silu(self.inner.config.scale * (q * kbar).sum(-1, keepdim=True) + b)
         return (weights * vbar).masked_fill(~completes[:, None, :, None], 0)
 
-    def _behind(self, chosen: Tensor, places: Tensor, begin: int, choice: Tensor) -> Tensor:
-        """Return the choice [B, H, S] of the group open after the last query; candidates do not change it."""
+    def _open_choice(self, chosen: Tensor, places: Tensor, begin: int, choice: Tensor) -> Tensor:
+        """Return the choice [B, H, S] of the selection group open after the last query; candidates do not change it."""
         if self.candidates:
             return choice
-        last = (self.counts - 1 - begin).clamp(max=chosen.shape[2] - 1)  # below 0: none of these queries is the user's
+        last = (self.counts - 1 - begin).clamp(max=chosen.shape[2] - 1)  # negative: none of these queries is the user's
         index = last.clamp(min=0)
         last_choice = chosen.gather(2, index[:, None, None, None].expand(-1, chosen.shape[1], 1, chosen.shape[3]))[
             :, :, 0

@@ -1,7 +1,7 @@
-"""Store sums of keys and values over the complete blocks of bsa, beside the pages.
+"""Store the sums of keys and values over the complete blocks of bsa.
 
-A request reads a sum for each block in place of every token. The sums of a block lie with the page of its last token,
-so that pages and sums come and go together.
+A request reads one sum for each block instead of all of its tokens. The sum of a block is stored under the page of the
+block's last token, so that it is allocated and freed with the page.
 
 Letters: B users, P columns of a page table, H heads, D query/key and V value head size, M blocks, K tokens.
 """
@@ -23,7 +23,7 @@ class Stored:
         self.page_size = pool.format.page_size
 
     def place(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (page, slot) of positions [B, ...]; for a position without a page an arbitrary other one."""
+        """Return (page, slot) of positions [B, ...]; an arbitrary one for a position without a page."""
         flat = position.flatten(1)
         column = (flat // self.page_size).clamp(0, self.table.shape[1] - 1)
         page = self.table.gather(1, column).long().clamp(min=0)
@@ -36,7 +36,7 @@ class Stored:
         return self.tensors["k"][page, head, slot].float(), self.tensors["v"][page, head, slot].float()
 
     def times(self, position: Tensor) -> Tensor:
-        """Return the seconds at positions [B, ...]."""
+        """Return the times at positions [B, ...], in seconds."""
         return self.pool.timestamps[self.place(position)]
 
 
@@ -59,18 +59,18 @@ class BlockSums:
 
     @staticmethod
     def page_bytes(form: hstu_sparse.PageFormat, sizes: Mapping[int, int]) -> int:
-        """Return the number of bytes of sums for a page."""
+        """Return the bytes of the sums stored under one page."""
         width = 4 * form.heads * (form.head_size + form.value_size)
         return sum(width * ends_in_page(form, size) for size in sizes.values())
 
     def _place(self, layer: int, stored: Stored, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of the sums of blocks [B, M]: (page, number among the blocks that end in it)."""
+        """Return where the sums of blocks [B, M] are stored: (page, number among the blocks that end in the page)."""
         size = self.sizes[layer]
         last = (block + 1) * size - 1
         return stored.place(last)[0], block - last // stored.page_size * stored.page_size // size
 
     def write(self, layer: int, table: Tensor, lengths: Tensor, counts: Tensor) -> None:
-        """Compute sums of blocks that `counts` [B] new tokens after `lengths` [B] complete, from the pages. Waits."""
+        """Sum the blocks that `counts` [B] new tokens after `lengths` [B] complete. Waits for the device."""
         size, stored = self.sizes[layer], Stored(self.pool, layer, table)
         first = lengths // size
         most = int(((lengths + counts) // size - first).max())
@@ -85,8 +85,9 @@ class BlockSums:
             target[page, slot] = sums[complete]
 
     def read(self, layer: int, table: Tensor, lengths: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """Return the sums of the first `blocks` blocks, [B, H, M, D] and [.., V]; 0 for blocks not complete by
-        `lengths` [B].
+        """Return the sums of the first `blocks` blocks, [B, H, M, D] and [.., V].
+
+        They are 0 for blocks that the first `lengths` [B] tokens do not complete.
         """
         stored = Stored(self.pool, layer, table)
         block = torch.arange(blocks, device=table.device).expand(len(table), -1)
@@ -96,7 +97,7 @@ class BlockSums:
         return keys, values
 
     def begun(self, layer: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of the incomplete block of each user's next token: [B, H, 1, D] and [.., V]."""
+        """Return the sums of the stored tokens in the block of each user's next token: [B, H, 1, D] and [.., V]."""
         size, stored = self.sizes[layer], Stored(self.pool, layer, table)
         position = (lengths // size * size)[:, None] + torch.arange(size, device=table.device)
         hidden = (position >= lengths[:, None])[:, None, :, None]

@@ -1,4 +1,4 @@
-"""The pages of users: which of a user's tokens they hold, and who gives way where there is no room.
+"""Allocate pages to users; evict the least recently used.
 
 Letters: H heads, S blocks that bsa chooses.
 """
@@ -19,10 +19,10 @@ from serving.errors import CacheFull
 class Entry:
     """The pages of one user.
 
-    row      what the pool knows the user's pages by
-    begin    the first event of the window that they are of
-    length   tokens of that window that they hold, from its first on
-    choices  layer -> [H, S] int32, bsa: the choice of the open group; None where no group is open, and without bsa
+    row      the numbers of the pages in the pool
+    begin    the first event of the cached window
+    length   the number of cached tokens, from the first one of the window on
+    choices  for bsa, layer -> [H, S] int32: the choice of the open selection group; None if no group is open
     """
 
     row: Sequence[int] = ()
@@ -32,7 +32,7 @@ class Entry:
     _table: tuple[Sequence[int], np.ndarray] | None = None
 
     def table(self, width: int) -> np.ndarray:
-        """Return the row of a page table, [width] int32: the pages, then -1."""
+        """Return the row of a page table, [width] int32: the pages, padded with -1."""
         if self._table is None or self._table[0] is not self.row or len(self._table[1]) != width:
             table = np.full(width, -1, np.int32)
             table[: len(self.row)] = self.row
@@ -43,10 +43,11 @@ class Entry:
 class Caches:
     """The entries of all users who have pages, the least recently used first.
 
-    group: number of tokens by which a length may be cut, 1 but for bsa, whose open groups would lack their choice.
+    group: lengths are only cut to multiples of this: the size of a selection group for bsa, since the choice of an open
+    group cannot be computed again, otherwise 1.
 
-    ahead: the entries of windows to which those of their users will slide; their pages are the first to go.
-    soon: the users whose next events are to be encoded in such a window, too.
+    ahead: the entries of the next windows of users; their pages are the first to be freed.
+    soon: the users whose next windows are to be encoded.
     """
 
     def __init__(self, pool: hstu_sparse.PagePool, group: int = 1):
@@ -61,8 +62,9 @@ class Caches:
         return user in self.entries
 
     def length(self, user: str, begin: int) -> int:
-        """Return the number of tokens in the pages for the window that begins at event `begin`; drop those of another
-        window, for which the one ahead comes if that is it.
+        """Return the number of cached tokens of the window that begins at event `begin`.
+
+        Pages of another window are freed. If this window was encoded ahead, its pages take their place.
         """
         entry = self.entries.get(user)
         if entry is None:
@@ -81,7 +83,7 @@ class Caches:
         return entry.length
 
     def cut(self, entry: Entry, length: int) -> None:
-        """Drop the tokens after the first `length` from the pages of an entry."""
+        """Remove the tokens after the first `length` from an entry."""
         if length >= entry.length:
             return
         entry.length = max(0, length - length % self.group)
@@ -89,7 +91,7 @@ class Caches:
         entry.choices = None
 
     def drop(self, user: str) -> bool:
-        """Free a user's pages; return whether there were any."""
+        """Free the pages of a user; return whether there were any."""
         self.drop_ahead(user)
         self.soon.pop(user, None)
         entry = self.entries.pop(user, None)
@@ -98,15 +100,13 @@ class Caches:
         return entry is not None
 
     def drop_ahead(self, user: str) -> None:
-        """Free the pages of the window to which the user's window will slide."""
+        """Free the pages of the user's next window."""
         following = self.ahead.pop(user, None)
         if following is not None:
             self.pool.shrink(following.row, 0)
 
     def reserve_ahead(self, user: str, begin: int, tokens: int) -> Entry | None:
-        """Return the entry of a window to which the user's will slide, with room for `tokens` of it; None if too few
-        pages are free.
-        """
+        """Return the entry of the user's next window, with pages for `tokens`; None if too few pages are free."""
         following = self.ahead.get(user)
         if following is None or following.begin != begin:
             self.drop_ahead(user)
@@ -120,9 +120,9 @@ class Caches:
         return following
 
     def fitting(self, users: Sequence[str], tokens: Sequence[int]) -> int:
-        """Return how many of `users`, from the first on, can have pages for `tokens` at the same time.
+        """Return how many of the first `users` can have pages for `tokens` [users] tokens at the same time.
 
-        Raises CacheFull if not even the first can, since others are pinned.
+        Raises CacheFull if the first one cannot, since other users are pinned.
         """
         rows = int(self.pool.format.sink_tokens > 0)
         pinned = {user: len(entry.row) for user in self.pinned if (entry := self.entries.get(user)) and len(entry.row)}
@@ -144,15 +144,15 @@ class Caches:
             if pages < 0 or sequences < 0:
                 if not count:
                     raise CacheFull(
-                        f"no room for {length:,} tokens of a user: {len(pinned):,} pinned users hold the cache"
+                        f"no room for {length:,} tokens of a user: {len(pinned):,} pinned users fill the cache"
                     )
                 return count
         return len(users)
 
     def reserve(self, users: Sequence[str], begins: Sequence[int], tokens: Sequence[int]) -> list[Entry]:
-        """Return the entries of `users`, who must fit, with room for `tokens` of the windows from `begins` on.
+        """Return the entries of `users`, with pages for `tokens` tokens of the windows that begin at events `begins`.
 
-        Other users' pages are evicted if needed, the least recently used first.
+        All users must fit, see `fitting`. Other users' pages are evicted if needed, the least recently used first.
         """
         entries, size = self.entries, self.pool.format.page_size
         sinks = int(self.pool.format.sink_tokens > 0)

@@ -1,4 +1,4 @@
-"""The part of `Recommender` that adds items to those that the run was trained on, and writes their vectors."""
+"""Define the part of `Recommender` that adds new items and exports item vectors."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,22 +12,22 @@ from training.outputs import export_items
 
 
 class Catalogue(ServedRun):
-    """The items that can be recommended."""
+    """The catalogue: the items that can be recommended."""
 
     def add_items(self, items, features: Mapping[str, Sequence]) -> int:
-        """Add items that the run was not trained on, known by their features; return how many are new.
+        """Add items that the run was not trained on, with their features; return how many are new.
 
-        They are candidates at once, and events may have them. An item that there is already stays as it is.
+        From then on they can be recommended and be in events. Items that exist already are not changed.
 
         Args:
             items: [n] ids.
-            features: the run's features of items by name, each with a value for every item: text, an integer or a
-                boolean for a category, a list of these, a number, the numbers of a vector, or None.
+            features: the run's features of items, name -> a value for each item: text, an integer or a boolean for a
+                category, a list of these, a number, the numbers of a vector, or None.
 
-        Raises InvalidRequest, with nothing changed, for a run without features of items among others.
+        Raises InvalidRequest, with nothing changed, for example if the run has no features of items.
 
         Examples:
-            >>> recommender.add_items(["s9", "s1"], {"brand": ["a", "b"]})  # there is an s1
+            >>> recommender.add_items(["s9", "s1"], {"brand": ["a", "b"]})  # s1 exists already
             1
             >>> recommender.score(["c3"], [["s9"]]).shape
             (1, 1)
@@ -39,11 +39,11 @@ class Catalogue(ServedRun):
             return self.add_checked(self.check_items(items, features))
 
     def check_items(self, items, features: Mapping[str, Sequence], strict: bool = True) -> Additions:
-        """Return the new ones of `add_items`. strict: otherwise what the run cannot know is left out."""
+        """Return the new ones among items; strict: raise InvalidRequest for invalid items, otherwise leave them out."""
         return checked_items(self.items, self.vocabulary, items, features, strict)
 
     def add_checked(self, added: Additions) -> int:
-        """Add what `check_items` returned; return the number of items."""
+        """Add the items that `check_items` returned; return their number."""
         if not len(added.ids):
             return 0
         with self._lock:
@@ -58,14 +58,14 @@ class Catalogue(ServedRun):
         return len(added.ids)
 
     def export(self, folder: str | Path) -> tuple[int, int]:
-        """Write item vectors and ids into `folder`, as `eval.py --export-items`; returns (items, size of a vector).
+        """Write item vectors and ids into `folder` like `eval.py --export-items`; return (items, vector size).
 
-        Raises ServingError for a head that has no single vector for an item.
+        Raises ServingError if the head does not score by one vector for each item.
 
         Examples:
             >>> recommender.export("vectors")
             (9, 8)
         """
         if self.ranking or not self.config.model.head.has_item_vectors:
-            raise ServingError("the run has no single vector for an item whose product is the score")
+            raise ServingError("the run does not score by one vector for each item, expected another task or head")
         return export_items(Path(folder), self.model, self.items.ids)

@@ -1,6 +1,6 @@
-"""Number what events carry beside item and time, and the features of users, in the terms of the run's tables.
+"""Map actions and features of events, and features of users, to integer codes and rows of the run's tables.
 
-Numpy, and torch for the copies on the device. Letters: E events, F features, L the most values of one.
+Letters: E events, B users, F features, L the most values of a feature.
 """
 
 import json
@@ -19,17 +19,17 @@ from serving.actions import ActionCodes
 from serving.errors import InvalidRequest, LimitReached
 from training.config import RunConfig
 
-PACKED = "\0"  # begins the text of an event's action and features in a log or a store; no client's text has it
+PACKED = "\0"  # prefix of `packed` texts; texts of clients contain no NUL
 MOST_CODES = 2**31
 
 
 def packed(action: Any, features: Mapping[str, Any] | None) -> Any:
-    """Return an event's action and features as one value, which a log and a store have in place of the action."""
+    """Return an event's action and features as one value, which logs and stores save in the place of the action."""
     return PACKED + json.dumps([action, features], sort_keys=True) if features else action
 
 
 def unpacked(value: Any) -> tuple[Any, dict[str, Any]]:
-    """Return (action, features) of a value of `packed`."""
+    """Return (action, features) of a value that `packed` returned."""
     if isinstance(value, str) and value.startswith(PACKED):
         action, features = json.loads(value[1:])
         return action, features
@@ -37,15 +37,15 @@ def unpacked(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def as_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
-    """Return the features of users or events by name: a value for each, None for one without."""
+    """Return features by name, with a value for each user or event, None if it has none."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 class RowTable:
-    """The distinct rows of features that were met, numbered; number 0 has no value.
+    """The distinct rows of feature values seen so far, numbered from 0; row 0 has no values.
 
-    rows: [numbers, F, L] int32, -1 behind the last value
+    rows: [rows, F, L] int32, padded with -1
     """
 
     def __init__(self, num_features: int):
@@ -55,7 +55,7 @@ class RowTable:
         self._copied = 0
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers of rows [n, F, L], int64, of which new ones get the next."""
+        """Return the numbers [n] int64 of rows [n, F, L]; new rows are added."""
         if not len(rows):
             return np.zeros(0, np.int64)
         longest = max(rows.shape[2], self.rows.shape[2])
@@ -73,12 +73,12 @@ class RowTable:
         return numbers[inverse.reshape(-1)]
 
     def replace(self, rows: np.ndarray) -> None:
-        """Take these rows, [numbers, F, L] int32, in place of all."""
+        """Replace all rows by these, [rows, F, L] int32."""
         self.rows, self._copy = np.ascontiguousarray(rows, np.int32), None
         self._numbers = {row.tobytes(): number for number, row in enumerate(self.rows)}
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Return the rows on the device, [at least as many, F, L] int64: the same tensor until it is full."""
+        """Return the rows on the device, [at least as many, F, L] int64: the same tensor until it has to grow."""
         count = len(self.rows)
         if self._copy is None or count > len(self._copy):
             room = max(64, 2 * count)
@@ -98,12 +98,12 @@ def _widened(rows: np.ndarray, longest: int) -> np.ndarray:
 class Contexts:
     """The codes of events' actions and features, and the features of users.
 
-    A code is the number of an event's features times the run's number of actions, plus the action's own code; without
-    features it is the action's.
+    The code of an event is the number of its features in `events` times the run's number of actions, plus the code of
+    its action; without features it is the code of the action.
 
-    actions  of a run that reads actions
-    events   the features of events that were met; None for a run that knows none
-    users    the same of users
+    actions  the codes of actions; None if the run does not read actions
+    events   the rows of features of events seen so far; None if the run has no features of events
+    users    the same for users
     reads    whether events have codes
     """
 
@@ -116,12 +116,12 @@ class Contexts:
         )
         self.reads = self.actions is not None or self.events is not None
         self.base = 1 if self.actions is None else max(1, self.actions.count)
-        self._of_users: dict[str, int] = {}
+        self._user_numbers: dict[str, int] = {}
 
     def codes(self, actions: Any, count: int, features: Mapping[str, Sequence] | None = None) -> np.ndarray | None:
-        """Return the codes [E] int32 of `count` events; None for a run that reads none.
+        """Return the codes [E] int32 of `count` events; None if the run reads neither actions nor features of events.
 
-        actions: [E], or `packed` with features; features: by name a value for each event.
+        actions: [E], or `packed` with features; features: name -> a value for each event.
 
         Raises MissingActions, InvalidRequest, LimitReached.
         """
@@ -131,27 +131,27 @@ class Contexts:
             actions = [action for action, _ in split]
             actions = None if all(action is None for action in actions) else actions
         if self.actions is None and actions is not None:
-            raise InvalidRequest("actions: the run reads none, leave them out")
+            raise InvalidRequest("actions: the run does not read actions, leave them out")
         action_codes = None if self.actions is None else self.actions.codes(actions, count)
         return self.joined(action_codes, self._rows("events", count, features or {}))
 
     def check_events(self, actions: list | None) -> None:
-        """Raise InvalidRequest for features, `packed` with actions, that the run does not know or that do not fit."""
+        """Raise InvalidRequest if features, `packed` with actions, are unknown to the run or have invalid values."""
         columns = as_columns([unpacked(value)[1] for value in actions or ()])
         if columns:
             self._rows("events", len(actions or ()), columns)
 
     def known_before(self, ranking: bool) -> list[KnownFeature]:
-        """Return the features of events that are known before the user acts, of which ranking may be told."""
+        """Return the features of events that are known before the user acts; none if the run is not a ranking run."""
         return [one for one in self.known.of("events") if ranking and one.known == "before"]
 
     def next_codes(self, count: int, features: Mapping[str, Sequence], ranking: bool) -> np.ndarray:
-        """Return the codes [B] of the next events of `count` users, by features that are known before the user acts."""
+        """Return the codes [B] of the next events of `count` users, from features known before the user acts."""
         before = {one.name for one in self.known_before(ranking)}
         if wrong := [name for name in features if name not in before]:
             names = ", ".join(sorted(before)) or "none"
             raise InvalidRequest(
-                f"features: {shown(wrong[0])} is not known of an event before the user acts (these are: {names})"
+                f"features: {shown(wrong[0])} is not a feature known before the user acts, expected {names}"
             )
         codes = self.joined(None, self._rows("events", count, features))
         assert codes is not None
@@ -166,18 +166,18 @@ class Contexts:
             raise InvalidRequest(str(error)) from None
 
     def joined(self, actions: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray | None:
-        """Return codes [E] int32 of the actions' codes [E] and rows of events' features [E, F, L]."""
+        """Combine codes of actions [E] and rows of features of events [E, F, L] into codes [E] int32."""
         if self.events is None or rows is None:
             return None if not self.reads else actions
         codes = self.events.numbers(rows) * self.base
         if self.actions is not None and actions is not None:
             codes += actions
         if codes.max(initial=0) >= MOST_CODES:
-            raise LimitReached("features: too many distinct ones of events")
+            raise LimitReached("features: too many distinct combinations of values in events")
         return codes.astype(np.int32)
 
     def lookup(self, values: list) -> tuple[np.ndarray | None, np.ndarray]:
-        """Return (codes or None, which events the run knows) of actions of a log: numbers, text, None, or `packed`."""
+        """Return (codes or None, mask of known events) for a log's actions: numbers, text, None, or `packed`."""
         split = [unpacked(value) for value in values]
         actions = [action for action, _ in split]
         if self.actions is None:
@@ -191,18 +191,18 @@ class Contexts:
         return self.joined(codes, rows), known
 
     def action_codes(self, codes: np.ndarray) -> np.ndarray | None:
-        """Return the actions' own codes of events; None for a run that reads no actions."""
+        """Return the action codes in codes of events; None if the run does not read actions."""
         return None if self.actions is None else codes % self.base
 
     def check_users(self, count: int, features: Mapping[str, Sequence]) -> np.ndarray:
-        """Return the rows [count, F, L] of users' features, given by name; InvalidRequest."""
+        """Return the rows [count, F, L] of users' features, given by name; raise InvalidRequest if they are invalid."""
         rows = self._rows("users", count, features)
         if rows is None:
             raise InvalidRequest("features: the run has no features of users")
         return rows
 
     def lenient_users(self, features: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
-        """Return the rows of users' features as a log has them; None for a run that knows none."""
+        """Return the rows of users' features from a log without unknown ones; None if the run has no such features."""
         if self.users is None:
             return None
         return rows_of_columns(self.known, "users", len(features), as_columns(features), strict=False)
@@ -211,25 +211,25 @@ class Contexts:
         """Store the rows [B, F, L] of users' features; return the users whose features changed."""
         assert self.users is not None
         numbers = self.users.numbers(rows).tolist()
-        changed = [user for user, number in zip(users, numbers) if self._of_users.get(user, 0) != number]
-        self._of_users.update(zip(users, numbers))
+        changed = [user for user, number in zip(users, numbers) if self._user_numbers.get(user, 0) != number]
+        self._user_numbers.update(zip(users, numbers))
         return changed
 
     def put_data(self, users: Sequence[str], rows: np.ndarray | None) -> None:
-        """Store the rows of the users of a data set whose events were just added, so that no page has to change."""
+        """Store the rows of users of a data set, before any of their events is encoded."""
         if rows is not None:
             self.put_users(users, rows)
 
-    def of_user(self, user: str) -> int:
-        """Return the number of a user's features, 0 for none."""
-        return self._of_users.get(user, 0)
+    def user_number(self, user: str) -> int:
+        """Return the row number of a user's features in `users`, 0 if there are none."""
+        return self._user_numbers.get(user, 0)
 
     def forget(self, user: str) -> bool:
-        """Drop a user's features; return whether there were any."""
-        return self._of_users.pop(user, None) is not None
+        """Delete a user's features; return whether there were any."""
+        return self._user_numbers.pop(user, None) is not None
 
     def batch_columns(self, codes: Tensor, users: Tensor) -> dict[str, Any]:
-        """Return the columns of a batch by codes of events and numbers of users' features, [T] each."""
+        """Return a batch's columns for codes of events and row numbers of users' features, [T] each."""
         columns: dict[str, Any] = {"actions": codes}
         if self.events is not None:
             details = torch.div(codes, self.base, rounding_mode="floor")
@@ -239,18 +239,18 @@ class Contexts:
         return columns
 
     def tensors(self, device: torch.device) -> list[int]:
-        """Bring the rows on the device up to date; return where they are, which changes when they have moved."""
+        """Copy new rows to the device; return the addresses of the tables, which change when a table grows."""
         tables = [table for table in (self.events, self.users) if table is not None]
         return [table.tensor(device).data_ptr() for table in tables]
 
     def stored(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """Return (arrays by name, the numbers of users' features) for a saved store."""
+        """Return (arrays by name, the row numbers of users' features) for a saved store."""
         tables = {"event_rows": self.events, "user_rows": self.users}
-        return {name: table.rows for name, table in tables.items() if table is not None}, dict(self._of_users)
+        return {name: table.rows for name, table in tables.items() if table is not None}, dict(self._user_numbers)
 
-    def restore(self, arrays: Mapping[str, np.ndarray], of_users: Mapping[str, int]) -> None:
-        """Take what `stored` returned in place of all."""
+    def restore(self, arrays: Mapping[str, np.ndarray], user_numbers: Mapping[str, int]) -> None:
+        """Replace everything by what `stored` returned."""
         for name, table in (("event_rows", self.events), ("user_rows", self.users)):
             if table is not None and name in arrays:
                 table.replace(arrays[name])
-        self._of_users = dict(of_users)
+        self._user_numbers = dict(user_numbers)

@@ -1,8 +1,9 @@
-"""The model on top of its users' pages: brings pages up to date, and answers requests from them.
+"""Run the model on cached pages of keys and values: bring users' pages up to date and answer requests.
 
-The pages of a user hold the window's tokens but the last, whose query time the next event or request decides. A request
-runs that token with its own time and leaves no trace; of ranking, candidates follow behind it. Features of a user that
-are tokens come first, and are always written together, since they see one another.
+A user's pages hold all tokens of the window except the last one, whose query time is the time of the next event or
+request. A request runs the last token at the request's time and does not change the pages; for ranking, the candidates
+follow after it. If features of users are tokens, they come first and are written together, since they attend to one
+another.
 
 Letters: B users, T new tokens, E embedding size, M candidates of a user.
 """
@@ -27,21 +28,22 @@ from serving.errors import ServingError
 from serving.graphs import Graphs
 from serving.histories import History, Window
 from serving.options import ServingOptions, page_format, served_form
-from serving.paged_group import Part, Pass, ServedBatch
+from serving.paged_group import PagedGroup, PagedPass, ServedBatch
 from serving.paged_pass import run, served_layers
-from serving.token_batch import FEW, Sizes, Work
-from serving.tokens import Columns, single_tokens, window_tokens
+from serving.token_batch import FEW, Sizes, TokenBatch
+from serving.tokens import TokenColumns, single_tokens, window_tokens
 from training.config import RunConfig
 
-TOKENS = {"cpu": 2**14, "cuda": 2**17}  # new tokens of one pass
-AHEAD = {"cpu": 32, "cuda": 1024}  # the same, of windows that are encoded ahead: a request may wait for the pass
-MARGIN = 16  # the next window is encoded over the last 1 / 16 of the events before a window slides
+TOKENS = {"cpu": 2**14, "cuda": 2**17}  # most new tokens of one pass
+AHEAD = {"cpu": 32, "cuda": 1024}  # most tokens encoded ahead in one pass: a request may wait for it
+MARGIN = 16  # the next window is encoded ahead during the last 1 / MARGIN of the events before a slide
 
 
-class Ask(NamedTuple):
-    """A request: what the user's window says at the time `at` (seconds), of ranking about `candidates` [M], rows.
+class UserRequest(NamedTuple):
+    """A user's request at time `at` (seconds).
 
-    code: of what is known of the next event before the user acts (`Contexts`), for ranking
+    candidates: [M] rows of the item table, the items to score (ranking only); code: the code of those features of the
+    next event that are known before the user acts (ranking only, see `Contexts`)
     """
 
     user: str
@@ -52,18 +54,18 @@ class Ask(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `stop` of a user's window, which are to be written."""
+    """Tokens `start` to `stop` of a user's window, to be written to pages."""
 
-    window: "Seen"
+    window: "UserWindow"
     entry: Entry
     start: int
     stop: int
 
 
-class Seen(NamedTuple):
+class UserWindow(NamedTuple):
     """The part of a user's history that the model sees: `tokens` tokens of the window that begins at event `begin`.
 
-    The last of them is not in the pages: they hold those before it once they are up to date.
+    Pages that are up to date hold all of these tokens except the last.
     """
 
     user: str
@@ -78,7 +80,7 @@ class Seen(NamedTuple):
 
 
 class Engine:
-    """A model in evaluation mode, its layers reading from pages, and the pages of its users. Not safe for threads."""
+    """A model in evaluation mode whose layers attend to cached pages, and the pages of its users. Not thread-safe."""
 
     def __init__(
         self, model: SequenceModel, config: RunConfig, window: Window, options: ServingOptions, contexts: Contexts
@@ -93,58 +95,58 @@ class Engine:
         forms: list[PagedForm] = [layer.attention.form for layer in self.layers]
         sparse = {place: one.blocks for place, one in enumerate(forms) if one.blocks is not None}
         if sparse and form.bits:
-            raise ServingError(f"cache={options.cache}: bsa is served from keys and values as they are, not from codes")
+            raise ServingError(f"cache={options.cache}: bsa cannot use codes, expected auto, fp32, bf16 or fp16")
         self._choices = {place: (form.heads, blocks.chosen) for place, blocks in sparse.items()}
         sizes = {place: blocks.size for place, blocks in sparse.items()}
         longest = self._tokens(window.capacity)
-        plain, beside = (
+        pages_bytes, sums_bytes = (
             form.bytes(longest, len(self.layers)),
             form.num_pages(longest) * BlockSums.page_bytes(form, sizes),
         )
         try:
             pool = hstu_sparse.PagePool.within(
                 form,
-                max(1, options.cache_bytes * plain // (plain + beside)),
+                max(1, options.cache_bytes * pages_bytes // (pages_bytes + sums_bytes)),
                 longest,
                 layers=len(self.layers),
                 device=self.device,
             )
         except ValueError:
-            least = plain + beside
+            least = pages_bytes + sums_bytes
             raise ServingError(
                 f"cache_bytes: a window of {longest:,} tokens takes {least:,} bytes, got {options.cache_bytes:,}"
             ) from None
         self.caches = Caches(pool, math.lcm(*(blocks.group for blocks in sparse.values())))
         self.sums = BlockSums(pool, sizes) if sizes else None
-        # The host makes the choices of bsa from the device's results.
+        # With bsa, the host reads results of the device within a pass, which a graph cannot do.
         self.padded = options.cuda_graphs and self.device.type == "cuda" and not sparse
         self.graphs = Graphs(self.device) if self.padded else None
         self._tables = contexts.tensors(self.device)
         self._widest = form.num_pages(longest) + (form.sink_tokens > 0)
-        # Where windows slide at every few events, each event would need a whole window ahead.
+        # No window is encoded ahead if windows slide every few events: each event would need a whole window.
         self._margin = margin if (margin := max(1, window.capacity // MARGIN)) < window.slide else 0
-        self.encoded = self.ahead = 0  # tokens that were written into pages, and those of them ahead, for metrics
+        self.encoded = self.ahead = 0  # tokens written to pages, and those among them that were encoded ahead
 
     @property
     def bytes_per_user(self) -> int:
-        """The number of bytes of the pages of a user with a full window, and of the sums of their blocks."""
+        """The bytes of the pages and block sums of a user with a full window."""
         pool, tokens = self.caches.pool, self._tokens(self.window.capacity)
         sizes = {} if self.sums is None else self.sums.sizes
-        beside = pool.format.num_pages(tokens) * BlockSums.page_bytes(pool.format, sizes)
-        return pool.format.bytes(tokens, pool.layers) + beside
+        sums_bytes = pool.format.num_pages(tokens) * BlockSums.page_bytes(pool.format, sizes)
+        return pool.format.bytes(tokens, pool.layers) + sums_bytes
 
     @property
     def page_bytes(self) -> int:
-        """The number of bytes of all pages and of the sums of their blocks."""
+        """The bytes of all pages and block sums."""
         return self.caches.pool.nbytes + (0 if self.sums is None else self.sums.nbytes)
 
     def catalogue_changed(self) -> None:
-        """Capture the passes again, whose graphs have the representations of all items and rows of features."""
+        """Drop the captured graphs: they contain the addresses of the item and feature tables."""
         if self.graphs is not None:
             self.graphs = Graphs(self.device)
 
     def restored(self) -> None:
-        """Compute the sums of blocks for pages that were read from a file."""
+        """Compute the block sums of pages that were read from a file."""
         entries = [entry for entry in self.caches.entries.values() if entry.length]
         if self.sums is None or not entries:
             return
@@ -156,7 +158,7 @@ class Engine:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Count users with pages, pinned ones, pages in use, bytes of pages, and so on."""
+        """Return counts by name: users with pages, pinned users, pages in use, bytes of pages and so on."""
         caches, pool = self.caches, self.caches.pool
         return {
             "users_with_pages": len(caches.entries),
@@ -173,7 +175,7 @@ class Engine:
 
     @property
     def description(self) -> dict:
-        """The pages' format in words, and the bytes of a full window in it and in bf16."""
+        """The format of the pages, and the bytes of a full window in this format and in bf16."""
         form, layers, tokens = self.caches.pool.format, len(self.layers), self._tokens(self.window.capacity)
         whole = hstu_sparse.PageFormat(form.heads, form.head_size, form.value_size, torch.bfloat16)
         facts: dict[str, Any] = {"cache": str(form.dtype).removeprefix("torch.")}
@@ -181,18 +183,20 @@ class Engine:
             facts = {"cache": f"{form.bits}bit", "sink_tokens": form.sink_tokens, "clip": form.clip}
         return facts | {"bytes_per_user": self.bytes_per_user, "bytes_per_user_bf16": whole.bytes(tokens, layers)}
 
-    # What pages hold.
+    # The contents of pages.
 
     def _tokens(self, events: int) -> int:
-        """Return the number of tokens of a window of so many events, 0 below one."""
+        """Return the number of tokens of a window with this number of events, 0 if there are none."""
         return self.num_context + self.per_event * events if events > 0 else 0
 
-    def _seen(self, user: str, history: History) -> Seen:
+    def _user_window(self, user: str, history: History) -> UserWindow:
         begin = self.window.begin(history.count)
-        return Seen(user, history, begin, self._tokens(history.count - begin))
+        return UserWindow(user, history, begin, self._tokens(history.count - begin))
 
     def changed(self, user: str, history: History, unchanged: int) -> None:
-        """Drop the user's tokens after the first `unchanged` events from the pages; the last of these gets a new query.
+        """Remove tokens that a change of the history invalidates from the user's pages.
+
+        These are the tokens after the first `unchanged` events, and the last token before, whose query time changed.
 
         history: the history after the change.
         """
@@ -207,10 +211,12 @@ class Engine:
                 self.caches.cut(entry, max(0, self._tokens(unchanged - entry.begin) - 1))
 
     def encode_ahead(self, history_of: Callable[[str], History | None], most: int | None = None) -> int:
-        """Encode up to `most` tokens (by default AHEAD) of windows to which users' windows will slide within a few
-        events, so that no request waits for it; return how many, 0 if there is nothing to do.
+        """Encode the next windows of users whose windows slide within a few events, so that no request has to wait.
 
-        Only free pages are used. history_of: returns a user's history.
+        most: encode at most this many tokens, by default AHEAD; history_of: returns a user's history. Only free pages
+        are used.
+
+        Returns the number of tokens, 0 if there is nothing to do.
         """
         caches, most = self.caches, most or AHEAD[self.device.type]
         pieces: list[Piece] = []
@@ -220,7 +226,7 @@ class Engine:
             if history is None or entry.begin != self.window.begin(history.count):
                 continue
             begin = entry.begin + self.window.slide
-            window = Seen(user, history, begin, self._tokens(history.count - begin))
+            window = UserWindow(user, history, begin, self._tokens(history.count - begin))
             following = caches.reserve_ahead(user, begin, window.tokens)
             if following is not None and following.length < window.tokens - 1:
                 stop = min(window.tokens - 1, max(self.num_context, following.length + most))
@@ -240,12 +246,12 @@ class Engine:
         return count
 
     def update(self, users: list[str], histories: list[History]) -> None:
-        """Bring the pages of distinct users up to date; other users' pages are evicted if needed."""
-        windows = [self._seen(user, history) for user, history in zip(users, histories)]
+        """Bring the pages of distinct users up to date; evict other users' pages if needed."""
+        windows = [self._user_window(user, history) for user, history in zip(users, histories)]
         for chunk in self._chunks(windows, [0] * len(windows)):
             self._encode(windows[chunk])
 
-    def _chunks(self, windows: list[Seen], num_outputs: list[int]):
+    def _chunks(self, windows: list[UserWindow], num_outputs: list[int]):
         """Yield slices of users whose pages fit at the same time, with at most TOKENS outputs."""
         users, tokens = [window.user for window in windows], [window.tokens for window in windows]
         most, begin = TOKENS[self.device.type], 0
@@ -256,7 +262,7 @@ class Engine:
                 return
             end, total, chosen = begin, 0, set()
             while end < begin + fit and (end == begin or total + num_outputs[end] <= most):
-                # The last action of a user is written after the pages' tokens: one request at a time.
+                # A ranking request writes the user's last token after the pages' tokens: one request at a time.
                 if self.ranking and users[end] in chosen:
                     break
                 chosen.add(users[end])
@@ -265,8 +271,8 @@ class Engine:
             yield slice(begin, end)
             begin = end
 
-    def _encode(self, windows: list[Seen]) -> None:
-        """Write the tokens that the pages of users lack; the users' pages must fit at the same time."""
+    def _encode(self, windows: list[UserWindow]) -> None:
+        """Write the tokens missing from the pages of users; the pages of all of them must fit at the same time."""
         most = TOKENS[self.device.type]
         users, _, begins, tokens = zip(*windows)
         entries = self.caches.reserve(users, begins, tokens)
@@ -281,7 +287,7 @@ class Engine:
                 self.caches.soon[window.user] = None
             while start < end:
                 stop = min(end, start + room)
-                # A window is encoded in one piece if it fits (`Part.whole`).
+                # A window is encoded in one piece if it fits (see `PagedGroup.whole`).
                 if stop < end and pieces:
                     stop = start
                 else:
@@ -311,7 +317,7 @@ class Engine:
             order = np.argsort(starts > 0, kind="stable")
             pieces, starts, counts = [pieces[i] for i in order], starts[order], counts[order]
             seen = [piece.window for piece in pieces]
-            columns = Columns.joined(
+            columns = TokenColumns.joined(
                 [
                     window_tokens(x.history, x.begin, start - context, stop - context, self.per_event)
                     for x, _, start, stop in pieces
@@ -320,7 +326,7 @@ class Engine:
         origins = np.array([x.origin for x in seen], np.int64)
         entries = [piece.entry for piece in pieces]
         features = self._features(x.user for x in seen)
-        _, choices = self._run(Work("write", entries, columns, origins, features, starts, counts))
+        _, choices = self._run(TokenBatch("write", entries, columns, origins, features, starts, counts))
         for place, (_, entry, _, stop) in enumerate(pieces):
             entry.length = stop
             if choices:
@@ -329,30 +335,30 @@ class Engine:
 
     # Requests.
 
-    def answer(self, requests: list[Ask], others: Sequence[tuple[str, History]] = ()) -> Tensor:
-        """Return the outputs of requests, fp32, not normalised: [B, E]; for ranking, of all candidates end to end.
+    def answer(self, requests: list[UserRequest], others: Sequence[tuple[str, History]] = ()) -> Tensor:
+        """Return the outputs of requests, fp32, not normalised: [B, E]; for ranking, of all candidates, user by user.
 
-        others: users whose pages may be brought up to date in the same pass: those of them that lack a few tokens.
+        others: users whose pages are brought up to date in the same pass if they need only a few tokens.
         """
-        windows = [self._seen(request.user, request.history) for request in requests]
+        windows = [self._user_window(request.user, request.history) for request in requests]
         counts = [1 if request.candidates is None else 1 + len(request.candidates) for request in requests]
-        few, outputs = self._lacking_few(others, {request.user for request in requests}), []
+        few, outputs = self._almost_current(others, {request.user for request in requests}), []
         for chunk in self._chunks(windows, counts):
             together = [*windows[chunk], *few]
             if few and self.caches.fitting([x.user for x in together], [x.tokens for x in together]) == len(together):
-                self._encode([*few, *windows[chunk]])  # in this order, so that those who ask were served last
+                self._encode([*few, *windows[chunk]])  # the requests' users last: most recently used
                 few = []
             else:
                 self._encode(windows[chunk])
-            outputs.append(self._ask(requests[chunk], windows[chunk]))
+            outputs.append(self._query(requests[chunk], windows[chunk]))
         if len(outputs) == 1:
             return outputs[0]
         size = self.model.embedding.position.shape[1]
         return torch.cat(outputs) if outputs else torch.zeros(0, size, device=self.device)
 
-    def _lacking_few(self, users: Sequence[tuple[str, History]], but: set[str]) -> list[Seen]:
-        """Return the windows of users, except some, whose pages lack at most FEW tokens."""
-        seen = [self._seen(user, history) for user, history in users if user in self.caches and user not in but]
+    def _almost_current(self, users: Sequence[tuple[str, History]], but: set[str]) -> list[UserWindow]:
+        """Return the windows of users, except those in `but`, whose pages need at most FEW tokens."""
+        seen = [self._user_window(user, history) for user, history in users if user in self.caches and user not in but]
         entries = [self.caches.entries[window.user] for window in seen]
         return [
             window
@@ -360,7 +366,7 @@ class Engine:
             if entry.begin == window.begin and 0 < window.tokens - 1 - entry.length <= FEW
         ]
 
-    def _ask(self, requests: list[Ask], windows: list[Seen]) -> Tensor:
+    def _query(self, requests: list[UserRequest], windows: list[UserWindow]) -> Tensor:
         histories, at = [request.history for request in requests], [request.at for request in requests]
         entries = [self.caches.entries[request.user] for request in requests]
         events, last = [len(history.items) - 1 for history in histories], np.array([x.tokens for x in windows]) - 1
@@ -369,41 +375,43 @@ class Engine:
         features = self._features(x.user for x in windows)
         if not self.ranking:
             one_each = np.ones(len(requests), np.int64)
-            return self._run(Work("ask", entries, columns, origins, features, last, one_each))[0]
+            return self._run(TokenBatch("query", entries, columns, origins, features, last, one_each))[0]
         candidates = [cast(np.ndarray, request.candidates) for request in requests]
-        counts, items = np.array([len(mine) for mine in candidates]), np.concatenate(candidates)
+        counts, items = np.array([len(rows) for rows in candidates]), np.concatenate(candidates)
         codes = np.array([request.code for request in requests])
-        return self._run(Work("rank", entries, columns, origins, features, last, counts, np.array(at), items, codes))[0]
+        return self._run(
+            TokenBatch("rank", entries, columns, origins, features, last, counts, np.array(at), items, codes)
+        )[0]
 
     def _features(self, users: Iterable[str]) -> np.ndarray:
-        """Return the numbers of the users' features, [B] int64."""
-        return np.array([self.contexts.of_user(user) for user in users], np.int64)
+        """Return the feature numbers of users, [B] int64, see `Contexts.user_number`."""
+        return np.array([self.contexts.user_number(user) for user in users], np.int64)
 
     # Passes.
 
-    def _run(self, work: Work) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return (the outputs [.., E] of `Work.output_tokens`, `Pass.choices` after the pass).
+    def _run(self, batch: TokenBatch) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return (the outputs [.., E] of `TokenBatch.output_tokens`, `PagedPass.choices` after the pass).
 
-        Passes of few tokens are padded to one of a few sizes, and replayed where they were captured.
+        With CUDA graphs, passes of few tokens are padded to one of a few sizes and captured, then replayed.
         """
         if (tables := self.contexts.tensors(self.device)) != self._tables:
             self._tables = tables
             self.catalogue_changed()
-        rows, of_sparse = [entry.table(self._widest) for entry in work.entries], bool(self._choices)
-        if not self.padded or not work.small:
-            sizes, whole = Sizes(work.tokens, len(work.entries), self._widest), (0, 0)
-            served = Pass(self.caches.pool, [], choices=self._open_choices(work.entries), sums=self.sums)
-            if work.kind == "write" and not of_sparse:
-                whole = work.whole
-            numbers = work.numbers(sizes, rows).to(self.device)
-            out = self._pass(work.kind, sizes, numbers, served, whole, work.new_windows)
-            return out[work.output_tokens(sizes)], served.choices
-        sizes = work.padded_sizes(self._widest)
-        call = lambda numbers: self._pass(work.kind, sizes, numbers, Pass(self.caches.pool, []))
+        rows, has_sparse = [entry.table(self._widest) for entry in batch.entries], bool(self._choices)
+        if not self.padded or not batch.small:
+            sizes, whole = Sizes(batch.tokens, len(batch.entries), self._widest), (0, 0)
+            served = PagedPass(self.caches.pool, [], choices=self._open_choices(batch.entries), sums=self.sums)
+            if batch.kind == "write" and not has_sparse:
+                whole = batch.whole
+            numbers = batch.numbers(sizes, rows).to(self.device)
+            out = self._pass(batch.kind, sizes, numbers, served, whole, batch.new_windows)
+            return out[batch.output_tokens(sizes)], served.choices
+        sizes = batch.padded_sizes(self._widest)
+        call = lambda numbers: self._pass(batch.kind, sizes, numbers, PagedPass(self.caches.pool, []))
         if self.graphs is None:
-            return call(work.numbers(sizes, rows).to(self.device))[work.output_tokens(sizes)], {}
-        key = work.kind, sizes
-        out = self.graphs(key, call, work.numbers(sizes, rows, self.graphs.staged(key, 0)))[work.output_tokens(sizes)]
+            return call(batch.numbers(sizes, rows).to(self.device))[batch.output_tokens(sizes)], {}
+        key = batch.kind, sizes
+        out = self.graphs(key, call, batch.numbers(sizes, rows, self.graphs.staged(key, 0)))[batch.output_tokens(sizes)]
         return (out.clone() if len(out) else out), {}
 
     def _pass(
@@ -411,15 +419,15 @@ class Engine:
         kind: str,
         sizes: Sizes,
         numbers: Tensor,
-        served: Pass,
+        served: PagedPass,
         whole: tuple[int, int] = (0, 0),
         new_windows: bool = True,
     ) -> Tensor:
-        """Return the outputs [T, E] of the tokens described by `numbers` (`Work.numbers`), and write tokens to the
-        pages.
+        """Write tokens to the pages, and return the outputs [T, E] of the tokens in `numbers` (`TokenBatch.numbers`).
 
-        whole: of kind "write": the numbers of users and tokens, at the beginning, with nothing in their pages.
-        new_windows: whether tokens may be the first ones of their user's window.
+        whole: for kind "write", `TokenBatch.whole`: the number of users without tokens in their pages, who come first,
+        and the number of their tokens.
+        new_windows: whether some tokens may be the first ones of a window.
         """
         columns, lengths, seen, at, offsets, pages = sizes.split(numbers)
         items, codes, times, query_times, places, origins, features = columns.unbind()
@@ -427,9 +435,9 @@ class Engine:
         ones = torch.arange(total + 1, device=self.device)
         positions, num_context = places, None
         if self.num_context:
-            positions, num_context = (places + 1).clamp(min=0), self.num_context * (pages[:, 0] >= 0)  # none of padding
+            positions, num_context = (places + 1).clamp(min=0), self.num_context * (pages[:, 0] >= 0)  # 0 for padding
             if new_windows and kind == "write":
-                features = features[offsets[:-1].clamp(max=total - 1)]  # of users
+                features = features[offsets[:-1].clamp(max=total - 1)]  # one number for each user
                 last = self.num_context * (1 + sequence_ids(offsets, total))
                 served.context = torch.where(places < 0, places + last, -1)
             else:
@@ -441,7 +449,7 @@ class Engine:
             query_timestamps=query_times,
             seq_offsets=ones,
             users=ones[:-1],
-            cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank has no plan
+            cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank needs no plan
             served=served,
             num_context=self.num_context,
             **self.contexts.batch_columns(codes, features),
@@ -449,29 +457,31 @@ class Engine:
         has_action = None
         if self.per_event == 2:
             has_action = places % 2 == 1
-        elif self.ranking:  # candidates follow behind a token of each user
+        elif self.ranking:  # the candidates follow after one token of each user
             has_action = ones[:-1] < (users if kind == "rank" else total)
         batch = ServedBatch(has_action=has_action, **common)
 
-        def part(tokens: slice, mine: slice, begins: Tensor, candidates: bool, whole: bool = False) -> Part:
-            part_times = times[tokens], query_times[tokens]
-            context = None if num_context is None else num_context[mine]
-            return Part(tokens, begins, pages[mine], lengths[mine], candidates, *part_times, whole, context)
+        def group(tokens: slice, rows: slice, begins: Tensor, candidates: bool, whole: bool = False) -> PagedGroup:
+            group_times = times[tokens], query_times[tokens]
+            context = None if num_context is None else num_context[rows]
+            return PagedGroup(tokens, begins, pages[rows], lengths[rows], candidates, *group_times, whole, context)
 
         everyone, first = slice(0, users), slice(0, users)
-        if kind == "ask":
-            served.parts = [part(slice(0, total), everyone, ones, True)]
+        if kind == "query":
+            served.groups = [group(slice(0, total), everyone, ones, True)]
         elif kind == "rank":
-            candidates = Part(slice(users, total), offsets, pages, seen, True, at, at, num_context=num_context)
-            served.parts = [part(first, everyone, ones[: users + 1], False), candidates]
+            candidates = PagedGroup(slice(users, total), offsets, pages, seen, True, at, at, num_context=num_context)
+            served.groups = [group(first, everyone, ones[: users + 1], False), candidates]
         else:
             served.last = len(self.layers) - 1
-            of_users, of_tokens = whole
-            if of_users:
-                served.parts.append(part(slice(0, of_tokens), slice(0, of_users), offsets[: of_users + 1], False, True))
-            if of_users < users:
-                begins = offsets[of_users:] - of_tokens if of_users else offsets
-                served.parts.append(part(slice(of_tokens, total), slice(of_users, users), begins, False))
+            whole_users, whole_tokens = whole
+            if whole_users:
+                served.groups.append(
+                    group(slice(0, whole_tokens), slice(0, whole_users), offsets[: whole_users + 1], False, True)
+                )
+            if whole_users < users:
+                begins = offsets[whole_users:] - whole_tokens if whole_users else offsets
+                served.groups.append(group(slice(whole_tokens, total), slice(whole_users, users), begins, False))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             return run(self.model, self.layers, batch)
 

@@ -1,10 +1,10 @@
-"""The errors of serving, each one line; the class's name is what an HTTP answer calls the error."""
+"""Define the errors of serving. Each message is one line; HTTP replies give the name of the class."""
 
 from data.errors import UserError
 
 
 class ServingError(UserError):
-    """A run that cannot be served as it was asked for.
+    """A run or an option that cannot be served.
 
     Examples:
         >>> from serving import ServingOptions
@@ -15,7 +15,7 @@ class ServingError(UserError):
 
 
 class RequestError(ServingError):
-    """A request that cannot be answered. Nothing was changed.
+    """A request that was refused and changed nothing.
 
     Examples:
         >>> try:
@@ -27,7 +27,7 @@ class RequestError(ServingError):
 
 
 class InvalidRequest(RequestError):
-    """Arrays whose shapes, types or values do not fit what was asked for.
+    """Arguments whose shapes, types or values are invalid.
 
     Examples:
         >>> recommender.recommend(["c3"], k=0)
@@ -47,12 +47,12 @@ class UnknownItem(RequestError):
 
 
 class UnknownFilter(RequestError):
-    """A filter by the name of a list that nobody uploaded.
+    """A filter with the name of a list that was not uploaded.
 
     Examples:
         >>> recommender.recommend(["c3"], k=1, filters=["stock"])
         Traceback (most recent call last):
-        serving.errors.UnknownFilter: filters: there is no list stock, upload it first
+        serving.errors.UnknownFilter: filters: there is no list named stock, upload it first
     """
 
 
@@ -86,18 +86,18 @@ class NoHistory(RequestError):
 
 
 class LimitReached(RequestError):
-    """More users, or more events of a user, than the store may hold.
+    """More users, or more events of a user, than the limits allow.
 
     Examples:
         >>> small = run.recommender(most_users=24, cache_bytes=2**20)
         >>> small.append(["new"], ["s1"], [1_800_000_000])
         Traceback (most recent call last):
-        serving.errors.LimitReached: the store holds at most 24 users
+        serving.errors.LimitReached: at most 24 users are stored
     """
 
 
 class CacheFull(RequestError):
-    """No room for a user's pages, since pinned users hold the cache.
+    """No room for a user's pages, since the pages of pinned users fill the cache.
 
     Examples:
         >>> small = run.recommender(cache_bytes=4_000)  # enough for three users

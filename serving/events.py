@@ -1,4 +1,4 @@
-"""The part of `Recommender` that takes events, and keeps and drops what is known of users.
+"""Define the part of `Recommender` that stores and deletes events, and encodes, pins, evicts and saves pages.
 
 Letters: E events of a call.
 """
@@ -26,13 +26,14 @@ class Events(ServedRun):
         """Add events.
 
         Args:
-            users, items: [E] ids, integers or text. A user may be new; an item must be one that the run knows.
-            timestamps: [E] integers, seconds; may be left out where the run's data had none. An event before the
-                user's last one takes its place in time, behind events of the same second.
-            actions: [E] where the model reads them, in the units of the run's data: numbers (stars, say) or text.
-            features: the run's features of events by name, a value for each event, as in `add_users`; one that is
-                left out has no value.
-            encode: bring the pages of new users and of those who have some up to date now; else the next request does.
+            users, items: [E] ids, integers or text. Users may be new; items must be known to the run.
+            timestamps: [E] integers, seconds; optional if the run's data had none. An event earlier than the user's
+                last one is inserted in time order, after events of the same second.
+            actions: [E] if the model reads actions, in the units of the run's data: numbers (such as stars) or text.
+            features: the run's features of events, name -> a value for each event, as in `add_users`; features that are
+                left out have no value.
+            encode: bring pages up to date now, those of new users and of users who have pages; otherwise each user's
+                next request does.
 
         Raises, with nothing changed: UnknownItem, MissingActions, InvalidRequest, LimitReached.
 
@@ -46,22 +47,22 @@ class Events(ServedRun):
     def checked(
         self, users, items, timestamps=None, actions=None, features=None
     ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return events in the form of `append_rows`; raises the errors of `append` except LimitReached."""
+        """Return the arguments of `append_rows` for events; raise the errors of `append` except LimitReached."""
         keys, rows = user_keys(users), self.items.rows("items", items)
         if len(keys) != len(rows):
-            raise InvalidRequest(f"users and items: expected as many of each, got {len(keys)} and {len(rows)}")
+            raise InvalidRequest(f"users and items: expected the same number of both, got {len(keys)} and {len(rows)}")
         times = event_times(timestamps, len(rows), self.has_timestamps)
         return keys, rows, times, self.contexts.codes(actions, len(rows), features)
 
     def check_room(self, users: Sequence[str]) -> None:
-        """Raise LimitReached if one more event of each of `users` (as often as they occur) would be too many."""
+        """Raise LimitReached if there is no room for one more event of each of `users`, who may occur repeatedly."""
         counts = Counter(users)
         with self._lock:
             self._histories.check_room(list(counts), list(counts.values()))
 
     @property
     def num_users(self) -> int:
-        """Users who have events.
+        """The number of users who have events.
 
         Examples:
             >>> recommender.num_users
@@ -70,7 +71,7 @@ class Events(ServedRun):
         return len(self._histories)
 
     def knows(self, user: str) -> bool:
-        """Return whether a user, an id as text, has events.
+        """Return whether a user (id as text) has events.
 
         Examples:
             >>> recommender.knows("c3"), recommender.knows("new")
@@ -79,7 +80,7 @@ class Events(ServedRun):
         return user in self._histories
 
     def users_with_pages(self) -> list[str]:
-        """Return the ids, as texts, of the users who have pages, the last one served last."""
+        """Return the users (ids as text) who have pages, the most recently used last."""
         with self._lock:
             return list(self._engine.caches.entries)
 
@@ -92,28 +93,30 @@ class Events(ServedRun):
         *,
         encode: bool = True,
     ) -> list[str]:
-        """Append events as `append` does; users are texts, items rows of the item table, codes those of
-        `Contexts`: [E] each.
+        """Append events like `append`.
 
-        Returns the users whose pages are to be brought up to date by `encode`: none if this did so.
+        users: [E] ids as text; rows: [E] rows of the item table; times: [E] seconds; codes: [E], see `Contexts`.
+
+        Returns the users whose pages `encode` has to bring up to date; none if this call encoded them.
         """
         places: dict[str, list[int]] = {}
         for place, key in enumerate(users):
             places.setdefault(key, []).append(place)
         histories, engine = self._histories, self._engine
         with self._lock:
-            histories.check_room(list(places), [len(mine) for mine in places.values()])
+            histories.check_room(list(places), [len(positions) for positions in places.values()])
             stale = []
             items, seconds = rows.tolist(), times.tolist()
             actions = [None] * len(items) if codes is None else codes.tolist()
-            for key, mine in places.items():
+            for key, positions in places.items():
                 if key not in histories or key in engine.caches:
                     stale.append(key)
-                if len(mine) == 1:
-                    (place,) = mine
+                if len(positions) == 1:
+                    (place,) = positions
                     unchanged = histories.add_one(key, items[place], seconds[place], actions[place])
                 else:
-                    unchanged = histories.add(key, rows[mine], times[mine], None if codes is None else codes[mine])
+                    user_codes = None if codes is None else codes[positions]
+                    unchanged = histories.add(key, rows[positions], times[positions], user_codes)
                 engine.changed(key, self._history(key), unchanged)
             self._popularity.add(rows, times)
             if not encode:
@@ -122,15 +125,15 @@ class Events(ServedRun):
             return []
 
     def encode(self, users: Sequence[str]) -> None:
-        """Bring the pages of these users, ids as texts, up to date; users without events are left out."""
+        """Bring the pages of these users (ids as text) up to date; ignore users without events."""
         with self._lock:
             keys = [key for key in dict.fromkeys(users) if key in self._histories]
-            # If pinned users fill the cache, the events are stored all the same, and a request raises CacheFull.
+            # If pinned users fill the cache, the events are stored nevertheless, and later requests raise CacheFull.
             with suppress(CacheFull):
                 self._engine.update(keys, [self._history(key) for key in keys])
 
     def encode_ahead(self, tokens: int | None = None) -> int:
-        """Encode tokens of windows to which users' windows will slide soon, in idle time; return how many, or 0."""
+        """Encode up to `tokens` tokens of users' next windows, to be called in idle time; return the number encoded."""
         with self._lock:
             return self._engine.encode_ahead(self._histories.get, tokens)
 
@@ -139,7 +142,7 @@ class Events(ServedRun):
     ) -> None:
         """Add events of many users at once, without encoding them.
 
-        users: distinct, each with an event; places: [E] the place of each event's user in `users`; the rest as in
+        users: distinct, each with an event; places: [E] the index of each event's user in `users`; the others: as in
         `append_rows`. Raises LimitReached, with nothing changed.
         """
         with self._lock, no_garbage_collection():
@@ -150,7 +153,7 @@ class Events(ServedRun):
                 self._engine.changed(user, self._history(user), 0)
 
     def add_dataset(self, dataset: Dataset) -> None:
-        """Add the events and features of a data set whose items are the run's, without encoding them."""
+        """Add the events and users' features of a data set with the run's items, without encoding them."""
         counts = np.diff(dataset.user_offsets)
         users = [str(user) for user in np.asarray(dataset.user_ids)[counts > 0].tolist()]
         places = np.repeat(np.arange(len(users)), counts[counts > 0])
@@ -159,7 +162,7 @@ class Events(ServedRun):
         self.contexts.put_data(users, None if dataset.user_rows is None else dataset.user_rows[counts > 0])
 
     def history(self, user) -> UserHistory:
-        """Return what the model sees of a user; NoHistory for one without events.
+        """Return the events of a user that the model sees; raise NoHistory if there are none.
 
         Examples:
             >>> seen = recommender.history("c3")
@@ -174,7 +177,7 @@ class Events(ServedRun):
             return UserHistory(self.items.original(h.items[cut:]), h.timestamps[cut:].copy(), actions, h.count)
 
     def forget(self, user) -> bool:
-        """Drop all that is known of a user, pages and pin included; returns whether there was something.
+        """Delete the events, features, pages and pin of a user; return whether there were events or features.
 
         Examples:
             >>> recommender.forget("c3"), recommender.knows("c3"), recommender.forget("c3")
@@ -190,7 +193,7 @@ class Events(ServedRun):
             return self._histories.forget(key) or described
 
     def pin(self, users) -> None:
-        """Protect the pages of these users from eviction; NoHistory for a user without events.
+        """Protect the pages of these users from eviction; raise NoHistory for a user without events.
 
         Examples:
             >>> recommender.pin(["c3", "c4"])
@@ -204,7 +207,7 @@ class Events(ServedRun):
             self._engine.caches.pinned.update(keys)
 
     def unpin(self, users) -> None:
-        """Take a pin back.
+        """Undo `pin` for these users.
 
         Examples:
             >>> recommender.pin(["c3", "c4"])
@@ -216,10 +219,10 @@ class Events(ServedRun):
             self._engine.caches.pinned.difference_update(user_keys(users))
 
     def evict(self, users) -> int:
-        """Drop the pages of users, pinned or not; their events stay. Returns how many had pages.
+        """Free the pages of users, pinned or not, but keep their events; return how many of them had pages.
 
         Examples:
-            >>> _ = recommender.recommend(["c3"], k=1)  # which computes the user's pages
+            >>> _ = recommender.recommend(["c3"], k=1)  # encodes the user's window
             >>> recommender.evict(["c3", "c4"]), recommender.knows("c3")
             (1, True)
         """
@@ -227,7 +230,7 @@ class Events(ServedRun):
             return sum(self._engine.caches.drop(key) for key in user_keys(users))
 
     def save(self, folder: str | Path) -> None:
-        """Write events and pages of all users into `folder`, whole or not at all; StoreError where that cannot be.
+        """Write events and pages of all users into `folder`, whole or not at all; raise StoreError if this fails.
 
         Examples:
             >>> recommender.append(["new"], ["s1"], [1_800_000_000])
@@ -238,10 +241,11 @@ class Events(ServedRun):
             snapshot.save(Path(folder), self._facts, weights, self._histories, self._engine.caches, self.contexts)
 
     def restore(self, folder: str | Path) -> None:
-        """Load a store that `save` wrote, in place of all current events.
+        """Replace all users by those of a store that `save` wrote.
 
-        Pages are loaded if they have the same format and were computed with the same weights, else encoded when they
-        are needed. StoreError for a folder that is damaged or of another run; nothing is changed then.
+        Pages are loaded if they have the same format and were computed with the same weights; otherwise they are
+        computed again when needed. Raises StoreError, with nothing changed, if the folder is damaged or belongs to
+        another run.
 
         Examples:
             >>> recommender.save("state-of-24")

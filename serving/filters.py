@@ -1,4 +1,4 @@
-"""Build the filters of a service's requests: ids become rows, and named lists are stored by name."""
+"""Build the filters of requests from ids of items, and store named lists of items."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from serving.ids import ItemIds, array_of_ids
 
 @dataclass(frozen=True)
 class Filter:
-    """A choice of the items that may be in a list.
+    """A filter of the items that may be recommended.
 
-    allow    ids of items; only these may be in it
-    deny     ids of items, none of which may be in it
+    allow    ids of items: recommend only these
+    deny     ids of items: recommend none of these
     where    feature -> values: an item must have one of the values of each feature
-    at_most  feature -> number: the list has at most so many items of one value, the best ones
-    filters  names of lists of `FilterLists.put`, all of which must have the item
+    at_most  feature -> number: recommend at most this many items with the same value, the best ones
+    filters  names of uploaded lists (`FilterLists.put`): an item must be in all of them
 
     Examples:
         >>> choice = Filter(deny=["s1"], where={"brand": ["a", "b"]}, at_most={"brand": 1})
@@ -37,17 +37,17 @@ class Filter:
 
 
 class FilterLists:
-    """The filters of a catalogue: what requests ask for, and lists of items that were stored under a name."""
+    """The named lists of items of a catalogue, and the construction of filters."""
 
     def __init__(self, items: ItemIds, vocabulary: Vocabulary):
         self.items = items
         features = () if vocabulary.features is None else vocabulary.features.items
         self._filters = ItemFilters(len(items), features)
-        # name -> (mask, number of items, the ids that no item has)
+        # name -> (mask, number of items, unknown ids)
         self._lists: dict[str, tuple[np.ndarray, int, np.ndarray]] = {}
 
     def with_items(self, items: ItemIds, vocabulary: Vocabulary) -> "FilterLists":
-        """Return the filters of a larger catalogue, with the same lists: they have new items that they name."""
+        """Return the same named lists for a larger catalogue, in which unknown ids may have become items."""
         filters = FilterLists(items, vocabulary)
         for name, (mask, _, unknown) in self._lists.items():
             rows = np.flatnonzero(np.unpackbits(mask, count=len(self.items), bitorder="little"))
@@ -56,13 +56,13 @@ class FilterLists:
         return filters
 
     def rows(self, name: str, ids: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return (the rows of the known ones of `ids`, the others)."""
+        """Return (the rows of the known ids, the unknown ids)."""
         ids = array_of_ids(name, list(ids) if isinstance(ids, set | frozenset) else ids)
         rows, known = self.items.lookup(ids)
         return rows[known], ids[~known]
 
     def put(self, name: str, ids: Any) -> tuple[int, int]:
-        """Store a list under a name, in place of an earlier one; return the numbers of (its items, unknown ids)."""
+        """Store or replace a named list; return (the number of its items, the number of unknown ids)."""
         rows, unknown = self.rows("items", ids)
         return self._store(name, rows, unknown), len(unknown)
 
@@ -86,11 +86,11 @@ class FilterLists:
         return {name: count for name, (_, count, _) in self._lists.items()}
 
     def build(self, requested: Filter) -> ItemFilter:
-        """Return the filter in the search's form; UnknownFilter for a name without a list, InvalidRequest."""
+        """Return the filter in the form of the search; raise UnknownFilter or InvalidRequest if it is invalid."""
         lists = []
         for name in requested.filters:
             if name not in self._lists:
-                raise UnknownFilter(f"filters: there is no list {shown(name)}, upload it first")
+                raise UnknownFilter(f"filters: there is no list named {shown(name)}, upload it first")
             lists.append(self._lists[name][0])
         rows: dict[str, np.ndarray] = {}
         unknown: dict[str, int] = {}

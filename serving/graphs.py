@@ -1,4 +1,4 @@
-"""Functions on a GPU captured as CUDA graphs: the host queues one launch where it queued hundreds."""
+"""Capture functions on a GPU as CUDA graphs: the host queues one launch in place of hundreds."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -15,7 +15,12 @@ MOST = 64  # captured graphs
 
 @dataclass
 class _Captured:
-    """A graph; the tensors that it reads and writes; where its inputs pass through on the host, and when they have."""
+    """A captured graph.
+
+    inputs, output  the tensors on the device that the graph reads and writes
+    staged          host memory from which the inputs are copied
+    copied          an event after the last copy
+    """
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
@@ -27,10 +32,10 @@ class _Captured:
 class Graphs:
     """Calls of functions whose inputs come in few shapes: captured at a shape's second call, then replayed.
 
-    The first call runs as it is, which compiles kernels and fills caches. Graphs share one pool of memory for what they
-    compute between inputs and output, so together they take what the greatest takes, beside inputs and outputs. At most
-    `most` are kept; the one that was used least recently goes first. Not safe for threads: the caller's lock holds from
-    the call until its result was used.
+    The first call runs without a graph, which compiles kernels and fills caches. All graphs share one pool of memory
+    for intermediate results, which is as large as the largest graph needs. At most `most` graphs are kept; the least
+    recently used one is dropped first. Not thread-safe: the caller holds a lock from the call until the result has been
+    used.
     """
 
     def __init__(self, device: torch.device, most: int = MOST):
@@ -40,9 +45,9 @@ class Graphs:
         self.captured: OrderedDict[Hashable, _Captured] = OrderedDict()
 
     def staged(self, key: Hashable, place: int) -> Tensor | None:
-        """Return the host memory that input number `place` is copied from, to be filled and passed; or None.
+        """Return the host memory from which input `place` is copied; None if nothing is captured for `key`.
 
-        Other tensors on the CPU are copied there first.
+        Fill it and pass it as the input, which saves a copy.
         """
         known = self.captured.get(key)
         if known is None:
@@ -53,8 +58,8 @@ class Graphs:
     def __call__(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Return function(*inputs); later calls overwrite the result.
 
-        key: identifies the function and the shapes and dtypes of `inputs`, on the CPU or the device; the function gets
-        them on the device, must not wait for it, and must not read other memory that moves.
+        key: identifies the function and the shapes and dtypes of `inputs`, which are on the CPU or the device. The
+        function gets them on the device; it must not wait for the device, and other memory that it reads must not move.
         """
         known = self.captured.get(key)
         if known is None:
@@ -69,28 +74,28 @@ class Graphs:
             self.captured[key] = known
         self.captured.move_to_end(key)
         known.copied.synchronize()
-        for mine, staged, value in zip(known.inputs, known.staged, inputs):
-            if staged is not mine and staged is not value:
+        for target, staged, value in zip(known.inputs, known.staged, inputs):
+            if staged is not target and staged is not value:
                 staged.copy_(value)
                 value = staged
-            mine.copy_(value, non_blocking=True)
+            target.copy_(value, non_blocking=True)
         known.copied.record()
         known.graph.replay()
         return known.output
 
     def _capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> _Captured:
-        mine = [x.to(self.device, copy=True) for x in inputs]
-        staged = [y if x.is_cuda else torch.empty_like(x, pin_memory=True) for x, y in zip(inputs, mine)]
-        # Run once before the capture: libraries set themselves up at a thread's first call, which a capture forbids.
+        device_inputs = [x.to(self.device, copy=True) for x in inputs]
+        staged = [y if x.is_cuda else torch.empty_like(x, pin_memory=True) for x, y in zip(inputs, device_inputs)]
+        # Run once before the capture: libraries initialize themselves in a thread's first call, which it forbids.
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            function(*mine)
+            function(*device_inputs)
         graph, output = captured(
-            lambda: function(*mine),
+            lambda: function(*device_inputs),
             "cuda_graphs: a request of this model",
             ServingError,
             pool=self.pool,
             stream=self.stream,
             capture_error_mode="thread_local",  # other threads may use the device meanwhile
         )
-        return _Captured(graph, mine, staged, torch.cuda.Event(), output)
+        return _Captured(graph, device_inputs, staged, torch.cuda.Event(), output)

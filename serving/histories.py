@@ -1,4 +1,4 @@
-"""Store the users' latest events, the number of their events, and all items seen, with numpy only.
+"""Store each user's latest events, number of events, and seen items. Numpy only.
 
 Letters: E events of a call, n events of a user, C events that a window holds at most, S its slide.
 """
@@ -18,7 +18,7 @@ PLACE_BITS = 32
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Switch Python's collector of cycles off: it takes half of the time in which a million objects are created."""
+    """Disable Python's garbage collector: it takes half of the time in which a million objects are created."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -29,9 +29,9 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def keep_objects() -> None:
-    """Take all objects that there are out of Python's collector of cycles, after a last collection.
+    """Collect garbage a last time, then exclude all current objects from garbage collection.
 
-    It holds all threads for half a second where it goes through the modules of torch, and a service has few new cycles.
+    Each collection of the modules of torch stops all threads for half a second, and a service creates few new cycles.
     """
     gc.unfreeze()
     gc.collect()
@@ -40,10 +40,10 @@ def keep_objects() -> None:
 
 @dataclass(frozen=True)
 class Window:
-    """The window of a user's events that the model sees: those from `begin(n)` on.
+    """The window of the events that the model sees: those from `begin(n)` on for a user with n events.
 
-    capacity  C, the events that the model has positions for
-    slide     S, from 1 to C: how many events leave the window at a time; 1 keeps the latest C events
+    capacity  C, the number of events that the model has positions for
+    slide     S, from 1 to C: the number of events that leave the window at a time; 1 keeps the latest C events
     """
 
     capacity: int
@@ -54,22 +54,22 @@ class Window:
         return self.slide * -(-max(0, count - self.capacity) // self.slide)
 
     def stored_from(self, counts: np.ndarray) -> np.ndarray:
-        """Return the first events that are stored of users with `counts` events; see `Histories`."""
+        """Return the first stored event of users with `counts` events, see `Histories`."""
         begins = self.slide * -(-np.maximum(0, counts - self.capacity) // self.slide)
         return np.maximum(0, begins - self.slide)
 
 
 class History:
-    """The events of one user, in time order, ties in the order in which they came.
+    """The events of one user, in time order, ties in order of arrival.
 
-    count       n, all events that the user had
-    first       the number of the first event that is kept; those before it have left every window to come
+    count       n, the number of all events of the user
+    first       the number of the first stored event; earlier ones cannot be in any future window
     items       [n - first] int32, rows of the item table
     timestamps  [n - first] int64, seconds
     actions     [n - first] int32, or None
-    seen        int32, ascending: every item that the user ever met, once
+    seen        int32, ascending: the distinct items of all n events
 
-    The columns are views of longer arrays, which events are put behind until they are full.
+    The columns are views of longer arrays, to which events are added until they are full.
     """
 
     __slots__ = ("_columns", "_end", "_room", "actions", "count", "first", "items", "last", "seen", "timestamps")
@@ -88,13 +88,13 @@ class History:
         self.last = int(timestamps[-1]) if len(timestamps) else 0  # the time of the last event
 
     def _take(self, items: np.ndarray, timestamps: np.ndarray, actions: np.ndarray | None) -> None:
-        """Store these columns, from their first entry on."""
+        """Set the columns, without room for more events."""
         self.items, self.timestamps, self.actions = items, timestamps, actions
         self._columns = items, timestamps, actions
         self._end = self._room = len(items)
 
     def push(self, item: int, timestamp: int, action: int | None, cut: int) -> None:
-        """Add an event that is not earlier than the others, and drop the first `cut`."""
+        """Add an event that is not earlier than the others, and remove the first `cut` stored events."""
         begin, end = self._end - len(self.items) + cut, self._end + 1
         if end > self._room:
             size = self._end - begin
@@ -124,11 +124,11 @@ class History:
 
 
 class Packed(NamedTuple):
-    """The histories of many users as flat columns, from which each is made when it is needed first.
+    """The histories of many users as flat columns; a `History` is created when it is first needed.
 
-    counts, firsts  [users] of `History`
-    ends, seen_ends [users] where each user's part of the columns ends; it begins where the one before ends
-    items, timestamps, actions, seen   the columns of `History`, of one user after another
+    counts, firsts   [users] the values of `History`
+    ends, seen_ends  [users] the ends of each user's part of the columns, which begins at the previous user's end
+    items, timestamps, actions, seen   the columns of `History`, user by user
     """
 
     counts: np.ndarray
@@ -155,9 +155,9 @@ class Packed(NamedTuple):
 
 
 def time_order(owners: np.ndarray, timestamps: np.ndarray) -> np.ndarray:
-    """Return the order [E] by owner, then by time, then by place; fast where long parts are in this order already.
+    """Return the indices [E] that sort events by owner, then time, stably; fast if long parts are already sorted.
 
-    owners: [E] int from 0 on; timestamps: [E] int64.
+    owners: [E] integers >= 0; timestamps: [E] int64.
     """
     if not len(owners):
         return np.zeros(0, np.int64)
@@ -169,7 +169,7 @@ def time_order(owners: np.ndarray, timestamps: np.ndarray) -> np.ndarray:
 
 
 class UserHistory(NamedTuple):
-    """The part of a user's history that the model sees: the latest of `count` events, in time order.
+    """The events of a user that the model sees: the latest of all `count` events, in time order.
 
     items [W] original ids; timestamps [W] int64, seconds; actions [W] int32 codes, or None
 
@@ -186,16 +186,16 @@ class UserHistory(NamedTuple):
 
 
 class Histories:
-    """The histories of all users, by the text of their ids.
+    """The histories of all users, by id as text.
 
-    A window slides after at most S more events, and an event that comes late may push one from before the window back
-    into it: so events are kept from S before the window's begin on, and no window ever lacks one.
+    A window slides after at most S more events, and a late event may push an event from before the window back into it.
+    So the events are stored from S before the begin of the window on: then every later window is complete.
     """
 
     def __init__(self, window: Window, has_actions: bool, most_users: int, most_events: int):
         self.window, self.has_actions = window, has_actions
         self.most_users, self.most_events = most_users, most_events
-        # A number stands for a user whose history is in one of `_packed`: the block in the upper bits, then the place.
+        # A number refers to a history in `_packed`: the block in the upper bits, the place in the lower ones.
         self._users: dict[str, History | int] = {}
         self._packed: list[Packed] = []
 
@@ -223,22 +223,22 @@ class Histories:
         self._users[user] = history
 
     def check_room(self, users: list[str], counts: list[int]) -> None:
-        """Raise LimitReached if `counts` more events of each of `users` (which are distinct) are too many."""
+        """Raise LimitReached if there is no room for `counts` more events of each of `users`, who are distinct."""
         if len(self._users) + len(users) > self.most_users:
             new = sum(user not in self._users for user in users)
             if len(self._users) + new > self.most_users:
-                raise LimitReached(f"the store holds at most {self.most_users:,} users")
+                raise LimitReached(f"at most {self.most_users:,} users are stored")
         for user, more in zip(users, counts):
             known = self.get(user)
             if (known.count if known else 0) + more > self.most_events:
                 raise LimitReached(f"a user may have at most {self.most_events:,} events")
 
     def add(self, user: str, items: np.ndarray, timestamps: np.ndarray, actions: np.ndarray | None) -> int:
-        """Add events of one user; an event earlier than the last one is inserted in time order, after its ties.
+        """Add events of one user; an event earlier than the last one is inserted in time order, after ties.
 
         items: [E] int; timestamps: [E] int64; actions: [E] int, or None without actions.
 
-        Returns the number of events, from the user's first on, that did not change.
+        Returns the number of the user's first events that did not change.
         """
         items, actions = items.astype(np.int32), None if actions is None else actions.astype(np.int32)
         if not len(items):
@@ -248,7 +248,7 @@ class Histories:
         if old is None:
             nothing = np.zeros(0, np.int32)
             old = History(0, 0, nothing, np.zeros(0, np.int64), nothing if self.has_actions else None, nothing)
-        # An event earlier than the first stored one is only counted and added to the seen items.
+        # An event earlier than the first stored one is not stored, only counted and added to the seen items.
         gone = timestamps < old.timestamps[0] if old.first else np.zeros(len(items), bool)
         stay = ~gone
         times = np.concatenate([old.timestamps, timestamps[stay]])
@@ -276,9 +276,9 @@ class Histories:
         self, users: Sequence[str], places: np.ndarray, items: np.ndarray, timestamps: np.ndarray,
         actions: np.ndarray | None,
     ) -> None:  # fmt: skip
-        """Add events of many users, as `add` does for each of them, but sort them all at once.
+        """Add events of many users like `add`, but sort them all at once.
 
-        users: distinct, each with an event; places: [E] the place in `users` of each event's user; others as in `add`.
+        users: distinct, each with an event; places: [E] the index of each event's user in `users`; others: as in `add`.
         """
         if not users:
             return
@@ -292,8 +292,8 @@ class Histories:
         ends, firsts = np.cumsum(counts), self.window.stored_from(counts)
         known = [place for place, user in enumerate(users) if user in self._users]
         for place in known:
-            of_user = slice(ends[place] - counts[place], ends[place])
-            self.add(users[place], items[of_user], timestamps[of_user], None if actions is None else actions[of_user])
+            events = slice(ends[place] - counts[place], ends[place])
+            self.add(users[place], items[events], timestamps[events], None if actions is None else actions[events])
         stored = np.arange(len(items)) >= np.repeat(ends - counts + firsts, counts)
         block = Packed(
             counts,
@@ -313,7 +313,7 @@ class Histories:
         self._users.update(new)
 
     def add_one(self, user: str, item: int, timestamp: int, action: int | None) -> int:
-        """Add one event, as `add` does; an event later than all others, the usual case, needs no sorting."""
+        """Add one event like `add`; the usual case, an event later than all others, needs no sorting."""
         old = self.get(user)
         if old is None or timestamp < old.last:
             actions = None if action is None else np.array([action])

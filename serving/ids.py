@@ -1,7 +1,7 @@
-"""Convert ids between the form that callers use and the internal one.
+"""Convert ids of users and items to their internal form.
 
-Items become rows of the item table. A user is a text inside, so that 7 and "7" are one user, whether the id comes from
-Python, from a saved store or over the wire.
+An item is a row of the item table. A user is the id as text, so that 7 and "7" are the same user in Python, in saved
+stores and over HTTP.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ import numpy as np
 from data.types import shown
 from serving.errors import InvalidRequest, UnknownItem
 
-NAMED = 5  # ids that an error names
+NAMED = 5  # most ids in an error's message
 
 
 def array_of_ids(name: str, ids: object, dimensions: int = 1) -> np.ndarray:
-    """Return `ids` as an array of int64 or text; InvalidRequest for other types and another number of dimensions."""
+    """Return `ids` as an array of int64 or text; raise InvalidRequest for other types or numbers of dimensions."""
     try:
         array = np.asarray(ids)
     except ValueError:
-        raise InvalidRequest(f"{name}: expected rows of one length") from None
+        raise InvalidRequest(f"{name}: expected rows of the same length") from None
     if array.ndim != dimensions:
         raise InvalidRequest(f"{name}: expected {dimensions} dimension{'s'[: dimensions - 1]}, got {array.ndim}")
     if array.size == 0:
@@ -43,14 +43,14 @@ def _flat(ids: Sequence, dimensions: int):
 
 
 def user_keys(users: object) -> list[str]:
-    """Return users as the store names them: [B] ids -> B texts."""
+    """Convert user ids [B] to text."""
     if isinstance(users, list) and all(isinstance(user, str) for user in users):
-        return users  # numpy would drop NUL characters at the end of a text
+        return users  # numpy would remove NUL characters at the end of a text
     return [str(user) for user in array_of_ids("users", users).tolist()]
 
 
 class ItemIds:
-    """The original ids [I] of the rows of an item table, int64 or text, and where each stands."""
+    """The original ids [I] of the rows of an item table, int64 or text, and the search for the row of an id."""
 
     def __init__(self, ids: np.ndarray):
         self.ids = np.asarray(ids)
@@ -61,11 +61,11 @@ class ItemIds:
 
     @property
     def missing(self):
-        """The id that stands for a missing item: -1 or the empty text."""
+        """The id that marks a missing item: -1 or the empty text."""
         return -1 if self.ids.dtype.kind == "i" else ""
 
     def rows(self, name: str, ids: object, dimensions: int = 1) -> np.ndarray:
-        """Return the rows of the items `ids`, int64 of their shape; UnknownItem names those unknown to the run."""
+        """Return the rows of the items `ids`, int64 of the same shape; raise UnknownItem if some are unknown."""
         requested = array_of_ids(name, ids, dimensions)
         if requested.size == 0:
             return np.zeros(requested.shape, np.int64)
@@ -77,7 +77,7 @@ class ItemIds:
         return rows
 
     def lookup(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rows, int64; which ids are known, bool) of int64 or text ids; rows of unknown ids mean nothing."""
+        """Return (rows int64, mask of known ids) for int64 or text ids; rows of unknown ids are arbitrary."""
         comparable, valid = self.comparable(ids)
         place = np.searchsorted(self.ids, comparable, sorter=self._order).clip(max=len(self.ids) - 1)
         if self._order is not None:
@@ -85,16 +85,16 @@ class ItemIds:
         return place.astype(np.int64), valid & (self.ids[place] == comparable)
 
     def original(self, rows: np.ndarray) -> np.ndarray:
-        """Return the ids of rows, `missing` for rows of -1."""
+        """Return the ids of rows; `missing` for row -1."""
         known = self.ids[np.maximum(rows, 0)]
         return np.where(rows >= 0, known, np.array(self.missing, self.ids.dtype))
 
     def with_more(self, ids: np.ndarray) -> "ItemIds":
-        """Return the ids with those of further rows, which are of the same type."""
+        """Return these ids followed by `ids`, which have the same type."""
         return ItemIds(np.concatenate([self.ids, ids]))
 
     def comparable(self, requested: np.ndarray) -> tuple[np.ndarray, np.ndarray | bool]:
-        """Return (ids of the catalogue's type, which of them can be ids of that type at all)."""
+        """Return (ids converted to the catalogue's type, mask of ids that can be converted)."""
         if requested.dtype.kind == self.ids.dtype.kind:
             return requested, np.ones(requested.shape, bool)
         if self.ids.dtype.kind == "U":

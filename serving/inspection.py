@@ -1,4 +1,4 @@
-"""The part of `Recommender` that looks into the model: item vectors, neighbours, what a score rests on.
+"""Define the part of `Recommender` that explains the model: item vectors, similar items, effects of events.
 
 Letters: I items, E embedding size, M items of a call, k length of a list, n events of a user's window.
 """
@@ -11,19 +11,19 @@ import torch
 from data.batch import Batch
 from models.heads import normalized
 from models.tasks.scoring import normalized_items
-from serving.engine import Ask
+from serving.engine import UserRequest
 from serving.errors import InvalidRequest
 from serving.ids import user_keys
 from serving.search import item_scores
 from serving.served import ServedRun
 
-MOST_TOKENS = 2**15  # of one pass of the model
+MOST_TOKENS = 2**15  # most tokens of one pass
 
 
 class Explanation(NamedTuple):
-    """The events that a score rests on, in time order; see `Recommender.explain`.
+    """The effects of a user's events on the score of an item, in time order; see `Recommender.explain`.
 
-    score of the item; items [n] original ids; timestamps [n] int64, seconds; effects [n] float32
+    score: the item's score; items [n] original ids; timestamps [n] int64, seconds; effects [n] float32
 
     Examples:
         >>> explanation = recommender.explain("c3", "s1")
@@ -37,7 +37,7 @@ class Explanation(NamedTuple):
     effects: np.ndarray
 
     def frame(self):
-        """Return the events as a polars frame (item, timestamp, effect), the greatest effect first.
+        """Return the events as a polars frame (item, timestamp, effect), greatest effect first.
 
         Examples:
             >>> recommender.explain("c3", "s1").frame().columns
@@ -50,7 +50,7 @@ class Explanation(NamedTuple):
 
 
 def list_frame(name: str, listed: str, ids: Any, items: np.ndarray, scores: np.ndarray) -> Any:
-    """Return lists [B, k] as a polars frame: `name`, rank (from 1), `listed`, score; without places that are empty."""
+    """Return lists [B, k] as a polars frame (`name`, rank from 1, `listed`, score), without padding."""
     import polars as pl
 
     count, k = items.shape
@@ -64,15 +64,15 @@ def list_frame(name: str, listed: str, ids: Any, items: np.ndarray, scores: np.n
 
 
 class Inspection(ServedRun):
-    """Vectors of items, neighbours and explanations."""
+    """Item vectors, similar items and explanations."""
 
     @torch.no_grad()
     def item_vectors(self, as_frame: bool = False) -> tuple[np.ndarray, np.ndarray] | Any:
         """Return (ids [I], vectors [I, E] float32 of length one), or a polars frame (item, vector).
 
-        A vector is the item's representation, against which outputs are scored: for the head `dot` without repeats a
-        score is its product with the output. Read it as a position among the other items and nothing else: single
-        numbers of it mean nothing, and another run has other axes.
+        A vector is the item's representation that outputs are scored against: for the head `dot` without repeats, a
+        score is its dot product with the output. Only compare vectors of the same run: a single number of a vector has
+        no meaning, and the axes differ between runs.
 
         Examples:
             >>> ids, vectors = recommender.item_vectors()
@@ -89,14 +89,14 @@ class Inspection(ServedRun):
 
     @torch.no_grad()
     def similar(self, items: Any, k: int = 10, *, as_frame: bool = False) -> tuple[np.ndarray, np.ndarray] | Any:
-        """Return the k nearest other items of each item: (items [M, k] original ids, cosines [M, k] float32).
+        """Return the k most similar other items of each item: (items [M, k] original ids, cosines [M, k] float32).
 
-        Items are near whose vectors (`item_vectors`) have a small angle: users who met the one met the other in like
-        places of their histories. It is no rule that the one follows the other.
+        Items are similar if the cosine of their vectors (`item_vectors`) is large: they occur at similar places of
+        users' histories. This does not mean that one often follows the other.
 
         Args:
             items: [M] ids.
-            k: at least 1. Where there are fewer other items, -1 or the empty text follows, with cosines of -inf.
+            k: at least 1. If there are fewer other items, the rest is filled with -1 or the empty text, cosine -inf.
             as_frame: return a polars frame (item, rank, similar, score) in place of arrays.
 
         Raises UnknownItem, InvalidRequest.
@@ -123,16 +123,15 @@ class Inspection(ServedRun):
 
     @torch.no_grad()
     def explain(self, user: Any, item: Any, at: int | None = None) -> Explanation:
-        """Return what each event of a user's window adds to the score of an item: the score with all events, less the
-        score without this one.
+        """Return the effect of each event of a user's window on the score of an item.
 
-        This is the model's own arithmetic, not a reason of the user's. Effects do not add up to the score, since events
-        act together: of two events that say the same, each alone may have no effect. Without an event the others stand
-        one place nearer to one another, and that is in its effect, too. The only event of a user has the effect NaN,
-        since the model scores nothing without events.
+        The effect of an event is the score with all events minus the score without this event. It describes the model,
+        not the reasons of the user. Effects do not add up to the score: of two similar events, each may have no effect
+        alone. Without an event, the events around it become neighbours, and this change is a part of the effect. The
+        effect of a user's only event is NaN, since the model cannot score without events.
 
         Args:
-            user: an id; the user needs an event. The model is run n times, on sequences of n - 1 events.
+            user: an id; the user needs an event. The model runs on n sequences of n - 1 events each.
             item: the id of the item whose score is explained.
             at: as in `Recommender.recommend`.
 
@@ -146,7 +145,7 @@ class Inspection(ServedRun):
             ['item', 'timestamp', 'effect']
         """
         if self.ranking:
-            raise InvalidRequest("explain: the run ranks the candidates that it is given, expected one of retrieval")
+            raise InvalidRequest("explain: the run ranks given candidates, expected a retrieval run")
         row = self.items.rows("item", [item])
         with self._lock:
             (request,) = self.check_requests(user_keys([user]), at)
@@ -168,18 +167,18 @@ class Inspection(ServedRun):
         items: np.ndarray,
         times: np.ndarray,
         codes: np.ndarray,
-        request: Ask,
+        request: UserRequest,
         events: np.ndarray,
         row: np.ndarray,
     ) -> np.ndarray:
-        """Return the scores [V] of an item after V histories: those of the events in each row of `events` [V, L]."""
+        """Return the scores [V] of an item for V histories; row v of `events` [V, L] has the events of history v."""
         device, length, scores = self.model.item_weight.device, events.shape[1], []
         for chosen in np.array_split(events, -(-events.size // MOST_TOKENS)):
             count = len(chosen)
             following = np.append(times[chosen[:, 1:]], np.full((count, 1), request.at), axis=1)
             columns = (items[chosen], times[chosen], following, codes[chosen])
-            tokens, seconds, queries, of_events = (torch.from_numpy(column.ravel()).to(device) for column in columns)
-            features = torch.full((count,), self.contexts.of_user(request.user), device=device)
+            tokens, seconds, queries, event_codes = (torch.from_numpy(column.ravel()).to(device) for column in columns)
+            features = torch.full((count,), self.contexts.user_number(request.user), device=device)
             batch = Batch(
                 item_ids=tokens,
                 timestamps=seconds,
@@ -187,7 +186,7 @@ class Inspection(ServedRun):
                 query_timestamps=queries,
                 seq_offsets=torch.arange(0, count * length + 1, length, device=device),
                 users=torch.arange(count, device=device),
-                **self.contexts.batch_columns(of_events, features),
+                **self.contexts.batch_columns(event_codes, features),
             )
             with torch.autocast(device.type, torch.bfloat16, enabled=self.config.train.autocast == "bf16"):
                 out, _ = self.model.raw_output(batch)

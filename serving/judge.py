@@ -1,4 +1,4 @@
-"""Evaluate a recommender in place of a model: the metrics are those of the service's answers.
+"""Evaluate a recommender like a model, so that the metrics are those of a service's answers.
 
 Letters: T tokens, B sequences, E embedding size.
 """
@@ -19,10 +19,10 @@ from serving.recommender import Recommender
 class ServedModel:
     """A model for evaluation whose outputs are computed by a recommender.
 
-    Each sequence's user begins without a past. For retrieval the whole history before the target is appended in two
-    portions, the last event by itself, and the last output is asked for at the time of the target; the other outputs
-    are 0. For ranking every scored event is first asked about, as a candidate at its own time, and then appended; a
-    user's first event has no past to be asked with (NoHistory).
+    Each sequence has a user without earlier events. For retrieval, the history before the target is appended in two
+    portions, the second one being the last event; the last output is requested at the time of the target, and the other
+    outputs are 0. For ranking, each scored event is requested as a candidate at its time and then appended; a user's
+    first event cannot be scored (NoHistory).
     """
 
     def __init__(self, recommender: Recommender, dataset: Dataset):
@@ -52,7 +52,7 @@ class ServedModel:
         return out.index_copy_(0, last, user_outputs), {}
 
     def _append(self, keys: list[str], users: np.ndarray, ends: np.ndarray, start: int | None, stop: int) -> None:
-        """Append each user's events from `start` before the end (None: all) up to `stop` before it."""
+        """Append the events of each user from `ends - start` (None: the first) to `ends - stop`."""
         begins = self.dataset.user_offsets[users] if start is None else ends - start
         counts = ends - stop - begins
         events = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
@@ -68,13 +68,13 @@ class ServedModel:
         )
 
     def _codes(self, events: np.ndarray, actions: np.ndarray | None) -> np.ndarray | None:
-        """Return the codes of events as the recommender has them."""
+        """Return the recommender's codes of events."""
         rows, contexts = self.dataset.event_rows, self.recommender.contexts
         action_codes = None if actions is None or contexts.actions is None else actions[events]
         return contexts.joined(action_codes, None if rows is None else rows[events])
 
     def _describe(self, keys: list[str], users: np.ndarray) -> None:
-        """Store the features of the users of the data set for the recommender's."""
+        """Store the features of the data set's users for the recommender's users `keys`."""
         rows = self.dataset.user_rows
         self.recommender.put_users(keys, None if rows is None else rows[users])
 
@@ -89,7 +89,7 @@ class ServedModel:
         tokens = (batch.labels[:, 0] >= 0).nonzero()[:, 0]
         events = batch.events[tokens].cpu().numpy()
         users = self.dataset.users_of(events)
-        # The scored events of each user in order; round i asks about every user's i-th.
+        # The scored events of each user in order; round i scores the i-th event of each user.
         order = np.lexsort((events, users))
         starts = np.flatnonzero(np.diff(users[order], prepend=-1))
         counts = np.diff(np.append(starts, len(order)))
@@ -99,17 +99,17 @@ class ServedModel:
         self._describe(keys.tolist(), users[order[starts]])
         self._append(keys.tolist(), users[order[starts]], first, None, 0)
         out = torch.zeros(batch.num_tokens, self.model.embedding.position.shape[1], device=tokens.device)
-        for turn in range(int(counts.max(initial=0))):
-            active = everyone[counts > turn]
-            mine = order[starts[active] + turn]
-            candidates = list(self.dataset.items[events[mine], None].astype(np.int64))
+        for place in range(int(counts.max(initial=0))):
+            active = everyone[counts > place]
+            current = order[starts[active] + place]
+            candidates = list(self.dataset.items[events[current], None].astype(np.int64))
             candidate_outputs = self.recommender.candidate_outputs(
                 keys[active].tolist(),
                 candidates,
-                self.dataset.timestamps[events[mine]],
-                self._codes(events[mine], None) if self.dataset.event_rows is not None else None,
+                self.dataset.timestamps[events[current]],
+                self._codes(events[current], None) if self.dataset.event_rows is not None else None,
             )
-            out[tokens[torch.from_numpy(mine).to(tokens.device)]] = candidate_outputs
-            self._add(keys[active].tolist(), events[mine])
+            out[tokens[torch.from_numpy(current).to(tokens.device)]] = candidate_outputs
+            self._add(keys[active].tolist(), events[current])
         self._forget(keys.tolist())
         return out, {}

@@ -1,4 +1,4 @@
-"""Check items that are added to a running model, which knows them by their features alone.
+"""Check new items of a running service, which the model represents by their features.
 
 Letters: n items of a request, M new ones among them.
 """
@@ -24,8 +24,9 @@ from serving.ids import ItemIds, array_of_ids
 class Additions:
     """The new items of a request.
 
-    places  [M] int64, where they are in the request
+    places  [M] int64, their positions in the request
     ids     [M], of the type of the run's ids
+    items   their features
     """
 
     places: np.ndarray
@@ -36,10 +37,10 @@ class Additions:
 def checked_items(
     known_ids: ItemIds, vocabulary: Vocabulary, ids: Any, features: Mapping[str, Sequence[Any]], strict: bool = True
 ) -> Additions:
-    """Return the items [n] that the model does not have yet, in its terms; the first of two with one id counts.
+    """Return those of the items [n] that the catalogue does not contain; of items with equal ids, the first.
 
-    features: by name a value for each item, as in `features_of_columns`. strict: raise InvalidRequest for a run without
-    features of items, and for an item that it could not know by what is given; otherwise such items are left out.
+    features: name -> a value for each item, as in `features_of_columns`. strict: raise InvalidRequest if the run has no
+    features of items, or if an item has none of them; otherwise leave these items out.
     """
     requested = array_of_ids("items", ids)
     try:
@@ -56,7 +57,7 @@ def checked_items(
         valid = valid & (lengths > 0) & (lengths <= MAX_ID_LENGTH)
     if strict and not valid.all():
         kind = "whole numbers" if known_ids.ids.dtype.kind == "i" else f"1 to {MAX_ID_LENGTH} characters"
-        raise InvalidRequest(f"items: expected {kind}, as the run's ids are, got {shown(repr(requested[~valid][0]))}")
+        raise InvalidRequest(f"items: expected {kind} like the run's ids, got {shown(repr(requested[~valid][0]))}")
     first = np.zeros(len(requested), bool)
     first[np.unique(comparable, return_index=True)[1]] = True
     places = np.flatnonzero(valid & first & ~known_ids.lookup(comparable)[1])
@@ -81,7 +82,7 @@ def checked_items(
             which = shown(comparable[places[~items.described]][0])
             all_names = [*(one.name for one in known.of("items")), *(one.name for one in known.vectors)]
             names = ", ".join(map(shown, all_names))
-            raise InvalidRequest(f"items: {which} has no feature that the run knows items by: {names}")
+            raise InvalidRequest(f"items: {which} has no feature of the run, expected at least one of {names}")
         places = places[items.described]
         items = described(places)
     return Additions(places, comparable[places], items)

@@ -1,4 +1,4 @@
-"""Define the options of a served run: the format of the pages, their budget, the window's slide, limits."""
+"""Define the options of a served run: format and bytes of the pages, slide of the windows, limits."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from training.config import RunConfig
 CACHES = ("auto", "fp32", "bf16", "fp16", "8bit", "4bit", "2bit")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BITS = {"8bit": 8, "4bit": 4, "2bit": 2}
-CLIPS = {2: 0.75}  # bits -> the default of clip: the value that loses the least, see docs/rotatekv.md
+CLIPS = {2: 0.75}  # bits -> the default of clip, which has the smallest loss, see docs/rotatekv.md
 
 
 @dataclass(frozen=True)
 class ServingOptions:
     """The options of a served run.
 
-    cache        one of CACHES: keys and values as they are, or RotateKV codes of so many bits; auto is fp32, or the
-                 codes that the run was trained for (rotatekv)
-    sink_tokens  with codes: the first tokens of a window that are kept as they are, in fp32
-    clip         with codes: see `hstu_sparse.rotatekv_compress`; by default .75 at 2 bits, else 1
-    head_group   with codes: heads that are coded together; by default 2, or 1 where heads are odd
-    quant_group  with codes: channels that share a scale
-    cache_bytes  for the pages of all users
-    slide        events that leave a window at a time; by default a quarter of what it holds
-    most_users   users that the store holds
-    most_events  events that a user may have
-    popular_days  an event counts half as much for the popular items as one that is so many days later
-    cuda_graphs  on a GPU: pad passes of few tokens to a few sizes, capture them as CUDA graphs and replay them
+    cache         one of CACHES: the dtype of keys and values, or the bits of RotateKV codes; auto is fp32, or the codes
+                  that the run was trained for (rotatekv)
+    sink_tokens   codes only: the first tokens of a window that are stored in fp32
+    clip          codes only: see `hstu_sparse.rotatekv_compress`; by default 0.75 for 2 bits, otherwise 1
+    head_group    codes only: heads that are coded together; by default 2, or 1 if the number of heads is odd
+    quant_group   codes only: channels that share a scale
+    cache_bytes   bytes of the pages of all users
+    slide         events that leave a window at a time; by default a quarter of the window
+    most_users    the most users to store
+    most_events   the most events of one user
+    popular_days  half-life of an event's weight in the popular items, in days
+    cuda_graphs   on a GPU: pad passes of few tokens to a few sizes, capture them as CUDA graphs and replay them
 
     Examples:
         >>> ServingOptions(cache="4bit", cache_bytes=2**30, popular_days=30).sink_tokens
@@ -60,7 +60,7 @@ class ServingOptions:
         if self.cache not in CACHES:
             raise ServingError(f"cache: expected one of {', '.join(CACHES)}, got {self.cache!r}")
         if self.cache not in BITS and self.sink_tokens:
-            raise ServingError(f"sink_tokens={self.sink_tokens} is for codes, cache={self.cache}")
+            raise ServingError(f"sink_tokens={self.sink_tokens}: expected cache 8bit, 4bit or 2bit, got {self.cache}")
         for name in ("cache_bytes", "most_users", "most_events"):
             if getattr(self, name) < 1:
                 raise ServingError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -69,33 +69,33 @@ class ServingOptions:
 
 
 def served_form(config: RunConfig) -> Served:
-    """Return how the run's task is served; ServingError if it cannot be."""
+    """Return how the run's task is served; raise ServingError if it cannot be served."""
     form = config.task.served()
     if form is None:
-        raise ServingError(f"task.kind={config.task.kind} cannot be served: retrieval and ranking can")
+        raise ServingError(f"task.kind={config.task.kind} cannot be served: expected retrieval or ranking")
     return form
 
 
 def window_of(config: RunConfig, slide: int | None) -> Window:
-    """Return the window of a run; ServingError for a slide that does not fit."""
+    """Return the window of a run; raise ServingError if the slide or model.max_seq_len is out of range."""
     longest, form = config.model.max_seq_len, served_form(config)
     capacity = (longest - form.candidates) // form.tokens_per_event
     if capacity < 1:
         raise ServingError(
-            f"model.max_seq_len={longest}: {config.task.kind} is served from {form.tokens_per_event + form.candidates} "
-            "tokens on, an event and a candidate"
+            f"model.max_seq_len={longest}: serving {config.task.kind} needs at least "
+            f"{form.tokens_per_event + form.candidates}, an event and a candidate"
         )
     if slide is None:
         slide = max(1, capacity // 4)
     if not 1 <= slide <= capacity:
-        raise ServingError(f"slide: expected 1 to {capacity}, the events that a window holds, got {slide}")
+        raise ServingError(f"slide: expected 1 to {capacity}, the events of a window, got {slide}")
     return Window(capacity, slide)
 
 
 def page_format(model: SequenceModel, options: ServingOptions) -> hstu_sparse.PageFormat:
-    """Return the format of the pages of all layers; ServingError if there is none.
+    """Return the common format of the pages of all layers; raise ServingError if there is none.
 
-    A model of kind rotatekv was trained for its own codes, and cannot be served from others.
+    A model of kind rotatekv can only be served from the codes that it was trained for.
     """
     layers = list(cast(Iterable[Any], model.layers))
     sizes = layers[0].attention.sizes
@@ -113,11 +113,11 @@ def page_format(model: SequenceModel, options: ServingOptions) -> hstu_sparse.Pa
     for place, layer in enumerate(layers):
         layer_codes, kind = layer.attention.paged().codes or {}, layer.attention.config.kind
         if layer_codes and trained and layer_codes != trained:
-            raise ServingError(f"layer {place} has other codes than the layers before, pages have one format")
+            raise ServingError(f"layer {place} has other codes than earlier layers, pages must have one format")
         if layer_codes and options.cache != "auto" and layer_codes != chosen:
-            raise ServingError(f"cache={options.cache}: the run was trained for its own codes, leave the cache out")
+            raise ServingError(f"cache={options.cache}: the run was trained for other codes, leave this option out")
         if (layer_codes or trained) and place and bool(layer_codes) != bool(trained):
-            raise ServingError(f"layer {place} ({kind}): some layers are of kind rotatekv and some not")
+            raise ServingError(f"layer {place} ({kind}): expected all layers or none of kind rotatekv")
         trained = layer_codes or trained
     try:
         return hstu_sparse.PageFormat(heads, sizes.attention_dim, sizes.linear_dim, **(trained or chosen))

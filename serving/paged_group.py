@@ -1,4 +1,4 @@
-"""Define the new tokens of users, and the pages that they attend to, as the layers of a served model get them.
+"""Define the input of a served model's layers: new tokens of users and the pages that they attend to.
 
 Letters: T new tokens, B users, P pages, H heads, S blocks that bsa chooses.
 """
@@ -14,21 +14,21 @@ from serving.block_sums import BlockSums
 
 
 @dataclass(frozen=True)
-class Part:
-    """New tokens that attend alike: those of B users, end to end.
+class PagedGroup:
+    """New tokens of B users, user by user, to which the same attention rule applies.
 
-    tokens       which tokens of the batch they are
-    offsets      [B+1] int64, which of the part's tokens are whose
+    tokens       the slice of the batch's tokens
+    offsets      [B+1] int64, the first token of each user within the group
     pages        [B, P] int32, the users' pages
-    lengths      [B] int64, tokens in the pages before the new ones
-    candidates   whether the new tokens of a user all stand at position `lengths` and see the pages and themselves; else
-                 they are one or more of each user, follow one another, are written into the pages, and see those before
-                 them
-    times        [T] int64, seconds, of the tokens; of candidates [B]
-    query_times  [T] int64, when what follows the tokens happens; of candidates [B]
-    whole        whether the users' pages hold nothing but the new tokens, which are all that these see
-    num_context  [B] int64, the tokens of features that the users' sequences begin with; None for none
-    shared       what layers compute of the part's offsets and times, as `Batch.once` keeps it
+    lengths      [B] int64, the number of tokens in the pages before the new ones
+    candidates   True: all new tokens of a user have position `lengths`, each attends to the pages and itself, and none
+                 is written to the pages. False: each user has one or more tokens, which follow one another, are written
+                 to the pages, and attend to all tokens before them
+    times        [T] int64, times of the tokens in seconds; [B] for candidates
+    query_times  [T] int64, the time of the event that each token predicts; [B] for candidates
+    whole        whether the users' pages hold only the new tokens, so that these attend only to one another
+    num_context  [B] int64, the number of feature tokens at the beginning of each sequence; None if there are none
+    shared       results that all layers share, see `once`
     """
 
     tokens: slice
@@ -43,26 +43,26 @@ class Part:
     shared: dict = field(default_factory=dict)
 
     def once(self, key: Hashable, compute: Callable[[], object]) -> object:
-        """Return compute(), which only the first call with this key runs."""
+        """Return the result of `compute`, which is called only for the first call with this key."""
         if key not in self.shared:
             self.shared[key] = compute()
         return self.shared[key]
 
 
 @dataclass
-class Pass:
+class PagedPass:
     """One pass of new tokens through all layers.
 
-    last     the layer whose outputs nobody reads, where tokens are written alone; None where they are read
-    choices  layer -> [B, H, S] int32, for bsa: the blocks chosen by the group that the next token of each user is in,
-             -1 where there are fewer or a new group begins. Layers leave there what holds behind the tokens they saw.
-    sums     of the blocks of bsa, for models that have such layers
-    context  [T] int64, of tokens of features their places among all features of the users, -1 of events; None where
-             there are events alone
+    last     the last layer, if tokens are only written and its outputs are not used; None if they are used
+    choices  for bsa, layer -> [B, H, S] int32: the blocks chosen for the selection group of each user's next token, -1
+             if there are fewer or a new selection group begins. Each layer replaces them by those after the pass.
+    sums     the sums of blocks, for models with layers of kind bsa
+    context  [T] int64, the index of a feature token among all feature tokens of the pass, -1 for events; None if all
+             tokens are events
     """
 
     pool: hstu_sparse.PagePool
-    parts: list[Part]
+    groups: list[PagedGroup]
     last: int | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)
     sums: BlockSums | None = None
@@ -71,6 +71,6 @@ class Pass:
 
 @dataclass
 class ServedBatch(Batch):
-    """New tokens; `served` says on top of what they run."""
+    """A batch of new tokens; `served` holds the cached pages they attend to."""
 
-    served: Pass = None  # type: ignore[assignment]
+    served: PagedPass = None  # type: ignore[assignment]

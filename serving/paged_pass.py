@@ -1,4 +1,4 @@
-"""Run new tokens of users through the model, on top of the pages of earlier tokens.
+"""Run new tokens of users through the model; they attend to the cached pages of earlier tokens.
 
 Letters: T new tokens, E embedding size, H heads, D query/key and V value head size.
 """
@@ -17,11 +17,11 @@ from models.attention.contract import AttentionKind, AuxLoss, PagedForm
 from models.hstu import HSTULayer, SequenceModel
 from serving.block_sparse import paged_block_sparse
 from serving.errors import ServingError
-from serving.paged_group import Part, Pass, ServedBatch
+from serving.paged_group import PagedGroup, PagedPass, ServedBatch
 
 
 class ServedAttention(nn.Module):
-    """An attention kind whose new tokens read what came before them from pages."""
+    """An attention kind whose new tokens attend to earlier tokens in pages."""
 
     def __init__(self, inner: AttentionKind, form: PagedForm, layer: int):
         super().__init__()
@@ -33,43 +33,43 @@ class ServedAttention(nn.Module):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> tuple[Tensor, dict[str, AuxLoss]]:
         outputs = []
-        for part in batch.served.parts:
-            own_q, own_k, own_v = (y[part.tokens] for y in (q, k, v))
-            if not part.candidates:
-                batch.served.pool.write(self.layer, own_k, own_v, part.offsets, part.pages, part.lengths)
+        for group in batch.served.groups:
+            group_q, group_k, group_v = (y[group.tokens] for y in (q, k, v))
+            if not group.candidates:
+                batch.served.pool.write(self.layer, group_k, group_v, group.offsets, group.pages, group.lengths)
             if self.layer == batch.served.last and self.form.blocks is None:
-                outputs.append(torch.zeros_like(own_v))  # nobody reads the outputs of the last layer
+                outputs.append(torch.zeros_like(group_v))  # these outputs are not used
             else:
-                outputs.append(self.attend(own_q, own_k, own_v, batch.served, part))
+                outputs.append(self.attend(group_q, group_k, group_v, batch.served, group))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), {}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, served: Pass, part: Part) -> Tensor:
-        """Return [T, H, V] of a part's tokens."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, served: PagedPass, group: PagedGroup) -> Tensor:
+        """Return the attention outputs [T, H, V] of a group's tokens."""
         form, longest, bias = self.form, self.inner.sizes.max_seq_len, None
         if form.position is not None or form.time is not None:
             bias = RelativeBias(form.position, form.time)
             if form.time is not None:
-                bias = bias._replace(timestamps=part.times, query_timestamps=part.query_times)
+                bias = bias._replace(timestamps=group.times, query_timestamps=group.query_times)
         if form.blocks is not None:
-            return paged_block_sparse(cast(Any, self.inner), self.layer, q, k, v, bias, served, part)
-        if part.whole:
-            out = whole_attention(form, longest, q, k, v, bias, served.pool.format, part)
+            return paged_block_sparse(cast(Any, self.inner), self.layer, q, k, v, bias, served, group)
+        if group.whole:
+            out = whole_attention(form, longest, q, k, v, bias, served.pool.format, group)
             if out is not None:
                 return out
-        one_each = len(q) == len(part.lengths)  # the result is the same as with candidates, which are faster
+        one_each = len(q) == len(group.lengths)  # `candidates` gives the same result faster
         return hstu_sparse.paged_attention(
             q,
             k,
             v,
-            part.offsets,
+            group.offsets,
             served.pool,
-            part.pages,
-            part.lengths,
+            group.pages,
+            group.lengths,
             longest,
             layer=self.layer,
-            candidates=part.candidates or one_each,
+            candidates=group.candidates or one_each,
             window_size=form.window,
-            num_context=part.num_context,
+            num_context=group.num_context,
             activation="softmax" if form.softmax else "silu",
             scale=form.scale,
             normalizer=form.normalizer,
@@ -85,26 +85,27 @@ def whole_attention(
     v: Tensor,
     bias: RelativeBias | None,
     form: hstu_sparse.PageFormat,
-    part: Part,
+    group: PagedGroup,
 ) -> Tensor | None:
-    """Return [T, H, V] of tokens that only see one another, by the kernels for whole sequences; None if these do not
-    apply.
+    """Return the attention outputs [T, H, V] of a group with `whole`, by the kernels for whole sequences.
 
-    Paged attention looks up a time bias pair by pair, which makes it ten times as slow. As there, a token sees the
-    others as decoded from the pages and itself exactly; for pages that round keys and values `rotatekv_self_attention`
-    can do that for codes, so far only on a CPU.
+    These are ten times as fast as paged attention, which looks up a time bias for each pair. As in paged attention, a
+    token attends to the decoded keys and values of the others and to its exact ones. For coded pages
+    `rotatekv_self_attention` computes this, here only on a CPU.
+
+    Returns None if no such kernel computes the same as paged attention.
     """
     exact = form.bits is None and (form.dtype == k.dtype or form.dtype.itemsize > k.dtype.itemsize)
-    only_exact = form.bits is None or q.is_cuda or attention.window or part.num_context is not None
+    only_exact = form.bits is None or q.is_cuda or attention.window or group.num_context is not None
     if attention.softmax or (not exact and only_exact):
         return None
     # Coded keys are padded to a size that the Hadamard transform supports.
     q, k = (F.pad(x, (0, form.coded_size - form.head_size)) if form.bits else x for x in (q, k))
-    offsets = part.offsets
+    offsets = group.offsets
     options: dict[str, Any] = dict(bias=bias)
     if exact:
-        options |= dict(window_size=attention.window, num_context=part.num_context)
-    options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, **options, once=part.once)
+        options |= dict(window_size=attention.window, num_context=group.num_context)
+    options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, **options, once=group.once)
     options |= dict(scale=attention.scale, normalizer=attention.normalizer)
     if exact:
         return hstu_sparse.hstu_attention(q, k, v, offsets, longest, **options)
@@ -113,10 +114,9 @@ def whole_attention(
 
 
 def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the model's layers with the same weights and attention that reads from pages; ServingError if one cannot.
+    """Return the model's layers with the same weights, whose attention reads from pages; ServingError if one cannot.
 
-    dtype: the dtype to which autocast would cast the weights of an HSTU layer's products in each pass: they are cast
-    here.
+    dtype: cast the weights of an HSTU layer's matrix products to it once, as autocast would in each pass.
     """
     layers = []
     for place, layer in enumerate(cast(Iterable[Any], model.layers)):
@@ -136,42 +136,47 @@ def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> lis
 
 
 def paged_form(inner: AttentionKind, place: int, context: bool) -> PagedForm:
-    """Return how a layer's attention reads from pages; ServingError if it cannot. context: of features of users too."""
+    """Return how a layer's attention reads from pages; ServingError if it cannot.
+
+    context: whether sequences begin with feature tokens.
+    """
     try:
         form = inner.paged()
     except ValueError as error:
         raise ServingError(f"layer {place} {error}") from None
     if form is None:
         raise ServingError(
-            f"layer {place} ({inner.config.kind}) cannot be served: dense, softmax, rotatekv and bsa can"
+            f"layer {place} ({inner.config.kind}) cannot be served: expected dense, softmax, rotatekv or bsa"
         )
     if context and not inner.context:
-        raise ServingError(f"layer {place} ({inner.config.kind}) has no data.features.users.as=tokens")
+        raise ServingError(f"layer {place} ({inner.config.kind}) does not support data.features.users.as=tokens")
     heads = inner.kv_heads(inner.config, inner.sizes.num_heads)
     if heads != inner.sizes.num_heads:
-        raise ServingError(f"layer {place} shares {heads} key heads between {inner.sizes.num_heads}, pages do not")
+        raise ServingError(
+            f"layer {place} has {heads} key heads, expected {inner.sizes.num_heads}, one for each query head"
+        )
     return form
 
 
 def embedded(model: SequenceModel, batch: ServedBatch) -> Tensor:
-    """Return the embeddings [T, E] of events and of features of users."""
+    """Return the embeddings [T, E] of event tokens and feature tokens."""
     embedding, served = model.embedding, batch.served
-    # A plain look-up: torchrec's needs a dozen launches more.
+    # A direct look-up: torchrec's launches a dozen more kernels.
     rows = None if embedding.sharded else embedding.item_rows(batch.item_ids)
     x = embedding(batch.with_event_positions, rows)
     if served.context is None:
         return x
-    of_users = embedding.user_tokens(batch.user_features).flatten(0, 1).to(x.dtype)
-    return torch.where((served.context < 0)[:, None], x, of_users[served.context.clamp(min=0)])
+    user_tokens = embedding.user_tokens(batch.user_features).flatten(0, 1).to(x.dtype)
+    return torch.where((served.context < 0)[:, None], x, user_tokens[served.context.clamp(min=0)])
 
 
 @torch.inference_mode()
 def run(model: SequenceModel, layers: list[Any], batch: ServedBatch) -> Tensor:
-    """Return the outputs [T, E] of new tokens, in fp32, before normalisation, and write tokens to the pages."""
+    """Write new tokens to the pages, and return their outputs [T, E], fp32, not normalised."""
     served = batch.served
-    for part in served.parts:
-        if not part.candidates:
-            served.pool.write_timestamps(part.times, part.offsets, part.pages, part.lengths)
+    for group in served.groups:
+        if not group.candidates:
+            served.pool.write_timestamps(group.times, group.offsets, group.pages, group.lengths)
     x = embedded(model, batch)
     for layer in layers:
         x, _ = layer(x, batch)

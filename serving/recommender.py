@@ -1,4 +1,4 @@
-"""Define `Recommender`: a trained run that takes events and answers with recommendations, from Python.
+"""Define `Recommender`, which takes events and returns recommendations and scores of a trained run.
 
 Letters: B users, M candidates of a user, A kinds of action, k length of a list.
 """
@@ -15,8 +15,7 @@ from data.types import shown
 from evaluation.item_filters import ALL_ITEMS, ItemFilter
 from models.heads import normalized
 from serving.catalogue import Catalogue
-from serving.described import Described
-from serving.engine import Ask
+from serving.engine import UserRequest
 from serving.errors import InvalidRequest
 from serving.events import Events
 from serving.filters import Filter
@@ -24,18 +23,19 @@ from serving.ids import user_keys
 from serving.inspection import Inspection, check_length, list_frame
 from serving.options import ServingOptions
 from serving.search import candidate_scores, windows_of
+from serving.user_features import UserFeatures
 from training.folder import read_manifest
 from training.run import find_data, open_weights, trained_model
 
 COLD = ("popular", "error")  # answers for users without events
 
 
-class Recommender(Events, Catalogue, Described, Inspection):
+class Recommender(Events, Catalogue, UserFeatures, Inspection):
     """A served run: takes events and returns recommendations and scores, in the ids of the run's data.
 
-    The keys and values of each user's window are cached in pages, so that a request computes one token and an event one
-    more. User ids may be new; 7 and "7" are the same user. Every call takes many users. Any number of threads may call;
-    one at a time is served.
+    The keys and values of each user's window are cached in pages, so that a request computes one token, and one more
+    for each new event. User ids may be new; 7 and "7" are the same user. Every call takes many users. Calls from
+    several threads are safe and run one at a time.
 
     Examples:
         >>> recommender.append(["new"], ["s1"], [1_800_000_000])
@@ -50,7 +50,7 @@ class Recommender(Events, Catalogue, Described, Inspection):
 
         Args:
             history: start with the events of the run's data.
-            device: "cpu" or "cuda"; by default what the run's configuration says.
+            device: "cpu" or "cuda"; by default the one of the run's configuration.
             options: see `ServingOptions`.
 
         Raises ServingError for a run that cannot be served, and the errors of eval.py for one that cannot be read.
@@ -94,11 +94,12 @@ class Recommender(Events, Catalogue, Described, Inspection):
 
         Args:
             users: [B] ids.
-            k: at least 1. Where fewer items are left, -1 or the empty text follows, with scores of -inf.
-            at: seconds, one for all or [B]; by default now, or the user's last event where that is later.
-            exclude_seen: leave out every item that the user ever met; by default unless the run's
+            k: at least 1. If fewer items are left, the rest is filled with -1 or the empty text, scored -inf.
+            at: the time of the request in seconds, one for all users or [B]; by default now, or the time of the user's
+                last event if that is later.
+            exclude_seen: leave out all items of the user's events; by default, do so unless the run's
                 `eval.filter_seen` is `none`.
-            cold: for users without events; `error` raises NoHistory, `popular` gives them the list of `popular`.
+            cold: for users without events, `error` raises NoHistory, and `popular` returns the items of `popular`.
             as_frame: return a polars frame (user, rank, item, score) in place of arrays.
             filters: the arguments of `Filter`: allow, deny, where, at_most, filters.
 
@@ -107,7 +108,7 @@ class Recommender(Events, Catalogue, Described, Inspection):
 
         Examples:
             >>> items, scores = recommender.recommend(["c3"], k=2)
-            >>> bool(scores[0, 0] >= scores[0, 1]), sorted(items[0].tolist())  # the others are in the user's history
+            >>> bool(scores[0, 0] >= scores[0, 1]), sorted(items[0].tolist())  # the user has events of all other items
             (True, ['s1', 's2'])
             >>> recommender.recommend(["c3"], k=5, exclude_seen=False, where={"brand": ["a"]}, as_frame=True).shape
             (3, 4)
@@ -138,21 +139,21 @@ class Recommender(Events, Catalogue, Described, Inspection):
     def check_k(self, k: int) -> None:
         """Raise InvalidRequest unless lists of `k` items can be recommended."""
         if self.ranking:
-            raise InvalidRequest("the run ranks the candidates that it is given: ask for score, not recommend")
+            raise InvalidRequest("the run ranks given candidates: use score, not recommend")
         check_length(k)
 
     def recommend_checked(
         self,
-        requests: list[Ask],
+        requests: list[UserRequest],
         k: int,
         exclude_seen: Sequence[bool | None],
         filters: Sequence[ItemFilter] = (),
         out: Tensor | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `recommend` does for requests that `check_requests` returned.
+        """Return the result of `recommend` for requests that `check_requests` returned.
 
-        exclude_seen: for each request; filters: that `self.filters` built, for each request, or nothing; out: the
-        `checked_outputs` of the requests, if they are there.
+        exclude_seen: one for each request; filters: one for each request, built by `self.filters`, or none at all; out:
+        the `checked_outputs` of the requests if they are already computed.
         """
         nothing = np.zeros(0, np.int32)
         assert self._search is not None
@@ -165,10 +166,10 @@ class Recommender(Events, Catalogue, Described, Inspection):
             return self._listed(*self._search.lists(out, k, seen, filters, windows_of(self._engine, requests)), k)
 
     def popular(self, k: int, passing: ItemFilter = ALL_ITEMS) -> tuple[np.ndarray, np.ndarray]:
-        """Return the k items that pass with the most events, of which recent ones count more: (items [k], counts [k]).
+        """Return the k items with the most events among those that pass: (items [k], weighted counts [k]).
 
-        An event counts half as much as one that is `ServingOptions.popular_days` later. Equal items are in the order of
-        the run's items.
+        Recent events have more weight: an event counts half as much as one `ServingOptions.popular_days` later. Items
+        with equal counts are in the order of the run's items.
 
         Examples:
             >>> items, counts = recommender.popular(k=3)
@@ -180,23 +181,24 @@ class Recommender(Events, Catalogue, Described, Inspection):
         return items[0], scores[0]
 
     def _listed(self, values: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (original ids [B, k], scores [B, k]) of lists that may be shorter."""
+        """Return (original ids [B, k], scores [B, k]); lists shorter than k are padded."""
         if values.shape[1] < k:
             more = ((0, 0), (0, k - values.shape[1]))
             values, rows = np.pad(values, more, constant_values=-np.inf), np.pad(rows, more, constant_values=-1)
         return self.items.original(np.where(values == -np.inf, -1, rows)), values
 
     def score(self, users, candidates, at=None, *, features=None) -> np.ndarray:
-        """Return the scores of candidates: [B, M] float32; of a ranking run with A > 1 kinds of action, [B, M, A].
+        """Return the scores of candidates: [B, M] float32; for a ranking run with A > 1 kinds of action, [B, M, A].
 
-        A score is the cosine or the head's value for retrieval, the probability of an action for ranking. Candidates
-        do not see one another: their order and their company change nothing.
+        A score is the cosine or the head's value for retrieval, and the probability of an action for ranking.
+        Candidates do not attend to one another, so a score does not depend on the other candidates or their order.
 
         Args:
-            users: [B] ids; candidates: [B, M] ids of items.
+            users: [B] ids.
+            candidates: [B, M] ids of items.
             at: as in `recommend`.
-            features: of ranking, what is known of the next event before the user acts: the run's features of events by
-                name, a value for each user.
+            features: for ranking, the features of the next event that are known before the user acts: name -> one value
+                for each user.
 
         Raises UnknownItem, NoHistory, TooEarly, InvalidRequest, CacheFull.
 
@@ -215,30 +217,34 @@ class Recommender(Events, Catalogue, Described, Inspection):
         return np.stack(scores) if scores else np.zeros(rows.shape, np.float32)
 
     def score_checked(
-        self, requests: list[Ask], candidates: Sequence[np.ndarray], out: Tensor | None = None
+        self, requests: list[UserRequest], candidates: Sequence[np.ndarray], out: Tensor | None = None
     ) -> list[np.ndarray]:
         """Return the scores of candidates, rows of the item table, for each request of `check_requests`."""
         with self._lock:
             return candidate_scores(self._engine, self._task, requests, candidates, out)
 
-    def checked_outputs(self, requests: list[Ask], users: Sequence[str] = ()) -> Tensor:
-        """Return the model's outputs for checked requests, not normalised: [B, E]. users: as in `Engine.answer`."""
+    def checked_outputs(self, requests: list[UserRequest], users: Sequence[str] = ()) -> Tensor:
+        """Return the model's outputs for checked requests, not normalised: [B, E].
+
+        users: more users whose pages may be brought up to date in the same pass.
+        """
         with self._lock:
             known = ((user, self._histories.get(user)) for user in dict.fromkeys(users))
             return self._engine.answer(requests, [(user, history) for user, history in known if history is not None])
 
     def outputs(self, users: Sequence[str], at=None) -> Tensor:
-        """Return the model's outputs for users (their ids as texts) at the time `at`: [B, E] of length one."""
+        """Return the model's outputs for users (ids as text) at the time `at`: [B, E], each of Euclidean length one."""
         with self._lock:
             return normalized(self._engine.answer(self.check_requests(users, at)))
 
     def candidate_outputs(
         self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None, codes: np.ndarray | None = None
     ) -> Tensor:
-        """Return outputs at a ranking run's candidates, rows of the item table, end to end: [sum of M, E], not
-        normalised. codes: [B] of `Contexts`, of the next events.
+        """Return the outputs of a ranking run at all candidates, user by user, not normalised: [sum of M, E].
+
+        candidates: rows of the item table for each user; codes: [B] the codes of the next events, see `Contexts`.
         """
         with self._lock:
-            of_users = [0] * len(users) if codes is None else codes.tolist()
-            requests = zip(self.check_requests(users, at), candidates, of_users)
-            return self._engine.answer([one._replace(candidates=mine, code=code) for one, mine, code in requests])
+            event_codes = [0] * len(users) if codes is None else codes.tolist()
+            requests = zip(self.check_requests(users, at), candidates, event_codes)
+            return self._engine.answer([one._replace(candidates=rows, code=code) for one, rows, code in requests])

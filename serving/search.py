@@ -19,13 +19,13 @@ from models.hstu import SequenceModel
 from models.repeats import add_terms
 from models.tasks.contract import Task
 from models.tasks.scoring import normalized_items, output_scorer, repeat_terms
-from serving.engine import Ask, Engine
+from serving.engine import Engine, UserRequest
 from serving.token_batch import MOST_USERS, rounded_up
 from serving.tokens import latest_events
 
 
 class Search:
-    """The search for lists, padded and replayed as a CUDA graph where the engine's passes are."""
+    """The search for the best items; it is padded and captured as CUDA graphs if the engine's passes are."""
 
     def __init__(self, engine: Engine, num_items: int):
         self.engine, self.num_items = engine, num_items
@@ -39,10 +39,10 @@ class Search:
         filters: Sequence[ItemFilter] = (),
         windows: Callable[[np.ndarray], Batch] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (scores, rows) [B, up to k] of the best items by outputs [B, E], best first, -inf where none is left.
+        """Return (scores, rows) [B, up to k] of the best items for outputs [B, E], best first; -inf if none is left.
 
-        seen: the items to leave out for each user, or nothing; filters: one for each user, or nothing. windows: of
-        `windows_of`.
+        seen: the items to leave out for each user, or empty for none; filters: one for each user, or empty for none;
+        windows: the result of `windows_of`.
         """
         if not filters:
             return self._best(out, k, seen, None, None if windows is None else windows(np.arange(len(out))))
@@ -63,27 +63,27 @@ class Search:
         masks: tuple[np.ndarray, np.ndarray] | None,
         windows: Batch | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Do what `lists` does, with masks of `stacked_masks`; without CUDA graphs if there are windows."""
+        """Search like `lists`, with masks of `stacked_masks`; without CUDA graphs if there are windows."""
         users, counts = len(out), [len(items) for items in seen]
         padded = self.engine.padded and users <= MOST_USERS and windows is None
         rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)), 4)) if padded else (users, sum(counts))
         some = 0 if masks is None else rounded_up(len(masks[0])) if padded else len(masks[0])
-        # Offsets, the mask of each user, then items, two to a number. Padding items belong to the last user and are not
-        # in the catalogue.
+        # `numbers` has the offsets, the mask of each user, then the seen items, two in each int64. Padding items are -1
+        # and belong to the last user.
         key, graphs = ("lists", rows, items if seen else None, k, some), self.engine.graphs if padded else None
         numbers = graphs.staged(key, 1) if graphs else None
         words = graphs.staged(key, 2) if graphs and some else None
         if numbers is None:
             numbers = torch.empty(2 * rows + 1 + cdiv(items, 2), dtype=torch.int64)
-        which, of_users = numbers[rows + 1 : 2 * rows + 1].numpy(), numbers[2 * rows + 1 :].view(torch.int32).numpy()
+        which, seen_items = numbers[rows + 1 : 2 * rows + 1].numpy(), numbers[2 * rows + 1 :].view(torch.int32).numpy()
         which.fill(0)
         if seen:
             offsets = numbers[: rows + 1].numpy()
             offsets[0] = 0
             np.cumsum(counts, out=offsets[1 : users + 1])
             offsets[users:] = items
-            np.concatenate(seen, out=of_users[: sum(counts)])
-            of_users[sum(counts) :] = -1
+            np.concatenate(seen, out=seen_items[: sum(counts)])
+            seen_items[sum(counts) :] = -1
         inputs = [numbers]
         if masks is not None:
             words = torch.zeros(some, cdiv(self.num_items, 8), dtype=torch.uint8) if words is None else words
@@ -104,9 +104,10 @@ class Search:
         return values.copy().view(np.float32), best
 
 
-def windows_of(engine: Engine, requests: Sequence[Ask]) -> Callable[[np.ndarray], Batch] | None:
-    """Return a function that gives the latest events of some of the users as a batch, which the scores of a model with
-    a term of repeats need; None for another model.
+def windows_of(engine: Engine, requests: Sequence[UserRequest]) -> Callable[[np.ndarray], Batch] | None:
+    """Return a function from indices of requests to a batch of their users' latest events.
+
+    The scores of a model with a repeat term need it; None for other models.
     """
     if engine.model.repeats is None:
         return None
@@ -120,28 +121,34 @@ def windows_of(engine: Engine, requests: Sequence[Ask]) -> Callable[[np.ndarray]
 
 
 def candidate_scores(
-    engine: Engine, task: Task, requests: Sequence[Ask], candidates: Sequence[np.ndarray], out: Tensor | None = None
+    engine: Engine,
+    task: Task,
+    requests: Sequence[UserRequest],
+    candidates: Sequence[np.ndarray],
+    out: Tensor | None = None,
 ) -> list[np.ndarray]:
-    """Return the scores of candidates, rows of the item table, for each request. out: the outputs of the requests, of a
-    task other than ranking, if they are there.
+    """Return the scores of the candidates of each request.
+
+    candidates: rows of the item table for each request; out: the outputs of the requests if they are already computed,
+    for tasks other than ranking.
     """
-    # Sorted and distinct, so that their order does not change the arithmetic of their scores.
-    unique = [np.unique(mine, return_inverse=True) for mine in candidates]
-    distinct = [mine for mine, _ in unique]
+    # Sorted and distinct, so that the order of candidates does not change the rounding of their scores.
+    unique = [np.unique(rows, return_inverse=True) for rows in candidates]
+    distinct = [rows for rows, _ in unique]
     if engine.ranking:
-        requests = [request._replace(candidates=mine) for request, mine in zip(requests, distinct)]
+        requests = [request._replace(candidates=rows) for request, rows in zip(requests, distinct)]
         scores = probabilities(engine.model, task, engine.answer(requests))
     else:
-        out, of_users = engine.answer([*requests]) if out is None else out, windows_of(engine, requests)
-        windows = None if of_users is None else of_users(np.arange(len(requests)))
+        out, windows_for = engine.answer([*requests]) if out is None else out, windows_of(engine, requests)
+        windows = None if windows_for is None else windows_for(np.arange(len(requests)))
         scores = item_scores(engine.model, normalized(out), distinct, windows)
-    parts = np.split(scores, np.cumsum([len(mine) for mine in distinct])[:-1])
+    parts = np.split(scores, np.cumsum([len(rows) for rows in distinct])[:-1])
     return [values[place] for values, (_, place) in zip(parts, unique)] if distinct else []
 
 
 @torch.no_grad()
 def probabilities(model: SequenceModel, task: Task, out: Tensor) -> np.ndarray:
-    """Return the probabilities of the actions by outputs [M, E] of a ranking run: [M], or [M, A] if A > 1."""
+    """Return the probabilities of actions for outputs [M, E] of a ranking run: [M], or [M, A] if A > 1."""
     scores = task.candidate_scores(model, out).float().cpu().numpy()
     return scores[:, 0] if scores.shape[1] == 1 else scores
 
@@ -150,8 +157,10 @@ def probabilities(model: SequenceModel, task: Task, out: Tensor) -> np.ndarray:
 def item_scores(
     model: SequenceModel, out: Tensor, candidates: Sequence[np.ndarray], windows: Batch | None = None
 ) -> np.ndarray:
-    """Return the scores of each user's candidates, distinct ascending rows of the item table, end to end, by the
-    outputs [B, E]. windows: the latest events of all users, for a model with a term of repeats.
+    """Return the scores of all users' candidates, user by user: [sum of M].
+
+    out: [B, E]; candidates: distinct ascending rows of the item table for each user; windows: the latest events of all
+    users, for a model with a repeat term.
     """
     terms = None if windows is None else repeat_terms(model, out, windows)
     scores = []
@@ -163,8 +172,8 @@ def item_scores(
             continue
         cosines = one @ normalized_items(vectors).T
         if terms is not None and len(rows):
-            of_window, added = terms[0][user], terms[1][user]
-            places = torch.searchsorted(items, of_window).clamp(max=len(rows) - 1)
-            add_terms(cosines, torch.where(items[places] == of_window, places, -1)[None], added[None])
+            window_items, added = terms[0][user], terms[1][user]
+            places = torch.searchsorted(items, window_items).clamp(max=len(rows) - 1)
+            add_terms(cosines, torch.where(items[places] == window_items, places, -1)[None], added[None])
         scores.append(cosines[0])
     return torch.cat(scores).float().cpu().numpy() if scores else np.zeros(0, np.float32)

@@ -1,4 +1,4 @@
-"""Define what every part of `Recommender` has: the served model, its users' events, and the requests about them."""
+"""Define the base class of the parts of `Recommender`, with the model, the users' events and checks of requests."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from data.vocabulary import Vocabulary
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from serving.contexts import Contexts
-from serving.engine import Ask, Engine
+from serving.engine import Engine, UserRequest
 from serving.errors import NoHistory
 from serving.filters import FilterLists
 from serving.histories import Histories, History
@@ -24,7 +24,7 @@ from training.config import RunConfig
 
 
 class ServedRun:
-    """A run that is served, as `Recommender` and the parts that it is made of have it."""
+    """A served run: the base class of `Recommender` and of its parts."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class ServedRun:
 
         Args:
             model, config: a `SequenceModel` with its weights on its device, and the configuration it was built from.
-            vocabulary: what the rows of its tables stand for.
-            has_timestamps: whether the data had times; without, times order events and tell the model nothing.
-            name: the run's id, which a saved store must come from.
-            label: what replies call the model; by default the configuration's name.
+            vocabulary: the ids of the rows of its tables.
+            has_timestamps: whether the data had times; if not, times only order events, and the model ignores them.
+            name: the run's id; a saved store is restored only if it has the same one.
+            label: the model's name in replies; by default the configuration's name.
             options: see `ServingOptions`.
-            clock: the time, in seconds, that requests without a time of their own have.
+            clock: returns the current time in seconds, the time of requests without one.
 
-        Raises ServingError for what cannot be served.
+        Raises ServingError for a model or an option that cannot be served.
         """
         options = options or ServingOptions()
         self.config, self.options, self.name, self.clock = config, options, name, clock
         self.label = label or config.name
-        self.dataset: Dataset | None = None  # of `history`, until a log was replayed
+        self.dataset: Dataset | None = None  # loaded by `history=True`; None once a log was replayed
         self.has_timestamps = has_timestamps
         self.ranking, self._task = served_form(config).candidates > 0, build_task(config)
         self.items, self.vocabulary = ItemIds(vocabulary.item_ids), vocabulary
@@ -68,7 +68,7 @@ class ServedRun:
         half_life = options.popular_days * 86_400 if has_timestamps else None
         self._popularity = Popularity(len(self.items), half_life, clock)
         window, reads = self.window, self.actions is not None
-        self._facts = {  # what a saved store must agree with
+        self._facts = {  # properties that a saved store must have, too
             "run": name, "items": len(self.items), "actions": reads, "capacity": window.capacity, "slide": window.slide
         }  # fmt: skip
         self._lock = threading.RLock()
@@ -85,9 +85,10 @@ class ServedRun:
             raise NoHistory(f"user {shown(user)} has no event")
         return history
 
-    def check_requests(self, users: Sequence[str], at, features=None) -> list[Ask]:
-        """Return checked requests of users (their ids as texts), valid until events are added. at: see `recommend`;
-        features: see `score`.
+    def check_requests(self, users: Sequence[str], at, features=None) -> list[UserRequest]:
+        """Return checked requests of users (ids as text), valid until events are added.
+
+        at: see `recommend`; features: see `score`.
         """
         if features:
             codes = self.contexts.next_codes(len(users), features, self.ranking).tolist()
@@ -95,13 +96,13 @@ class ServedRun:
         histories = [self._history(user) for user in users]
         last = np.array([history.last for history in histories], np.int64)
         if not self.has_timestamps:
-            return [Ask(*each) for each in zip(users, histories, last.tolist())]
+            return [UserRequest(*each) for each in zip(users, histories, last.tolist())]
         times = request_times(at, users, last, self.clock)
-        return [Ask(*each) for each in zip(users, histories, times.tolist())]
+        return [UserRequest(*each) for each in zip(users, histories, times.tolist())]
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Count users, those with pages, pinned ones, pages in use, bytes of pages and of events, and so on.
+        """Return counts by name: users, users with pages, pinned users, pages, pages in use, bytes and so on.
 
         Examples:
             >>> recommender.statistics["users"], recommender.statistics["users_with_pages"]

@@ -1,11 +1,11 @@
 """Save and restore a store: the events and pages of all users, in a folder.
 
-store.json         what the store belongs to, the checksum of the weights that computed the pages, the users in the
-                   order of their last use, checksums of the other files
-events.npz         their events as flat columns
-pages.safetensors  the pages of those who have some; absent where nobody has
+store.json         properties of the run, the checksum of the weights that computed the pages, the users in the order of
+                   their last use, the checksums of the other files
+events.npz         the users' events as flat columns
+pages.safetensors  the pages of users who have some; absent if there are none
 
-A new folder can be read by its owner alone; one that is replaced keeps its mode.
+A new folder can be read only by its owner; a replaced folder keeps its mode.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from serving.histories import Histories, History
 from training.folder import FolderError, access, read_regular
 
 LAYOUT = 2
-MOST = 2**40  # bytes of a file
+MOST = 2**40  # most bytes of a file
 STORE, EVENTS, PAGES = "store.json", "events.npz", "pages.safetensors"
 
 
@@ -46,15 +46,15 @@ def weights_checksum(model: nn.Module) -> str:
 def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: Caches, contexts: Contexts) -> None:
     """Write a store, whole or not at all.
 
-    facts: properties that must be the same when it is read. weights: the `weights_checksum` of the model; with other
-    weights the events are read and the pages are not.
+    facts: properties that must be equal when the store is read; weights: the `weights_checksum` of the model, which
+    must be equal for the pages to be read.
     """
     known = dict(histories)
     # Users without pages first, then the others from the least recently used on.
     cached = [user for user in caches.entries if user in known and caches.entries[user].length]
     users = [user for user in known if user not in set(cached)] + cached
     content = io.BytesIO()
-    rows, of_users = contexts.stored()
+    rows, user_numbers = contexts.stored()
     arrays: dict[str, Any] = {**_columns([known[user] for user in users]), **_choices(caches, cached), **rows}
     np.savez(content, **arrays)
     entries = [caches.entries[user] for user in cached]
@@ -65,7 +65,7 @@ def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: 
         "weights": weights,
         "users": users,
         "pinned": sorted(caches.pinned),
-        "features": of_users,
+        "features": user_numbers,
         "pages": [[entry.begin, entry.length] for entry in entries],
         "sha256": {EVENTS: hashlib.sha256(content.getvalue()).hexdigest()},
     }
@@ -87,10 +87,10 @@ def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: 
 def restore(
     folder: Path, facts: dict, weights: str, histories: Histories, caches: Caches, contexts: Contexts
 ) -> Histories:
-    """Return the histories of a saved store; its pages and the users' features replace those of `caches` and
-    `contexts`. On StoreError nothing has changed.
+    """Return the histories of a saved store, and replace the pages in `caches` and the features in `contexts`.
 
-    Pages in another format, or computed with weights of another checksum than `weights`, are left out.
+    Pages in another format, or computed with other weights than `weights`, are left out. If StoreError is raised,
+    nothing has changed.
     """
     folder = find_folder(folder)
     meta, arrays = _read(folder)
@@ -98,7 +98,7 @@ def restore(
         differing = [key for key in facts if meta["facts"].get(key) != facts[key]]
         raise StoreError(
             f"{shown(folder, 200)}: saved from another run or with other options ("
-            + ", ".join(f"{key} {shown(meta['facts'].get(key))}, here {shown(facts[key])}" for key in differing)
+            + ", ".join(f"{key} {shown(meta['facts'].get(key))}, expected {shown(facts[key])}" for key in differing)
             + ")"
         )
     restored = Histories(histories.window, histories.has_actions, histories.most_users, histories.most_events)
@@ -121,16 +121,16 @@ def restore(
 
 
 def _take_over(caches: Caches, pool, saved: list, arrays: dict) -> None:
-    """Copy saved pages into the caches' pool, as many as fit, the last used first."""
+    """Copy as many saved pages as fit into the caches' pool, the most recently used first."""
     layers = [name for name in arrays if name.startswith("choices_")]
     sinks = int(pool.format.sink_tokens > 0)
     for place in reversed(range(len(saved))):
         user, row, length, (begin, _) = saved[place]
         try:
-            mine = caches.pool.reserve([], length)
+            pages = caches.pool.reserve([], length)
         except hstu_sparse.PoolFull:
             break
-        old, new = (torch.tensor(list(pages), dtype=torch.int64, device=pool.device) for pages in (row, mine))
+        old, new = (torch.tensor(list(numbers), dtype=torch.int64, device=pool.device) for numbers in (row, pages))
         for target, source in zip(caches.pool.tensors, pool.tensors):
             for name, tensor in target.items():
                 part = slice(0, 1) if name.startswith("sink_") else slice(sinks, None)
@@ -139,7 +139,7 @@ def _take_over(caches: Caches, pool, saved: list, arrays: dict) -> None:
         choices = {
             int(name.removeprefix("choices_")): torch.from_numpy(arrays[name][place]).to(pool.device) for name in layers
         }
-        caches.entries[user] = Entry(mine, begin, length, choices or None)
+        caches.entries[user] = Entry(pages, begin, length, choices or None)
         caches.entries.move_to_end(user, last=False)
 
 
@@ -174,19 +174,19 @@ def _histories(arrays: dict[str, np.ndarray], has_actions: bool):
         seen_ends.tolist(),
         arrays["seen_count"].tolist(),
     ):
-        mine = slice(end - size, end)
+        events = slice(end - size, end)
         yield History(
             count,
             first,
-            arrays["items"][mine].copy(),
-            arrays["timestamps"][mine].copy(),
-            arrays["actions"][mine].copy() if has_actions else None,
+            arrays["items"][events].copy(),
+            arrays["timestamps"][events].copy(),
+            arrays["actions"][events].copy() if has_actions else None,
             arrays["seen"][seen_end - seen_size : seen_end].copy(),
         )
 
 
 def _choices(caches: Caches, users: list[str]) -> dict[str, np.ndarray]:
-    """Return, for bsa, each open group's choice by layer, [users, H, S] int32, -1 where none is open."""
+    """Return for bsa the choices of open selection groups by layer, [users, H, S] int32, -1 if none is open."""
     known = [caches.entries[user].choices for user in users]
     some = next((choices for choices in known if choices is not None), {})
     arrays = {}
@@ -198,7 +198,7 @@ def _choices(caches: Caches, users: list[str]) -> dict[str, np.ndarray]:
 
 
 def _read(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return (store.json, the arrays of events.npz), each checked against its checksum; StoreError."""
+    """Return (store.json, the arrays of events.npz); raise StoreError if a file is missing or damaged."""
     path = folder / STORE
     try:
         with access(path, "read"):

@@ -7,14 +7,14 @@ import numpy as np
 from data.types import shown
 from serving.errors import InvalidRequest, TooEarly
 
-LATEST = 2**62  # no time is later
+LATEST = 2**62  # exclusive upper bound of all times
 
 
 def event_times(timestamps, count: int, needed: bool) -> np.ndarray:
-    """Return the times [E] int64 of `count` events, zeros for None; needed: None is an error."""
+    """Return the times of `count` events, [E] int64; None: zeros, or InvalidRequest if times are `needed`."""
     if timestamps is None:
         if needed:
-            raise InvalidRequest("timestamps: the run's data had times, expected one for each event")
+            raise InvalidRequest("timestamps: the run reads times, expected one for each event")
         return np.zeros(count, np.int64)
     times = np.asarray(timestamps)
     if times.shape != (count,):
@@ -29,13 +29,14 @@ def event_times(timestamps, count: int, needed: bool) -> np.ndarray:
 def request_times(at, users: Sequence[str], last: np.ndarray, clock: Callable[[], float]) -> np.ndarray:
     """Return the time [B] of each user's request.
 
-    at: one time for all, one for each, or None for now; last: [B] the users' last events, before which no request is.
+    at: one time for all users, one for each, or None for now; last: [B] the times of the users' last events; raise
+    TooEarly if a request is before them.
     """
     if at is None:
         return np.maximum(last, int(clock()))
     times = np.asarray(at)
     if times.dtype.kind not in "iu" or times.shape not in ((), (len(users),)):
-        raise InvalidRequest(f"at: expected whole seconds, one or {len(users)} of them")
+        raise InvalidRequest(f"at: expected whole seconds, one for all users or {len(users)}, one for each")
     times = np.broadcast_to(times, last.shape)
     if len(times) and (times.min() < 0 or times.max() >= LATEST):
         raise InvalidRequest("at: expected seconds since 1970, from 0 on")

@@ -1,4 +1,4 @@
-"""Describe the new tokens of one pass as numbers: one array, so that one copy takes them to the device. Numpy only.
+"""Pack the new tokens of one pass into one array, so that a single copy moves them to the device. Numpy only.
 
 Letters: T new tokens, B users, P columns of the page table.
 """
@@ -13,24 +13,25 @@ from torch import Tensor
 
 from hstu_sparse.core.launch import cdiv
 from serving.caches import Entry
-from serving.tokens import Columns
+from serving.tokens import TokenColumns
 
-MOST_USERS, MOST_TOKENS = 256, 2**14  # of a pass that is padded
-FEW = 16  # tokens of a user written in such a pass, which fit into a page
+MOST_USERS, MOST_TOKENS = 256, 2**14  # largest pass that is padded
+FEW = 16  # most tokens of one user written in a padded pass; they fit into a page
 
 
 class Sizes(NamedTuple):
-    """T, B and P of a pass, padding included."""
+    """The sizes T, B and P of a pass, including padding."""
 
     tokens: int
     users: int
     pages: int
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of `Work.numbers`, without a copy.
+        """Return the parts of `TokenBatch.numbers`, without a copy.
 
-        columns [7, T]: those of `Columns`, times of the windows' first events, numbers of the users' features; lengths
-        [B], lengths that candidates see [B], times of the requests [B], offsets [B + 1], pages [B, P] int32.
+        They are the columns [7, T] (those of `TokenColumns`, the times of the windows' first events, the users' feature
+        numbers), lengths [B], lengths that candidates attend to [B], request times [B], offsets [B + 1], and pages
+        [B, P] int32.
         """
         tokens, users, pages = self
         table = cdiv(users * pages, 2)
@@ -39,31 +40,32 @@ class Sizes(NamedTuple):
 
 
 def rounded_up(count: int, steps: int = 1) -> int:
-    """Return the least size that is at least `count` >= 1, of `steps` (a power of two) sizes an octave."""
+    """Round `count` >= 1 up to one of `steps` (a power of two) sizes between successive powers of two."""
     step = 1 << max(0, (count - 1).bit_length() - steps.bit_length())
     return -(-count // step) * step
 
 
 @dataclass
-class Work:
+class TokenBatch:
     """New tokens of B users.
 
-    kind     write: tokens that stay in the pages; ask: a token each that leaves no trace; rank: a token each, written
-             behind the pages for this request, and candidates that see it
+    kind     write: the tokens are added to the pages; query: one token for each user, which is not written; rank: one
+             token for each user, written after the pages' tokens for this request only, and candidates that attend to
+             it
     entries  [B] the users' pages
-    columns  the tokens, user by user; of rank one of each user, which the candidates see
+    columns  the tokens, user by user; for rank the one token of each user, without the candidates
     origins  [B] times of the first events of the users' windows
-    features [B] the numbers of the users' features
-    lengths  [B] tokens in the pages before the new ones, of features too; of write the users without any stand first
-    counts   [B] new tokens of each user, at least one; of rank the number of candidates
-    at       [B] of rank: the times of the requests
-    items    of rank: the candidates, rows of the item table, user by user
-    codes    [B] of rank: the codes of the candidates, of what is known before the user acts
+    features [B] the users' feature numbers
+    lengths  [B] tokens in the pages before the new ones, with feature tokens; for write, users without any are first
+    counts   [B] new tokens of each user, at least one; for rank the number of candidates
+    at       [B] rank only: the times of the requests
+    items    rank only: the candidates, rows of the item table, user by user
+    codes    [B] rank only: the codes of the features known before the user acts
     """
 
-    kind: Literal["write", "ask", "rank"]
+    kind: Literal["write", "query", "rank"]
     entries: list[Entry]
-    columns: Columns
+    columns: TokenColumns
     origins: np.ndarray
     features: np.ndarray
     lengths: np.ndarray
@@ -74,27 +76,27 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return len(self.columns.items) + (0 if self.items is None else len(self.items))
 
     def output_tokens(self, sizes: Sizes) -> slice:
-        """Return the tokens whose outputs are requested."""
+        """Return the slice of tokens whose outputs are used."""
         if self.kind == "write":
             return slice(0)
-        if self.kind == "ask":
+        if self.kind == "query":
             return slice(len(self.entries))
         return slice(sizes.users, sizes.users + int(self.counts.sum()))
 
     @property
     def new_windows(self) -> bool:
-        """Whether the first tokens of some user's window are written."""
+        """Whether some token is the first one of a window."""
         return self.kind == "write" and not self.lengths.all()
 
     @property
     def whole(self) -> tuple[int, int]:
-        """Return (the number of users without a token in their pages, who come first; the number of their tokens now).
+        """Return (the number of users without a token in their pages, who come first; the number of their new tokens).
 
-        (0, 0) if each user has one token: these need no kernel for whole sequences, and come in any order.
+        (0, 0) if every user has one new token: then no kernel for whole sequences is needed, and the order is free.
         """
         users = int((self.lengths == 0).sum()) if int(self.counts.max()) > 1 else 0
         return users, int(self.counts[:users].sum())
@@ -109,10 +111,10 @@ class Work:
         )
 
     def padded_sizes(self, pages: int) -> Sizes:
-        """Return the sizes that the pass is padded to, with tables of so many pages.
+        """Return the sizes that the pass is padded to, for tables of `pages` pages.
 
-        Additional users have nothing in their pages, and none to write to. They have the additional tokens: one each if
-        others have one each, candidates all together, else up to FEW, for which any table has room.
+        The padding tokens belong to additional users without pages: one token each if the other users have one each,
+        all padding candidates to a single user, otherwise up to FEW each, which fit into any table.
         """
         users, total = rounded_up(len(self.entries)), int(self.counts.sum())
         if self.kind != "rank" and total == len(self.entries):
@@ -123,9 +125,9 @@ class Work:
         return Sizes(tokens, users + cdiv(max(64, tokens // 4), FEW), pages)
 
     def numbers(self, sizes: Sizes, tables: Sequence[np.ndarray], out: Tensor | None = None) -> Tensor:
-        """Return the pass as int64, in the order that `Sizes.split` defines; on the host, in `out` if that is given.
+        """Return the pass as int64 on the host, in the order of `Sizes.split`; in `out` if it is given.
 
-        tables: the pages of each user, [P] int32, followed by -1.
+        tables: the pages of each user, [P] int32, padded with -1.
         """
         table = cdiv(sizes.users * sizes.pages, 2)
         total = 7 * sizes.tokens + 4 * sizes.users + 1 + table
@@ -139,14 +141,14 @@ class Work:
         if self.items is None:
             columns[5:, :single] = np.repeat([self.origins, self.features], counts, axis=1)
         else:
-            # All columns of a candidate except the item are its user's.
+            # A candidate has the columns of its user, except for the item.
             begin = sizes.users
             candidates = columns[:, begin : begin + len(self.items)]
             columns[5, :users], columns[6, :users] = self.origins, self.features
             at[:users], candidates[0] = self.at, self.items
-            of_each = self.codes, self.at, self.at, self.columns.positions + 1, self.origins, self.features
-            for row, of_users in zip(candidates[1:], of_each):
-                row[:] = np.repeat(cast(np.ndarray, of_users), counts)
+            user_columns = self.codes, self.at, self.at, self.columns.positions + 1, self.origins, self.features
+            for row, user_values in zip(candidates[1:], user_columns):
+                row[:] = np.repeat(cast(np.ndarray, user_values), counts)
         lengths[:users], seen[:users] = self.lengths, self.lengths + 1
         np.cumsum(counts, out=offsets[1 : users + 1])
         few = sizes.tokens if begin else 1 if sizes.tokens == sizes.users else FEW

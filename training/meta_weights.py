@@ -164,4 +164,4 @@ def _sasrec(layer: Any, tensors: _Tensors, place: int) -> dict[str, Tensor]:
     return weights | {f"{norm}.{part}": value for norm in norms for part, value in (("weight", one), ("bias", zero))}
 
 
-CONVERT = {HSTULayer: _hstu, TransformerLayer: _sasrec}
+CONVERT: dict[type, Any] = {HSTULayer: _hstu, TransformerLayer: _sasrec}

@@ -1,1 +1,1 @@
-"""A recommender over HTTP: the routes, the thread that runs the model, the log of accepted events."""
+"""Serve a recommender over HTTP: routes, the model thread, and the log of accepted events."""

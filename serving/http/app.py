@@ -43,7 +43,7 @@ from serving.http.swap import ModelRefused, Models, Watch
 from serving.http.worker import Worker
 from serving.recommender import Recommender
 
-LITTLE = 2**14  # bytes of a body that is parsed at once; to parse one of 1 MiB takes tens of milliseconds
+SMALL_BODY = 2**14  # bytes of a body that is parsed in the event loop; parsing 1 MiB takes tens of milliseconds
 
 
 def create_app(
@@ -59,16 +59,18 @@ def create_app(
 ) -> FastAPI:
     """Create the service of a recommender; it starts and stops the model thread with the application.
 
-    log: the log that accepted events are written to before they are acknowledged; None with a store, which services
-    share, and in tests. token: the bearer token for every route but those that say whether the service lives and the
-    page of the routes. models: the runs that may take the place of the one that serves; None for no others. watch: look
-    for a newer run every so many seconds.
+    Args:
+        log: accepted events are written to it before they are acknowledged; None with a shared store, and in tests.
+        token: the bearer token that all routes require except for health checks and the API page; None for none.
+        store: the users' events in Redis, shared with other services, in place of a log.
+        models: the runs that can replace the current model; None if there are no others.
+        watch: the interval in seconds to look for a newer run; None to not look for one.
     """
     limits = limits or Limits()
     worker = Worker(recommender, log, limits.waiting, store=store)
     metrics = Metrics(lambda: worker.recommender)
-    worker.observe = metrics.together.observe
-    # One thread: a body is parsed without releasing Python's lock, so that more would only keep the event loop waiting.
+    worker.observe = metrics.rounds.observe
+    # One thread: parsing holds Python's GIL, so more threads would only delay the event loop.
     parser = ThreadPoolExecutor(1, "parser")
 
     @asynccontextmanager
@@ -88,10 +90,10 @@ def create_app(
         return {status: {"model": bodies.Error} for status in statuses}
 
     def secured(*statuses: int) -> dict[str, Any]:
-        """Return the options of a route that takes the token, and may answer with more statuses than all do."""
+        """Return the options of a route that requires the token; statuses: further statuses of its errors."""
         if token is None:
             return {"responses": errors(*statuses)}
-        # `Guard` checks the token: this is for the OpenAPI document.
+        # For the OpenAPI document only: `Guard` checks the token.
         return {"responses": errors(401, *statuses), "dependencies": [Security(HTTPBearer(auto_error=False))]}
 
     app = FastAPI(
@@ -110,13 +112,13 @@ def create_app(
         return result
 
     async def parsed(request: Request, parse: Callable[[bytes], Any]) -> Any:
-        """Parse a body, a large one in a thread; RequestValidationError for one that does not have the right form."""
+        """Parse a JSON body, a large one in a thread; raise RequestValidationError if it is invalid."""
         kind, _, _ = request.headers.get("content-type", "").partition(";")
         if kind.strip().lower() != "application/json":
-            raise HTTPException(415, "expected a body of the type application/json")
+            raise HTTPException(415, "expected a body with content-type application/json")
         body = await request.body()
         try:
-            if len(body) <= LITTLE:
+            if len(body) <= SMALL_BODY:
                 return parse(body)
             return await asyncio.get_running_loop().run_in_executor(parser, parse, body)
         except ValidationError as fault:
@@ -147,7 +149,7 @@ def create_app(
         at_most: Annotated[list[str], Query(description=bodies.AT_MOST, json_schema_extra=most_schema)] = [],  # noqa: B006
         filters: Annotated[list[str], Query(description="names of uploaded lists")] = [],  # noqa: B006
     ) -> Callable[[str], Recommend]:
-        """Return a function that builds a user's request of the query."""
+        """Return a function that builds the request of a user from the query."""
         chosen = bodies.query_filter(allow, deny, where, at_most, filters)
         return lambda user: Recommend([user], k, at, exclude_seen, chosen, cold)
 
@@ -159,8 +161,8 @@ def create_app(
 
     @app.post("/events", **secured(507), openapi_extra=schemas.events_body(recommender, limits.events))
     async def append_events(request: Request) -> bodies.Accepted:
-        """Add events. They are in the log when this answers, and every request from then on knows them. The answer says
-        for each whether it was accepted, repeated or of an item that the model does not know.
+        """Add events. When the reply arrives, they are stored, and all later requests use them. The reply gives the
+        state of each event: accepted, repeated (its id was sent before), or unknown item.
         """
         events = await parsed(request, lambda content: bodies.parse_events(content, limits, int(clock())))
         states = await answer(events)
@@ -174,8 +176,8 @@ def create_app(
 
     @app.post("/items", **secured(507), **items_in, openapi_extra=schemas.items_body(recommender, limits.items))
     async def add_items(request: Request) -> bodies.ItemsAdded:
-        """Add items that the model was not trained on and knows by their features. They are in the log when this
-        answers, and every request from then on may have them. An item that there is already stays as it is.
+        """Add items that the model was not trained on, with their features. When the reply arrives, they are stored,
+        and all later requests can use them. Items that exist already are not changed.
         """
         items = await parsed(request, lambda content: bodies.parse_items(content, limits))
         states = await answer(items)
@@ -186,8 +188,8 @@ def create_app(
 
         @app.post("/users", **secured(507), openapi_extra=schemas.users_body(recommender, limits.users))
         async def add_users(request: Request) -> bodies.UsersStored:
-            """Store the features of users, in place of all that were known of them. They are in the log when this
-            answers, and every request from then on knows them. Users need no events.
+            """Store the features of users and delete their earlier ones. When the reply arrives, they are stored, and
+            all later requests use them. Users need no events.
             """
             users = await parsed(request, lambda content: bodies.parse_users(content, limits))
             await answer(users)
@@ -195,7 +197,7 @@ def create_app(
 
     @app.get("/users/{user}/recommendations", **secured(), **lists_out)
     async def recommend(user: bodies.UserPath, query: ListQuery) -> bodies.Recommendations:
-        """Return the k best items for a user, best first, of those that pass the filters."""
+        """Return the k best items for a user among those that pass the filters, best first."""
         request = query(user)
         lists = await answer_lists(request)
         (only,) = lists.users
@@ -207,12 +209,12 @@ def create_app(
 
     @app.get("/recommendations", **secured(), **lists_out)
     async def recommend_by_query(user: bodies.UserQuery, query: ListQuery) -> bodies.Recommendations:
-        """Do the same as /users/{user}/recommendations, for ids that a client or a proxy changes in a path."""
+        """Do the same as /users/{user}/recommendations, for ids that clients or proxies change in a path."""
         return await recommend(user, query)
 
     @app.post("/recommendations", **secured(), **lists_out, openapi_extra=schemas.lists_body(limits, features))
     async def recommend_many(request: Request) -> bodies.ListsOut:
-        """Return the k best items for each of many users, or a user's error, in their order."""
+        """Return the k best items or an error for each of many users, in the order of the users."""
         asked_for, users = await parsed(request, lambda content: bodies.parse_lists(content, limits))
         lists = await answer_lists(asked_for)
         replies = []
@@ -226,12 +228,12 @@ def create_app(
 
     @app.get("/filters", **secured(), **lists_out)
     async def named_lists() -> bodies.NamedLists:
-        """Return the names of the uploaded lists with the numbers of their items."""
+        """Return the names of the uploaded lists and the number of items in each."""
         return bodies.NamedLists(filters=worker.recommender.filters.sizes)
 
     @app.put("/filters/{name}", **secured(507), **lists_out, openapi_extra=schemas.named_list_body())
     async def put_list(name: ListName, request: Request) -> bodies.NamedListOut:
-        """Upload a list of items under a name, in place of an earlier one: every request has the old or the new one."""
+        """Upload a named list of items, or replace it at once: each request uses either the old or the new list."""
         items, unknown = await answer(await parsed(request, partial(bodies.parse_named_list, name)))
         return bodies.NamedListOut(items=items, unknown=unknown)
 
@@ -242,64 +244,65 @@ def create_app(
 
     @app.get("/model", **secured())
     async def model() -> bodies.ModelOut:
-        """Return the model that serves, the finished runs that could, and why others were refused."""
+        """Return the current model, the finished runs that can replace it, and why runs were refused."""
         runs = [] if models is None else await asyncio.to_thread(models.finished)
         refused = {} if models is None else dict(models.refused)
         return bodies.ModelOut(model=worker.recommender.label, runs=runs, refused=refused)
 
     @app.post("/model", **secured(), openapi_extra=schemas.model_body())
     async def exchange_model(request: Request) -> bodies.Exchanged:
-        """Load another run beside the model that serves, check it and let it answer. The answer comes when it does. A
-        run that is refused never serves, and the same model goes on.
+        """Load another run while the current model answers, check it, and replace the model. The reply arrives when the
+        new model answers requests. If the run is refused, the current model stays.
         """
         name = await parsed(request, bodies.parse_model)
         if models is None:
-            raise ModelRefused("the service was started with one run: start it with a folder of runs")
+            raise ModelRefused("the service was started with a single run: restart it with a folder of runs")
         previous = await asyncio.to_thread(models.exchange, name, worker, log)
         ANSWERED_BY.set(worker.recommender.label)
         return bodies.Exchanged(model=worker.recommender.label, previous=previous)
 
     @app.post("/scores", **secured(), openapi_extra=schemas.scores_body(recommender, limits.candidates))
     async def score(request: Request) -> bodies.Scores:
-        """Return the scores of candidates for a user, in their order."""
+        """Return the scores of candidates for a user, in the order of the candidates."""
         asked_for = await parsed(request, lambda content: bodies.parse_scores(content, limits))
         scores = await answer(asked_for)
         return bodies.Scores(model=asked_for.model, scores=scores)
 
     @app.get("/users/{user}", **secured())
     async def history(user: bodies.UserPath) -> bodies.HistoryOut:
-        """Return the part of a user's history that the model sees."""
+        """Return the events of a user that the model sees."""
         user_history = await answer(Read(user))
         columns = [None if x is None else np.asarray(x).tolist() for x in user_history[:3]]
         return bodies.HistoryOut(items=columns[0], timestamps=columns[1], actions=columns[2], count=user_history.count)
 
     @app.get("/users", **secured())
     async def history_by_query(user: bodies.UserQuery) -> bodies.HistoryOut:
-        """Do the same as /users/{user}, for ids that a client or a proxy changes in a path."""
+        """Do the same as /users/{user}, for ids that clients or proxies change in a path."""
         return await history(user)
 
     @app.delete("/users/{user}", **secured(507))
     async def forget(user: bodies.UserPath) -> bodies.Forgotten:
-        """Delete all events of a user, those of the run's data included, for good. They leave the log's files with the
-        next start or segment; a mark with the user's id stays. Later events count.
+        """Delete all events of a user permanently, including those of the run's data. They are removed from the log's
+        files at the next start or when the next segment is written; a mark with the user's id remains. Later events of
+        the user are stored as usual.
         """
         return bodies.Forgotten(forgotten=await answer(Forget(user)))
 
     @app.delete("/users", **secured(507))
     async def forget_by_query(user: bodies.UserQuery) -> bodies.Forgotten:
-        """Do the same as /users/{user}, for ids that a client or a proxy changes in a path."""
+        """Do the same as /users/{user}, for ids that clients or proxies change in a path."""
         return await forget(user)
 
     @app.get("/health")
     async def health() -> bodies.Health:
-        """Return whether the model thread is alive: if it is not, restart the service. Needs no token."""
+        """Check that the model thread is running; if it is not, restart the service. Requires no token."""
         if not worker.is_alive():
             raise HTTPException(503, "the model thread is not running")
         return bodies.Health(status="ok", users=worker.recommender.num_users, model=worker.recommender.label)
 
     @app.get("/ready")
     async def ready() -> bodies.Ready:
-        """Return whether to send requests to the service: it is not stopping, not full, and its store answers. Needs no
+        """Check that the service can take requests: it is not stopping or full, and its store answers. Requires no
         token.
         """
         if not worker.is_alive():
@@ -318,7 +321,7 @@ def create_app(
 
     @app.get("/docs", include_in_schema=False)
     async def page() -> HTMLResponse:
-        """Return the page of the routes, which needs no network beyond the service."""
+        """Return the API page, which works without internet access."""
         return HTMLResponse(API_PAGE)
 
     return app

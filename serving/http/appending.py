@@ -1,4 +1,4 @@
-"""Decide what becomes of each event of a request before any of them is logged."""
+"""Decide for each event of a request whether it is accepted, before any event is logged."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,12 +11,12 @@ from serving.http.event_ids import EventIds
 from serving.http.requests import ACCEPTED, REPEATED, UNKNOWN_ITEM, Events
 from serving.recommender import Recommender
 
-Columns = tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]
+EventRows = tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]
 
 
 @dataclass
 class Plan:
-    """A valid request.
+    """The outcome of a valid request.
 
     states   for each event ACCEPTED, REPEATED or UNKNOWN_ITEM
     columns  the accepted events in the form of `Recommender.append_rows`; None if there are none
@@ -24,7 +24,7 @@ class Plan:
 
     request: Events
     states: list[str]
-    columns: Columns | None
+    columns: EventRows | None
 
     @property
     def users(self) -> list[str]:
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def record(self) -> dict | None:
-        """The record of the log: all events that are not repeated, those of unknown items for a run that knows them."""
+        """The record of the log: all events except repeated ones; unknown items may be known to a later run."""
         users, items, timestamps, actions, ids = self.request.columns([state != REPEATED for state in self.states])
         if not users:
             return None
@@ -47,9 +47,9 @@ class Plan:
 
 
 def planned(recommender: Recommender, ids: EventIds, requests: Sequence[Events]) -> list[Plan]:
-    """Return plans of the requests that are valid and that there is room for; the others are refused.
+    """Return plans of the valid requests that fit into the limits; set the errors of the others.
 
-    The second of two events of one id is repeated, in one round, too.
+    Of two events with the same user and id, the second one is repeated, even if both are in `requests`.
     """
     plans: list[Plan] = []
     names: set[tuple[str, str | None]] = set()
@@ -68,7 +68,7 @@ def planned(recommender: Recommender, ids: EventIds, requests: Sequence[Events])
     names.clear()
     for plan in plans:
         request = plan.request
-        plan = _plan(recommender, ids, names, request)  # the first of its id may have no room
+        plan = _plan(recommender, ids, names, request)  # again: the first event with an id may have been refused
         try:
             recommender.check_room([user for each in (*fitting, plan) for user in each.users])
         except LimitReached as error:
@@ -80,7 +80,7 @@ def planned(recommender: Recommender, ids: EventIds, requests: Sequence[Events])
 
 
 def _plan(recommender: Recommender, ids: EventIds, names: set[tuple[str, str | None]], request: Events) -> Plan:
-    """Plan a request; RequestError for one that is not valid. names: (user, id) of events of the same round."""
+    """Plan a request; raise RequestError if it is invalid. names: (user, id) of events of the same round."""
     _, known = recommender.items.lookup(np.array(request.items))
     states = np.where(known, ACCEPTED, UNKNOWN_ITEM).tolist()
     earlier: set[tuple[str, str]] = set()

@@ -1,6 +1,6 @@
-"""Define the bodies of requests and replies, and parse the former into requests of the model thread.
+"""Define the bodies of requests and replies, and parse request bodies into requests to the model thread.
 
-Errors in a body are pydantic's ValidationError or InvalidRequest.
+For an invalid body, the functions raise pydantic's ValidationError or InvalidRequest.
 """
 
 import math
@@ -29,11 +29,11 @@ from serving.filters import Filter
 from serving.http.requests import AddItems, AddUsers, Events, PutList, Recommend, Score, UserList
 
 LONGEST_ID = 256
-LATEST = 10**11  # seconds: in the year 5138; milliseconds are beyond it from March 1973 on
+LATEST = 10**11  # seconds, the year 5138; current times in milliseconds are greater, and refused
 
 
 def _whole(value: Any, what: str) -> int:
-    """Return a whole number, which JSON may write as 7.0."""
+    """Return a whole number, which may be written as 7.0 in JSON."""
     if type(value) not in (int, float) or not abs(value) < math.inf or value != int(value):
         raise custom(f"expected {what}, got {shown(repr(value), 200)}")
     return int(value)
@@ -49,7 +49,7 @@ def _id(value: Any) -> int:
 def _seconds(value: Any) -> int:
     number = _whole(value, "whole seconds")
     if not 0 <= number < LATEST:
-        hint = ": milliseconds?" if number > 0 else ""
+        hint = " (milliseconds?)" if number > 0 else ""
         raise custom(f"expected seconds since 1970, from 0 to below {LATEST:,}, got {number}{hint}")
     return number
 
@@ -69,14 +69,14 @@ UserQuery = Annotated[str, Query(alias="user", min_length=1, max_length=LONGEST_
 class Limits:
     """The limits of one request.
 
-    body        bytes of a body
-    filter_body  bytes of the body of a named list of items, and of new items
-    events      events of a request
-    items       new items of a request
-    candidates  candidates of a request
-    users       users of a request for recommendations
-    list        items of a list of recommendations
-    waiting     requests under way
+    body         bytes of a body
+    filter_body  bytes of a body with a named list or with new items
+    events       events of a request
+    items        new items of a request
+    candidates   candidates of a request
+    users        users of a request
+    list         items of a list of recommendations
+    waiting      requests processed at the same time
     """
 
     body: int = 2**20
@@ -96,14 +96,14 @@ class Strict(BaseModel):
 
 
 class EventIn(Strict):
-    """One event: what a user met, when, and what the user did, where the run reads actions."""
+    """A user-item event with time and, if the model uses it, action."""
 
     user: Id
     item: Id
     timestamp: Seconds | None = Field(None, description="seconds since 1970; by default now")
     action: StrictInt | StrictFloat | Text | None = None
     id: Id | None = Field(None, description="a second event of the user with this id changes nothing")
-    features: dict[str, Any] = Field({}, description="the features of the event, those of the run")
+    features: dict[str, Any] = Field({}, description="the values of the event's features")
 
 
 class EventsIn(Strict):
@@ -119,19 +119,19 @@ class Reply(BaseModel):
 
 
 class Accepted(Reply):
-    """The answer to appended events: how many of each kind, and what became of each in their order.
+    """The numbers of events by state, and the state of each event.
 
-    Accepted events are in the log. So are those of items that the model does not know, for a model that does.
+    Accepted events are stored. Events of unknown items are stored, too, for a later model that knows the items.
     """
 
     accepted: int
-    repeated: int = Field(description="events whose id the user already has; nothing was changed")
+    repeated: int = Field(description="events whose id the user's events already have; they change nothing")
     unknown: int = Field(description="events of items that the model does not know")
     events: list[Literal["accepted", "repeated", "unknown item"]]
 
 
 class UserIn(Strict):
-    """One user, with the values of the features."""
+    """A user with features."""
 
     user: Id
     features: dict[str, Any]
@@ -144,13 +144,13 @@ class UsersIn(Strict):
 
 
 class UsersStored(Reply):
-    """The answer to stored features of users: how many users had some in the request."""
+    """The number of users whose features were stored."""
 
     users: int
 
 
 class ItemIn(Strict):
-    """One item, with the values of its features."""
+    """An item with features."""
 
     item: Id
     features: dict[str, Any]
@@ -163,10 +163,10 @@ class ItemsIn(Strict):
 
 
 class ItemsAdded(Reply):
-    """The answer to added items: how many of each kind, and what became of each in their order."""
+    """The numbers of items by state, and the state of each item."""
 
     added: int
-    known: int = Field(description="items that there are already; nothing was changed")
+    known: int = Field(description="items that exist already; they are not changed")
     items: list[Literal["added", "known"]]
 
 
@@ -178,30 +178,32 @@ class Recommended(BaseModel):
 
 
 Cold = Literal["popular", "error"]
-WHERE = "feature:value, a value that an item must have"
-AT_MOST = "feature:number, items of one value in a list"
-COLD = "whether users without events get the popular items of the time, marked as cold, or an error"
-SEEN = "leave out items that the user met; by default unless the run's eval.filter_seen is none"
+WHERE = "feature:value, recommend only items with this value; several values of a feature are alternatives"
+AT_MOST = "feature:number, recommend at most this many items with the same value"
+COLD = "for users without events: the currently popular items, marked as cold, or an error"
+SEEN = "leave out items of the user's events; by default true unless the run's eval.filter_seen is none"
 
 
 class Recommendations(Reply):
     """The recommended items of a user, best first."""
 
     items: list[Recommended]
-    cold: bool = Field(description="the user has no events, and the items are the popular ones")
-    unknown: dict[str, int] = Field(description="for allow, deny and where the number of ids or values without an item")
+    cold: bool = Field(description="true if the user has no events and the items are popular items")
+    unknown: dict[str, int] = Field(
+        description="the numbers of unknown ids in allow and deny and unknown values in where"
+    )
 
 
 class FilterIn(Strict):
-    """A choice of the items that may be in a list."""
+    """A filter of the items that may be recommended."""
 
     allow: list[Id] | None = Field(None, description="only these items")
     deny: list[Id] | None = Field(None, description="none of these items")
-    where: dict[str, list[Id]] | None = Field(None, description="feature -> values, one of which an item must have")
+    where: dict[str, list[Id]] | None = Field(None, description="feature -> values: an item must have one of them")
     at_most: dict[str, Annotated[Whole, Field(ge=0)]] | None = Field(
-        None, description="feature -> how many items of one value a list may have"
+        None, description="feature -> the most items with the same value in a list"
     )
-    filters: list[Text] = Field([], description="names of uploaded lists, all of which must have the item")
+    filters: list[Text] = Field([], description="names of uploaded lists; an item must be in all of them")
 
     def filter(self) -> Filter:
         allow, deny = (None if ids is None else _ids(ids) for ids in (self.allow, self.deny))
@@ -226,7 +228,7 @@ class ErrorBody(BaseModel):
 
 
 class ListOut(BaseModel):
-    """The recommended items of one of several users, or an error."""
+    """The recommended items of one user, or an error."""
 
     user: int | str
     items: list[Recommended] | None = None
@@ -244,24 +246,24 @@ class ListsOut(Reply):
 class NamedListIn(Strict):
     """The items of a named list."""
 
-    items: list[StrictInt | Text | WholeId]  # a long list: only 7.0 is looked at in Python
+    items: list[StrictInt | Text | WholeId]  # pydantic checks most of a long list without calling Python functions
 
 
 class NamedListOut(BaseModel):
-    """The answer to an uploaded list: the numbers of its items and of ids that the model does not know."""
+    """The number of items in an uploaded list, and of ids that the model does not know."""
 
     items: int
     unknown: int
 
 
 class NamedLists(BaseModel):
-    """The uploaded lists with the numbers of their items."""
+    """The names of the uploaded lists and the number of items in each."""
 
     filters: dict[str, int]
 
 
 class Dropped(BaseModel):
-    """The answer to the deletion of a list: whether there was one."""
+    """Whether the deleted list existed."""
 
     dropped: bool
 
@@ -272,17 +274,17 @@ class ScoresIn(Strict):
     user: Id
     candidates: list[Id] = Field(min_length=1)
     at: Seconds | None = Field(None, description="seconds since 1970; by default now")
-    features: dict[str, Any] = Field({}, description="of the next event, those that are known before the user acts")
+    features: dict[str, Any] = Field({}, description="features of the next event that are known before the user acts")
 
 
 class Scores(Reply):
-    """Scores in the order of the candidates; of a ranking run with several kinds of action, one for each kind."""
+    """Scores in the order of the candidates; one for each kind of action if a ranking run has several kinds."""
 
     scores: list[float] | list[list[float]]
 
 
 class HistoryOut(BaseModel):
-    """The events that the model sees of a user, of all that the user had."""
+    """The events of a user that the model sees, and the number of all events."""
 
     items: list[int | str]
     timestamps: list[int]
@@ -291,7 +293,7 @@ class HistoryOut(BaseModel):
 
 
 class Forgotten(BaseModel):
-    """The answer to a request to delete a user: whether the service had events of the user."""
+    """Whether the deleted user had events or features."""
 
     forgotten: bool
 
@@ -303,13 +305,13 @@ class ModelIn(Strict):
 
 
 class Exchanged(Reply):
-    """The answer to a run that serves now."""
+    """The new model and the previous one."""
 
-    previous: str = Field(description="the name of the model before")
+    previous: str = Field(description="the name of the previous model")
 
 
 class ModelOut(Reply):
-    """The model that serves, finished runs (the newest first), and why runs were refused, by their names."""
+    """The current model, the finished runs (newest first), and the reasons why runs were refused, by name."""
 
     runs: list[str]
     refused: dict[str, str]
@@ -323,24 +325,24 @@ class Health(Reply):
 
 
 class Ready(Reply):
-    """The answer of a service that takes requests."""
+    """The state of a service that can take requests."""
 
     status: str
 
 
 class Error(BaseModel):
-    """The body of an answer that is an error."""
+    """The body of an error reply."""
 
     error: ErrorBody
 
 
 def parse_events(content: bytes, limits: Limits, now: int) -> Events:
-    """Parse the body of POST /events; now: the time of events without one."""
+    """Parse the body of POST /events; now: the time of events without a time."""
     body = EventsIn.model_validate_json(content)
     _check("events", len(body.events), limits.events)
     actions = [event.action for event in body.events]
     if any(action is None for action in actions) and any(action is not None for action in actions):
-        raise InvalidRequest("actions: expected one for each event, or none at all")
+        raise InvalidRequest("actions: expected one for each event, or for none")
     contexts = [packed(event.action, event.features) for event in body.events]
     names = [None if event.id is None else str(event.id) for event in body.events]
     return Events(
@@ -376,7 +378,7 @@ def parse_scores(content: bytes, limits: Limits) -> Score:
 
 
 def parse_lists(content: bytes, limits: Limits) -> tuple[Recommend, list[int | str]]:
-    """Parse the body of POST /recommendations; return the request and the users as they were written."""
+    """Parse the body of POST /recommendations; return the request and the users in their original form."""
     body = ListsIn.model_validate_json(content)
     _check("users", len(body.users), limits.users)
     _check("k", body.k, limits.list)
@@ -395,7 +397,7 @@ def parse_named_list(name: str, content: bytes) -> PutList:
 
 
 def query_filter(allow: list[str], deny: list[str], where: list[str], at_most: list[str], filters: list[str]) -> Filter:
-    """Build the filter of a query: where as `feature:value` and at_most as `feature:number`, each many times."""
+    """Build the filter of a query; where: texts `feature:value`; at_most: texts `feature:number`."""
     values: dict[str, list[str]] = {}
     for feature, value in _pairs("where", where):
         values.setdefault(feature, []).append(value)
@@ -415,15 +417,15 @@ def _pairs(name: str, pairs: list[str]) -> list[tuple[str, str]]:
 
 
 def user_list(listed: UserList) -> list[Recommended]:
-    """Return a list in the form of a reply."""
+    """Convert a list to the form of a reply."""
     return [Recommended(item=item, score=score) for item, score in zip(listed.items, listed.scores)]
 
 
 def _check(name: str, count: int, most: int) -> None:
     if count > most:
-        raise InvalidRequest(f"{name}: at most {most:,} in a request, got {count:,}")
+        raise InvalidRequest(f"{name}: expected at most {most:,} in a request, got {count:,}")
 
 
 def _ids(ids: list) -> list:
-    """Return ids of one type: all as texts unless all are integers of 64 bits."""
+    """Convert ids to one type: all to text unless all are 64-bit integers."""
     return ids if all(isinstance(one, int) and -(2**63) <= one < 2**63 for one in ids) else [str(one) for one in ids]

@@ -1,6 +1,6 @@
-"""Events of many users as columns, in the original ids: what a segment of a log has, and what a start reads.
+"""Store events of many users as columns, in original ids: the content of a segment of the log.
 
-A file is an .npz whose arrays are the fields of `Columns`; lists of texts and numbers are JSON in bytes.
+A file is an .npz whose arrays are the fields of `EventColumns`; lists of text and numbers are stored as JSON.
 """
 
 import json
@@ -15,21 +15,21 @@ from serving.histories import time_order
 LISTS = ("users", "items", "actions", "deleted")
 
 
-class Columns(NamedTuple):
-    """Events, one user after another, each user's in time order, ties in the order in which they came.
+class EventColumns(NamedTuple):
+    """Events, user by user, each user's in time order, ties in order of arrival.
 
     Letters: U users, E events.
 
-    users       [U] distinct texts
-    counts      [U] int64, the events of each user
-    items       the items that occur, integers or text, as clients named them
-    item        [E] places in `items`
+    users       [U] distinct ids as text
+    counts      [U] int64, the number of events of each user
+    items       the distinct items, integers or text, in the form that clients sent
+    item        [E] indices into `items`
     timestamps  [E] int64, seconds
-    actions     the actions that occur: numbers, text or None
-    action      [E] places in `actions`
-    ids         the ids of the users' events, one user after another: JSON texts, a line each
-    id_ends     [U] int64, where each user's part of `ids` ends
-    deleted     users whose events before these do not count, those of the run's data included
+    actions     the distinct actions: numbers, text or None
+    action      [E] indices into `actions`
+    ids         the ids of events, user by user: a line of JSON for each
+    id_ends     [U] int64, the end of each user's part of `ids`
+    deleted     users whose events in older segments and in the run's data are deleted
     """
 
     users: list[str]
@@ -48,12 +48,12 @@ class Columns(NamedTuple):
         return len(self.timestamps)
 
     def ids_of(self, place: int) -> list[str]:
-        """Return the ids of the events of the user at `place`."""
+        """Return the ids of the events of user number `place`."""
         begin = int(self.id_ends[place - 1]) if place else 0
         return [json.loads(line) for line in self.ids[begin : int(self.id_ends[place])].splitlines()]
 
     def without(self, users: AbstractSet[str]) -> Self:
-        """Return the events, and marks of deletion, of all but some users."""
+        """Return the events and the marks of deletion without those of `users`."""
         if not users:
             return self
         columns, deleted = self, self.deleted - users
@@ -91,7 +91,7 @@ class Columns(NamedTuple):
 
 
 class Builder:
-    """Put events together into `Columns`, in the order in which they are added."""
+    """Collect events and build `EventColumns` from them; ties keep the order in which they are added."""
 
     def __init__(self) -> None:
         self._users: dict[str, int] = {}
@@ -101,7 +101,7 @@ class Builder:
         nothing = np.zeros(0, np.int32)
         self._parts = [(nothing, nothing, np.zeros(0, np.int64), nothing)]
 
-    def add(self, columns: Columns) -> None:
+    def add(self, columns: EventColumns) -> None:
         users = _codes(self._users, columns.users)
         items, actions = _codes(self._items, columns.items), _codes(self._actions, columns.actions)
         owners = np.repeat(users, columns.counts)
@@ -136,11 +136,11 @@ class Builder:
             )
         )
 
-    def build(self, deleted: AbstractSet[str]) -> Columns:
+    def build(self, deleted: AbstractSet[str]) -> EventColumns:
         owners, item, timestamps, action = map(np.concatenate, zip(*self._parts))
         order = time_order(owners, timestamps)
         ids = [b"".join(self._ids.get(user, ())) for user in self._users]
-        return Columns(
+        return EventColumns(
             list(self._users),
             np.bincount(owners, minlength=len(self._users)),
             list(self._items),
@@ -154,8 +154,8 @@ class Builder:
         )
 
 
-def merged(parts: Sequence[Columns]) -> Columns:
-    """Return parts, the oldest first, as one, without the events that later ones delete."""
+def merged(parts: Sequence[EventColumns]) -> EventColumns:
+    """Merge parts, the oldest first; drop the events that later parts delete."""
     deleted: AbstractSet[str] = frozenset()
     remaining = []
     for part in reversed(parts):
@@ -168,5 +168,5 @@ def merged(parts: Sequence[Columns]) -> Columns:
 
 
 def _codes(places: dict[Any, int], values: Iterable) -> np.ndarray:
-    """Return the places of values, of which new ones get the next ones."""
+    """Return the codes of values, [values] int32; add new values to `places`."""
     return np.array([places.setdefault(value, len(places)) for value in values], np.int32)

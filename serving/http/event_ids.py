@@ -1,22 +1,22 @@
-"""Remember the ids that clients gave to events, so that a request can be repeated without harm."""
+"""Store the ids that clients gave to events, so that a request can be sent again without adding its events twice."""
 
 from collections.abc import Iterable
 
-from serving.http.event_columns import Columns
+from serving.http.event_columns import EventColumns
 
 
 class EventIds:
-    """The ids of the events of each user. An id belongs to its user: two users may have events of one id.
+    """The ids of the events of each user; events of different users may have the same id.
 
-    Those of stored events are read from their columns when one of the user's is needed.
+    The ids of stored events are read from their columns when they are first needed.
     """
 
     def __init__(self) -> None:
         self._users: dict[str, set[str]] = {}
-        self._stored: list[tuple[dict[str, int], Columns]] = []
+        self._stored: list[tuple[dict[str, int], EventColumns]] = []
 
-    def add_stored(self, columns: Columns) -> None:
-        """Remember the ids of stored events; all of these come before any other ids of their users."""
+    def add_stored(self, columns: EventColumns) -> None:
+        """Add the ids of stored events; to be called before other ids of the same users are added."""
         if columns.ids:
             self._stored.append((dict(zip(columns.users, range(len(columns.users)))), columns))
 
@@ -33,7 +33,7 @@ class EventIds:
         return event in self._ids(user)
 
     def add(self, users: Iterable[str], events: Iterable[str | None]) -> None:
-        """Remember the ids of events; None for an event without one."""
+        """Add the ids of events; None for an event without an id."""
         for user, event in zip(users, events):
             if event is not None:
                 self._ids(user).add(event)

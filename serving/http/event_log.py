@@ -1,16 +1,17 @@
-"""Store accepted events in an append-only log, which outlives the process.
+"""Store accepted events in an append-only log file.
 
-New records are lines of the file. Once it is full, it becomes a segment (`segments.py`), in a thread, and the log goes
-on in a new file, which begins with its number, the last list of each name, the last features of each user, and whatever
-else is no event and no mark.
+Each record is a line, see `log_reader.py`. When the file is full, the log continues in a new file, and a thread
+converts the full one to a segment (`segments.py`). A new file begins with its number, the added items, the latest
+list of each name and the latest features of each user.
 
-`compact` removes events and features of deleted users from all files, and all but the last list of each name and the
-last features of each user. The last mark of each user stays in them, since the run's data still hold the user's events.
+`compact` removes the events and features of deleted users from all files, and lists and features that later records
+replace. The last mark of each deleted user remains, since the run's data may still contain the user's events.
 
-A record is in the file before its request is answered, so that a kill of the process loses none; with fsync it is on
-the disk, so that a power cut loses none either. An incomplete last line, left by a kill, is cut off.
+A record is in the file before its request is answered, so killing the process loses none; with fsync it is on the disk,
+so a power cut loses none either. An incomplete last line, left by a killed process, is removed.
 
-Two locks protect the log: one on the file, one on `.NAME.lock` in its folder, which stays if the file is renamed.
+Two locks protect the log from other processes: one on the file, and one on `.NAME.lock` in the same folder, which
+remains if the file is renamed.
 """
 
 import fcntl
@@ -27,35 +28,35 @@ from data.atomic import sweep, sync, temporary_beside
 from data.types import shown
 from serving.errors import RequestError
 from serving.histories import no_garbage_collection
-from serving.http.event_columns import Columns
+from serving.http.event_columns import EventColumns
 from serving.http.log_reader import LogError, LogReader, line_of
 from serving.http.segments import Segments, new_file
 
-FULL = 2**23  # bytes of lines, after which a log goes on in a new file
-# What a new file does not begin with: what becomes a segment, and lists and features, whose last ones are carried on.
+FULL = 2**23  # bytes of lines after which the log continues in a new file
+# Records that are not copied to a new file: those that segments store, and lists and features except for the latest.
 NOT_CARRIED = b'{"users":', b'{"forget":', b'{"segment":', b'{"list":', b'{"user":'
-PARSED_TOGETHER = 2**16  # bytes of lines that are parsed while a service answers; it waits for a millisecond
+PARSED_TOGETHER = 2**16  # bytes of lines parsed at a time while requests are answered; it delays them by a millisecond
 logger = logging.getLogger("hstu_sparse.serve")
 
 
 class NotStored(RequestError):
-    """Events that could not be written into the log, and were not accepted."""
+    """Records that could not be written to the log; nothing was accepted."""
 
 
 class EventLog(LogReader):
-    """The log in the file `path`, open for this process alone. Not safe for threads, but for `reader` and `size`."""
+    """The log in the file `path`, locked by this process. Not thread-safe except for `reader` and `size`."""
 
     def __init__(self, path: Path, fsync: bool = True):
         self.path, self.fsync = path, fsync
-        self._reported = ""  # the last fault in the service's own log
-        self._lock = threading.Lock()  # of the readers, whose file stays the log's
-        self._readers = self._carried = 0  # number of open readers; bytes with which the file began
+        self._reported = ""  # the last error that was logged
+        self._lock = threading.Lock()  # protects `_readers`: the log keeps its file while it has readers
+        self._readers = self._carried = 0  # number of open readers; bytes copied when the file was created
         self._sealing: threading.Thread | None = None
         with ExitStack() as files:
             try:
                 if path.is_symlink() or (path.exists() and not path.is_file()):
-                    raise LogError(f"{shown(path, 200)}: a link or no regular file")
-                # First the lock that stays: if another process has it, no new log is created in place of a renamed one.
+                    raise LogError(f"{shown(path, 200)}: expected a regular file")
+                # Lock `.NAME.lock` first: it prevents a second log if another process still writes to a renamed file.
                 files.callback(os.close, self._open(path.with_name(f".{path.name}.lock")))
                 self.segments = Segments(path)
                 self._file = self._open(path)
@@ -72,7 +73,7 @@ class EventLog(LogReader):
             self._files = files.pop_all()
 
     def _check_number(self) -> None:
-        """Write the number of an empty file; raise LogError for a file that does not continue the segments."""
+        """Write the number into an empty file; raise LogError if the file does not continue the segments."""
         expected = self.segments.number
         if not self._lines and expected > 1:
             self._write(line_of({"segment": expected}))
@@ -80,22 +81,22 @@ class EventLog(LogReader):
         if self.number != expected:
             next(self._records())  # a damaged first line is an error
             raise LogError(
-                f"{shown(self.path, 200)}: part {self.number} of a log, but {shown(self.segments.folder, 200)} "
-                f"expects part {expected}: put back the files that belong together"
+                f"{shown(self.path, 200)}: expected part {expected} of the log after the segments in "
+                f"{shown(self.segments.folder, 200)}, got part {self.number}: restore files that belong together"
             )
 
     def _open(self, path: Path) -> int:
-        """Open and lock a regular file, which is created if there is none."""
+        """Open and lock a regular file; create it if it does not exist."""
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(file)
-            raise LogError(f"{shown(self.path, 200)}: another process is serving from it") from None
+            raise LogError(f"{shown(self.path, 200)}: another process is using this log") from None
         return file
 
     def reader(self) -> LogReader:
-        """Open what the log has now for reading, in any thread; until it is closed, the log goes on in its file."""
+        """Open the current content for reading, in any thread; the log stays in its file until the reader is closed."""
         with self._lock:
             file = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
             older, files = self.segments.opened()
@@ -107,7 +108,7 @@ class EventLog(LogReader):
         with self._lock:
             self._readers -= 1
 
-    def parts(self) -> Iterator[Columns]:
+    def parts(self) -> Iterator[EventColumns]:
         self._older, files = self.segments.opened()
         with files:
             yield from super().parts()
@@ -141,22 +142,22 @@ class EventLog(LogReader):
                 os.fsync(self._file)
             self._check(self.size + len(content))
         except (OSError, NotStored) as error:
-            with suppress(OSError):  # then `_check` refuses whatever follows, until a start
+            with suppress(OSError):  # if this fails, `_check` refuses all records until a restart
                 os.ftruncate(self._file, self.size)
             if isinstance(error, NotStored):
                 raise
-            raise NotStored(f"the events could not be written: {error.strerror}") from None
+            raise NotStored(f"the event log cannot be written: {error.strerror}") from None
         self.size += len(content)
 
     def _check(self, size: int) -> None:
-        """Raise NotStored unless the path still names this file, with `size` bytes."""
+        """Raise NotStored unless the path still refers to this file, with `size` bytes."""
         status = os.fstat(self._file)
         try:
             named = os.stat(self.path, follow_symlinks=False)
         except OSError:
             named = None
         if named is None or not os.path.samestat(named, status):
-            raise NotStored("the event log was moved or deleted: put it back, or restart the service")
+            raise NotStored("the event log was moved or deleted: restore it or restart the service")
         if status.st_size != size:
             raise NotStored("the event log was changed by another program: restart the service")
 
@@ -166,7 +167,7 @@ class EventLog(LogReader):
 
     @no_garbage_collection()
     def prepare(self) -> None:
-        """Turn many lines into segments, which later starts read faster. NotStored if there is no room."""
+        """Convert lines to segments, which are faster to read at the next start; raise NotStored if this fails."""
         try:
             if self._is_full:
                 self.roll()
@@ -175,7 +176,7 @@ class EventLog(LogReader):
             raise NotStored(f"the segments of the event log cannot be written: {error.strerror}") from None
 
     def _go_on(self) -> None:
-        """Go on in a new file, and turn the full one into a segment, in a thread."""
+        """Continue in a new file; convert the full one to a segment in a thread."""
         try:
             self.roll()
         except NotStored as fault:
@@ -193,7 +194,7 @@ class EventLog(LogReader):
             logger.error("%s: no segment could be written: %s", shown(self.path, 200), error)
 
     def roll(self) -> None:
-        """Go on in a new file, unless a reader is open; NotStored, with the log as it was, if that cannot be."""
+        """Continue in a new file, unless a reader is open; raise NotStored, with the log unchanged, if this fails."""
 
         def write(out: BinaryIO) -> None:
             out.write(line_of({"segment": self.number + 1}))
@@ -209,7 +210,7 @@ class EventLog(LogReader):
         def place(temporary: Path) -> None:
             self.segments.create()
             full = self.segments.lines(self.number)
-            with self.segments.lock:  # so that it becomes no segment before the log goes on
+            with self.segments.lock:  # so that it is not converted before the log continues
                 os.rename(self.path, full)
                 try:
                     sync(full.parent)
@@ -226,9 +227,10 @@ class EventLog(LogReader):
             self._carried = self.size
 
     def compact(self) -> None:
-        """Remove the stale events, which `parts` counted, and replaced lists from all files, with their mode and owner.
+        """Remove the stale events that `parts` counted, and replaced lists and features, from all files.
 
-        NotStored, with the file as it was, if one cannot be rewritten; LogError for a damaged line.
+        Files keep their mode and owner. Raises NotStored, with the file unchanged, if one cannot be rewritten, and
+        LogError for a damaged line.
         """
 
         def write(out: BinaryIO) -> None:
@@ -251,7 +253,7 @@ class EventLog(LogReader):
             self._stale_older = 0
 
     def _replace(self, write: Callable[[BinaryIO], None], place: Callable[[Path], None]) -> None:
-        """Write a file with the log's mode and owner, put it into the log's place, and go on in it."""
+        """Write a file with the log's mode and owner, put it in the place of the log, and continue in it."""
         temporary, file = temporary_beside(self.path), -1
         try:
             self._check(self.size)

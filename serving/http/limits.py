@@ -1,4 +1,4 @@
-"""Check each request before its route: the bearer token, limits on bodies and requests, metrics. Plain ASGI."""
+"""ASGI middleware that checks the bearer token and the limits of each request, and records metrics."""
 
 import asyncio
 import functools
@@ -17,18 +17,18 @@ from serving.errors import RequestError
 from serving.http.bodies import Limits
 from serving.recommender import Recommender
 
-BODY_SECONDS = 30.0  # a client may take to send a whole body
-OPEN = ("/health", "/ready", "/docs", "/openapi.json")  # routes without a token: a browser opens the page without one
-LEFT = 499  # the status in metrics of a request whose client left before it was whole
-ANSWERED_BY: ContextVar[str] = ContextVar("ANSWERED_BY")  # the model that answered the request of this context
+BODY_SECONDS = 30.0  # most time for a client to send a whole body
+# Routes that require no token; browsers open the API page without one.
+PUBLIC_ROUTES = ("/health", "/ready", "/docs", "/openapi.json")
+CLIENT_LEFT = 499  # the status, in metrics only, of requests whose client disconnected before sending all of it
+ANSWERED_BY: ContextVar[str] = ContextVar("ANSWERED_BY")  # the name of the model that answered the current request
 log = logging.getLogger("hstu_sparse.serve")
 
 
 class Metrics:
-    """The metrics for Prometheus: requests by route, status and model, their time, what became of events, lists of
-    users, rounds of the model, sizes of the store.
+    """The Prometheus metrics of a service.
 
-    recommender: returns the one that answers now.
+    recommender: returns the current recommender.
     """
 
     def __init__(self, recommender: Callable[[], Recommender]):
@@ -39,35 +39,37 @@ class Metrics:
             "requests", "Answered requests", ["route", "status", "model"], namespace="hstu_sparse", **common
         )
         self.seconds = Histogram(
-            "request_seconds", "Time of a request", ["route"], namespace="hstu_sparse",
+            "request_seconds", "Time from a request to its reply in seconds", ["route"], namespace="hstu_sparse",
             buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10), **common,
         )  # fmt: skip
         self.events = Counter(
-            "events", "Events by what became of them", ["state", "model"], namespace="hstu_sparse", **common
+            "events", "Received events by state", ["state", "model"], namespace="hstu_sparse", **common
         )
         self.lists = Counter(
-            "lists", "Lists of users who are known, cold (without events) or have an error", ["user", "model"],
+            "lists", "Recommendation lists by user: known, cold (without events) or error", ["user", "model"],
             namespace="hstu_sparse", **common,
         )  # fmt: skip
-        self.together = Histogram(
+        self.rounds = Histogram(
             "round_requests", "Requests that the model thread answered together", namespace="hstu_sparse",
             buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256), **common,
         )  # fmt: skip
         for name in recommender().statistics:
-            gauge = Gauge(f"store_{name}", f"{name.replace('_', ' ')} of the store", namespace="hstu_sparse", **common)
-            gauge.set_function(functools.partial(lambda of: recommender().statistics[of], name))
+            text = f"Current value of {name.replace('_', ' ')}"
+            gauge = Gauge(f"store_{name}", text, namespace="hstu_sparse", **common)
+            gauge.set_function(functools.partial(lambda key: recommender().statistics[key], name))
 
 
-def answer_of(name: str, message: str) -> bytes:
-    """Return the body of an error: its name, and its message in one line."""
+def error_body(name: str, message: str) -> bytes:
+    """Return the JSON body of an error: its name, and its message in one line."""
     return json.dumps({"error": {"name": name, "message": " ".join(message.split())}}).encode()
 
 
 class Guard:
-    """Refuse requests without the token, bodies and requests under way beyond the limits, and name the model in each
-    reply, in the header x-model.
+    """Refuse requests without the token or beyond the limits, and add the model's name to replies as header x-model.
 
-    token: None for none. Each body is read as a whole before the route is called. All requests are measured.
+    The whole body is read before the route is called. All requests are recorded in `metrics`.
+
+    token: None if no token is required.
     """
 
     def __init__(self, app, *, metrics: Metrics, token: str | None, limits: Limits):
@@ -78,7 +80,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.monotonic(), LEFT
+        began, status = time.monotonic(), CLIENT_LEFT
         ANSWERED_BY.set(self.metrics.recommender().label)
 
         async def watched(message) -> None:
@@ -103,10 +105,10 @@ class Guard:
 
     async def answer(self, scope, receive, send) -> None:
         headers = dict(scope["headers"])
-        # The rest of a refused body is read and dropped, so that the client gets its answer; one that waits for
-        # permission to send it may never send it, so that nothing can follow on its connection.
+        # The rest of a refused body is read and ignored, so that the client reads the reply. A client with the header
+        # `Expect` may never send its body, so its connection is closed.
         close = b"expect" in headers
-        if self.token is not None and scope["path"] not in OPEN:
+        if self.token is not None and scope["path"] not in PUBLIC_ROUTES:
             authorization = headers.get(b"authorization", b"")
             if not hmac.compare_digest(authorization, b"Bearer " + self.token.encode()):
                 message = "expected the header Authorization: Bearer TOKEN"
@@ -116,7 +118,7 @@ class Guard:
         long = scope["path"].startswith("/filters/") or scope["path"] == "/items"
         most_body = self.limits.filter_body if long else self.limits.body
         if length.isdigit() and int(length[:20]) > most_body:
-            await refuse(send, 413, "BodyTooLarge", f"a body may have {most_body:,} bytes", close=close)
+            await refuse(send, 413, "BodyTooLarge", f"expected a body of at most {most_body:,} bytes", close=close)
             return
         body, more = bytearray(), True
         try:
@@ -128,13 +130,13 @@ class Guard:
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
                     if len(body) > most_body:
-                        await refuse(send, 413, "BodyTooLarge", f"a body may have {most_body:,} bytes")
+                        await refuse(send, 413, "BodyTooLarge", f"expected a body of at most {most_body:,} bytes")
                         return
         except TimeoutError:
-            await refuse(send, 408, "Timeout", f"the body did not come within {BODY_SECONDS:g} seconds", close=True)
+            await refuse(send, 408, "Timeout", f"the body did not arrive within {BODY_SECONDS:g} seconds", close=True)
             return
-        if self.under_way >= self.limits.waiting and scope["path"] not in OPEN:
-            message = "more requests wait than the service takes, try again later"
+        if self.under_way >= self.limits.waiting and scope["path"] not in PUBLIC_ROUTES:
+            message = "too many requests are waiting, try again later"
             await refuse(send, 503, "Busy", message, (b"retry-after", b"1"))
             return
         sent = False
@@ -156,8 +158,8 @@ class Guard:
 async def refuse(
     send, status: int, name: str, message: str, *headers: tuple[bytes, bytes], close: bool = False
 ) -> None:
-    """Send an error as JSON; headers: more headers; close: close the connection."""
-    body = answer_of(name, message)
+    """Send an error as JSON; headers: further headers; close: close the connection afterwards."""
+    body = error_body(name, message)
     every = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
     if close:
         every.append((b"connection", b"close"))

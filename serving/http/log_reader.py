@@ -1,17 +1,17 @@
-"""Read the records of a log of events.
+"""Read the records of an event log.
 
-A line a record: the CRC-32 of its text in hex, a space, and the text, which is JSON:
+Each record is a line: the CRC-32 of its text in hex, a space, and the text, which is JSON:
 
     {"users": [...], "items": [...], "timestamps": [...], "actions": [...] or null}     events, in original ids
-        "ids": [...] in addition, if clients named some of them: text or null
+        "ids": [...] in addition, if clients gave ids to some of them: text or null
     {"forget": user}                                                                    the mark of a deleted user
     {"list": name, "items": [...] or null}                          a list of items for filters, or its deletion
-    {"segment": number}                       the first line of a file that is not the log's first: its number, from 1
-    {"new_items": [...], "features": {name: [...]}}                 items that were added, with a value for each
+    {"segment": number}                       the first line of each file after the log's first: its number, from 1
+    {"new_items": [...], "features": {name: [...]}}                 added items, with a value for each feature
     {"user": user, "features": {name: value}}                       the features of a user, in place of earlier ones
 
-An event with features has `serving.contexts.packed` of its action and features as its action. A mark deletes all events
-and features of the user before it, those of the run's data included; later ones count.
+The action of an event with features is `serving.contexts.packed` of its action and features. A mark deletes all earlier
+events and features of the user, including events of the run's data; later ones remain.
 """
 
 import json
@@ -24,7 +24,7 @@ from typing import Self
 
 from data.types import shown
 from serving.errors import ServingError
-from serving.http.event_columns import Builder, Columns
+from serving.http.event_columns import Builder, EventColumns
 from serving.http.event_ids import EventIds
 
 COLUMNS = {"users", "items", "timestamps", "actions"}
@@ -33,25 +33,25 @@ TOGETHER = 2**24  # bytes of lines that are parsed together
 
 
 class LogError(ServingError):
-    """A log that cannot be opened, or is damaged."""
+    """A log that cannot be opened or is damaged."""
 
 
 class LogReader:
-    """The records of a log: the lines of the open file `file`, up to `size` bytes, and the older ones in segments.
+    """The records of a log: the first `size` bytes of the open file `file`, whose lines follow the older segments.
 
-    older: functions that return the segments, the oldest first, as `Segments.opened` does; files: what is closed with
-    the reader. Not safe for threads.
+    older: functions that load the segments, the oldest first, see `Segments.opened`; files: resources to close with the
+    reader. Not thread-safe.
 
-    number      of the file of lines
-    forgotten   each deleted user, and the number of the line of the user's last mark, 0 for a mark in a segment
-    listed      each named list, and the number of the line of its last record
-    lists       the items of each named list, as `events` read them
-    new_items   the records of items that were added, by the numbers of their lines
-    described   the users with features: the number of the line of the last ones, and these
-    ids         the ids of events, as `parts` read them
-    stale       events in the files of users who were deleted later, as `parts` counted them
-    replaced    records of lists and features in the file that later ones replace or delete
-    left_out    users some of whose events the run does not know; set by `replay`
+    number      the number of the file of lines
+    forgotten   deleted user -> number of the line of the user's last mark, 0 if the mark is in a segment
+    listed      name of a list -> number of the line of its last record
+    lists       name of a list -> items; set by `events`
+    new_items   number of a line -> record of added items
+    described   user -> (number of the line of the last features, these features)
+    ids         the ids of events; set by `parts`
+    stale       the number of events of users who were deleted later; set by `parts`
+    replaced    the number of records of lists and features that later records replace or delete
+    left_out    users who have events that the run does not know; set by `replay`
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LogReader:
         path: Path,
         file: int,
         size: int,
-        older: Sequence[Callable[[], Columns]] = (),
+        older: Sequence[Callable[[], EventColumns]] = (),
         files: ExitStack | None = None,
         together: int | None = None,
     ):
@@ -86,7 +86,7 @@ class LogReader:
         self._files.close()
 
     def _scan(self) -> None:
-        """Count the complete lines and their bytes, and read the marks."""
+        """Count the complete lines and their bytes, and read all records except events."""
         self.forgotten: dict[str, int] = {}
         self.listed: dict[str, int] = {}
         self.new_items: dict[int, dict] = {}
@@ -103,7 +103,7 @@ class LogReader:
         self.size = size
 
     def _note(self, record: dict, number: int) -> None:
-        """Note the line of a mark or a list, and items that were added."""
+        """Update the attributes for a record that has no events."""
         if "forget" in record:
             self.forgotten[record["forget"]] = number
             self.replaced += self.described.pop(record["forget"], None) is not None
@@ -129,7 +129,7 @@ class LogReader:
                 yield lines
 
     def _records(self) -> Iterator[tuple[int, list[bytes], list[dict]]]:
-        """Yield (the number of the first line, lines, their records), many lines at a time; LogError if damaged."""
+        """Yield (the number of the first line, lines, their records), many at a time; raise LogError if damaged."""
         first = 1
         for lines in self._read():
             records = _parsed(lines)
@@ -140,9 +140,7 @@ class LogReader:
             first += len(lines)
 
     def _remaining(self, number: int, record: dict) -> dict:
-        """Return the record of line `number` without the events of users who were deleted later, without a list that
-        was replaced.
-        """
+        """Return what a compacted log contains of the record of line `number`; {} if nothing remains."""
         if "forget" in record:
             return record if self.forgotten[record["forget"]] == number else {}
         if "list" in record:
@@ -157,10 +155,10 @@ class LogReader:
             return record
         return {name: x and [x[place] for place in stay] for name, x in record.items()} if stay else {}
 
-    def parts(self) -> Iterator[Columns]:
-        """Yield all events, the oldest first, without those of users who were deleted later.
+    def parts(self) -> Iterator[EventColumns]:
+        """Yield all events, the oldest first, except those of users who were deleted later.
 
-        LogError for a damaged segment or line.
+        Raises LogError for a damaged segment or line.
         """
         deleted, parts = self.forgotten_in_lines, []
         self._stale_older = 0
@@ -178,20 +176,20 @@ class LogReader:
 
     @property
     def forgotten_in_lines(self) -> set[str]:
-        """The deleted users whose mark is in the lines: of these the segments' events do not count."""
+        """The deleted users whose last mark is in the lines, so that it deletes their events in segments."""
         return {user for user, number in self.forgotten.items() if number}
 
-    def lines(self) -> Columns:
-        """Return the events of the lines alone."""
+    def lines(self) -> EventColumns:
+        """Return the events of the lines, without those of segments."""
         builder = Builder()
         for records in self.events():
             builder.add_records(records)
         return builder.build(frozenset(self.forgotten))
 
     def events(self) -> Iterator[list[dict]]:
-        """Yield the records of events in the lines, many at a time, without events of users who were deleted later.
+        """Yield the records of events in the lines, many at a time, except events of users who were deleted later.
 
-        LogError for a damaged line.
+        Raises LogError for a damaged line.
         """
         self._stale_lines, self.lists = 0, {}
         for first, _, records in self._records():
@@ -207,18 +205,18 @@ class LogReader:
             yield [record for record in records if "users" in record]
 
     def further(self, size: int) -> list[dict]:
-        """Return the records behind those that were read, in their order, up to `size` bytes."""
+        """Return the records after those read so far, in order, up to `size` bytes."""
         content = os.pread(self._file, size - self.size, self.size)
         lines = content.splitlines(keepends=True)
         records = _parsed(lines)
         if records is None or len(content) < size - self.size:
-            raise LogError(f"{shown(self.path, 200)}: damaged behind line {self._lines}")
+            raise LogError(f"{shown(self.path, 200)}: damaged after line {self._lines}")
         self._noted(records)
         self.size = size
         return records
 
     def _noted(self, records: list[dict]) -> None:
-        """Count the lines of new records, and note marks and lists."""
+        """Count the lines of new records, and update the attributes."""
         for number, record in enumerate(records, self._lines + 1):
             self._note(record, number)
         self._lines += len(records)
@@ -236,7 +234,7 @@ def line_of(record: dict) -> bytes:
 
 
 def content_of(line: bytes) -> dict:
-    """Return the object in a line of the log's form, an empty one if the line is damaged."""
+    """Return the object in a line of the log's format, {} if the line is damaged."""
     text = line[9:-1]
     with suppress(ValueError, RecursionError):
         content = json.loads(text) if line == b"%08x %s\n" % (zlib.crc32(text), text) else None
@@ -246,19 +244,19 @@ def content_of(line: bytes) -> dict:
 
 
 def _parsed(lines: list[bytes]) -> list[dict] | None:
-    """Return the records of lines; None if one is damaged."""
+    """Parse lines; return None if one is damaged."""
     texts = [line[9:-1] for line in lines]
     if any(line[:9] != b"%08x " % zlib.crc32(text) for line, text in zip(lines, texts)):
         return None
     try:
-        records = json.loads(b"[%s]" % b",".join(texts))  # faster than one by one
+        records = json.loads(b"[%s]" % b",".join(texts))  # faster than parsing each line
         return records if len(records) == len(lines) and all(map(_valid, records)) else None
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def _valid(record: dict) -> bool:
-    """Return whether a record is a mark, a list, a number, or has columns of one length."""
+    """Return whether a record has one of the forms of this module, with columns of the same length."""
     if record.keys() == {"new_items", "features"}:
         return all(len(column) == len(record["new_items"]) for column in record["features"].values())
     if record.keys() == {"user", "features"}:

@@ -1,4 +1,4 @@
-"""The page of the routes for a browser: one file, which reads the OpenAPI document of the service and nothing else."""
+"""Define the API page for browsers: one file, which only reads the OpenAPI document of the service."""
 
 from pathlib import Path
 

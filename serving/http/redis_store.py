@@ -1,18 +1,21 @@
 """Store users' events in Redis, which any number of services share.
 
-For each user, behind the prefix `hstu:`
+All keys have the prefix `hstu:`. For each user:
 
-    events:USER      a stream, an entry an event: JSON of its item, time and action in original ids
-    ids:USER         a set, the ids that clients gave to events
-    features:USER    the features of the user, JSON
-    deleted:USER     how often the user was deleted; the events of the run's data count only while it is 0
+    events:USER      stream with an entry for each event: JSON of its item, time and action, in original ids
+    ids:USER         set of the ids that clients gave to events
+    features:USER    JSON of the user's features
+    deleted:USER     how often the user was deleted; the events of the run's data are used only while it is 0
 
-and for all of them `lists`, a hash of named lists (JSON), and `lists:version`, which each change increases, and
-`items`, a list of items that were added (JSON, as in the log of `log_reader.py`), in their order.
+For all users:
 
-A service reads the users of a round from the version that it has of them, in one transaction, before it answers. It
-applies its own events from there only, so that a user's events have one order everywhere, and a service that dies loses
-nothing: Redis has an event before it is acknowledged.
+    lists            hash of named lists, JSON
+    lists:version    increased by each change of a list
+    items            list of added items in order, JSON as in the log (see `log_reader.py`)
+
+Before a service answers a round of requests, it reads the new entries of the round's users in one transaction. It adds
+events to its recommender only when it reads them from Redis, also events that it received itself, so that all services
+have a user's events in the same order. Events are acknowledged once Redis has them, so a killed service loses none.
 """
 
 import json
@@ -30,8 +33,8 @@ from serving.http.requests import REPEATED, AddItems, AddUsers, DropList, Events
 from serving.recommender import Recommender
 
 PREFIX = "hstu:"
-SECONDS = 5.0  # that Redis may take to answer
-# Append the events whose ids are new: ARGV has the id, or nothing, and the content of each; returns 1 for these.
+SECONDS = 5.0  # most time for Redis to answer
+# Append events whose ids are new. ARGV: id (or '') and content of each event; returns 1 for an appended event, else 0.
 APPEND = """
 local states = {}
 for i = 1, #ARGV, 2 do
@@ -47,13 +50,13 @@ return states
 
 
 class StoreUnavailable(RequestError):
-    """Redis does not answer, or refuses to write."""
+    """Redis does not answer or cannot write."""
 
 
 def connect(url: str, durable: bool) -> Any:
-    """Return a client; ServingError if there is no such Redis, or if it may lose what it acknowledged.
+    """Return a Redis client; raise ServingError if Redis does not answer or its settings may lose acknowledged events.
 
-    durable: require that Redis writes each event to its disk before it answers.
+    durable: require that Redis writes each event to disk before it answers.
     """
     try:
         import redis
@@ -66,30 +69,30 @@ def connect(url: str, durable: bool) -> Any:
         raise ServingError(f"--store: {shown(error, 200)}") from None
     try:
         settings = client.config_get("append*") if durable else {}
-    except redis.RedisError:  # a service in a cloud may not tell
+    except redis.RedisError:  # cloud services may forbid reading settings
         settings = {}
     if settings and (settings.get("appendonly"), settings.get("appendfsync")) != ("yes", "always"):
         raise ServingError(
-            "--store: a power cut would lose events: set appendonly yes and appendfsync always in "
-            "Redis, or give --fsync never"
+            "--store: a power cut could lose events: set appendonly yes and appendfsync always in Redis, "
+            "or use --fsync never"
         )
     return client
 
 
 class SharedUsers:
-    """The users in Redis, and the version that a recommender has of each. Not safe for threads, but for `check`."""
+    """The users in Redis, and the version of each user in a recommender. Not thread-safe except for `check`."""
 
     def __init__(self, client: Any, recommender: Recommender):
         self.client, self.recommender = client, recommender
         self._append_new = client.register_script(APPEND)
-        self._versions: dict[str, tuple[int, bytes]] = {}  # user -> (deletions, the last event of the stream)
+        self._versions: dict[str, tuple[int, bytes]] = {}  # user -> (number of deletions, id of the last entry)
         self._lists_version: bytes | None = None
-        self._item_records = 0  # that were read
-        self._features: dict[str, bytes | None] = {}  # of users, as they were read last
+        self._item_records = 0  # the number of records read so far
+        self._features: dict[str, bytes | None] = {}  # user -> features as last read
         self._data_users = {} if recommender.dataset is None else user_numbers(recommender.dataset)
 
-    def beside(self, recommender: Recommender) -> Self:
-        """Return the same users for another recommender, which has none of them yet."""
+    def for_recommender(self, recommender: Recommender) -> Self:
+        """Return the same store for another recommender, which has none of its users yet."""
         return type(self)(self.client, recommender)
 
     def check(self) -> None:
@@ -102,10 +105,10 @@ class SharedUsers:
         except Exception as error:
             if type(error).__module__.partition(".")[0] != "redis" and not isinstance(error, OSError):
                 raise
-            raise StoreUnavailable(f"the store of users does not answer: {shown(error, 200)}") from None
+            raise StoreUnavailable(f"Redis does not answer: {shown(error, 200)}") from None
 
     def refresh(self, users: Iterable[str]) -> list[str]:
-        """Bring the recommender up to date with these users and the named lists; return the users who changed."""
+        """Read new events of these users, and new lists and items; return the users who have new events."""
         distinct = list(dict.fromkeys(users))
         pipeline = self.client.pipeline(transaction=True)
         pipeline.lrange(PREFIX + "items", self._item_records, -1)
@@ -145,9 +148,9 @@ class SharedUsers:
         return [user for user, new in entries.items() if new]
 
     def _apply(self, entries: dict[str, list], new_users: list[str]) -> None:
-        """Append the entries of streams to the recommender, without those of items or actions that it does not know.
+        """Add the entries of streams to the recommender, except those of items or actions that it does not know.
 
-        new_users: those of whom the recommender has the events of the run's data alone; what these have counts once.
+        new_users: users read for the first time, whose entries are left out if the run's data have the same event.
         """
         users = [user for user, new in entries.items() for _ in new]
         events = [json.loads(fields[b"event"]) for new in entries.values() for _, fields in new]
@@ -176,7 +179,7 @@ class SharedUsers:
             filters.put(name, items)
 
     def _add_items(self, records: list[bytes]) -> None:
-        """Add the items of records of the store to the recommender."""
+        """Add the items of new records to the recommender."""
         self._item_records += len(records)
         add_items(self.recommender, map(json.loads, records))
 
@@ -184,17 +187,17 @@ class SharedUsers:
         return self.client.hgetall(PREFIX + "lists")
 
     def append(self, requests: list[Events]) -> None:
-        """Write the events of requests and acknowledge them; `refresh` brings the recommender up to date with them."""
+        """Write the events of requests to Redis and acknowledge them; `refresh` adds them to the recommender."""
         lookup = self.recommender.items.lookup
         try:
             if not all(lookup(np.array(request.items))[1].all() for request in requests):
-                # Another service may have added it.
+                # Another service may have added the items.
                 self._add_items(self._answer(lambda: self.client.lrange(PREFIX + "items", self._item_records, -1)))
         except RequestError as error:
             for request in requests:
                 request.done.set_exception(error)
             return
-        plans = planned(self.recommender, EventIds(), requests)  # Redis knows the ids
+        plans = planned(self.recommender, EventIds(), requests)  # ids are checked by Redis
         if not plans:
             return
         try:
@@ -205,22 +208,22 @@ class SharedUsers:
             for plan in plans:
                 plan.request.done.set_exception(error)
             return
-        for plan, of_users in zip(plans, places):
-            for of_user in of_users:
-                for place, new in zip(of_user, next(answers)):
+        for plan, request_places in zip(plans, places):
+            for user_places in request_places:
+                for place, new in zip(user_places, next(answers)):
                     if not new:
                         plan.states[place] = REPEATED
             plan.request.done.set_result(plan.states)
 
     def _queue(self, pipeline: Any, plan: Plan) -> list[list[int]]:
-        """Add the events of a request to a transaction; return the places of each user's events in the request."""
+        """Add the events of a request to a transaction; return the positions of each user's events in the request."""
         request = plan.request
         places: dict[str, list[int]] = {}
         for place, user in enumerate(request.users):
             places.setdefault(user, []).append(place)
-        for user, of_user in places.items():
+        for user, user_places in places.items():
             arguments: list[str] = []
-            for place in of_user:
+            for place in user_places:
                 name = None if request.ids is None else request.ids[place]
                 action = None if request.actions is None else request.actions[place]
                 arguments += [name or "", json.dumps([request.items[place], request.timestamps[place], action])]
@@ -228,9 +231,7 @@ class SharedUsers:
         return list(places.values())
 
     def change(self, request: Forget | PutList | DropList | AddItems | AddUsers) -> Any:
-        """Delete a user, store users' features, store or delete a named list, or add items; return what the request
-        asks for.
-        """
+        """Delete a user, store users' features, store or delete a named list, or add items; return the result."""
         pipeline = self.client.pipeline(transaction=True)
         if isinstance(request, AddItems):
             self.refresh([])

@@ -1,4 +1,4 @@
-"""Bring a recommender up to date with a log."""
+"""Add the records of a log to a recommender."""
 
 from collections.abc import Iterable, Mapping
 from itertools import compress
@@ -14,13 +14,15 @@ from serving.recommender import Recommender
 
 @no_garbage_collection()
 def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
-    """Add the events of a log to a recommender, without encoding them; return the numbers taken and left out.
+    """Add the events, items, named lists and users' features of a log to a recommender, without encoding events.
 
-    Items that were added are added first; named lists and users' features are stored. Users whom the log forgets lose
-    what the recommender has of them, such as the events of the run's data. Events are left out whose items or actions
-    the run does not know: the log may be older than the run, or shared by two runs. So are events that the run's data
-    have, too: of the same user, item and second.
-    LimitReached if there are more users or events than the recommender may hold, LogError for a damaged log.
+    Users whom the log deletes are deleted from the recommender, including their events of the run's data. Events of
+    items or actions that the run does not know are left out: the log may be older than the run, or shared by two runs.
+    Events that the run's data contain, with the same user, item and second, are left out, too.
+
+    Returns the numbers of events: taken, left_out (unknown to the run), repeated (in the run's data).
+
+    Raises LimitReached if there are more users or events than the recommender may store, LogError for a damaged log.
     """
     add_items(recommender, log.new_items.values())
     places: dict[str, int] = {}
@@ -61,7 +63,7 @@ def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
 
 
 def add_items(recommender: Recommender, records: Iterable[dict]) -> None:
-    """Add the items of records of a log or a store to a recommender, those that it can know by their features."""
+    """Add the items of records of a log or store to a recommender, except those without a feature that it knows."""
     records = [*records]
     if not records:
         return
@@ -75,49 +77,51 @@ def add_items(recommender: Recommender, records: Iterable[dict]) -> None:
 
 
 def original_ids(items: list) -> list:
-    """Return items of a log, integers or text, as ids of one type."""
+    """Convert the items of a log, integers or text, to ids of one type."""
     return items if all(isinstance(item, int) for item in items) else [str(item) for item in items]
 
 
 def known_rows(
     recommender: Recommender, items: list, actions: list
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """Return (rows of the item table, codes of actions or None, which events the run knows) of events as a log has
-    them: items integers or text, actions numbers, text or None.
+    """Return (rows of the item table, codes of events or None, mask of events known to the run) for events of a log.
+
+    items: integers or text; actions: as in `action_codes`.
     """
     (rows, known), (codes, known_actions) = item_rows(recommender, items), action_codes(recommender, actions)
     return rows, codes, known & known_actions
 
 
 def item_rows(recommender: Recommender, items: list) -> tuple[np.ndarray, np.ndarray]:
-    """Return (rows of the item table, which items the run knows) of integers or text."""
+    """Return (rows of the item table, mask of items known to the run) for integers or text."""
     return recommender.items.lookup(np.array(original_ids(items) or np.zeros(0, np.int64)))
 
 
 def action_codes(recommender: Recommender, actions: list) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return (codes, or None for a run that reads none; which actions the run knows) of numbers, text, None, or
-    `packed` with features.
+    """Return (codes or None if the run reads none, mask of actions known to the run).
+
+    actions: numbers, text or None, or `packed` with features.
     """
     return recommender.contexts.lookup(actions)
 
 
 def describe(recommender: Recommender, features: Mapping[str, Mapping[str, Any]]) -> None:
-    """Store the features of users of a log or a store, those that the run knows."""
+    """Store features of users of a log or store, except those that the run does not know."""
     recommender.put_users([*features], recommender.contexts.lenient_users([*features.values()]))
 
 
 def user_numbers(dataset: Dataset) -> dict[str, int]:
-    """Return the places of the users of a data set by their ids as texts."""
+    """Return the numbers of the users of a data set by id as text."""
     return {str(user): number for number, user in enumerate(np.asarray(dataset.user_ids).tolist())}
 
 
 def in_data(
     dataset: Dataset, numbers: list[int], places: np.ndarray, rows: np.ndarray, times: np.ndarray
 ) -> np.ndarray:
-    """Return which events [E] are in the data set, too, with their item and time.
+    """Return the mask [E] of events that the data set contains, with the same user, item and time.
 
-    numbers: places of users in the data set, -1 for one whose events in it do not count; places: [E] places in
-    `numbers`; rows: [E] of the item table; times: [E] seconds.
+    numbers: the users' numbers in the data set, -1 for a user to ignore; places: [E] indices into `numbers`; rows: [E]
+    of the item table; times: [E] seconds.
     """
     counts = [0 if number < 0 else int(np.diff(dataset.user_offsets[number : number + 2])[0]) for number in numbers]
     events = np.concatenate(
@@ -126,7 +130,7 @@ def in_data(
     )
     owners = np.concatenate([np.repeat(np.arange(len(numbers)), counts), places])
     items, seconds = np.concatenate([dataset.items[events], rows]), np.concatenate([dataset.timestamps[events], times])
-    order = np.lexsort((seconds, items, owners))  # stable: those of the data set come first among equals
+    order = np.lexsort((seconds, items, owners))  # stable: among equal events, those of the data set come first
     first = np.ones(len(order), bool)
     for column in (owners, items, seconds):
         first[1:] &= column[order][1:] == column[order][:-1]
@@ -138,7 +142,7 @@ def in_data(
 
 
 def catch_up(recommender: Recommender, log: LogReader, size: int) -> None:
-    """Add what was written behind the records of `replay`, up to `size` bytes of the log, in its order."""
+    """Add the records after those that `replay` read, in order, up to `size` bytes of the log."""
     for record in log.further(size):
         if "forget" in record:
             log.left_out.discard(record["forget"])

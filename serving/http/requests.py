@@ -1,4 +1,4 @@
-"""Requests to the model thread, in the terms of the recommender: users as texts, items and actions in original ids."""
+"""Define the requests to the model thread: users as text, items and actions in original ids."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ ADDED, KNOWN = "added", "known"
 
 @dataclass(kw_only=True)
 class Request:
-    """Base of the requests. done: set to the answer or an error; model: the model that answered."""
+    """Base class of requests. done: receives the result or an error; model: the name of the model that answered."""
 
     done: Future = field(default_factory=Future)
     model: str = ""
@@ -26,10 +26,10 @@ class Request:
 
 @dataclass
 class Events(Request):
-    """Events to append. The answer says for each what became of it: ACCEPTED, REPEATED or UNKNOWN_ITEM.
+    """Events to append. The result is the state of each: ACCEPTED, REPEATED or UNKNOWN_ITEM.
 
     timestamps  in seconds
-    ids         an event's name for repeated requests, or None; an event is REPEATED if its user has one of its name
+    ids         ids given by the client, or None; an event is REPEATED if its user has an event with the same id
     """
 
     users: list[str]
@@ -51,7 +51,7 @@ class Events(Request):
 
 @dataclass
 class Forget(Request):
-    """A request to forget a user. The answer: whether something was known of the user."""
+    """A request to delete a user. The result: whether the user had events or features."""
 
     user: str
 
@@ -62,7 +62,7 @@ class Forget(Request):
 
 @dataclass
 class UserList:
-    """The best items of a user; cold: the user has no events, and the items are the popular ones."""
+    """The best items of a user; cold: the user has no events, and the items are popular items."""
 
     items: list
     scores: list[float]
@@ -71,7 +71,7 @@ class UserList:
 
 @dataclass
 class Lists:
-    """The answer to `Recommend`: a list or an error for each user, and the unknown ids of the filter."""
+    """The result of `Recommend`: a list or an error for each user, and the numbers of unknown ids in the filter."""
 
     users: list[UserList | RequestError]
     unknown: dict[str, int]
@@ -96,19 +96,19 @@ class Score(Request):
     user: str
     candidates: list
     at: int | None
-    features: dict[str, Any] = field(default_factory=dict)  # of the next event, what is known before the user acts
+    features: dict[str, Any] = field(default_factory=dict)  # features of the next event known before the user acts
 
 
 @dataclass
 class Read(Request):
-    """A request for the part of a user's history that the model sees."""
+    """A request for the events of a user that the model sees."""
 
     user: str
 
 
 @dataclass
 class PutList(Request):
-    """A request to store a list of items for filters. The answer: the numbers of (its items, unknown ids)."""
+    """A request to store a named list of items. The result: (the number of its items, the number of unknown ids)."""
 
     name: str
     items: list
@@ -120,7 +120,7 @@ class PutList(Request):
 
 @dataclass
 class DropList(Request):
-    """A request to delete a list. The answer: whether there was one."""
+    """A request to delete a named list. The result: whether it existed."""
 
     name: str
 
@@ -131,16 +131,16 @@ class DropList(Request):
 
 @dataclass
 class AddUsers(Request):
-    """A request to store the features of users. The answer: None.
+    """A request to store the features of users. The result: None.
 
-    features: for each user by name
+    features: name -> value, for each user
     """
 
     users: list[str]
     features: list[dict[str, Any]]
 
     def checked(self, recommender: Recommender) -> np.ndarray:
-        """Return the rows of the features; InvalidRequest."""
+        """Return the rows of the features; raise InvalidRequest if they are invalid."""
         return recommender.contexts.check_users(len(self.users), as_columns(self.features))
 
     @property
@@ -150,16 +150,16 @@ class AddUsers(Request):
 
 @dataclass
 class AddItems(Request):
-    """A request to add items. The answer says for each whether it was ADDED, or KNOWN before.
+    """A request to add items. The result is the state of each: ADDED, or KNOWN before.
 
-    features: by name a value for each item
+    features: name -> a value for each item
     """
 
     items: list
     features: dict[str, list]
 
     def checked(self, recommender: Recommender) -> Additions:
-        """Return the new ones; InvalidRequest."""
+        """Return the new items; raise InvalidRequest if items are invalid."""
         return recommender.check_items(self.items, self.features)
 
     def record_of(self, new: Additions) -> dict:
@@ -169,7 +169,7 @@ class AddItems(Request):
         return {"new_items": [self.items[place] for place in places], "features": features}
 
     def states(self, new: Additions) -> list[str]:
-        """Return what became of each item."""
+        """Return the state of each item."""
         states = [KNOWN] * len(self.items)
         for place in new.places.tolist():
             states[place] = ADDED

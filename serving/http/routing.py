@@ -1,4 +1,4 @@
-"""Compare requests with routes, and answer errors in one form."""
+"""Match requests with routes, and return all errors in the same form."""
 
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -14,11 +14,11 @@ from starlette.types import Scope
 from data.explain import explain
 from data.types import shown
 from serving.errors import InvalidRequest, RequestError
-from serving.http.limits import answer_of, status_of
+from serving.http.limits import error_body, status_of
 
 
 class EncodedRoute(APIRoute):
-    """A route that is compared with the path before it is decoded, so that a parameter may hold a slash (%2F)."""
+    """A route that matches the path before it is decoded, so that a parameter may contain a slash (%2F)."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -32,14 +32,15 @@ class EncodedRoute(APIRoute):
 
 
 def _query_names(dependant: Any) -> set[str]:
-    """Return the names of the query's parameters that a route and what it depends on have."""
+    """Return the names of the query parameters of a route and its dependencies."""
     names = {parameter.alias for parameter in dependant.query_params}
     return names.union(*map(_query_names, dependant.dependencies))
 
 
 async def check_query(request: Request) -> None:
-    """Raise InvalidRequest for a query with a parameter that the route does not have, or that is not UTF-8, which
-    Starlette would replace by another one.
+    """Raise InvalidRequest if the query has an unknown parameter or is not UTF-8.
+
+    Starlette would ignore the parameter, and replace bytes that are not UTF-8.
     """
     try:
         unquote_to_bytes(request.scope["query_string"]).decode()
@@ -47,19 +48,19 @@ async def check_query(request: Request) -> None:
         raise InvalidRequest("the query is not UTF-8") from None
     names: set[str] = getattr(request.scope.get("route"), "query_names", set())
     if unknown := [name for name in request.query_params if name not in names]:
-        there_are = f"there are {', '.join(sorted(names))}" if names else "the route takes none"
-        raise InvalidRequest(f"unknown parameter {shown(unknown[0])} of the query: {there_are}")
+        expected = f"expected {', '.join(sorted(names))}" if names else "the route has no parameters"
+        raise InvalidRequest(f"unknown query parameter {shown(unknown[0])}: {expected}")
 
 
 def error_response(status: int, name: str, message: str, **headers: str) -> Response:
-    """Return the response to a request that failed."""
+    """Return the response for an error."""
     if status == 503:
         headers["Retry-After"] = "1"
-    return Response(answer_of(name, message), status, headers, "application/json")
+    return Response(error_body(name, message), status, headers, "application/json")
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Let the application answer all errors with their name and one line."""
+    """Register handlers that reply to all errors with the error's name and a message in one line."""
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, fault: RequestError) -> Response:
@@ -70,7 +71,7 @@ def answer_errors(app: FastAPI) -> None:
         first = fault.errors()[0]
         if first["type"] == "json_invalid":
             return error_response(422, "InvalidRequest", f"the body is not JSON: {first['ctx']['error']}")
-        # A union of types reports an error for each of its types, all for the same place.
+        # A union of types reports one error for each type; drop the types' names.
         place = [part for part in first["loc"][1:] if not _is_type(part)]
         if not place:
             return error_response(422, "InvalidRequest", "expected a JSON object as the body (/docs has the routes)")
@@ -80,7 +81,7 @@ def answer_errors(app: FastAPI) -> None:
     async def other(request: Request, fault: HTTPException) -> Response:
         names = {404: "NotFound", 405: "MethodNotAllowed", 415: "UnsupportedMediaType"}
         headers = {}
-        if fault.status_code == 405:  # of all routes of the path; the error itself names those of one route
+        if fault.status_code == 405:  # the methods of all routes of the path; the error has only those of one route
             routes = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
             headers["Allow"] = ", ".join(sorted({name for route in routes for name in getattr(route, "methods", ())}))
         name = names.get(fault.status_code, "HTTPError")
@@ -88,7 +89,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def internal(request: Request, fault: Exception) -> Response:
-        return error_response(500, "InternalError", "internal error, the service's output has the traceback")
+        return error_response(500, "InternalError", "internal error; see the server log")
 
 
 def _is_type(part: int | str) -> bool:

@@ -1,4 +1,4 @@
-"""Describe bodies of requests in the OpenAPI document, for the run that is served: its actions, features and limits."""
+"""Describe request bodies in the OpenAPI document, with the actions, features and limits of the service."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ NO_NUL = r"^[^\x00]*$"
 
 
 def events_body(recommender: Recommender, most: int) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about appended events: of the run's actions, `most` at most."""
+    """Return the OpenAPI schema of the body of POST /events, with at most `most` events."""
     schema = _inlined(EventsIn.model_json_schema())
     schema["properties"]["events"]["maxItems"] = most
     event, actions = schema["properties"]["events"]["items"], recommender.actions
@@ -28,7 +28,7 @@ def events_body(recommender: Recommender, most: int) -> dict[str, Any]:
 
 
 def items_body(recommender: Recommender, most: int) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about items to add: of the run's features, `most` at most."""
+    """Return the OpenAPI schema of the body of POST /items, with at most `most` items."""
     schema, known = _inlined(ItemsIn.model_json_schema()), recommender.vocabulary.features
     schema["properties"]["items"]["maxItems"] = most
     values = {} if known is None else _values(known.of("items"))
@@ -42,7 +42,7 @@ def items_body(recommender: Recommender, most: int) -> dict[str, Any]:
 
 
 def users_body(recommender: Recommender, most: int) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about users' features: those of the run, of `most` users at most."""
+    """Return the OpenAPI schema of the body of POST /users, with at most `most` users."""
     schema = _inlined(UsersIn.model_json_schema())
     schema["properties"]["users"]["maxItems"] = most
     users = schema["properties"]["users"]["items"]
@@ -51,7 +51,7 @@ def users_body(recommender: Recommender, most: int) -> dict[str, Any]:
 
 
 def _features(features: list[KnownFeature]) -> dict[str, Any]:
-    """Return the JSON schema of the features of a user or an event by name; null is no value."""
+    """Return the JSON schema of the features of a user or an event; null means no value."""
     values = _values(features)
     for schema in values.values():
         schema["type"] = [*([kind] if isinstance(kind := schema["type"], str) else kind), "null"]
@@ -61,21 +61,21 @@ def _features(features: list[KnownFeature]) -> dict[str, Any]:
 
 
 def _values(features: list[KnownFeature]) -> dict[str, dict[str, Any]]:
-    """Return the JSON schemas of the values of features by name."""
+    """Return the JSON schemas of values by name of the feature."""
     text: dict[str, Any] = {"type": ["string", "integer", "boolean"], "maxLength": MAX_ID_LENGTH, "pattern": NO_NUL}
     kinds = {"category": text, "list": {"type": "array", "items": text}, "number": {"type": "number"}}
     return {one.name: dict(kinds[one.kind]) for one in features}
 
 
 def pairs_schema(features: list[str], value: str) -> dict[str, Any]:
-    """Return the JSON schema of the parameters `feature:value` of a query, for these features; value: a pattern."""
+    """Return the JSON schema of query parameters `feature:value`; value: a pattern."""
     if not features:
         return {"maxItems": 0}
     return {"items": {"type": "string", "pattern": f"^({'|'.join(map(re.escape, features))}):{value}$"}}
 
 
 def lists_body(limits: Limits, features: list[str]) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about users to recommend items for; features: those to filter by."""
+    """Return the OpenAPI schema of the body of POST /recommendations; features: names of features for filters."""
     schema = _inlined(ListsIn.model_json_schema())
     for name in ("where", "at_most"):
         schema["properties"][name]["anyOf"][0]["propertyNames"] = {"enum": features}
@@ -86,17 +86,17 @@ def lists_body(limits: Limits, features: list[str]) -> dict[str, Any]:
 
 
 def model_body() -> dict[str, Any]:
-    """Return the part of the OpenAPI document about the run that is to serve."""
+    """Return the OpenAPI schema of the body of POST /model."""
     return _json_body(_inlined(ModelIn.model_json_schema()))
 
 
 def named_list_body() -> dict[str, Any]:
-    """Return the part of the OpenAPI document about the items of a named list."""
+    """Return the OpenAPI schema of the body of PUT /filters/{name}."""
     return _json_body(_inlined(NamedListIn.model_json_schema()))
 
 
 def scores_body(recommender: Recommender, most: int) -> dict[str, Any]:
-    """Return the part of the OpenAPI document about candidates to score, `most` at most."""
+    """Return the OpenAPI schema of the body of POST /scores, with at most `most` candidates."""
     schema = _inlined(ScoresIn.model_json_schema())
     schema["properties"]["features"] = _features(recommender.contexts.known_before(recommender.ranking))
     schema["properties"]["candidates"]["maxItems"] = most
@@ -108,7 +108,7 @@ def _json_body(schema: dict) -> dict[str, Any]:
 
 
 def _inlined(schema: dict) -> dict:
-    """Return a JSON schema with its definitions in place of the references to them."""
+    """Return a JSON schema in which references are replaced by their definitions."""
     definitions = schema.pop("$defs", {})
 
     def inline(part: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Store the older part of a log in segments, files of columns that are read many times faster than lines.
+"""Store the older part of a log in segments: files of columns, which are read many times faster than lines.
 
-The folder NAME.segments beside the log NAME:
+The folder NAME.segments next to the log NAME contains:
 
-NUMBER.log    a file of lines that is full, from the time when the log goes on in a new one until it is a segment
-NUMBER.npz    a segment: `event_columns.Columns`, without events of users whom it or a later segment deletes
-manifest      a line in the log's form: the segments, the oldest first, with their checksums, and the number of the
-              first file of lines that is in none of them
+NUMBER.log    a full file of lines that has not been converted to a segment yet
+NUMBER.npz    a segment: `event_columns.EventColumns`, without events of users who were deleted later
+manifest      a line in the log's format: the segments, the oldest first, with their checksums, and the number of the
+              first file of lines that has not been converted
 
-A manifest is replaced whole, and only then is a file removed that it no longer names: whenever the process is killed,
-each event is in just one of the files that count. What else a kill leaves is removed by the next start.
+The manifest is replaced atomically, and files are removed only after the manifest no longer lists them. So whenever the
+process is killed, each event is in exactly one valid file. The next start removes the other files.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from typing import BinaryIO, NamedTuple
 
 from data.atomic import replace_file, replace_folder, sweep
 from data.types import shown
-from serving.http.event_columns import Columns, merged
+from serving.http.event_columns import EventColumns, merged
 from serving.http.log_reader import LogError, LogReader, content_of, line_of
 
 MANIFEST = "manifest"
-MOST_TOGETHER = 2**25  # events of segments that are merged; they are in memory meanwhile
+MOST_TOGETHER = 2**25  # most events in a merged segment, since merging holds them in memory
 
 
 class Segment(NamedTuple):
-    """A segment in the manifest: the file's number, its SHA-256, and its number of events and deleted users."""
+    """A segment in the manifest: the number of its file, the SHA-256, and the number of events and deleted users."""
 
     number: int
     sha256: str
@@ -43,26 +43,26 @@ class Segment(NamedTuple):
 class Segments:
     """The segments of the log in the file `path`. One thread may change them while others open them.
 
-    next: the number of the first file of lines that is in no segment.
+    next: the number of the first file of lines that has not been converted.
     """
 
     def __init__(self, path: Path):
         self.path, self.folder = path, path.with_name(f"{path.name}.segments")
-        self.lock = threading.Lock()  # of the files that count
+        self.lock = threading.Lock()  # protects the valid files
         self.segments: list[Segment] = []
-        self.next, self._files = 1, 0  # the number of the last segment's file
+        self.next, self._files = 1, 0  # `_files`: the number of the last segment's file
         sweep(path.parent, self.folder.name, older_than=0)
         if self.folder.is_symlink() or self.folder.exists():
             self._read()
             self._sweep()
-        if not path.exists() and self.number > self.next:  # a kill came before the log went on in a new file
+        if not path.exists() and self.number > self.next:  # killed before the log continued in a new file
             os.rename(self.lines(self.number - 1), path)
-        self._status = path.stat() if path.exists() else None  # whose mode and owner the files have
+        self._status = path.stat() if path.exists() else None  # all files get its mode and owner
 
     def _read(self) -> None:
         file = self.folder / MANIFEST
         if not file.exists():
-            raise LogError(f"{shown(file, 200)}: missing, it names the segments of the log")
+            raise LogError(f"{shown(file, 200)}: missing, it lists the segments of the log")
         manifest = content_of(file.read_bytes())
         try:
             self.segments = [Segment(*segment) for segment in manifest["segments"]]
@@ -71,7 +71,7 @@ class Segments:
             raise LogError(f"{shown(file, 200)}: damaged") from None
 
     def _sweep(self) -> None:
-        """Remove what killed processes left; LogError if files are missing."""
+        """Remove files left by killed processes; raise LogError if files are missing."""
         sweep(self.folder, older_than=0)
         numbers = {segment.number for segment in self.segments}
         for file in list(self.folder.iterdir()):
@@ -87,7 +87,7 @@ class Segments:
 
     @property
     def number(self) -> int:
-        """The number that the log's file of lines must have."""
+        """The expected number of the log's current file of lines."""
         return next(number for number in itertools.count(self.next) if not self.lines(number).exists())
 
     def lines(self, number: int) -> Path:
@@ -98,7 +98,7 @@ class Segments:
         return self.folder / f"{number:06d}.npz"
 
     def create(self) -> None:
-        """Create the folder if there is none."""
+        """Create the folder if it does not exist."""
         if not self.folder.exists():
             with replace_folder(self.folder) as temporary:
                 self._status = self.path.stat()
@@ -106,10 +106,10 @@ class Segments:
                 match(temporary, self._status, mode | 0o700 | (mode & 0o444) >> 2)
                 self._write(temporary / MANIFEST, lambda file: file.write(self._manifest(self.segments, self.next)))
 
-    def opened(self) -> tuple[list[Callable[[], Columns]], ExitStack]:
-        """Open all files; return functions that read them, the oldest first, and what closes them."""
+    def opened(self) -> tuple[list[Callable[[], EventColumns]], ExitStack]:
+        """Open all files; return functions that load them, the oldest first, and a stack that closes them."""
         with self.lock, ExitStack() as files:
-            loads: list[Callable[[], Columns]] = []
+            loads: list[Callable[[], EventColumns]] = []
             for segment in self.segments:
                 path = self._file(segment.number)
                 loads.append(partial(_load, path, files.enter_context(path.open("rb")), segment.sha256))
@@ -119,9 +119,9 @@ class Segments:
             return loads, files.pop_all()
 
     def seal(self, together: int | None = None) -> None:
-        """Turn full files of lines into segments; OSError, LogError.
+        """Convert full files of lines to segments; raise OSError or LogError if this fails.
 
-        together: bytes of lines that are parsed at a time; meanwhile other threads wait.
+        together: bytes of lines to parse at a time, which blocks other threads.
         """
         while (path := self.lines(self.next)).exists():
             with path.open("rb") as file:
@@ -133,7 +133,7 @@ class Segments:
             self._merge()
 
     def purge(self, deleted: AbstractSet[str]) -> None:
-        """Remove the events of users who were deleted later, or are in `deleted`; OSError, LogError."""
+        """Remove events of users deleted later or in `deleted`; raise OSError or LogError if this fails."""
         segments: list[Segment] = []
         for segment in reversed(self.segments):
             part = self._load(segment)
@@ -147,7 +147,7 @@ class Segments:
             self._commit(segments, self.next)
 
     def _merge(self) -> None:
-        """Merge neighbours, the last ones first, until each segment is at most half as large as the one before it."""
+        """Merge neighbouring segments, newest first, until each is at most half as large as the one before."""
         while True:
             places = [
                 place
@@ -160,12 +160,12 @@ class Segments:
             segment = self._save(merged([self._load(one) for one in self.segments[begin:end]]))
             self._commit([*self.segments[:begin], segment, *self.segments[end:]], self.next)
 
-    def _load(self, segment: Segment) -> Columns:
+    def _load(self, segment: Segment) -> EventColumns:
         path = self._file(segment.number)
         with path.open("rb") as file:
             return _load(path, file, segment.sha256)
 
-    def _save(self, columns: Columns) -> Segment:
+    def _save(self, columns: EventColumns) -> Segment:
         self._files += 1
         path = self._file(self._files)
         self._write(path, columns.save)
@@ -173,7 +173,7 @@ class Segments:
             return Segment(self._files, _digest(file), columns.num_events + len(columns.deleted))
 
     def _commit(self, segments: list[Segment], next_lines: int) -> None:
-        """Let these segments count, and remove the files that no longer do."""
+        """Write the manifest of these segments, then remove files that it does not list."""
         with self.lock:
             self._write(self.folder / MANIFEST, lambda file: file.write(self._manifest(segments, next_lines)))
             outdated = [self._file(one.number) for one in self.segments if one not in segments]
@@ -186,7 +186,7 @@ class Segments:
         return line_of({"segments": segments, "next": next_lines, "files": self._files})
 
     def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
-        """Write a file whole, with the log's mode and owner."""
+        """Write a file atomically, with the log's mode and owner."""
 
         def create(temporary: Path) -> None:
             with open(new_file(temporary), "wb") as file:
@@ -198,12 +198,12 @@ class Segments:
 
 
 def new_file(path: Path, flags: int = 0) -> int:
-    """Create a file that nobody else can read."""
+    """Create a file that only its owner can read."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
 
 
 def match(path: Path, status: os.stat_result, mode: int | None = None) -> None:
-    """Give a path the owner and the mode of a file, or another mode."""
+    """Set the owner of a path to that of `status`, and its mode to `mode` (None: that of `status`)."""
     current = path.stat()
     if (current.st_uid, current.st_gid) != (status.st_uid, status.st_gid):
         os.chown(path, status.st_uid, status.st_gid)
@@ -214,15 +214,15 @@ def _digest(file: BinaryIO) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def _load(path: Path, file: BinaryIO, sha256: str) -> Columns:
+def _load(path: Path, file: BinaryIO, sha256: str) -> EventColumns:
     file.seek(0)
     if _digest(file) != sha256:
         raise LogError(f"{shown(path, 200)}: damaged, its checksum differs from the one it was saved with")
     file.seek(0)
-    return Columns.load(file)
+    return EventColumns.load(file)
 
 
-def _load_lines(path: Path, file: BinaryIO, together: int | None = None) -> Columns:
+def _load_lines(path: Path, file: BinaryIO, together: int | None = None) -> EventColumns:
     handle = os.dup(file.fileno())
     with LogReader(path, handle, os.fstat(handle).st_size, together=together) as reader:
         if reader.number != int(path.stem) or reader.size != os.fstat(handle).st_size:

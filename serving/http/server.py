@@ -1,7 +1,7 @@
-"""Run the application on sockets: signals, the limit of connections, the time that clients may take.
+"""Run the application with uvicorn: handle signals, limit connections and the time that clients may take.
 
-uvicorn handles HTTP. What it leaves open is here: it never closes a connection whose request does not arrive or whose
-answer is not read, and accepts connections until the process has no descriptors left.
+By itself, uvicorn never closes a connection whose request does not arrive or whose reply is not read, and it accepts
+connections until the process has no file descriptors left.
 """
 
 import asyncio
@@ -21,26 +21,26 @@ from cli.interrupt import Interrupts
 from cli.terminal import terminal
 from data.types import shown
 from serving.errors import ServingError
-from serving.http.limits import answer_of
+from serving.http.limits import error_body
 
-CLIENT_SECONDS = 65.0  # for the next request's head and for reading an answer; many proxies keep a connection 60 s
-SPARE_FILES = 64  # descriptors for everything but connections
-ACCEPTED_TOGETHER = 16  # the part of all connections, 1 / 16, that is accepted before any is read
+CLIENT_SECONDS = 65.0  # to send the next request's head or read a reply; many proxies keep connections for 60 s
+SPARE_FILES = 64  # file descriptors for everything except connections
+ACCEPTED_TOGETHER = 16  # 1 / 16 of all connections may be accepted at once, before any is read
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a listening socket; ServingError if there can be none."""
+    """Return a listening socket; raise ServingError if the address cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ServingError(f"cannot listen on {shown(host)} port {port}: {error.strerror or error}") from None
-    # Opened by number, a socket knows that its protocol is TCP; otherwise asyncio does not set TCP_NODELAY.
+    # A socket created from a descriptor has the protocol TCP, without which asyncio does not set TCP_NODELAY.
     return socket.socket(fileno=listener.detach())
 
 
 def possible_connections(most: int) -> int:
-    """Return how many connections, up to `most`, this process has descriptors for; its soft limit is raised first."""
+    """Raise the soft limit of file descriptors; return how many connections, up to `most`, it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + SPARE_FILES
     limit = needed + most + most // ACCEPTED_TOGETHER + 1
@@ -49,15 +49,15 @@ def possible_connections(most: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         most = min(most, (soft - needed - 1) * ACCEPTED_TOGETHER // (ACCEPTED_TOGETHER + 1))
     if most < 2:
-        raise ServingError(f"no descriptors are left for connections, `ulimit -n` is {soft}: raise it")
+        raise ServingError(f"no file descriptors are left for connections: raise `ulimit -n`, which is {soft}")
     return most
 
 
 class Connections(ServerState):
-    """The connections of a server, at most `most`: a further one closes the one that has waited longest.
+    """The connections of a server, at most `most`: a new one closes the one that has waited longest for its client.
 
-    waiting: the connections that wait for their client (for a request, or for an answer to be read), longest first, and
-    since when. The others are being answered.
+    waiting: connection -> the time since which it waits for its client to send a request or to read a reply, longest
+    first. The other connections are being answered.
     """
 
     def __init__(self, most: int):
@@ -83,7 +83,7 @@ class Connections(ServerState):
 
 
 class Connection(H11Protocol):
-    """A connection that notes when it waits for its client."""
+    """A connection that records since when it waits for its client."""
 
     server_state: Connections
 
@@ -92,7 +92,7 @@ class Connection(H11Protocol):
         return self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete
 
     def note(self) -> None:
-        """Note whether the connection waits for its client or is being answered."""
+        """Record whether the connection waits for its client or is being answered."""
         answering = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
         if answering and not self.flow.write_paused:
             self.server_state.waiting.pop(self, None)
@@ -100,7 +100,7 @@ class Connection(H11Protocol):
             self.server_state.waiting.setdefault(self, time.monotonic())
 
     def drop(self) -> None:
-        """Close the connection at once, whatever was not sent yet."""
+        """Close the connection at once, without sending the rest of a reply."""
         self.server_state.waiting.pop(self, None)
         self.connections.discard(self)
         self.transport.abort()
@@ -124,7 +124,7 @@ class Connection(H11Protocol):
             self.note()
 
     def on_response_complete(self) -> None:
-        self.server_state.waiting.pop(self, None)  # it waits from now on
+        self.server_state.waiting.pop(self, None)  # so that it is added again with the current time
         super().on_response_complete()
         self.note()
         if self.server_state.closing:
@@ -143,21 +143,21 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # what follows an answered request is no request
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # invalid data after an answered request
             self.drop()
             return
-        body = answer_of("InvalidRequest", msg)
+        body = error_body("InvalidRequest", msg)
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
         self.transport.close()
-        if self.cycle is not None:  # a request whose body is wrong: it is not answered a second time
+        if self.cycle is not None:  # a request with an invalid body must not be answered a second time
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
 
 class Server(uvicorn.Server):
-    """A server that prints its address as soon as it answers, and ends when a signal is noted in `interrupts`."""
+    """A server that prints its address once it accepts requests, and stops when `interrupts` has received a signal."""
 
     server_state: Connections
 
@@ -168,7 +168,7 @@ class Server(uvicorn.Server):
             http=Connection,
             ws="none",
             lifespan="on",
-            log_level="error",  # otherwise each request that is not HTTP is a line
+            log_level="error",  # otherwise each invalid request prints a line
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -181,7 +181,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # Interrupts does
+        yield  # `Interrupts` captures them
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self.interrupts.signal != 0
@@ -190,9 +190,9 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._dropping = asyncio.create_task(self._drop_late())
         for listener in sockets or ():
-            listener.listen(2048)  # the kernel's queue; asyncio has made it as short as the part accepted together
+            listener.listen(2048)  # the kernel's queue; asyncio made it as short as `backlog`
             host, port = listener.getsockname()[:2]
-            terminal.say(f"Serving on http://{f'[{host}]' if ':' in host else host}:{port} (routes: /docs)")
+            terminal.say(f"Serving on http://{f'[{host}]' if ':' in host else host}:{port} (API page: /docs)")
 
     async def _drop_late(self) -> None:
         while True:

@@ -1,6 +1,6 @@
-"""Replace the model of a running service: load and check another run, then answer requests from it.
+"""Replace the model of a running service: load and check another run, then use it for all requests.
 
-A run that fails a check never serves, and the model that serves goes on.
+If the run fails a check, the current model stays.
 """
 
 import gc
@@ -27,14 +27,14 @@ from training.config import RunConfig
 from training.folder import FolderError, access, read_manifest, read_regular
 
 RESULT = "result.json"
-CHECKED_USERS, CHECKED_ITEMS = 64, 64  # whose scores must be finite
-WARM_USERS = 1024  # whose windows are encoded before the model serves
-FEW_BYTES = 2**16  # of the log, which may be left when the requests wait for the rest
+CHECKED_USERS, CHECKED_ITEMS = 64, 64  # their scores must be finite
+WARM_USERS = 1024  # most users whose windows are encoded before the model is replaced
+FEW_BYTES = 2**16  # of the log: the rest is read while requests wait
 logger = logging.getLogger("hstu_sparse.serve")
 
 
 class ModelRefused(RequestError):
-    """A run that cannot take the place of the model that serves."""
+    """A run that cannot replace the current model."""
 
 
 class Loading(ModelRefused):
@@ -42,11 +42,11 @@ class Loading(ModelRefused):
 
 
 @dataclass(frozen=True)
-class Demands:
-    """Demands on a run that is to serve.
+class Requirements:
+    """Requirements for a run to replace the current model.
 
-    floor    metric -> the value that the run's result.json must have at least (at most where less is better)
-    missing  the share of the items of the model that serves which the run may lack
+    floor    metric -> the least value in the run's result.json, or the greatest if less is better
+    missing  the largest share of the current model's items that the run does not know
     """
 
     floor: Mapping[str, float] = field(default_factory=dict)
@@ -54,21 +54,21 @@ class Demands:
 
 
 class Models:
-    """The runs in a folder, one of which serves.
+    """The runs in a folder, one of which is the current model.
 
     load: returns the recommender of a run's folder, with the service's options.
     """
 
-    def __init__(self, folder: Path, load: Callable[[Path], Recommender], demands: Demands | None = None):
-        self.folder, self.load, self.demands = folder, load, demands or Demands()
-        self.refused: dict[str, str] = {}  # name of a run -> why it does not serve
+    def __init__(self, folder: Path, load: Callable[[Path], Recommender], requirements: Requirements | None = None):
+        self.folder, self.load, self.requirements = folder, load, requirements or Requirements()
+        self.refused: dict[str, str] = {}  # name of a run -> why it was refused
         self._loading = threading.Lock()
 
     def path(self, name: str) -> Path:
-        """Return the folder of the run `name`; ModelRefused if there is no such run in the folder of runs."""
+        """Return the folder of the run `name`; raise ModelRefused if it does not exist."""
         path = self.folder / name
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not (path / "config.yaml").is_file():
-            raise ModelRefused(f"{shown(name)}: no run in {shown(self.folder, 200)}")
+            raise ModelRefused(f"{shown(name)}: expected the name of a run in {shown(self.folder, 200)}")
         return path
 
     def finished(self) -> list[str]:
@@ -80,11 +80,11 @@ class Models:
                     if (path / "config.yaml").is_file() and _result(path).get("finished"):
                         runs.append((read_manifest(path)["created"], path.name))
                 except (FolderError, KeyError):
-                    continue  # a run that is being written, or damaged
+                    continue  # the run is being written, or damaged
         return [name for _, name in sorted(runs, reverse=True)]
 
     def first(self) -> Recommender:
-        """Load the newest finished run that fulfils the demands; ServingError if there is none."""
+        """Load the newest finished run that fulfils the requirements; raise ServingError if there is none."""
         for name in self.finished():
             try:
                 recommender = self.load(self.path(name))
@@ -96,24 +96,22 @@ class Models:
         raise ServingError(f"{shown(self.folder, 200)}: not a run folder, and no finished run in it can serve{reasons}")
 
     def exchange(self, name: str, worker: Worker, log: EventLog | None) -> str:
-        """Let the run `name` serve, with everything that the log or the store has; return the name of the model before.
+        """Replace the model by the run `name`, with all events of the log or store; return the previous model's name.
 
-        Raises ModelRefused, after which the same model serves as before.
+        Raises ModelRefused, with the model unchanged.
         """
         if not self._loading.acquire(blocking=False):
             raise Loading("another run is being loaded, try again later")
         try:
             path, old = self.path(name), worker.recommender
             if log is None and worker.store is None:
-                raise ModelRefused(
-                    "the service has neither a log nor a store, from which another model gets the events"
-                )
+                raise ModelRefused("the service has neither a log nor a store: another model could not get its events")
             new = self.load(path)
-            check_requests(old, new, self.demands.missing)
+            check_requests(old, new, self.requirements.missing)
             self.check_floor(path, new.config)
             users = old.users_with_pages()[-WARM_USERS:]
             if worker.store is not None:
-                shared = worker.store.beside(new)
+                shared = worker.store.for_recommender(new)
                 shared.refresh(users)
                 self._serve(new, shared, users, worker)
             else:
@@ -128,40 +126,40 @@ class Models:
         finally:
             self._loading.release()
         self.refused.pop(name, None)
-        logger.warning("the model %s serves in place of %s", new.label, old.label)
+        logger.warning("the model %s replaced %s", new.label, old.label)
         label, (_, known) = old.label, new.items.lookup(old.items.ids)
         if lost := int((~known).sum()):
             logger.warning("%d items of %s are not known to %s", lost, label, new.label)
         del old
         if gc.get_freeze_count():
-            keep_objects()  # those of the new model; those of the old one go
+            keep_objects()  # excludes the new model's objects, and frees the old one's
         return label
 
     def _serve(self, new: Recommender, source: LogReader | SharedUsers, users: list[str], worker: Worker) -> None:
         check_answers(new, users)
-        for begin in range(0, len(users), 16):  # so that their next requests need not wait for it
+        for begin in range(0, len(users), 16):  # so that their next requests do not wait for it
             new.encode(users[begin : begin + 16])
         worker.put(Exchange(new, source)).result()
 
     def _refuse(self, name: str, error: UserError) -> ModelRefused:
         self.refused[name] = str(error)
-        logger.error("the run %s does not serve: %s", shown(name), error)
+        logger.error("the run %s was refused: %s", shown(name), error)
         return error if isinstance(error, ModelRefused) else ModelRefused(str(error))
 
     def check_floor(self, path: Path, config: RunConfig) -> None:
-        """Raise ModelRefused if a metric of the run's result is below the floor."""
-        for metric, floor in self.demands.floor.items():
+        """Raise ModelRefused if a metric of the run is worse than its floor."""
+        for metric, floor in self.requirements.floor.items():
             value = _metric(_result(path), metric, config)
             less = config.task.less_is_better(metric)
             if value is None:
-                raise ModelRefused(f"{shown(path.name)}: no {shown(metric)} in {RESULT}, which the floor is for")
+                raise ModelRefused(f"{shown(path.name)}: expected the metric {shown(metric)} of the floor in {RESULT}")
             if value > floor if less else value < floor:
                 bound = "at most" if less else "at least"
                 raise ModelRefused(f"{shown(path.name)}: {metric} is {value:g}, expected {bound} {floor:g}")
 
 
 class Watch(threading.Thread):
-    """A thread that lets each newest finished run serve, once."""
+    """A thread that replaces the model by the newest finished run, and tries each run once."""
 
     def __init__(self, models: Models, worker: Worker, log: EventLog | None, seconds: float):
         super().__init__(name="watch", daemon=True)
@@ -186,35 +184,35 @@ class Watch(threading.Thread):
                 logger.error("%s", error)
             except Exception:
                 self._tried.add(name)
-                logger.exception("internal error while a run was loaded")
+                logger.exception("internal error while loading a run")
 
     def stop(self) -> None:
-        """End the thread, after the run that is being loaded."""
+        """End the thread, once a run that is being loaded has replaced the model or was refused."""
         self._stop_requested.set()
         self.join()
 
 
 def check_requests(old: Recommender, new: Recommender, most_missing: float) -> None:
-    """Raise ModelRefused unless the new model takes the requests of the old one, for the items that it knows."""
+    """Raise ModelRefused unless the new model accepts the old one's requests and knows enough of its items."""
     for what, before, after in (
         ("ranks given candidates", old.ranking, new.ranking),
         ("reads actions", old.actions is not None, new.actions is not None),
         ("reads times", old.has_timestamps, new.has_timestamps),
     ):
         if before != after:
-            raise ModelRefused(f"{new.label}: one of it and {old.label} {what} and the other does not")
-    ids = np.asarray(old.items.ids)[: old.model.embedding.num_items]  # those that were added are added to the new one
+            raise ModelRefused(f"{new.label}: the model {(old if before else new).label} {what}, the other does not")
+    ids = np.asarray(old.items.ids)[: old.model.embedding.num_items]  # without added items, which `new` gets, too
     _, known = new.items.lookup(ids)
     missing = ids[~known]
     if len(missing) > most_missing * len(known):
         some = ", ".join(shown(item) for item in missing[:5].tolist())
         raise ModelRefused(
-            f"{new.label}: {len(missing):,} of the {len(known):,} items of {old.label} are not known to it: {some}"
+            f"{new.label}: does not know {len(missing):,} of the {len(known):,} items of {old.label}: {some}"
         )
 
 
 def check_answers(new: Recommender, users: list[str]) -> None:
-    """Raise ModelRefused unless the new model's scores of some stored users are finite."""
+    """Raise ModelRefused unless the new model's scores for some stored users are finite."""
     users = [user for user in users if new.knows(user)][-CHECKED_USERS:]
     if not users:
         return
@@ -223,11 +221,11 @@ def check_answers(new: Recommender, users: list[str]) -> None:
     if finite and not new.ranking:
         finite = np.isfinite(new.recommend(users, min(10, len(new.items)), exclude_seen=False)[1]).all()
     if not finite:
-        raise ModelRefused(f"{new.label}: scores of stored users are not finite")
+        raise ModelRefused(f"{new.label}: scores for stored users are not finite")
 
 
 def _result(path: Path) -> dict:
-    """Read result.json of a run; empty if it is absent, FolderError if it is damaged."""
+    """Read result.json of a run; {} if it does not exist; raise FolderError if it is damaged."""
     file = path / RESULT
     if not file.exists():
         return {}
@@ -243,7 +241,7 @@ def _result(path: Path) -> dict:
 
 
 def _metric(result: dict, metric: str, config: RunConfig) -> float | None:
-    """Return a metric of a run: of the test split, or the best one of the validation; None if it has none."""
+    """Return a metric of the test split, or the best validation metric; None if the run has neither."""
     model = result.get("model") or {}
     value = model.get(result.get("filter_seen"), model).get(metric)
     if value is None and metric == config.best_metric:

@@ -1,4 +1,4 @@
-"""Run the model in one thread: it takes all waiting requests and answers them together."""
+"""Run the model in one thread, which answers all waiting requests together in rounds."""
 
 import logging
 import queue
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evaluation.item_filters import ItemFilter
 from serving.contexts import as_columns
-from serving.engine import Ask
+from serving.engine import UserRequest
 from serving.errors import CacheFull, NoHistory, RequestError
 from serving.http.appending import planned
 from serving.http.event_ids import EventIds
@@ -38,24 +38,24 @@ from serving.http.requests import (
 from serving.recommender import Recommender
 from serving.token_batch import rounded_up
 
-MOST_TOGETHER = 256  # requests of one round
-MOST_LISTS = 1024  # lists of one round; a request for more is answered alone
+MOST_TOGETHER = 256  # most requests of one round
+MOST_LISTS = 1024  # most lists of one round; a request for more is answered alone
 logger = logging.getLogger("hstu_sparse.serve")
 
 
 class Busy(RequestError):
-    """More requests wait than the service takes."""
+    """The service has too many waiting requests."""
 
 
 class Stopping(RequestError):
-    """The service takes no more requests."""
+    """The service is stopping and takes no more requests."""
 
 
 @dataclass
 class Exchange(Request):
-    """A request to answer with another model from now on. The answer: None.
+    """A request to replace the model. Its result is None.
 
-    recommender: the other model, which has what `source` has read; it gets the rest first.
+    recommender: the new model, which has everything that `source` has read; the rest is added first.
     """
 
     recommender: Recommender
@@ -63,9 +63,9 @@ class Exchange(Request):
 
 
 class Worker(threading.Thread):
-    """A thread that answers requests by setting their `done`, in rounds: events in order of arrival, then questions.
+    """A thread that answers requests in rounds by setting their `done`: first writes in order of arrival, then reads.
 
-    A request gets the same answer with others as alone. At most `most_waiting` requests wait.
+    An answer does not depend on the other requests of the round. At most `most_waiting` requests wait.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class Worker(threading.Thread):
         if self._stopping:
             raise Stopping("the service is stopping")
         if self._queue.full():
-            raise Busy("more requests wait than the service takes, try again later")
+            raise Busy("too many requests are waiting, try again later")
 
     def put(self, request: Request) -> Future:
-        """Return the future of a request's answer; Busy or Stopping if the request is refused."""
+        """Queue a request and return the future of its answer; raise Busy or Stopping if it is refused."""
         with self._lock:
             if self._stopping:
                 raise Stopping("the service is stopping")
             try:
                 self._queue.put_nowait(request)
             except queue.Full:
-                raise Busy("more requests wait than the service takes, try again later") from None
+                raise Busy("too many requests are waiting, try again later") from None
         return request.done
 
     def stop(self) -> None:
@@ -123,11 +123,11 @@ class Worker(threading.Thread):
                     break
                 lists += len(requests[-1].users) if isinstance(requests[-1], Recommend) else 0
             last = requests[-1] is None
-            # From here on none can be cancelled, by a client that leaves, say.
+            # From here on requests cannot be cancelled, for example by a client that disconnects.
             requests = [one for one in requests if one is not None and one.done.set_running_or_notify_cancel()]
             try:
                 self.answer(requests)
-            except BaseException as error:  # a fault of ours: nobody may wait for ever
+            except BaseException as error:  # a bug: the other requests must still get an answer
                 if all(request.done.done() for request in requests):
                     logger.exception("internal error after all requests were answered")
                 for request in requests:
@@ -139,7 +139,7 @@ class Worker(threading.Thread):
                 return
 
     def _next(self) -> Any:
-        """Wait for a request; meanwhile the windows that users need next are encoded, some tokens at a time."""
+        """Wait for a request; meanwhile encode the next windows of users, a few tokens at a time."""
         while True:
             try:
                 return self._queue.get_nowait()
@@ -150,8 +150,8 @@ class Worker(threading.Thread):
     def _encode_ahead(self) -> int:
         try:
             return self.recommender.encode_ahead()
-        except Exception:  # no request depends on it
-            logger.exception("internal error while windows were encoded ahead")
+        except Exception:  # requests do not depend on it
+            logger.exception("internal error while windows were encoded in advance")
             return 0
 
     def answer(self, requests: list) -> None:
@@ -160,7 +160,7 @@ class Worker(threading.Thread):
         pending: list[Events] = []
         stale: list[str] = []
         for request in requests:
-            request.model = self.recommender.label  # before the answer, which another thread reads at once
+            request.model = self.recommender.label  # before the answer is set, since another thread reads both
             if isinstance(request, Events):
                 pending.append(request)
             elif isinstance(request, Forget | PutList | DropList | AddItems | AddUsers | Exchange):
@@ -176,8 +176,8 @@ class Worker(threading.Thread):
                     if not request.done.done():
                         request.done.set_exception(error)
                 return
-        lists: list[tuple[Recommend, ItemFilter, list[Ask | RequestError | None]]] = []
-        scores: list[tuple[Score, Ask, np.ndarray]] = []
+        lists: list[tuple[Recommend, ItemFilter, list[UserRequest | RequestError | None]]] = []
+        scores: list[tuple[Score, UserRequest, np.ndarray]] = []
         for request in requests:
             if request.done.done():
                 continue
@@ -196,13 +196,13 @@ class Worker(threading.Thread):
                 request.done.set_exception(error)
             if isinstance(request, Read):
                 self._one(request, lambda r: self.recommender.history(r.user))
-        of_lists, of_scores = self._outputs(lists, scores, stale)
-        self._together(self._recommend, lists, of_lists)
-        self._together(self._score, scores, of_scores)
-        self.recommender.encode(stale)  # what the lists and scores did not encode, before the next requests come
+        list_outputs, score_outputs = self._outputs(lists, scores, stale)
+        self._together(self._recommend, lists, list_outputs)
+        self._together(self._score, scores, score_outputs)
+        self.recommender.encode(stale)  # the remaining users, before the next requests arrive
 
-    def _checked(self, request: Recommend, user: str) -> Ask | RequestError | None:
-        """Return a user's part of a request; its error; or None for a user who gets the popular items."""
+    def _checked(self, request: Recommend, user: str) -> UserRequest | RequestError | None:
+        """Return the checked request of one user, its error, or None if the user gets the popular items."""
         try:
             (checked,) = self.recommender.check_requests([user], request.at)
             return checked
@@ -213,28 +213,30 @@ class Worker(threading.Thread):
 
     def _outputs(
         self,
-        lists: list[tuple[Recommend, ItemFilter, list[Ask | RequestError | None]]],
-        scores: list[tuple[Score, Ask, np.ndarray]],
+        lists: list[tuple[Recommend, ItemFilter, list[UserRequest | RequestError | None]]],
+        scores: list[tuple[Score, UserRequest, np.ndarray]],
         stale: list[str],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the model's outputs for lists and for scores, computed in one pass, in which the pages of `stale`
-        users are brought up to date, too; None where each has to be computed by itself.
+        """Return the model's outputs for lists and for scores, computed in one pass.
+
+        The pass also brings the pages of `stale` users up to date. (None, None) if each request has to run alone.
         """
-        of_lists = [part for *_, parts in lists for part in parts if isinstance(part, Ask)]
-        checked = [*of_lists, *(one for _, one, _ in scores)]
+        list_requests = [part for *_, parts in lists for part in parts if isinstance(part, UserRequest)]
+        checked = [*list_requests, *(one for _, one, _ in scores)]
         if self.recommender.ranking or not checked:
             return None, None
         try:
             out = self.recommender.checked_outputs(checked, stale)
         except CacheFull:
             return None, None
-        return out[: len(of_lists)], out[len(of_lists) :]
+        return out[: len(list_requests)], out[len(list_requests) :]
 
     def _together(
         self, answer: Callable[[list, Tensor | None], None], checked: list[tuple], out: Tensor | None
     ) -> None:
-        """Answer requests that were checked, from their outputs if these are there; if the pages of all do not fit,
-        each by itself.
+        """Answer checked requests together, or one by one if the pages of all do not fit.
+
+        out: their outputs if they are already computed.
         """
         if not checked:
             return
@@ -259,7 +261,7 @@ class Worker(threading.Thread):
                 request.done.set_result(result)
 
     def _append(self, requests: list[Events]) -> list[str]:
-        """Check, log, append and acknowledge events; invalid ones are refused before they are logged.
+        """Check, log, append and acknowledge events; refuse invalid requests before anything is logged.
 
         Returns the users whose pages are out of date.
         """
@@ -287,7 +289,7 @@ class Worker(threading.Thread):
         return stale
 
     def _change(self, request: Forget | PutList | DropList | AddItems | AddUsers) -> Any:
-        """Write a change of something else than events into the log, then make it."""
+        """Write a change into the log, then apply it to the recommender; return the result of the request."""
         if self.store is not None:
             return self.store.change(request)
         if isinstance(request, AddItems):
@@ -309,7 +311,7 @@ class Worker(threading.Thread):
             return filters.put(request.name, request.items)
         if isinstance(request, DropList):
             return filters.drop(request.name)
-        # A user may be known only to the run's data, or to another run that shares the log.
+        # The events of a user may be only in the run's data, or belong to another run that shares the log.
         self.ids.forget(request.user)
         left_out = self.log is not None and request.user in self.log.left_out
         if self.log is not None:
@@ -317,7 +319,7 @@ class Worker(threading.Thread):
         return self.recommender.forget(request.user) or left_out
 
     def _exchange(self, request: Exchange) -> None:
-        """Bring another model up to date and answer with it from now on."""
+        """Bring the new model up to date, then use it for all later requests."""
         if isinstance(request.source, SharedUsers):
             self.store = request.source
         elif self.log is not None:
@@ -326,12 +328,15 @@ class Worker(threading.Thread):
         self.recommender = request.recommender
 
     def _recommend(
-        self, checked: list[tuple[Recommend, ItemFilter, list[Ask | RequestError | None]]], out: Tensor | None
+        self, checked: list[tuple[Recommend, ItemFilter, list[UserRequest | RequestError | None]]], out: Tensor | None
     ) -> None:
         warm = [
-            (part, request, passing) for request, passing, parts in checked for part in parts if isinstance(part, Ask)
+            (part, request, passing)
+            for request, passing, parts in checked
+            for part in parts
+            if isinstance(part, UserRequest)
         ]
-        # A shorter list is the beginning of a longer one. Few lengths, since each may be captured as a graph.
+        # Shorter lists are prefixes of longer ones. Lengths are rounded up, since each may be captured as a graph.
         longest = rounded_up(max(request.k for request, *_ in checked), 4)
         rows: Iterator[tuple[np.ndarray, np.ndarray]] = iter(())
         if warm:
@@ -348,7 +353,7 @@ class Worker(threading.Thread):
             lists: list[UserList | RequestError] = []
             popular: tuple[np.ndarray, np.ndarray] | None = None
             for part in parts:
-                if isinstance(part, Ask):
+                if isinstance(part, UserRequest):
                     lists.append(_user_list(*next(rows), request.k))
                 elif part is not None:
                     lists.append(part)
@@ -358,7 +363,7 @@ class Worker(threading.Thread):
                     lists.append(_user_list(*popular, request.k, cold=True))
             request.done.set_result(Lists(lists, dict(passing.unknown)))
 
-    def _score(self, checked: list[tuple[Score, Ask, np.ndarray]], out: Tensor | None) -> None:
+    def _score(self, checked: list[tuple[Score, UserRequest, np.ndarray]], out: Tensor | None) -> None:
         requests, checked_requests, rows = zip(*checked)
         for request, values in zip(requests, self.recommender.score_checked(list(checked_requests), rows, out)):
             request.done.set_result(values.tolist())

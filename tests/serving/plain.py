@@ -1,4 +1,4 @@
-"""A recommender without any cache, which recomputes everything from all events: what `Recommender` is held against.
+"""Define a recommender without a cache, which recomputes everything: the reference for `Recommender`.
 
 It knows the window rule and the model, and nothing of how serving works.
 """
@@ -41,7 +41,7 @@ TASKS = {
 def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", loss=None, tokens=False, **model) -> RunConfig:
     """Return a small run with this attention; model: more options of the model.
 
-    tokens: whether there are features of users, which are tokens.
+    tokens: whether users have features, which are tokens.
     """
     sizes = dict(block="hstu", max_seq_len=max_seq_len, embedding_dim=32, num_layers=2, num_heads=2)
     tree = {
@@ -63,7 +63,7 @@ def make_model(config: RunConfig, seed=0):
     with torch.no_grad():
         for layer in model.layers:
             if hasattr(layer, "uvqk"):
-                layer.uvqk.mul_(10)  # so that scores matter
+                layer.uvqk.mul_(10)  # so that attention changes the scores
             for name in ("position_bias", "time_bias"):
                 if getattr(layer.attention, name, None) is not None:
                     getattr(layer.attention, name).mul_(20)
@@ -93,7 +93,7 @@ def window_begin(count: int, capacity: int, slide: int) -> int:
 
 
 class Plain:
-    """Users' events as lists, in time order; every answer comes from the model itself on one sequence."""
+    """A recommender with users' events as lists; each answer runs the model on the whole sequence."""
 
     def __init__(self, config, model, slide=None):
         self.config, self.model = config, model
@@ -105,7 +105,7 @@ class Plain:
             self.capacity = longest - config.task.num_targets
         self.slide = slide or max(1, self.capacity // 4)
         self.users: dict[str, list[tuple[int, int, int]]] = {}
-        self.features: dict[str, list[list[int]]] = {}  # by user: a row of the country, rows of up to two tags
+        self.features: dict[str, list[list[int]]] = {}  # user -> the row of the country, the rows of up to two tags
 
     def append(self, users, items, timestamps, actions=None):
         actions = [0] * len(users) if actions is None else actions
@@ -128,7 +128,7 @@ class Plain:
 
     @torch.no_grad()
     def output(self, user, at):
-        """Return [E] of length one, of a retrieval model."""
+        """Return the output [E] of a retrieval model, of Euclidean length one."""
         times, items, actions = (torch.tensor(x) for x in zip(*self.window(user)))
         items = (items - 100) // 3
         batch = Batch(

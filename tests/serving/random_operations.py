@@ -1,4 +1,4 @@
-"""Random operations on many users, each answer held against a model that recomputes everything (`Plain`).
+"""Run random operations on many users, and compare each answer with a model that recomputes everything (`Plain`).
 
 python -m tests.serving.random_operations --operations 30000 --users 2000     minutes; watches memory too
 """
@@ -21,7 +21,7 @@ WEIGHTS = {"append": 40, "recommend": 20, "score": 20, "pin": 4, "unpin": 4, "ev
 
 
 class Campaign:
-    """A recommender and a plain model that are told the same and asked the same."""
+    """A recommender and a plain model that get the same events and requests."""
 
     def __init__(self, config, seed: int, users: int, resident: int, folder: Path, **options):
         self.rng, self.users, self.folder = np.random.default_rng(seed), users, folder
@@ -121,14 +121,14 @@ class Campaign:
             assert actual.count == len(self.plain.users[str(user)])
 
     def save(self) -> None:
-        """Save, and go on with another recommender that reads what was saved."""
+        """Save the store, and continue with another recommender that restores it."""
         self.served.save(self.folder / "store")
         before = self.served.statistics
         self.served = serve(self.config, self.model, **self.options)
         self.served.restore(self.folder / "store")
         after = self.served.statistics
         same = ("users", "users_with_pages", "users_pinned", "pages_in_use")
-        # A user whose pages hold no token has none behind a reload.
+        # A user whose pages have no token has no pages after a restore.
         assert all(after[name] <= before[name] for name in same) and after["users"] == before["users"]
 
     def forget(self) -> None:
@@ -139,7 +139,7 @@ class Campaign:
             self.pinned.discard(user)
 
     def describe(self) -> None:
-        """Change the features of some users, who need no events."""
+        """Change the features of some users, with or without events."""
         for user in self.rng.integers(0, self.users, 2).tolist():
             country = [None, "de", "fr", "xx"][self.rng.integers(0, 4)]
             tags = self.rng.choice(list("abcz"), self.rng.integers(0, 3)).tolist()

@@ -1,4 +1,4 @@
-"""Test windows that are encoded before their users' windows slide to them."""
+"""Test the encoding of next windows before users' windows slide."""
 
 import threading
 
@@ -11,7 +11,7 @@ from tests.serving.plain import DENSE, item_ids, make_config, make_model, serve
 from tests.serving.random_operations import Campaign
 from tests.serving.test_random_operations import BSA
 
-N, SLIDE = 64, 16  # events of a window; so many leave it together. The next one is encoded from 61 events on
+N, SLIDE = 64, 16  # events of a window, events that leave it at a time; the next window is encoded from 61 events on
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def encoded(recommender, begin, end):
     return recommender.statistics["tokens_encoded"] - before
 
 
-def test_a_slide_encodes_its_new_events_alone(small):
+def test_a_slide_encodes_only_new_events(small):
     served, fresh = serve(*small, cache_bytes=2**23), serve(*small, cache_bytes=2**23)
     append(served, 0, 60)
     assert served.encode_ahead() == 0 and served.statistics["windows_ahead"] == 0
@@ -49,14 +49,14 @@ def test_a_slide_encodes_its_new_events_alone(small):
     facts = served.statistics
     assert (facts["windows_ahead"], facts["tokens_encoded_ahead"]) == (1, 45) and facts["pages_in_use"] > before
     append(served, 62, 64)
-    assert encoded(served, 64, 65) == 3  # two events since, and the last one before
+    assert encoded(served, 64, 65) == 3  # two new events, and the last one before
     assert served.statistics["windows_ahead"] == 0 and served.statistics["pages_in_use"] == before
     append(fresh, 0, 64)
     assert encoded(fresh, 64, 65) == N - SLIDE
     same_scores(served, fresh)
 
 
-def test_late_events_and_evictions_and_deletions_drop_what_they_concern(small):
+def test_late_events_evictions_and_deletions_free_next_windows(small):
     served, fresh = serve(*small, cache_bytes=2**23), serve(*small, cache_bytes=2**23)
     for recommender in (served, fresh):
         append(recommender, 0, 63)
@@ -74,8 +74,8 @@ def test_late_events_and_evictions_and_deletions_drop_what_they_concern(small):
     assert served.statistics["pages_in_use"] == served.encode_ahead() == 0
 
 
-def test_other_users_need_no_page_less_for_it(small):
-    """Check that windows ahead take free pages alone, and give them to whoever needs them."""
+def test_next_windows_take_no_pages_of_other_users(small):
+    """Next windows only take free pages, and are freed as soon as other users need the pages."""
     config, model = small
     whole = serve(*small, cache_bytes=2**23).description["bytes_per_user"]
     served = serve(config, model, cache_bytes=2 * whole)
@@ -92,13 +92,13 @@ def test_other_users_need_no_page_less_for_it(small):
 
 @pytest.mark.parametrize(("attention", "task"), [(BSA, "retrieval"), (DENSE, "ranking")])
 def test_random_operations_on_a_user(attention, task, tmp_path):
-    """Check that answers are those of a model that recomputes everything, with late events, evictions and deletions."""
+    """Compare with a model that recomputes everything, with late events, evictions and deletions."""
     campaign = Campaign(make_config(attention, task=task), 2, 1, 3, tmp_path)
     campaign.run(30)
     assert campaign.ahead > 0 and campaign.worst > 0
 
 
-def test_the_service_encodes_ahead_while_no_request_waits(small):
+def test_the_service_encodes_next_windows_while_idle(small):
     served, done = serve(*small, lambda: 10**7, cache_bytes=2**23), threading.Event()
 
     class Idle(Worker):

@@ -1,4 +1,4 @@
-"""Sums of blocks beside the pages, and requests that read them in place of every token."""
+"""Test the stored sums of blocks, which requests read in place of every token."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ BSA = {"kind": "bsa", "block_size": 8, "block_counts": 3, "selection_group": 4, 
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 16, 24, 40])
-def test_sums_are_those_of_the_pages(size):
-    """However tokens came, and whatever part of a page a block takes."""
+def test_sums_equal_those_of_the_pages(size):
+    """This does not depend on how tokens were written, or on the block and page sizes."""
     pool = PagePool(PageFormat(2, 16, 32), 30)
     lengths = [70, 0, 41]
     rows = [pool.reserve([], length) for length in lengths]
@@ -30,17 +30,17 @@ def test_sums_are_those_of_the_pages(size):
     blocks = 80 // size
     complete_sums, begun = sums.read(0, table, before, blocks), sums.begun(0, table, before)
     stored = pool.read(0, table, before)
-    for mine, open_sum, x in zip(complete_sums, begun, stored):
+    for block_sums, open_sum, x in zip(complete_sums, begun, stored):
         for user, (begin, length) in enumerate(zip(np.cumsum([0, *lengths]).tolist(), lengths)):
             user_rows = x[begin : begin + length].transpose(0, 1)  # [H, L, ..]
             whole = length // size
             expected = user_rows[:, : whole * size].unflatten(1, (whole, size)).sum(2) if whole else user_rows[:, :0]
-            torch.testing.assert_close(mine[user, :, :whole], expected)
-            assert not mine[user, :, whole:].any()
+            torch.testing.assert_close(block_sums[user, :, :whole], expected)
+            assert not block_sums[user, :, whole:].any()
             torch.testing.assert_close(open_sum[user, :, 0], user_rows[:, whole * size :].sum(1))
 
 
-def test_a_request_reads_sums_and_its_own_blocks_alone(monkeypatch):
+def test_a_request_reads_only_sums_and_its_chosen_blocks(monkeypatch):
     config = make_config(BSA, max_seq_len=64)
     served = serve(config, make_model(config), cache_bytes=2**22)
     rng = np.random.default_rng(0)

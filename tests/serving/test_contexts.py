@@ -1,4 +1,4 @@
-"""Features of users and events in a service: its answers are those of the model on batches that have them."""
+"""Test features of users and events in a service: its answers are those of the model on batches with features."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ FEATURES = FeatureVocabulary(
     ),
     calendar=("hour",),
 )
-COUNTRIES = {"de": 1, "fr": 2, "xx": 0}  # rows of the tables; a value that training lacks is an unknown one
+COUNTRIES = {"de": 1, "fr": 2, "xx": 0}  # rows of the tables; training does not have xx, so it is unknown
 DEVICES = {"phone": 1, "tv": 2, None: -1}
 
 
@@ -94,7 +94,7 @@ def served(task, attention=DENSE, *, tokens=False, seed=0, **options):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "context" in name:
-                weight.mul_(20)  # so that features matter
+                weight.mul_(20)  # so that features change the scores
     recommender = Recommender(model, config, known, options=ServingOptions(cache_bytes=2**22, **options))
     return recommender, Reference(config, model)
 
@@ -118,7 +118,7 @@ def append(recommender, user, events):
     ],
 )
 def test_answers_are_those_of_batches_with_the_features(task, attention, tokens, tmp_path):
-    """Also where features of users are tokens, which all later ones see whatever the window."""
+    """This also holds if features of users are tokens, which all later tokens attend to even with a window."""
     recommender, reference = served(task, attention, tokens=tokens)
     append(recommender, "u", EVENTS[:3])
     append(recommender, "v", EVENTS[1:])
@@ -134,13 +134,13 @@ def test_answers_are_those_of_batches_with_the_features(task, attention, tokens,
     check("v", EVENTS[1:], [[0], [-1]])
     append(recommender, "u", EVENTS[3:])
     before = check("u", EVENTS, [[1, -1, -1], [1, 3, 0]])
-    # A change of a user's features changes the next answer, and no other user's.
+    # A change of a user's features changes this user's next answer, and no other user's.
     other = recommender.score(["v"], [CANDIDATES], AT)
     recommender.add_users(["u"], {"country": ["fr"]})
     after = check("u", EVENTS, [[2], [-1]])
     assert (first != before).all() and (after != before).all()
     assert np.array_equal(recommender.score(["v"], [CANDIDATES], AT), other)
-    if task != "retrieval":  # what is known before the user acts
+    if task != "retrieval":  # a feature known before the user acts
         assert (check("u", EVENTS, [[2], [-1]], "tv") != after).all()
     recommender.save(tmp_path / "store")
     again, _ = served(task, attention, tokens=tokens)
@@ -156,22 +156,24 @@ def test_a_kind_without_context_is_refused():
     config = make_config(tokens=True)
     model = make_model(config)
     model.layers[1].attention = make_model(make_config({"kind": "rotatekv"})).layers[1].attention
-    with pytest.raises(ServingError, match=r"layer 1 \(rotatekv\) has no data\.features\.users\.as=tokens"):
+    with pytest.raises(ServingError, match=r"layer 1 \(rotatekv\) does not support data\.features\.users\.as=tokens"):
         served_layers(model)
 
 
-def test_tokens_are_written_anew_only_where_they_must_be():
+def test_tokens_are_rewritten_only_if_needed():
     recommender, _ = served("retrieval", tokens=True)
     count = lambda: recommender.statistics["tokens_encoded"]
     append(recommender, "u", EVENTS[:1])
-    assert count() == 2  # features, of which the only event, not yet encoded, sees both
+    assert count() == 2  # two feature tokens; the only event is not written yet
     append(recommender, "u", EVENTS[1:3])
     append(recommender, "v", EVENTS[:3])
     assert count() == 4 + 4
-    recommender.add_users(["u", "v"], {"country": ["de", None], "tags": [None, []]})  # nothing new of v
+    recommender.add_users(["u", "v"], {"country": ["de", None], "tags": [None, []]})  # no change for v
     recommender.score(["u", "v"], [CANDIDATES] * 2, AT)
     assert count() == 4 + 4 + 4
-    append(recommender, "u", [(112, 10, 1, None, None)])  # an event before the first, whose time features have
+    append(
+        recommender, "u", [(112, 10, 1, None, None)]
+    )  # an event before the first one, whose time the feature tokens have
     assert count() == 4 + 4 + 4 + 5
 
 
@@ -185,7 +187,9 @@ def test_features_that_are_refused():
     ):
         with pytest.raises(InvalidRequest, match=message):
             recommender.append(["u"], [100], [AT], [4], features=features)
-    with pytest.raises(InvalidRequest, match="features: watched is not known of an event before the user acts"):
+    with pytest.raises(
+        InvalidRequest, match="features: watched is not a feature known before the user acts, expected device"
+    ):
         recommender.score(["u"], [CANDIDATES], AT, features={"watched": [3]})
     with pytest.raises(InvalidRequest, match="features: tags of user 1: expected a list, got 'a'"):
         recommender.add_users(["u"], {"tags": ["a"]})

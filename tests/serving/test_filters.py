@@ -1,4 +1,4 @@
-"""Filters of recommendations, against a plain filter over the full ranking."""
+"""Compare filters of recommendations with a plain filter over the full ranking."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ USERS, AT = 6, 10**6
 
 
 def features():
-    """Each item's brand, of which a tenth have none, and up to three tags."""
+    """Each item has a brand, except a tenth of the items, and up to three tags."""
     rng = np.random.default_rng(0)
     branded = np.flatnonzero(rng.random(NUM_ITEMS) < 0.9)
     tags = np.sort(rng.integers(0, NUM_ITEMS, 2 * NUM_ITEMS))
@@ -37,7 +37,7 @@ def recommender(**options):
 
 
 class PlainFilter:
-    """A list as a shop would make it: every item of the full ranking is looked at in turn."""
+    """Filter like a shop would: check every item of the full ranking in order."""
 
     def __init__(self, served):
         self.values = {
@@ -55,17 +55,17 @@ class PlainFilter:
     def top(self, user, k, exclude_seen=True, allow=None, deny=(), where=None, at_most=None, filters=()):
         chosen, counts = [], {}
         for item, score in zip(*self.rankings[user]):
-            values = {name: of_items[(item - 100) // 3] for name, of_items in self.values.items()}
+            values = {name: item_values[(item - 100) // 3] for name, item_values in self.values.items()}
             if (exclude_seen and item in self.seen[user]) or item in set(deny):
                 continue
             if (allow is not None and item not in set(allow)) or any(item not in self.named[name] for name in filters):
                 continue
             if any(not values[name] & set(needed) for name, needed in (where or {}).items()):
                 continue
-            mine = [(name, value) for name in at_most or {} for value in values[name]]
-            if any(counts.get(key, 0) >= at_most[key[0]] for key in mine):
+            pairs = [(name, value) for name in at_most or {} for value in values[name]]
+            if any(counts.get(key, 0) >= at_most[key[0]] for key in pairs):
                 continue
-            counts |= {key: counts.get(key, 0) + 1 for key in mine}
+            counts |= {key: counts.get(key, 0) + 1 for key in pairs}
             chosen.append((item, score))
         return chosen[:k]
 
@@ -91,7 +91,7 @@ def random_filter(rng):
 
 @pytest.mark.parametrize("requests", [100, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_random_requests_against_a_plain_filter(requests, monkeypatch):
-    """Exact: the k best of the full ranking that pass, or all there are. Tiles are smaller than the catalogue."""
+    """The lists are exact: the k best items of the full ranking that pass. Tiles are smaller than the catalogue."""
     monkeypatch.setattr("evaluation.scores.TILE", 60)
     monkeypatch.setattr("evaluation.item_filters.FIRST", 4)
     served, rng = recommender(), np.random.default_rng(2)
@@ -120,8 +120,8 @@ def test_random_requests_against_a_plain_filter(requests, monkeypatch):
     assert min(lengths) == 0 and max(lengths) > 30
 
 
-def test_requests_of_one_round_have_filters_of_their_own():
-    """With padding, as on a GPU, too."""
+def test_each_request_of_a_round_has_its_filter():
+    """This also holds with padding, as on a GPU."""
     served = recommender()
     plain = PlainFilter(served)
     requests = [{}, {"deny": [100, 103]}, {"where": {"brand": ["a"]}}, {"at_most": {"brand": 1}}, {"allow": []}, {}]
@@ -135,7 +135,7 @@ def test_requests_of_one_round_have_filters_of_their_own():
             assert items[user].tolist() == expected + [-1] * (5 - len(expected))
 
 
-def test_what_a_filter_names():
+def test_unknown_and_invalid_filters():
     served = recommender()
     built = served.filters.build(Filter(allow=[100, 1, 103, 2], deny=[5], where={"brand": ["a", "zzz"]}))
     assert built.unknown == {"allow": 2, "deny": 1, "where": 1}
@@ -144,7 +144,7 @@ def test_what_a_filter_names():
     assert served.recommend([0], 2, AT, False, filters=["stock"])[0].tolist() == [[103, -1]]
     assert served.filters.drop("stock") and not served.filters.drop("stock")
     for error, message, request in (
-        (UnknownFilter, "there is no list stock", {"filters": ["stock"]}),
+        (UnknownFilter, "there is no list named stock", {"filters": ["stock"]}),
         (InvalidRequest, "colour is not a feature of the items: expected one of", {"where": {"colour": []}}),
         (InvalidRequest, "at_most: price is a number", {"at_most": {"price": 1}}),
         (InvalidRequest, "at_most: brand: expected a whole number", {"at_most": {"brand": -1}}),
@@ -156,7 +156,7 @@ def test_what_a_filter_names():
 
 
 def test_users_without_events_get_popular_items():
-    """Recent events count more; a deleted user's do not count; filters hold."""
+    """Recent events have more weight; events of deleted users do not count; filters apply."""
     served = recommender(popular_days=1.0)
     with pytest.raises(NoHistory):
         served.recommend(["new"], 3)

@@ -1,4 +1,4 @@
-"""Passes that are padded to a few sizes and, on a GPU, replayed as CUDA graphs."""
+"""Test passes that are padded to a few sizes and, on a GPU, replayed as CUDA graphs."""
 
 import copy
 import subprocess
@@ -27,7 +27,7 @@ CASES = [
 
 
 def play(served, other, config, rounds, same):
-    """Tell two recommenders the same and ask them the same; same(found, expected) compares what they answer."""
+    """Send two recommenders the same events and requests; same(found, expected) compares their answers."""
     rng, now = np.random.default_rng(0), 0
     reads = config.task.kind == "ranking" or config.model.action_embedding
     for _ in range(rounds):
@@ -75,7 +75,7 @@ def test_padding_changes_nothing(attention, task, changes, options):
     [pytest.param(*CASES[3], marks=pytest.mark.slow), (SOFTMAX, "retrieval", {"tokens": True}, {})],
 )
 def test_kernels_of_padded_passes_stay_in_their_memory(attention, task, changes, options, monkeypatch):
-    """In the interpreter, which holds kernels to their tensors."""
+    """Run in the interpreter, which checks that kernels stay within their tensors."""
     config = make_config(attention, task=task, max_seq_len=40, **changes)
     model = make_model(config)
     served, padded = (serve(config, model, cache_bytes=2**20, **options) for _ in range(2))
@@ -103,16 +103,16 @@ def test_a_replay_gives_the_bits_of_a_run(attention, task, changes, options):
     captured, plain = (
         serve(config, copy.deepcopy(model).to("cuda"), cache_bytes=2**20, cuda_graphs=True, **options) for _ in range(2)
     )
-    plain._engine.graphs = None  # the same passes, padded, and none of them captured
+    plain._engine.graphs = None  # the same padded passes without capture
     play(captured, plain, config, 60, np.testing.assert_array_equal)
     assert 5 < len(captured._engine.graphs.captured) <= MOST
-    for mine, theirs in zip(captured._engine.caches.pool.tensors, plain._engine.caches.pool.tensors):
-        for name in mine:
-            assert torch.equal(mine[name].view(torch.uint8), theirs[name].view(torch.uint8)), name
+    for tensors, other_tensors in zip(captured._engine.caches.pool.tensors, plain._engine.caches.pool.tensors):
+        for name in tensors:
+            assert torch.equal(tensors[name].view(torch.uint8), other_tensors[name].view(torch.uint8)), name
 
 
 @pytest.mark.gpu
-def test_no_more_than_a_number_of_graphs_is_kept():
+def test_the_number_of_graphs_is_limited():
     graphs, reserved = Graphs(torch.device("cuda"), most=4), []
     for turn in range(6):
         for size in range(1, 8):
@@ -124,8 +124,8 @@ def test_no_more_than_a_number_of_graphs_is_kept():
 
 
 @pytest.mark.gpu
-def test_a_function_that_cannot_be_captured_says_so():
-    """In a process of its own: after a failed capture torch's generator on the GPU may refuse to draw."""
+def test_a_function_that_cannot_be_captured_is_an_error():
+    """Run in a separate process: after a failed capture, torch's generator on the GPU may fail."""
     script = """
 import torch
 from serving import ServingError

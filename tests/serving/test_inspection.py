@@ -1,4 +1,4 @@
-"""Test what `Recommender` says about its model: frames, vectors, neighbours, and the events that a score rests on."""
+"""Test frames, item vectors, similar items and explanations of `Recommender`."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ AT = 5000
 
 def served(config):
     model = make_model(config)
-    if model.repeats is not None:  # whose term begins at zero
+    if model.repeats is not None:  # the weights of the repeat term are zero at first
         for table in model.repeats.parameters():
             torch.nn.init.normal_(table)
     recommender = serve(config, model)
@@ -23,7 +23,7 @@ def served(config):
     return recommender, model
 
 
-def test_frames_say_what_arrays_say():
+def test_frames_equal_arrays():
     recommender, _ = served(make_config())
     items, scores = recommender.recommend(["a", "b"], k=NUM_ITEMS, at=AT)
     frame = recommender.recommend(["a", "b"], k=NUM_ITEMS, at=AT, as_frame=True)
@@ -65,12 +65,12 @@ def test_neighbours_are_the_nearest_vectors():
 def test_an_effect_is_the_score_without_the_event(attention, model):
     config = make_config(attention, loss={"kind": "cross_entropy"}, **model)
     recommender, network = served(config)
-    mine = [event for event in EVENTS if event[0] == "a"]
+    user_events = [event for event in EVENTS if event[0] == "a"]
     explanation = recommender.explain("a", 109, AT)
-    assert explanation.items.tolist() == [event[1] for event in mine]
+    assert explanation.items.tolist() == [event[1] for event in user_events]
     assert explanation.score == pytest.approx(recommender.score(["a"], [[109]], AT).item(), abs=1e-6)
     for place, effect in enumerate(explanation.effects):
-        rest = [event for at, event in enumerate(mine) if at != place]
+        rest = [event for at, event in enumerate(user_events) if at != place]
         without = serve(config, network)
         users, items, times, actions = zip(*rest)
         without.append(users, items, times, actions if config.model.action_embedding else None)

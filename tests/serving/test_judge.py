@@ -1,4 +1,4 @@
-"""Runs judged as a service would answer, and the kind rotatekv, which trains for its own codes."""
+"""Test the evaluation of runs as served, and the kind rotatekv, which is trained for its codes."""
 
 import json
 
@@ -30,7 +30,7 @@ def judged(folder, *options, name="eval-test.json"):
 
 
 def same(one, other):
-    """Whether all that both say is the same to 1e-6."""
+    """Return whether both have the same values up to 1e-6."""
     if isinstance(one, dict):
         return all(same(one[key], other[key]) for key in one.keys() & other.keys())
     if isinstance(one, list):
@@ -39,8 +39,8 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("attention", [{"kind": "dense"}, BSA, ROTATE])
-def test_a_service_is_judged_as_the_model(attention, tmp_path):
-    """Window by window: with slide 1 the service sees what evaluation's batches see."""
+def test_a_service_has_the_metrics_of_the_model(attention, tmp_path):
+    """With slide 1, the windows of the service are those of the batches of evaluation."""
     folder = trained(tmp_path, "model.max_seq_len=12", f"model.attention={json.dumps(attention)}")
     whole = judged(folder)
     served = judged(folder, "--serve", "--slide", "1", name="eval-test-serve-slide=1.json")
@@ -54,7 +54,7 @@ def test_a_service_is_judged_as_the_model(attention, tmp_path):
 
 
 def compared(out):
-    """Run benchmarks/kv_cache.py on the run as if compare.py had made it."""
+    """Run benchmarks/kv_cache.py on the run as if compare.py had trained it."""
     (out / "small").mkdir()
     folder = (out / "run").rename(out / "small" / "seed-1")
     for sinks in (0, 20):
@@ -63,7 +63,7 @@ def compared(out):
     rows = {row.name: row for row in kv_cache.table(out)}
     assert rows["small+2bit"].size < rows["small+2bit+20sinks"].size and rows["small+2bit"].size < rows["small"].size
     assert rows["small"].value == pytest.approx(rows["small+2bit+20sinks"].value)
-    # The same ranks, the same runs: no spread, though the users and the runs are drawn anew.
+    # Equal ranks in equal runs: no spread, although users and runs are resampled.
     same = rows["small+2bit+20sinks"]
     assert same.low == pytest.approx(1.0) and same.high == pytest.approx(1.0)
     kv_cache.plot(kv_cache.table(out), out / "plot.png")
@@ -99,8 +99,8 @@ def test_kind_refuses_heads_when_the_configuration_is_loaded():
 
 
 @pytest.mark.parametrize("layout", [{}, {"layout": "targets", "num_targets": 6}])
-def test_ranking_is_judged_event_by_event(tmp_path, layout):
-    """A service whose windows hold whole histories gives the results of evaluation's batches."""
+def test_ranking_is_evaluated_event_by_event(tmp_path, layout):
+    """If windows contain whole histories, the service has the metrics of evaluation's batches."""
     from tests.models.tasks.test_ranking import CONFIG
 
     path = tmp_path / "t.yaml"

@@ -1,4 +1,4 @@
-"""Items that a run was not trained on: a service to which they are posted recommends them as one that had them."""
+"""Test posted items: they are recommended as if the run's catalogue had contained them."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from tests.serving.http.test_redis_store import Memory
 from tests.serving.test_serve import serving
 from tests.training.test_changes import refuses
 
-pl = pytest.importorskip("polars")  # raw files cannot be read without
+pl = pytest.importorskip("polars")  # raw files cannot be read without polars
 
 CONFIG = """
 name: t
@@ -42,7 +42,7 @@ model: {block: hstu, max_seq_len: 12, embedding_dim: 16, num_layers: 1, attentio
 loss: {kind: cross_entropy}
 train: {epochs: 6, batch_size: 16, lr: 1e-2, checkpoint_seconds: 1000}
 """
-NEW = [100, 101, 102, 103]  # item 100 + g is like those of group g
+NEW = [100, 101, 102, 103]  # item 100 + g is similar to the items of group g
 EVENTS = [(user, item, time) for user in range(4) for time, item in enumerate((user, 4 + user, 8 + user))]
 K = 44  # all items of the larger catalogue
 
@@ -89,15 +89,15 @@ def loaded(place, name, events=EVENTS):
 
 
 def same_lists(actual, expected):
-    """Check that (items, scores) are the same but for the rounding of scores, by which two items may change places."""
+    """Compare (items, scores) up to rounding, which may swap two items."""
     for items, scores, expected_items, expected_scores in zip(*actual, *expected):
         np.testing.assert_allclose(scores, expected_scores, atol=1e-6)
         of = dict(zip(expected_items.tolist(), expected_scores.tolist()))
         np.testing.assert_allclose(scores, [of[item] for item in items.tolist()], atol=1e-6)
 
 
-def test_an_item_that_is_posted_is_recommended_as_one_of_the_catalogue(place, tmp_path):
-    """Must-hold: in the next request, with its score, by a service of its own; and so after a kill and a start."""
+def test_a_posted_item_is_recommended_like_others(place, tmp_path):
+    """It is in the next answer with the right score, also after the service was killed and restarted."""
     large = loaded(place, "large")
     expected = large.recommend([0, 1, 2, 3], K, 1000, exclude_seen=False)
     body = {"events": [dict(zip(("user", "item", "timestamp"), event)) for event in EVENTS]}
@@ -114,9 +114,9 @@ def test_an_item_that_is_posted_is_recommended_as_one_of_the_catalogue(place, tm
         assert answer.status_code == 200 and answer.json()["items"] == ["added"] * 4
         items, scores = lists(client)
         same_lists((items, scores), expected)
-        for user in range(4):  # it suits the users of its group
+        for user in range(4):  # it is similar to the items of its group's users
             assert NEW[user] in items[user][:14].tolist()
-        # Events may have it, and change what comes next as they would have.
+        # Events may have the item, and change later answers like those of other items.
         event = {"user": 0, "item": 100, "timestamp": 900}
         assert client.post("/events", json={"events": [event]}).json()["events"] == ["accepted"]
         large.append([0], [100], [900])
@@ -124,9 +124,9 @@ def test_an_item_that_is_posted_is_recommended_as_one_of_the_catalogue(place, tm
         same_lists(lists(client), expected)
         assert client.post("/items", json={"items": posted([100])}).json()["items"] == ["known"]
         document = client.get("/openapi.json").json()["paths"]["/items"]["post"]["requestBody"]["content"]
-        of_item = document["application/json"]["schema"]["properties"]["items"]["items"]["properties"]
-        assert set(of_item["features"]["properties"]) == {"brand", "tags", "price", "title"}
-        assert of_item["features"]["properties"]["title"]["maxItems"] == WIDTH
+        item_schema = document["application/json"]["schema"]["properties"]["items"]["items"]["properties"]
+        assert set(item_schema["features"]["properties"]) == {"brand", "tags", "price", "title"}
+        assert item_schema["features"]["properties"]["title"]["maxItems"] == WIDTH
     with serving(place / "small", log=tmp_path / "events.log") as (_, client):  # the first was killed
         same_lists(lists(client), expected)
         recommended = client.post("/scores", json={"user": 2, "candidates": [102, 2], "at": 1000}).json()["scores"]
@@ -134,7 +134,7 @@ def test_an_item_that_is_posted_is_recommended_as_one_of_the_catalogue(place, tm
 
 
 def test_items_of_a_file(place, tmp_path, capsys):
-    """With `eval.py --recommend --items` the lists are those of the run whose catalogue has the items."""
+    """The lists of `eval.py --recommend --items` are those of the run whose catalogue has the items."""
     rows = {}
     for name, more in (("small", ["--items", place / "new.parquet"]), ("large", [])):
         out = tmp_path / f"{name}.csv"
@@ -187,9 +187,9 @@ BAD = {
     "text for a list": ([1000], {"tags": ["all"]}, "tags of item 1: expected a list, got 'all'"),
     "a vector of another size": ([1000], {"title": [[1.0, 2.0]]}, f"title of item 1: expected {WIDTH} numbers"),
     "a vector that is not finite": ([1000], {"title": [[np.inf] * WIDTH]}, f"expected {WIDTH} numbers"),
-    "nothing": ([1000], {"brand": [None]}, "1000 has no feature that the run knows items by: brand, tags, p"),
-    "zeros": ([1000], {"title": [[0.0] * WIDTH]}, "1000 has no feature that the run knows items by"),
-    "an id of another type": (["x"], {"brand": ["b1"]}, "items: expected whole numbers, as the run's ids are, got"),
+    "nothing": ([1000], {"brand": [None]}, "1000 has no feature of the run, expected at least one of brand, tags, p"),
+    "zeros": ([1000], {"title": [[0.0] * WIDTH]}, "1000 has no feature of the run"),
+    "an id of another type": (["x"], {"brand": ["b1"]}, "items: expected whole numbers like the run's ids, got"),
 }
 
 
@@ -212,7 +212,7 @@ def answered(worker, *requests):
 
 
 def test_another_model_gets_the_posted_items(place, tmp_path):
-    """One that lacks them takes them from the log, one that has them keeps its own; what came meanwhile follows."""
+    """A model without these items reads them from the log; a model with them keeps its own; later records follow."""
     log = EventLog(tmp_path / "events.log")
     worker = Worker(loaded(place, "small", EVENTS[:1]), log)
     adding = AddItems([100, 101], {name: values[:2] for name, values in columns().items()})
@@ -233,7 +233,7 @@ def test_another_model_gets_the_posted_items(place, tmp_path):
         worker.answer([Exchange(new, reader), request])
         (answer,) = request.done.result().users
         assert answer.items == [103] and len(new.items) == 44
-    # A start later: the file keeps the items when it is rewritten.
+    # After another start: a rewritten file keeps the items.
     answered(worker, Forget("ann"))
     size = log.size
     log.close()
@@ -241,7 +241,7 @@ def test_another_model_gets_the_posted_items(place, tmp_path):
     replay(Recommender.load(place / "small", cache_bytes=2**22), log)
     log.compact()
     assert log.size < size
-    log.roll()  # into a new file, which has them, too
+    log.roll()  # the new file has the items, too
     again = Recommender.load(place / "small", cache_bytes=2**22)
     with log.reader() as reader:
         replay(again, reader)
@@ -260,7 +260,9 @@ def test_services_on_one_store_share_new_items(place):
     first, second = service(), service()
     adding = AddItems(NEW[:3], {name: values[:3] for name, values in columns().items()})
     assert answered(first, adding) == [["added"] * 3]
-    assert answered(second, Events(["ann"], [100], [5], None)) == [["accepted"]]  # which it has not read yet
+    assert answered(second, Events(["ann"], [100], [5], None)) == [
+        ["accepted"]
+    ]  # an item that this service has not read yet
     assert answered(second, AddItems(NEW[1:], {name: values[1:] for name, values in columns().items()})) == [
         ["known", "known", "added"]
     ]

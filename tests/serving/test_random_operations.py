@@ -1,4 +1,4 @@
-"""Random operations, few of them: `python -m tests.serving.random_operations` runs many."""
+"""Test a few random operations; `python -m tests.serving.random_operations` runs many."""
 
 import pytest
 

@@ -55,9 +55,9 @@ N = 66
     [*itertools.product([DENSE, SOFTMAX, BSA], ["fp32", "bf16", "2bit"]), (WINDOW, "fp32"), (WINDOW, "2bit")],
 )
 def test_portions_do_not_matter(attention, cache):
-    """Whatever the format: the same answers however events came, at lengths around 64, the window's N, and 3 N."""
+    """With every format, answers do not depend on the calls that added events, for lengths around 64, N and 3 N."""
     if attention is BSA and cache == "2bit":
-        with pytest.raises(ServingError, match="bsa is served from keys and values as they are"):
+        with pytest.raises(ServingError, match="bsa cannot use codes"):
             serve(make_config(BSA), make_model(make_config(BSA)), cache="2bit")
         return
     config = make_config(attention, max_seq_len=N)
@@ -68,11 +68,11 @@ def test_portions_do_not_matter(attention, cache):
         served = serve(config, model, cache=cache, cache_bytes=SMALL)
         for user, count in enumerate(lengths):
             items, times, _ = events(count, user)
-            # One by one from some way before the end: those before are the same in each case by then.
+            # The last events one by one: the state before them is the same in each case.
             parts = portions(count, how) if how != "one by one" else [count - 6, *[1] * 6]
             for begin, part in zip(np.cumsum([0, *parts]), parts):
-                mine = slice(begin, begin + part)
-                served.append([user] * part, items[mine], times[mine])
+                portion = slice(begin, begin + part)
+                served.append([user] * part, items[portion], times[portion])
         every = np.tile(item_ids(), (len(lengths), 1))
         answers[how] = served.score(range(len(lengths)), every, 10**9)
     for how in ("in portions", "one by one"):
@@ -89,7 +89,7 @@ def test_portions_do_not_matter(attention, cache):
 
 @pytest.mark.parametrize("count", [0, 1, 22, 23, 24, 25, 26, 27, 50, 1000])
 @pytest.mark.parametrize("slide", [1, 3, 24])
-def test_the_window_depends_on_the_number_of_events_alone(count, slide):
+def test_the_window_depends_only_on_the_number_of_events(count, slide):
     begin = Window(24, slide).begin(count)
     assert begin % slide == 0 and count - begin <= 24 and (begin == 0 or count - begin > 24 - slide)
     assert slide > 1 or begin == max(0, count - 24)
@@ -102,7 +102,7 @@ def test_candidates_never_see_one_another():
         items, times, actions = events(30)
         served.append([1] * 30, items, times, None if task == "retrieval" else actions)
         candidates = item_ids()[np.random.default_rng(1).permutation(NUM_ITEMS)]
-        candidates = np.append(candidates, candidates[:9])  # some of them twice
+        candidates = np.append(candidates, candidates[:9])  # some items twice
         order = np.random.default_rng(2).permutation(len(candidates))
         at = int(times[-1]) + 60
         scores = served.score([1], candidates[None], at)[0]
@@ -110,12 +110,12 @@ def test_candidates_never_see_one_another():
         assert (served.score([1], candidates[None, order], at)[0] == scores[order]).all()
         alone = np.concatenate([served.score([1], [[candidate]], at)[0] for candidate in candidates[:5]])
         np.testing.assert_allclose(alone, scores[:5], atol=1e-6)
-        # And nothing is left of them.
+        # They leave no trace in the pages.
         np.testing.assert_array_equal(served.score([1], candidates[None], at)[0], scores)
 
 
 def test_events_that_come_late():
-    """Even those from before the window, which push others back into it, and ties, which stand behind."""
+    """This includes events before the window, which push others back into it, and ties, which come last."""
     config = make_config(max_seq_len=8)
     model = make_model(config)
     served, plain = serve(config, model, slide=3, cache_bytes=SMALL), Plain(config, model, 3)
@@ -217,12 +217,12 @@ def test_errors_by_name(small):
     assert served.history(1).count == before.count == 1 and served.statistics["users"] == 1
 
 
-def test_actions_are_asked_for():
+def test_actions_are_required():
     config = make_config(action_embedding=True)
     served = serve(config, make_model(config), cache_bytes=SMALL)
-    with pytest.raises(MissingActions, match="reads the action of every event"):
+    with pytest.raises(MissingActions, match="the run reads actions, expected one for each event"):
         served.append([1], [100], [5])
-    with pytest.raises(InvalidRequest, match="actions: 6 is not known to the run, which knows 0 to 5"):
+    with pytest.raises(InvalidRequest, match="actions: 6 is not known to the run, expected 0 to 5"):
         served.append([1], [100], [5], [6])
     served.append([1], [100], [5], [5.0])
     assert served.history(1).actions.tolist() == [5]
@@ -241,27 +241,27 @@ def test_limits(small):
 @pytest.mark.parametrize(
     ("attention", "changes", "options", "message"),
     [
-        ({"kind": "htree"}, {}, {}, r"layer 0 \(htree\) cannot be served: dense, softmax, rotatekv and bsa can"),
-        ({"kind": "softmax", "num_kv_heads": 1}, {}, {}, "layer 0 shares 1 key heads between 2"),
+        ({"kind": "htree"}, {}, {}, r"layer 0 \(htree\) cannot be served: expected dense, softmax, rotatekv or bsa"),
+        ({"kind": "softmax", "num_kv_heads": 1}, {}, {}, "layer 0 has 1 key heads, expected 2"),
         ({"kind": "rotatekv", "bits": 3}, {}, {}, "layer 0 has bits=3"),
         ({"kind": "rotatekv", "sparsity": 0.5}, {}, {}, "layer 0 has sparsity=0.5"),
-        ({"kind": "rotatekv"}, {}, {"cache": "4bit"}, "trained for its own codes"),
-        ([{"kind": "rotatekv"}, DENSE], {}, {}, r"layer 1 \(dense\): some layers are of kind rotatekv and some not"),
+        ({"kind": "rotatekv"}, {}, {"cache": "4bit"}, "trained for other codes"),
+        ([{"kind": "rotatekv"}, DENSE], {}, {}, r"layer 1 \(dense\): expected all layers or none of kind rotatekv"),
         (DENSE, {}, {"cache": "5bit"}, "cache: expected one of auto, fp32"),
-        (DENSE, {}, {"sink_tokens": 2}, "sink_tokens=2 is for codes, cache=auto"),
+        (DENSE, {}, {"sink_tokens": 2}, "sink_tokens=2: expected cache 8bit, 4bit or 2bit, got auto"),
         (DENSE, {}, {"slide": 25}, "slide: expected 1 to 24"),
         (DENSE, {}, {"cache_bytes": 999}, "cache_bytes: a window of 24 tokens takes"),
-        (DENSE, {"task": "ranking", "max_seq_len": 2}, {}, "ranking is served from 3 tokens on"),
+        (DENSE, {"task": "ranking", "max_seq_len": 2}, {}, "serving ranking needs at least 3"),
     ],
 )
-def test_what_cannot_be_served_says_why(attention, changes, options, message):
+def test_runs_and_options_that_cannot_be_served(attention, changes, options, message):
     config = make_config(attention, **changes)
     with pytest.raises(ServingError, match=message):
         serve(config, make_model(config), **options)
 
 
 def test_pages_are_taken_from_the_least_recently_used(small):
-    """Who is pinned keeps them; what no page holds is encoded anew, and the answers are the same."""
+    """Pinned users keep their pages; evicted windows are encoded again, with the same answers."""
     served = serve(*small, cache_bytes=3 * 2 * (2 * 2 * 16 * 16 * 2 * 4 + 128))  # three windows of 24 tokens: two pages
     items, times, _ = events(20)
     for user in range(5):
@@ -278,7 +278,7 @@ def test_pages_are_taken_from_the_least_recently_used(small):
     assert served.recommend(range(5), at=10**8)[0].shape == (5, 10)
     served.pin([1, 2])
     served.recommend([1, 2], at=10**8)
-    with pytest.raises(CacheFull, match="3 pinned users hold the cache"):
+    with pytest.raises(CacheFull, match="3 pinned users fill the cache"):
         served.recommend([3], at=10**8)
     served.append([3, 5], [100, 100], [10**7] * 2)
     assert served.history(3).count == 21 and served.history(5).count == 1
@@ -308,17 +308,17 @@ def test_a_saved_store(small, tmp_path):
         served.append([0], [103], [10**8])
         actual, expected = (one.score([0, 3], [item_ids()] * 2, 10**9) for one in (other, served))
         np.testing.assert_array_equal(actual, expected)
-    # Pages of another format are left aside.
+    # Pages of another format are ignored.
     other = serve(*small, cache_bytes=SMALL)
     other.restore(tmp_path / "2bit")
     assert other.statistics["users"] == 4 and other.statistics["users_with_pages"] == 0
-    for options, message in (({"slide": 1}, "slide 6, here 1"),):
+    for options, message in (({"slide": 1}, "slide 6, expected 1"),):
         with pytest.raises(StoreError, match=message):
             serve(*small, cache_bytes=SMALL, **options).restore(tmp_path / "fp32")
 
 
-def test_a_store_of_other_weights_keeps_its_events_alone(small, tmp_path):
-    """A run that was resumed has the same id and other weights: the keys and values of the old ones are not served."""
+def test_a_store_of_other_weights_restores_only_events(small, tmp_path):
+    """A resumed run has the same id and other weights: pages of the old weights are not used."""
     config, model = small
     items, times, _ = events(30)
     before, fresh, after = (serve(config, one, cache_bytes=SMALL) for one in (model, *[make_model(config, 1)] * 2))
@@ -333,7 +333,7 @@ def test_a_store_of_other_weights_keeps_its_events_alone(small, tmp_path):
 
 
 def test_the_files_of_a_store(small, tmp_path):
-    """A store is its owner's alone, keeps its mode, names any user, and stays as it was if the disk is full."""
+    """Only its owner can read a new store; a replaced one keeps its mode, and is unchanged if the disk is full."""
     served, users = serve(*small, cache_bytes=SMALL), ["a/b", "..", "a\0", "a", "\ud800", "\n", "x" * 300, ""]
     served.append(users, [100] * len(users), list(range(len(users))))
     served.save(tmp_path / "store")
@@ -380,7 +380,7 @@ def test_a_damaged_store_changes_nothing(small, tmp_path, file, fault):
 
 
 def test_several_threads_read_while_one_writes(small):
-    """Each answer is one that some state between two appends gives."""
+    """Each answer is that of a state between two appends."""
     served = serve(*small, cache_bytes=2**16)
     items, times, _ = events(12)
     served.append([0] * 2, items[:2], times[:2])

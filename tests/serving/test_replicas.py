@@ -1,4 +1,4 @@
-"""Two services on one Redis: they answer as one, and docs/production.md says how to run them."""
+"""Test two services on one Redis: they answer like one, and run as described in docs/production.md."""
 
 import contextlib
 import re
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server"),
 ]
 OPERATIONS = 10_000
-WAIT = 500  # seconds, for what a busy machine may take long for
+WAIT = 500  # seconds, enough for a busy machine
 NOW = 3 * 10**9  # after all events of the data
 
 
@@ -88,7 +88,7 @@ def compare(actual, expected, path=""):
 
 
 def test_two_replicas_answer_as_one_process(trained, tmp_path):  # noqa: F811
-    """Random requests over both, one of which is killed and started again twice, while the other goes on."""
+    """Send random requests to both; one of them is killed and restarted twice."""
     pytest.importorskip("redis")
     rng, items = np.random.default_rng(0), known_items(trained)
     users = [*np.load(trained / "vocabulary" / "user_ids.npy")[:20].tolist(), *(f"new{n}" for n in range(10))]
@@ -107,7 +107,7 @@ def test_two_replicas_answer_as_one_process(trained, tmp_path):  # noqa: F811
                     status, answer = outcome(steady if rng.random() < 0.5 else other, request)
                     expected_status, expected = outcome(alone, request)
                     assert status == expected_status, (turn, request, answer, expected)
-                    if request[0] != "DELETE":  # one that has not met the user knows less of whether there was one
+                    if request[0] != "DELETE":  # a service that has not read the user cannot know whether it existed
                         compare(answer, expected, f"{turn} {request}")
                     statuses.add(status)
                 process.kill()
@@ -140,7 +140,7 @@ def running(command, folder, until=None):
 
 
 def answered(client, method, path, **content):
-    """Return the answer to a request as soon as the proxy and the services let it through."""
+    """Send a request until the proxy and the services answer; return the answer."""
     ends = time.monotonic() + WAIT
     while True:
         with contextlib.suppress(httpx.TransportError):
@@ -170,7 +170,7 @@ def test_the_services_of_the_docs(trained, tmp_path):  # noqa: F811
     python = [sys.executable, str(ROOT / "serve.py")]
     assert all(service[:2] == ["python", "serve.py"] for service in services)
     services = [[*python, *service[2:], *SMALL, "--device", "cpu"] for service in services]
-    # In the foreground, with its process id in the test's folder.
+    # In the foreground, with its pid file in the test's folder.
     proxy = ["nginx", "-c", str(tmp_path / "nginx.conf"), "-g", f"daemon off; pid {tmp_path}/pid;"]
     item = known_items(trained)[0]
 
@@ -189,7 +189,7 @@ def test_the_services_of_the_docs(trained, tmp_path):  # noqa: F811
         assert order(client, 3) == ["repeated"]
         assert [replica.get("/users/ann").json()["count"] for replica in replicas] == [10, 10]
         first.kill()
-        for number in range(10, 30):  # each is answered by the service that is left
+        for number in range(10, 30):  # the remaining service answers
             event = {"user": "ann", "item": item, "timestamp": number, "id": f"order-{number}"}
             answer = client.post("/events", json={"events": [event]})
             assert answer.status_code == 200 and answer.json()["events"] in (["accepted"], ["repeated"])

@@ -36,9 +36,10 @@ def trained(tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(folder, *options, log=None, main=serve.main, python=None, **how):
-    """Yield (the process, a client) of serve.py on a free port; the process is killed at the end if it still runs.
+    """Yield (the process, a client) of serve.py on a free port; kill the process at the end if it still runs.
 
-    main: an importable function in its place. python: start this one, in place of a fork. how: as of `Forked`.
+    main: an importable function to run in place of serve.py; python: start this interpreter, not a fork; how: see
+    `Forked`.
     """
     arguments = [folder, "--port", "0", "--device", "cpu", *SMALL, *options, *([] if log is None else ["--log", log])]
     arguments = list(map(str, arguments))
@@ -73,8 +74,8 @@ def known_items(folder):
     return np.load(folder / "vocabulary" / "item_ids.npy").tolist()
 
 
-def test_the_path_of_a_newcomer(trained, tmp_path):
-    """Every command of the first block of docs/serving.md, with a small run in place of the one that it trains."""
+def test_the_first_commands_of_the_docs(trained, tmp_path):
+    """Run every command of the first block of docs/serving.md, with a smaller run."""
     text = (ROOT / "docs" / "serving.md").read_text()
     commands = re.search(r"```sh\n(.*?)```", text, re.S)[1].replace("\\\n", " ").strip().splitlines()
     train, serve, post, get = (re.sub(r"\s+#.*", "", command) for command in commands)
@@ -95,17 +96,20 @@ def test_the_path_of_a_newcomer(trained, tmp_path):
 
 
 def test_kill_under_load_then_a_start(trained, tmp_path):
-    """Every acknowledged event is there, in the order in which each user's came; what follows works on."""
+    """After a kill, all acknowledged events are there in each user's order, and the service works as before."""
     items, log = known_items(trained), tmp_path / "events.log"
     acknowledged = {user: 0 for user in "abcd"}
     with serving(trained, log=log) as (process, client):
         enough = threading.Event()
 
         def write(user):
-            with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=client.base_url, timeout=600) as mine:
+            with (
+                contextlib.suppress(httpx.HTTPError),
+                httpx.Client(base_url=client.base_url, timeout=600) as connection,
+            ):
                 for i in range(10**6):
                     event = {"user": user, "item": items[i % len(items)], "timestamp": i}
-                    assert mine.post("/events", json={"events": [event]}).status_code == 200
+                    assert connection.post("/events", json={"events": [event]}).status_code == 200
                     acknowledged[user] = i + 1
                     if min(acknowledged.values()) >= 5:
                         enough.set()
@@ -118,11 +122,11 @@ def test_kill_under_load_then_a_start(trained, tmp_path):
         for writer in writers:
             writer.join()
     with log.open("ab") as file:
-        file.write(b"0123abcd {")  # what a kill may leave of a line
+        file.write(b"0123abcd {")  # an incomplete line, as a kill may leave it
     with serving(trained, log=log) as (process, client):
         for user, count in acknowledged.items():
             history = client.get(f"/users/{user}").json()
-            # One more may have been written and not acknowledged.
+            # One more event may have been written without being acknowledged.
             assert count <= history["count"] <= count + 1
             assert history["timestamps"] == list(range(history["count"]))[-len(history["timestamps"]) :]
         assert client.get("/users/a/recommendations").status_code == 200
@@ -131,21 +135,21 @@ def test_kill_under_load_then_a_start(trained, tmp_path):
 
 
 def test_sigterm_answers_what_was_accepted(trained, tmp_path):
-    """Requests that are under way when the signal comes are answered, and what they wrote is in the log."""
+    """Requests that are running when the signal arrives are answered, and their events are in the log."""
     item = known_items(trained)[0]
     answered, refused = [0] * 4, []
     with serving(trained, log=tmp_path / "events.log") as (process, client):
         begun = threading.Semaphore(0)
 
         def write(number):
-            with httpx.Client(base_url=client.base_url, timeout=600) as mine:
+            with httpx.Client(base_url=client.base_url, timeout=600) as connection:
                 for i in range(10**6):
                     try:
-                        answer = mine.post("/events", json={"events": [{"user": f"u{number}", "item": item}]})
+                        answer = connection.post("/events", json={"events": [{"user": f"u{number}", "item": item}]})
                     except httpx.ConnectError:
-                        return  # nobody listens any more
+                        return  # the service no longer listens
                     except httpx.HTTPError as error:
-                        # A connection that was kept alive is closed between two requests.
+                        # A kept-alive connection is closed between two requests.
                         refused.append(error)
                         return
                     assert answer.status_code in (200, 503)
@@ -163,7 +167,7 @@ def test_sigterm_answers_what_was_accepted(trained, tmp_path):
             writer.join()
         assert ended(process) == (0, "")
     records = (tmp_path / "events.log").read_bytes().count(b'"users"')
-    # A request whose connection closed before it was read was not accepted: no record is without its answer.
+    # A request whose connection was closed before it was read was not accepted: each record has its answer.
     assert sum(answered) == records, (answered, records, refused)
 
 
@@ -176,7 +180,7 @@ def delete_then_kill(trained, log):
         log.rename(log.with_name("aside"))
         assert client.post("/events", json={"events": [{"user": user, "item": item}]}).status_code == 507
         second = run("serve.py", trained, *SMALL, "--port", "0", "--log", log)
-        assert second.returncode == 2 and "another process is serving from it" in second.stderr and not log.exists()
+        assert second.returncode == 2 and "another process is using this log" in second.stderr and not log.exists()
         log.with_name("aside").rename(log)
         for name in ("a/b", user):
             assert client.post("/events", json={"events": [{"user": name, "item": item}]}).status_code == 200
@@ -187,17 +191,17 @@ def delete_then_kill(trained, log):
 
 
 def check_on_a_full_disk(process, client, user):
-    """Check that a service goes on that cannot rewrite its log, without the users who were deleted."""
-    assert "1 events of deleted users stay in it" in process.output
+    """Check that a service without room to rewrite its log still answers, without the deleted users."""
+    assert "1 events of deleted users remain in it" in process.output
     assert client.get(f"/users/{user}").json()["count"] == 1 and client.get("/users/a%2Fb").status_code == 404
-    # The last page of the file may have room for some marks.
+    # The last page of the file may have room for a few marks.
     assert any(client.delete(f"/users/{user}").status_code == 507 for _ in range(300))
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == 0
 
 
 def test_deletions_outlive_a_kill_and_a_full_disk(trained, tmp_path):
-    """A user of the run's data stays deleted, and only later events count; the log was renamed meanwhile."""
+    """A deleted user of the run's data stays deleted, and has only later events, even if the log was renamed."""
     log = tmp_path / "events.log"
     user = delete_then_kill(trained, log)
     no_file_grows = ((resource.RLIMIT_FSIZE, 0),)
@@ -212,7 +216,7 @@ def test_deletions_outlive_a_kill_and_a_full_disk(trained, tmp_path):
     reason="needs the right to mount",
 )
 def test_a_full_file_system(trained, tmp_path):
-    """A start on a tmpfs without a free page, in a mount namespace of its own."""
+    """Start on a tmpfs without a free page, in a separate mount namespace."""
     user = delete_then_kill(trained, tmp_path / "events.log")
     (tmp_path / "full").mkdir()
     program = tmp_path / "python"
@@ -227,8 +231,8 @@ def test_a_full_file_system(trained, tmp_path):
         check_on_a_full_disk(process, client, user)
 
 
-def test_a_folder_of_runs_whose_newest_serves(trained, tmp_path):
-    """Let --watch exchange the model once a run is finished; events are kept, and SIGTERM ends the service as ever."""
+def test_a_folder_of_runs_serves_the_newest(trained, tmp_path):
+    """Replace the model by --watch once a run is finished; events are kept, and SIGTERM still ends the service."""
     runs, item = tmp_path / "runs", known_items(trained)[0]
 
     def finish_run(name, created):
@@ -257,7 +261,7 @@ def test_a_folder_of_runs_whose_newest_serves(trained, tmp_path):
         assert answer.json() == {"model": "day-1", "previous": "day-8"} and post().json()["accepted"] == 1
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate()
-        assert process.returncode == 0 and output.count(" serves in place of ") == 2 and not errors, (output, errors)
+        assert process.returncode == 0 and output.count(" replaced ") == 2 and not errors, (output, errors)
     with serving(runs) as (_, client):
         assert client.get("/users/ann").json()["count"] == 3 and client.get("/health").json()["model"] == "day-8"
 
@@ -285,7 +289,7 @@ def test_refused_at_the_start(trained, tmp_path):
 
 
 def test_a_run_is_loaded_with_its_history(trained, tmp_path, monkeypatch, capsys):
-    """The example of twenty lines, and what it says is what the recommender says."""
+    """Run the example of twenty lines; it prints the same as the recommender returns."""
     items = known_items(trained)
     (tmp_path / "new.csv").write_text(f"user,item,timestamp\nnewcomer,{items[0]},10\nnewcomer,{items[1]},20\n")
     monkeypatch.setattr(sys, "argv", ["recommend.py", str(trained), str(tmp_path / "new.csv")])

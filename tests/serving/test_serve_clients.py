@@ -66,7 +66,7 @@ def connected(client, content=b""):
 
 
 def everything(connection):
-    """Return what comes until the other side closes."""
+    """Return the bytes received until the other side closes."""
     content = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(2**16):
@@ -83,7 +83,7 @@ def posted(body, *lines):
 
 
 def half_sent(client, body):
-    """Return a connection whose request's head was read, and half of its body sent."""
+    """Return a connection after the head and half of the body of a request were sent."""
     connection = connected(client, posted(body, "Expect: 100-continue"))
     assert connection.recv(2**16).startswith(b"HTTP/1.1 100")
     connection.sendall(body[: len(body) // 2])
@@ -102,13 +102,13 @@ def wait_until_closed(client):
 
 
 @pytest.mark.parametrize("number", [SIGNALS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SIGNALS[1:])])
-def test_a_request_that_comes_in_when_a_signal_does_is_answered(trained, tmp_path, number):  # noqa: F811
+def test_a_request_that_arrives_with_a_signal_is_answered(trained, tmp_path, number):  # noqa: F811
     body = b'{"events": [{"user": "ann", "item": %d}]}' % known_items(trained)[0]
     with serving(trained, log=tmp_path / "log") as (process, client):
         connection = half_sent(client, body)
         process.send_signal(number)
         wait_until_closed(client)
-        time.sleep(1.5)  # longer than a library may go on after a signal
+        time.sleep(1.5)  # longer than a library may continue after a signal
         connection.sendall(body[len(body) // 2 :])
         assert b'"accepted":1,' in everything(connection)
         assert ended(process) == (0, "")
@@ -146,7 +146,7 @@ def test_forty_large_requests_are_answered_after_a_signal(trained, tmp_path):  #
         answers = [everything(connection) for connection in connections]
         assert ended(process) == (0, "")
     assert all(b'"accepted":10000,' in answer for answer in answers)
-    log = EventLog(tmp_path / "log")  # most of it has become segments
+    log = EventLog(tmp_path / "log")  # most of it is in segments
     assert sum(part.num_events for part in log.parts()) == 400_000
     log.close()
 
@@ -155,7 +155,7 @@ def test_forty_large_requests_are_answered_after_a_signal(trained, tmp_path):  #
 
 
 def test_answers_are_sent_at_once():
-    """A kept connection whose socket waits for more to send makes the client wait for 40 ms."""
+    """Without TCP_NODELAY, the client of a kept-alive connection would wait for 40 ms."""
 
     async def option():
         answer = asyncio.get_running_loop().create_future()
@@ -185,7 +185,7 @@ def trickle(client, whole, content):
         raise AssertionError("all was taken")
 
 
-def test_clients_that_wait_or_trickle_are_left(trained, tmp_path):  # noqa: F811
+def test_slow_and_idle_clients_are_disconnected(trained, tmp_path):  # noqa: F811
     with serving(trained, log=tmp_path / "log", main=impatient) as (process, client):
         before, health = open_sockets(process), head("GET", "/health")
         for sent, answers in ((b"", 0), (health[:-2], 0), (health, 1), (health + health[:-2], 1)):
@@ -207,7 +207,7 @@ def test_clients_that_wait_or_trickle_are_left(trained, tmp_path):  # noqa: F811
 
 
 def crowd(client, count):
-    """Open connections of slow and idle clients: one by one nothing, half of a head, of a body, a kept connection."""
+    """Open connections that alternately send nothing, half of a head, half of a body, or stay idle after a request."""
     whole, health = posted(b"y" * 100), head("GET", "/health")
     contents = [b"", health[:-2], whole + b"y" * 50, health]
     return [connected(client, contents[number % 4]) for number in range(count)]
@@ -265,7 +265,7 @@ def service(trained, tmp_path_factory):  # noqa: F811
         assert ended(process) == (0, "")
 
 
-def test_a_client_that_leaves_is_no_error_of_the_service(service):
+def test_a_client_that_disconnects_causes_no_error(service):
     _, client = service
     for _ in range(3):
         connected(client, posted(b"y" * 100, f"Authorization: Bearer {TOKEN}") + b"y" * 50).close()
@@ -274,7 +274,7 @@ def test_a_client_that_leaves_is_no_error_of_the_service(service):
     assert 'status="500"' not in text
 
 
-def test_what_is_not_http_is_refused_in_one_answer(service):
+def test_invalid_http_is_refused_in_one_answer(service):
     _, client = service
     chunked, token = "Transfer-Encoding: chunked", f"Authorization: Bearer {TOKEN}"
     for content in (b"\x16\x03\x01\r\n\r\n", head("POST", "/events", chunked, token) + b"no number\r\n"):
@@ -309,7 +309,7 @@ def schemathesis(client, count, *options):
     )  # fmt: skip
 
 
-def test_the_service_keeps_what_its_document_says(service, tmp_path, monkeypatch):
+def test_the_service_matches_its_openapi_document(service, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = schemathesis(service[1], 5, "--header", f"Authorization: Bearer {TOKEN}")
     assert done.returncode == 0, done.stdout
@@ -331,7 +331,7 @@ def test_a_thousand_requests_by_schemathesis(trained, service, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_features_by_schemathesis(tmp_path, monkeypatch):
-    """A ranking run with features of users and events: the document has them, and requests of it are answered."""
+    """Test a ranking run with features of users and events by requests generated from its OpenAPI document."""
     rows = [f"{n % 7},{n % 11},{n},{n % 2},d{n % 3}" for n in range(300)]
     (tmp_path / "events.csv").write_text("user,item,timestamp,action,device\n" + "\n".join(rows) + "\n")
     (tmp_path / "users.csv").write_text("user,tags\n" + "\n".join(f"{n},t{n % 2}|t{n % 3}" for n in range(7)) + "\n")

@@ -1,4 +1,4 @@
-"""Serving on a GPU against serving on a CPU, which test_random_operations.py holds against the model itself."""
+"""Compare serving on a GPU with serving on a CPU, which test_random_operations.py compares with the model."""
 
 import copy
 
@@ -33,14 +33,14 @@ ROTARY = {"rotary": {"position": True, "time": True}}
         (DENSE, "ranking", {}, {"cache": "8bit", "sink_tokens": 2}),
     ],
 )
-def test_a_gpu_serves_what_a_cpu_serves(attention, task, changes, options, tmp_path):
+def test_a_gpu_gives_the_answers_of_a_cpu(attention, task, changes, options, tmp_path):
     config = make_config(attention, task=task, max_seq_len=70, **changes)
     model = make_model(config)
     served = [
         serve(config, copy.deepcopy(model).to(device), cache_bytes=2**20, **options) for device in ("cpu", "cuda")
     ]
     rng, now = np.random.default_rng(0), 0
-    # Codes of numbers that differ in the last bit may differ: of few, and by a step.
+    # Numbers that differ in the last bit may have codes that differ by one; only few do.
     tolerance = 2e-2 if options.get("cache") or attention["kind"] == "rotatekv" else 2e-3
     reads = task != "retrieval" or "action_embedding" in changes
     for _ in range(12):

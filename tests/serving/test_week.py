@@ -1,4 +1,4 @@
-"""The week of a shop (docs/week.md): clients order and look while models change and the service is killed."""
+"""Test the week of a shop (docs/week.md): clients send orders while models change and the service is killed."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from serving.http import event_log
 from serving.http.app import create_app
 from serving.http.event_log import EventLog
 from serving.http.replay import replay
-from serving.http.swap import Demands, Models
+from serving.http.swap import Models, Requirements
 from tests.serving.test_serve import ended, serving
 
 CONFIG = """
@@ -36,11 +36,11 @@ STOCK = ITEMS[::3]
 OLD = [(f"u{user:02}", ITEMS[(user + 3 * n) % 20], n) for user in range(20) for n in range(10)]
 VISITORS = [f"u{number:02}" for number in range(5)]
 DELETED = "u19"
-WAIT = 500  # seconds, for what a busy machine may take long for
+WAIT = 500  # seconds, enough for a busy machine
 
 
 def with_small_files(arguments):
-    """Run serve.py with a log that goes on in a new file after some hundred events."""
+    """Run serve.py with a log that continues in a new file after some hundred events."""
     event_log.FULL = 20_000
     return serve.main(arguments)
 
@@ -48,7 +48,7 @@ def with_small_files(arguments):
 class Shop:
     """Visitors who order something and look at their recommendations, and the orders that were acknowledged.
 
-    client: of all visitors. A visitor whose service is gone repeats the order, with the same id.
+    client: the HTTP client of all visitors. If the service is gone, a visitor repeats the order with the same id.
     """
 
     def __init__(self, client):
@@ -70,7 +70,7 @@ class Shop:
                 self.faults.append(error)
 
     def sent(self, send):
-        """Return the answer to a request, sent again while there is no service; and whether it was sent again."""
+        """Send a request until the service answers; return (the answer, whether it was sent again)."""
         ends, again = time.monotonic() + WAIT, False
         while True:
             try:
@@ -114,7 +114,7 @@ class Shop:
         self.wait(lambda: all(len(self.orders[user]) >= count for user, count in least.items()))
 
     def check(self, client, extra):
-        """Compare what the service has of each user with the data and the acknowledged orders."""
+        """Compare the service's events of each user with the data and the acknowledged orders."""
         for user in [*VISITORS, "u07"]:
             expected = [(item, n) for owner, item, n in OLD if owner == user]
             expected += self.orders.get(user, []) + [(item, n) for owner, item, n in extra if owner == user]
@@ -148,7 +148,7 @@ def first_run(place):
 
 
 def update(place, shop, extra):
-    """Train day-8 on all events so far, those of the deleted user left out, and the events `extra` of a new article."""
+    """Train day-8 on all events so far, without the deleted user, and on the events `extra` of a new article."""
     rows = [row for row in OLD if row[0] != DELETED]
     rows += [(user, *order) for user, orders in shop.orders.items() for order in list(orders)]
     write_data(place / "day-8.csv", rows + extra)
@@ -179,7 +179,7 @@ def day_1(shop, client):
 
 
 def day_8(shop, client, place):
-    """Update, exchange, refuse a bad model, and go back to the old one and forth, while the visitors are there."""
+    """Update and replace the model, refuse a damaged run, and go back and forth, while visitors send requests."""
     shop.wait_for_orders(1)
     update(place, shop, EXTRA)
     began, before = time.monotonic(), shop.requests
@@ -197,14 +197,14 @@ def day_8(shop, client, place):
 
 
 def test_a_week_in_one_process(tmp_path, monkeypatch):
-    """The short form: a service that is stopped and started, in this process."""
+    """Run the short form: the service is stopped and started within this process."""
     monkeypatch.setattr(event_log, "FULL", 4000)
     first_run(tmp_path)
 
     @contextlib.contextmanager
     def service():
         load = lambda path: Recommender.load(path, history=True, device="cpu", cache_bytes=2**22)
-        models = Models(tmp_path / "runs", load, Demands(missing=0.1))
+        models = Models(tmp_path / "runs", load, Requirements(missing=0.1))
         recommender, log = models.first(), EventLog(tmp_path / "events.log")
         replay(recommender, log)
         log.compact()
@@ -226,17 +226,17 @@ def test_a_week_in_one_process(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_week_of_processes_and_kills(tmp_path):
-    """The service is killed twice while 50 requests a second come; nothing acknowledged is lost or doubled."""
+    """Kill the service twice under 50 requests a second: no acknowledged order is lost or repeated."""
     first_run(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     options = ["--history", "--watch", "--watch-seconds", "0.2", "--missing-items", "0.1", "--port", str(port)]
     start = lambda: serving(tmp_path / "runs", *options, log=tmp_path / "log", main=with_small_files)
     with (
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT) as of_visitors,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT) as visitor_client,
         contextlib.ExitStack() as visitors,
     ):
-        shop = Shop(of_visitors)
+        shop = Shop(visitor_client)
         with start() as (process, client):
             day_1(shop, client)
             visitors.enter_context(shop.open())

@@ -2,9 +2,9 @@
 
 python -m tests.serving.http.log_under_kills FOLDER       prints the number of kills
 
-Each process is a fork that opens the log, cleans it as a start does, appends a few records and closes it; the next one
-goes on with what the kill left. After each kill a copy of the files is read: it must have every acknowledged record
-once, and may have the one that was being written.
+Each process is a fork that opens the log, compacts it like a starting service, appends a few records and closes it; the
+next process continues with the files that the killed one left. After each kill, a copy of the files is read: it must
+contain every acknowledged record once, and may contain the record that was being written.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from serving.http import event_log
 from serving.http.event_log import EventLog
 
 MOMENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod"}
-RECORDS = 2  # that a process appends
+RECORDS = 2  # records that a process appends
 event_log.FULL = 200
 
 
@@ -49,7 +49,7 @@ class Expected:
 
 
 def read(log: EventLog) -> tuple:
-    """Return what a log has in the form of `Expected.state`."""
+    """Return the content of a log in the form of `Expected.state`."""
     events: dict[str, list] = {}
     for part in log.parts():
         rows = zip(part.item.tolist(), part.timestamps.tolist(), part.action.tolist())
@@ -73,7 +73,7 @@ def random_record(rng, turn: int) -> dict:
 
 
 def work(path: Path, moment: int, notes: int) -> None:
-    """Write records, noting each before and after; kill this process at a moment."""
+    """Write records, note each before and after writing, and kill this process at the given moment."""
     left = [moment]
 
     def count(event: str, arguments: tuple) -> None:
@@ -97,7 +97,7 @@ def work(path: Path, moment: int, notes: int) -> None:
 
 
 def check(folder: Path, copied: Path, expected: Expected, pending: dict | None) -> None:
-    """Compare a copy of the log with what must be in it; what it has of the pending record counts from now on."""
+    """Compare a copy of the log with the expected content; if it has the pending record, expect it from now on."""
     shutil.rmtree(copied, ignore_errors=True)
     shutil.copytree(folder, copied)
     log = EventLog(copied / "events.log")

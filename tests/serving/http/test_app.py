@@ -1,4 +1,4 @@
-"""The service over HTTP: routes, errors, limits, the token, hostile input, the log of events. In this process."""
+"""Test the service over HTTP in this process: routes, errors, limits, the token, hostile input, the event log."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def test_a_day_of_a_user(client, recommender):
     items, scores = recommender.recommend(["ann"], 5, 9)
     assert [row["item"] for row in response] == items[0].tolist()
     assert [row["score"] for row in response] == pytest.approx(scores[0].tolist())
-    # What is left is fewer than asked for; `now` by default.
+    # Fewer items are left than requested; the default time is now.
     assert len(client.get("/users/7/recommendations", params={"k": 30}).json()["items"]) == 30
     everything = client.get("/users/ann/recommendations", params={"exclude_seen": False, "k": 30}).json()
     assert len(everything["items"]) == 30
@@ -73,7 +73,7 @@ def test_a_day_of_a_user(client, recommender):
     assert "hstu_sparse_store_users 2.0" in text and "hstu_sparse_request_seconds_bucket" in text
     schema = client.get("/openapi.json").json()
     assert {"/events", "/scores", "/users/{user}/recommendations", "/health", "/metrics"} <= schema["paths"].keys()
-    page = client.get("/docs").text  # it names no other host
+    page = client.get("/docs").text  # no other host is named
     assert "openapi.json" in page and "://" not in page
 
 
@@ -91,24 +91,24 @@ HOSTILE = [
     ("POST", "/events", b'{"events": [{"user": "", "item": 100}]}', 422, "events.0.user"),
     ("POST", "/events", b'{"events": [{"user": "\\ud800", "item": 100}]}', 422, ""),
     ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "id": ""}]}', 422, "events.0.id"),
-    ("POST", "/events?user=1", b'{"events": [{"user": 1, "item": 100}]}', 422, "unknown parameter user of the query"),
+    ("POST", "/events?user=1", b'{"events": [{"user": 1, "item": 100}]}', 422, "unknown query parameter user"),
     ("POST", "/recommendations", b'{"users": []}', 422, "users"),
-    ("POST", "/recommendations", b'{"users": [1], "k": 31}', 422, "k: at most 30 in a request"),
-    ("POST", "/recommendations", b'{"users": [1, 2, 3, 4, 5]}', 422, "users: at most 4 in a request"),
+    ("POST", "/recommendations", b'{"users": [1], "k": 31}', 422, "k: expected at most 30 in a request"),
+    ("POST", "/recommendations", b'{"users": [1, 2, 3, 4, 5]}', 422, "users: expected at most 4 in a request"),
     ("POST", "/recommendations", b'{"users": [1], "where": {"genre": [1]}}', 422, "genre is not a feature of"),
     ("POST", "/recommendations", b'{"users": [1], "at_most": {"genre": -1}}', 422, "at_most.genre"),
-    ("POST", "/recommendations", b'{"users": [1], "filters": ["stock"]}', 404, "there is no list stock"),
+    ("POST", "/recommendations", b'{"users": [1], "filters": ["stock"]}', 404, "there is no list named stock"),
     ("POST", "/recommendations", b'{"users": [1], "cold": "warm"}', 422, "cold"),
     (
         "GET",
         "/users/1/recommendations?n=5",
         None,
         422,
-        "unknown parameter n of the query: there are allow, at, at_most",
+        "unknown query parameter n: expected allow, at, at_most",
     ),
     ("GET", "/users/1/recommendations?where=genre", None, 422, "where: expected feature:value"),
     ("GET", "/users/1/recommendations?at_most=genre:x", None, 422, "at_most: expected feature:number"),
-    ("GET", "/users/1?k=5", None, 422, "the route takes none"),
+    ("GET", "/users/1?k=5", None, 422, "the route has no parameters"),
     ("GET", "/users/nobody/recommendations?cold=error", None, 404, "user nobody has no event"),
     ("PUT", "/filters/stock", b'{"items": [1.5]}', 422, "items.0"),
     ("PUT", "/filters/stock", b'{"items": 5, "name": 1}', 422, ""),
@@ -125,10 +125,10 @@ HOSTILE = [
         422,
         "at: expected seconds since 1970",
     ),
-    ("GET", "/users/1/recommendations?at=1700000000000", None, 422, "got 1700000000000: milliseconds?"),
+    ("GET", "/users/1/recommendations?at=1700000000000", None, 422, "got 1700000000000 (milliseconds?)"),
     ("GET", "/users/1/recommendations/", None, 404, "Not Found"),
     ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "action": NaN}]}', 422, "actions"),
-    ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "action": 1}]}', 422, "reads none"),
+    ("POST", "/events", b'{"events": [{"user": 1, "item": 100, "action": 1}]}', 422, "the run does not read actions"),
     ("POST", "/events", b"[" * 1900, 422, "the body is not JSON"),
     ("POST", "/events", b"\xff\xfe", 422, "not JSON"),
     ("POST", "/events", json.dumps(events(*[(1, 100)] * 21)).encode(), 422, "at most 20 in a request, got 21"),
@@ -155,7 +155,7 @@ HOSTILE = [
 
 
 def test_hostile_requests(client):
-    """Check that a bad request ends in 4xx and one line, and that the service goes on."""
+    """Check that a bad request gets a 4xx status and a message in one line, and that the service still answers."""
     assert client.post("/events", json=events((1, 100, 5))).status_code == 200
     for method, path, body, status, message in HOSTILE:
         headers = {"content-type": "application/json"} if body is not None else {}
@@ -165,19 +165,19 @@ def test_hostile_requests(client):
         assert set(error) == {"name", "message"} and message in error["message"], (body, error)
         assert "\n" not in error["message"] and len(error["message"]) < 400
     assert client.get("/users/1").json()["count"] == 1
-    for kind in ({}, {"content-type": "text/plain"}):  # what a browser may send from another site's page
+    for kind in ({}, {"content-type": "text/plain"}):  # a browser may send these from another site's page
         answer = client.post("/events", content=json.dumps(events((1, 100, 5))).encode(), headers=kind)
         assert answer.status_code == 415 and answer.json()["error"]["name"] == "UnsupportedMediaType"
 
 
-def test_a_wrong_method_gets_the_right_ones(client):
+def test_a_wrong_method_gets_the_allowed_ones(client):
     for path, methods in (("/events", "POST"), ("/users/1", "DELETE, GET"), ("/recommendations", "GET, POST")):
         answer = client.put(path)
         assert answer.status_code == 405 and answer.headers["allow"] == methods
         assert answer.json()["error"]["name"] == "MethodNotAllowed"
 
 
-def test_the_document_says_what_the_service_takes(recommender):
+def test_the_openapi_document_matches_the_service(recommender):
     with TestClient(create_app(recommender, None, limits=Limits(events=20, candidates=50))) as client:
         paths = client.get("/openapi.json").json()["paths"]
     assert "security" not in paths["/events"]["post"]
@@ -202,7 +202,7 @@ def test_the_document_says_what_the_service_takes(recommender):
 
 
 def test_whole_numbers_may_be_written_as_7_0(client):
-    """They are integers of JSON Schema."""
+    """JSON Schema counts them as integers."""
     client.post("/events", json=events(("ann", 1, 100)))
     lists = client.post("/recommendations", json={"users": ["ann"], "k": 2.0})
     assert lists.status_code == 200 and len(lists.json()["lists"][0]["items"]) == 2
@@ -222,7 +222,7 @@ def test_an_event_too_many_changes_nothing(client):
 
 def test_the_token(recommender):
     with TestClient(create_app(recommender, None, token="a-secret-of-sixteen")) as client:
-        for path in ("/health", "/docs", "/openapi.json"):  # a browser opens the page of the API without a token
+        for path in ("/health", "/docs", "/openapi.json"):  # a browser opens the API page without a token
             assert client.get(path).status_code == 200
         assert client.get("/metrics").headers["www-authenticate"] == "Bearer"
         for headers in ({}, {"Authorization": "Bearer a-secret"}, {"Authorization": "Basic a-secret-of-sixteen"}):
@@ -232,8 +232,8 @@ def test_the_token(recommender):
         assert client.get("/metrics", headers={"Authorization": "Bearer a-secret-of-sixteen"}).status_code == 200
 
 
-def test_requests_together_get_what_each_gets_alone(client, recommender):
-    """Several clients at once, some of them wrong."""
+def test_concurrent_requests_get_the_answers_of_single_ones(client, recommender):
+    """Send requests from several clients at once, some of them invalid."""
     assert client.post("/events", json=events(*[(user, 100 + 3 * user, 5) for user in range(8)])).status_code == 200
     alone = [recommender.recommend([user], 4, 50)[0][0].tolist() for user in range(8)]
 
@@ -251,8 +251,8 @@ def test_requests_together_get_what_each_gets_alone(client, recommender):
         assert all(pool.map(send, range(60)))
 
 
-def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monkeypatch):
-    """Requests of one round with other lengths, times and faults: each gets what it gets alone, in one pass."""
+def test_a_round_with_errors_is_answered_in_one_pass(recommender, monkeypatch):
+    """Answer requests with different lengths, times and errors in one pass; each gets the same answer as alone."""
     recommender.append(range(6), [100 + 3 * user for user in range(6)], [5] * 6)
     requests = [
         *(Recommend([str(user)], 2 + 5 * user, (None, 50)[user % 2], user % 3 > 0) for user in range(4)),
@@ -288,7 +288,7 @@ def test_a_round_is_answered_in_one_pass_whatever_fails_in_it(recommender, monke
 
 
 def test_events_of_a_round_are_encoded_in_one_pass(recommender, monkeypatch):
-    """Check that it has those of users in the questions, and of others who have pages."""
+    """The pass has the events of users with requests and of other users with pages."""
     users = [str(user) for user in range(4)]
     recommender.append(users, [100, 103, 106, 109], [5] * 4)
     kinds, run = [], recommender._engine._run
@@ -298,7 +298,7 @@ def test_events_of_a_round_are_encoded_in_one_pass(recommender, monkeypatch):
     events_of_all = Events(users, [112] * 4, [9] * 4, None)
     requests = [Recommend(["0", "1"], 3, 50), Score("1", [103], 50)]
     Worker(recommender, None).answer([events_of_all, *requests])
-    assert kinds == [("write", 4), ("ask", 3)] and events_of_all.done.result() == ["accepted"] * 4
+    assert kinds == [("write", 4), ("query", 3)] and events_of_all.done.result() == ["accepted"] * 4
     later = [dataclasses.replace(request, done=Future()) for request in requests]
     Worker(recommender, None).answer(later)
     lists, again = requests[0].done.result().users, later[0].done.result().users
@@ -307,7 +307,7 @@ def test_events_of_a_round_are_encoded_in_one_pass(recommender, monkeypatch):
 
 
 def test_events_are_acknowledged_before_they_are_encoded(recommender, monkeypatch):
-    """The log has them, and a request that comes next knows them: nobody needs to wait for the model."""
+    """They are in the log, and the next request uses them, so clients need not wait for the model."""
     request = Events(["new"], [103], [50], None)
     encode, acknowledged = recommender.encode, []
 
@@ -321,7 +321,7 @@ def test_events_are_acknowledged_before_they_are_encoded(recommender, monkeypatc
 
 
 def test_health_answers_while_a_large_body_is_parsed(recommender):
-    """Parsing large bodies takes long, here until /health has answered."""
+    """Make the parsing of a large body wait until /health has answered."""
     answered = threading.Event()
 
     def clock():
@@ -335,7 +335,7 @@ def test_health_answers_while_a_large_body_is_parsed(recommender):
         assert large.result().json()["accepted"] == 1000
 
 
-def test_requests_beyond_the_limit_are_refused_and_health_is_not(recommender):
+def test_requests_beyond_the_limit_are_refused_except_health(recommender):
     recommender.append([1], [100], [5])
     with TestClient(create_app(recommender, None, limits=Limits(waiting=2))) as client, ThreadPoolExecutor(3) as pool:
         with recommender._lock:  # the model is busy
@@ -346,14 +346,14 @@ def test_requests_beyond_the_limit_are_refused_and_health_is_not(recommender):
         assert sorted(one.result().status_code for one in waiting) == [200, 200, 503]
 
 
-def test_a_service_that_is_full_or_stopping_says_so(recommender):
+def test_a_full_or_stopping_service_refuses_requests(recommender):
     """Accepted requests are answered before the thread ends."""
     recommender.append([1], [100], [5])
     worker = Worker(recommender, None, most_waiting=3)
-    worker.put(Recommend(["1"], 3, 9, True)).cancel()  # a client that left
+    worker.put(Recommend(["1"], 3, 9, True)).cancel()  # its client disconnected
     accepted = [worker.put(Recommend(["1"], 3, 9, True)) for _ in range(2)]
     for refused in (worker.check_room, lambda: worker.put(Recommend(["1"], 3, 9, True))):
-        with pytest.raises(Exception, match="more requests wait"):
+        with pytest.raises(Exception, match="too many requests are waiting"):
             refused()
     worker.start()
     worker.stop()
@@ -371,10 +371,10 @@ def test_the_log_is_replayed(recommender, small, tmp_path):
             assert client.post("/events", json=events((i % 3, 100 + 3 * i, 50 + i))).status_code == 200
         client.delete("/users/1")
         assert client.post("/events", json=events((1, 130, 60))).status_code == 200
-    with pytest.raises(LogError, match="another process is serving from it"):
+    with pytest.raises(LogError, match="another process is using this log"):
         EventLog(path)
     log.close()
-    with path.open("ab") as file:  # half of a line, as a kill leaves it
+    with path.open("ab") as file:  # an incomplete line, as a killed process leaves it
         file.write(b'0123abcd {"users": ["0"], "it')
     for _ in range(2):
         other, log = serve(*small, lambda: NOW, cache_bytes=2**22), EventLog(path)
@@ -402,7 +402,7 @@ def test_events_of_another_catalogue_are_counted(recommender, tmp_path):
 
 
 def test_a_disk_that_is_full(recommender, tmp_path, monkeypatch):
-    """Nothing is accepted that is not in the log."""
+    """Events that cannot be written to the log are not accepted."""
     import os
 
     log = EventLog(tmp_path / "events.log")
@@ -425,8 +425,8 @@ def test_a_disk_that_is_full(recommender, tmp_path, monkeypatch):
     log.close()
 
 
-def test_what_waits_is_answered_when_the_application_stops(recommender):
-    """End the service as SIGTERM does: the requests in flight are answered, then the thread ends."""
+def test_waiting_requests_are_answered_when_the_application_stops(recommender):
+    """Stop the service as SIGTERM does: waiting requests are answered, then the thread ends."""
     app = create_app(recommender, None, clock=lambda: NOW)
     with TestClient(app) as client:
         client.post("/events", json=events((1, 100, 5)))

@@ -1,4 +1,4 @@
-"""Features of users and events over HTTP: answers, the log, restarts, deletion, errors, the document, Redis."""
+"""Test features of users and events over HTTP: answers, the log, restarts, deletion, errors, OpenAPI, Redis."""
 
 import json
 from urllib.parse import quote
@@ -57,7 +57,7 @@ def test_a_service_and_its_restarts(tokens, tmp_path):
         reference = Reference(recommender.config, recommender.model)
         log = EventLog(path)
         if start == 2:
-            log.roll()  # features are carried into the new file
+            log.roll()  # the new file has the features, too
         replay(recommender, log)
         if log.replaced:
             log.compact()
@@ -81,13 +81,13 @@ def test_a_service_and_its_restarts(tokens, tmp_path):
     assert log.replaced
     log.compact()
     log.close()
-    assert recommender.contexts.of_user("u") == 0 and "country" not in path.read_text()
+    assert recommender.contexts.user_number("u") == 0 and "country" not in path.read_text()
     with TestClient(create_app(recommender, None, clock=lambda: AT)) as client:
         check(client, reference, [[-1], [-1]])
 
 
 def test_another_model_has_the_features(tmp_path):
-    """Features of users that are tokens reach it, also those that came while it was loaded."""
+    """A new model gets users' features that are tokens, also those that arrive while it is loaded."""
     old, reference = served("retrieval", tokens=True)
     new, new_reference = served("retrieval", tokens=True, seed=1)
     log = EventLog(tmp_path / "events.log")
@@ -123,10 +123,18 @@ def test_another_model_has_the_features(tmp_path):
         ("/users", {"users": [{"user": "u", "features": {"tags": "a"}}]}, "features: tags of user 1: expected a list"),
         ("/users", {"users": [{"user": "u"}]}, "users.0.features: missing"),
         ("/users", {"users": []}, "users"),
-        ("/scores", {"user": "u", "candidates": [100], "features": {"watched": 3}}, "features: watched is not known"),
+        (
+            "/scores",
+            {"user": "u", "candidates": [100], "features": {"watched": 3}},
+            "features: watched is not a feature known before",
+        ),
         ("/scores", {"user": "u", "candidates": [100], "features": {"device": 1.5}}, "features: device of event 1"),
         ("/events", body("u", [(100, 5, 4, None, "x")]), "features: watched of event 1: expected a number, got 'x'"),
-        ("/events", body("u", [(100, 5, None, "tv", 3)]), "actions: the run reads the action of every event"),
+        (
+            "/events",
+            body("u", [(100, 5, None, "tv", 3)]),
+            "actions: the run reads actions, expected one for each event",
+        ),
     ],
 )
 def test_errors_name_the_field(route, sent, message, service):
@@ -148,8 +156,8 @@ def test_the_document_has_the_features(service):
     def schema(route):
         return paths[route]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
 
-    of_users = schema("/users")["users"]["items"]["properties"]["features"]
-    assert list(of_users["properties"]) == ["country", "tags"] and not of_users["additionalProperties"]
+    user_features = schema("/users")["users"]["items"]["properties"]["features"]
+    assert list(user_features["properties"]) == ["country", "tags"] and not user_features["additionalProperties"]
     assert list(schema("/events")["events"]["items"]["properties"]["features"]["properties"]) == ["device", "watched"]
     assert list(schema("/scores")["features"]["properties"]) == ["device"]
 

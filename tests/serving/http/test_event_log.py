@@ -1,4 +1,4 @@
-"""The log of events: starts, deletions, locks, modes, full disks."""
+"""Test the event log: starts, deletions, locks, modes, full disks."""
 
 import contextlib
 import errno
@@ -53,7 +53,7 @@ def run_data():
 
 @contextlib.contextmanager
 def service(small, path, history=False, **options):
-    """Yield (a client, the recommender, what `replay` counted) of a service that starts as serve.py does."""
+    """Yield (a client, the recommender, the counts of `replay`) of a service that starts like serve.py."""
     recommender = serve(*small, lambda: NOW, cache_bytes=2**22, **options)
     if history:
         recommender.add_dataset(run_data())
@@ -92,18 +92,18 @@ def test_deletions_hold_at_every_start(small, tmp_path):
             assert recommender.history("a/b").items.tolist() == [130]
             assert counts == {"taken": 3 + (start > 2), "left_out": 0, "repeated": 0}
             assert (path.read_bytes().count(b"12"), path.read_bytes().count(b"118")) == (2 + (start > 2), 0)
-            if start == 2:  # the log's last mark of a user counts, whichever starts rewrote it
+            if start == 2:  # later starts must keep the last mark of a user
                 assert client.delete("/users/eve").json() == {"forgotten": True}
                 assert client.post("/events", json=events(("eve", 124, 9))).status_code == 200
                 expected["eve"] = 1
-    with service(small, path) as (client, *_):  # a service without the run's data deletes a user whom only those know
+    with service(small, path) as (client, *_):  # delete a user of the run's data without loading these data
         assert client.delete("/users?user=eve").json() == {"forgotten": True}
     with service(small, path, history=True) as (client, *_):
         assert count(client, "eve") == 0
 
 
 def test_deletion_reaches_events_of_another_run(small, tmp_path):
-    """Delete, in one run, users whose events only another run knows that shares the log."""
+    """Delete users whose events only another run knows, which shares the log."""
     path = tmp_path / "events.log"
     log = EventLog(path)
     log.append([record(["both", "other", "stays"], [100, 101, 101], [5, 6, 7]), record(["both"], [101], [8])])
@@ -118,8 +118,8 @@ def test_deletion_reaches_events_of_another_run(small, tmp_path):
     assert path.read_bytes().count(b'"users"') == 1 and b'"stays"' in path.read_bytes()
 
 
-def test_a_start_gives_what_appends_gave(small, tmp_path, monkeypatch):
-    """Many events in any order of time, records of several, deletions, unknown items, texts: as if appended singly."""
+def test_a_replay_equals_the_appends(small, tmp_path, monkeypatch):
+    """Replay events in random order, with deletions and unknown items: the state is that of single appends."""
     monkeypatch.setattr(log_reader, "TOGETHER", 5000)  # bytes: some ten batches
     rng, path = np.random.default_rng(0), tmp_path / "events.log"
     expected = serve(*small, lambda: NOW, cache_bytes=2**22)
@@ -152,7 +152,7 @@ def test_a_start_gives_what_appends_gave(small, tmp_path, monkeypatch):
 
 
 def test_actions_of_a_log(tmp_path):
-    """Ranking: events without actions and with unknown ones are left out, each by itself."""
+    """A ranking run leaves out single events without an action or with an unknown one."""
     config = make_config(task="ranking")
     small = config, make_model(config)
     log = EventLog(tmp_path / "events.log")
@@ -165,11 +165,11 @@ def test_actions_of_a_log(tmp_path):
 
 
 def test_limits_at_the_start(small, tmp_path):
-    """Events beyond the limits are an error that names them, not events that the run does not know."""
+    """Events beyond the limits are an error; they do not count as unknown."""
     with service(small, tmp_path / "events.log") as (client, *_):
         assert client.post("/events", json=events(*[(user, 100, 5) for user in "abc"])).status_code == 200
     recommender, log = serve(*small, cache_bytes=2**22, most_users=2), EventLog(tmp_path / "events.log")
-    with pytest.raises(LimitReached, match="the store holds at most 2 users"):
+    with pytest.raises(LimitReached, match="at most 2 users are stored"):
         replay(recommender, log)
     log.close()
 
@@ -179,8 +179,8 @@ def mode(path):
 
 
 @pytest.mark.parametrize("permissions", [0o600, 0o640])
-def test_the_mode_stays(small, tmp_path, permissions):
-    """A rewritten log has its mode and its owner; whatever a killed start left is removed."""
+def test_a_rewritten_log_keeps_its_mode(small, tmp_path, permissions):
+    """A rewritten log keeps its mode and owner; files left by a killed start are removed."""
     path = tmp_path / "events.log"
     with service(small, path) as (client, *_):
         assert mode(path) == mode(tmp_path / ".events.log.lock") == 0o600
@@ -200,13 +200,13 @@ def test_the_mode_stays(small, tmp_path, permissions):
 
 
 def test_a_log_that_is_moved_or_changed(small, tmp_path, caplog):
-    """A service whose log is gone accepts nothing and says so, and no other starts in its place."""
+    """If the log is gone, the service refuses events with an error, and no second service can start on it."""
     path, aside = tmp_path / "events.log", tmp_path / "aside.log"
     with service(small, path) as (client, *_):
         assert client.post("/events", json=events(("ann", 100, 5))).status_code == 200
         path.rename(aside)
         for log in (path, aside):
-            with pytest.raises(LogError, match=f"{log}: another process is serving from it"):
+            with pytest.raises(LogError, match=f"{log}: another process is using this log"):
                 EventLog(log)
         assert not path.exists()
         for _ in range(3):
@@ -217,13 +217,13 @@ def test_a_log_that_is_moved_or_changed(small, tmp_path, caplog):
         assert client.delete("/users/ann").status_code == 507
         assert client.get("/users/ann").json()["count"] == 1
         assert [line.getMessage() for line in caplog.records] == [
-            f"{path}: the event log was moved or deleted: put it back, or restart the service"
+            f"{path}: the event log was moved or deleted: restore it or restart the service"
         ]
         path.write_bytes(b"")  # a new file at its place
         assert client.post("/events", json=events(("ann", 103, 6))).status_code == 507
         aside.rename(path)
         assert client.post("/events", json=events(("ann", 106, 6))).status_code == 200
-        with path.open("r+b") as file:  # copied and truncated, as tools that rotate logs do
+        with path.open("r+b") as file:  # copied and truncated, like tools that rotate logs
             file.truncate(0)
         answer = client.post("/events", json=events(("ann", 109, 6)))
         assert answer.status_code == 507 and "changed by another program" in answer.json()["error"]["message"]
@@ -232,7 +232,7 @@ def test_a_log_that_is_moved_or_changed(small, tmp_path, caplog):
         assert client.post("/events", json=events(("ann", 109, 6))).status_code == 507
 
 
-def test_files_that_are_no_log(tmp_path):
+def test_files_that_are_not_a_log(tmp_path):
     """Links, folders, pipes, and locks that are links are refused in one line, and nothing is written."""
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "link").symlink_to("file")
@@ -266,7 +266,7 @@ def test_a_torn_line(small, tmp_path, tail):
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """Files may not grow beyond `size` bytes, as on a full disk."""
+    """Limit files to `size` bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -276,7 +276,7 @@ def files_of_at_most(size):
 
 
 def test_a_full_disk(small, tmp_path):
-    """A log that cannot be rewritten stays as it was, its stale events do not count, and a later start removes them."""
+    """If a log cannot be rewritten, it is unchanged, its stale events are ignored, and a later start removes them."""
     path = tmp_path / "events.log"
     with service(small, path) as (client, *_):
         for user in ("ann", "bob", "cy"):
@@ -301,8 +301,8 @@ def test_a_full_disk(small, tmp_path):
         assert counts == {"taken": 4, "left_out": 0, "repeated": 0} and count(client, "ann") == 1
 
 
-def test_a_log_holds_every_id(small, tmp_path):
-    """Users of any id are back after a start, and gone after their deletion and another one."""
+def test_a_log_stores_every_id(small, tmp_path):
+    """Users with any id exist after a start, and no longer after their deletion and another start."""
     path = tmp_path / "events.log"
     with service(small, path) as (client, *_):
         for user in USERS:

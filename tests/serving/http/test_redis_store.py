@@ -1,6 +1,6 @@
-"""Services that share their users: two workers on one store answer as one worker without it.
+"""Test services that share their users: two workers on one store answer like one worker without a store.
 
-With the package redis and redis-server the store is Redis itself; otherwise a stand-in for the commands that are used.
+The store is Redis if the package redis and redis-server are installed, otherwise a stand-in with the same commands.
 """
 
 import shutil
@@ -26,7 +26,7 @@ REAL = pytest.param(
 
 
 class Memory:
-    """The commands of a Redis client that a store uses, for one process. down: whether it does not answer."""
+    """The commands of a Redis client that `SharedUsers` uses, in memory. down: whether the client raises errors."""
 
     def __init__(self):
         self.values, self.down = {}, False
@@ -100,7 +100,7 @@ class Memory:
 
 
 class Transaction:
-    """Commands that are executed together."""
+    """Commands that are executed in one transaction."""
 
     def __init__(self, memory):
         self.memory, self.commands = memory, []
@@ -139,7 +139,7 @@ class Server:
 
 @pytest.fixture(params=["memory", REAL])
 def store(request, tmp_path):
-    """Yield (a client, a function that stops the store, one that starts it again)."""
+    """Yield (a client, a function that stops Redis, a function that starts it again)."""
     if request.param == "memory":
         memory = Memory()
         yield memory, lambda: setattr(memory, "down", True), lambda: setattr(memory, "down", False)
@@ -204,7 +204,7 @@ def outcome(worker, request):
 
 
 def test_two_services_answer_as_one(small, store):
-    """Random requests over both, one of which is begun anew now and then."""
+    """Send random requests to both services, and restart one of them now and then."""
     client, _, _ = store
     rng, both = np.random.default_rng(4), [new_service(small, client, True) for _ in range(2)]
     alone = new_service(small, None, True)
@@ -215,7 +215,7 @@ def test_two_services_answer_as_one(small, store):
         request = random_request(rng, turn)
         shared, expected = outcome(both[int(rng.integers(0, 2))], request()), outcome(alone, request())
         if isinstance(request(), Forget):
-            continue  # whether something was known: a service that is new may know less
+            continue  # a restarted service may not know yet whether the user had events
         shared = shared.expected if isinstance(request(), Score) and not isinstance(shared, str) else shared
         assert shared == expected, (turn, request())
         outcomes.add(str(expected)[:9])
@@ -226,7 +226,7 @@ def test_two_services_answer_as_one(small, store):
 
 
 def test_the_store_stops_and_comes_back(small, store):
-    """A request that needs it fails with one line, nothing is lost, and the service goes on by itself."""
+    """Requests fail with an error in one line, nothing is lost, and the service recovers by itself."""
     client, stop, start = store
     recommender = serve(*small, lambda: NOW, cache_bytes=2**22)
     shared = SharedUsers(client, recommender)
@@ -250,7 +250,7 @@ def test_another_model_on_the_same_store(small, store):
     answer(worker, Events(["ann", "bob"], [100, 103], [5, 6], None))
     answer(worker, PutList("stock", [100, 103]))
     new = serve(small[0], make_model(small[0], 1), lambda: NOW, cache_bytes=2**22)
-    source = worker.store.beside(new)
+    source = worker.store.for_recommender(new)
     source.refresh(["ann"])
     answer(other, Events(["ann"], [106], [7], None))
     worker.answer([Exchange(new, source), read := Read("ann")])
@@ -258,6 +258,6 @@ def test_another_model_on_the_same_store(small, store):
     assert answer(worker, Read("bob")).count == 1 and new.filters.sizes == {"stock": 2}
 
 
-def test_a_store_that_is_none():
+def test_an_invalid_store():
     with pytest.raises(ServingError, match="--store"):
         connect("redis://127.0.0.1:1/0", True)

@@ -1,4 +1,4 @@
-"""Requests with filters and for many users, repeated events, events of unknown items; the same after a start."""
+"""Test filters, requests for many users, repeated events and unknown items over HTTP, also after a restart."""
 
 import json
 
@@ -26,7 +26,7 @@ def event(user, item, timestamp=5, **more):
 
 
 def test_filters_over_http(tmp_path):
-    """Compare lists by the query and by the body, as a plain filter makes them; a list is replaced as a whole."""
+    """Compare filters in query and body with a plain filter; a named list is replaced as a whole."""
     served, log = recommender(), EventLog(tmp_path / "log")
     plain = PlainFilter(served)
     query = [("k", "5"), *[("where", f"brand:{brand}") for brand in "abcd"], ("where", "tags:red")]
@@ -70,7 +70,7 @@ def test_filters_over_http(tmp_path):
 
 
 def test_an_event_that_is_sent_again_changes_nothing(small, tmp_path):
-    """In one request, in the next, and after a start; not once the user was deleted."""
+    """This holds within a request, for later ones and after a restart, but not after the user was deleted."""
     path = tmp_path / "log"
     for start in range(2):
         served, log = serve(*small, lambda: AT, cache_bytes=2**22), EventLog(path)
@@ -93,8 +93,8 @@ def test_an_event_that_is_sent_again_changes_nothing(small, tmp_path):
         log.close()
 
 
-def test_events_of_one_round_with_one_id(small):
-    """The first of two requests in one round has the event, unless there is no room for it."""
+def test_events_of_a_round_with_the_same_id(small):
+    """The first of two requests in a round adds the event, unless there is no room for it."""
     served = serve(*small, lambda: AT, cache_bytes=2**22, most_users=1)
     first, second = Events(["a"], [100], [5], None, ["x"]), Events(["a"], [100], [5], None, ["x"])
     full = Events(["b", "a"], [100, 103], [5, 5], None, ["y", "y"])
@@ -105,8 +105,8 @@ def test_events_of_one_round_with_one_id(small):
     assert full.done.exception() is not None and served.history("a").count == 2
 
 
-def test_events_of_unknown_items_wait_for_a_model_that_knows_them(small, tmp_path):
-    """The others of the request are accepted, and a run that knows the items has all of them."""
+def test_events_of_unknown_items_are_stored_for_later_models(small, tmp_path):
+    """The other events of the request are accepted; a run that knows the items adds all events."""
     served, log = serve(*small, lambda: AT, cache_bytes=2**22), EventLog(tmp_path / "log")
     batch = {"events": [event("ann", 100), event("ann", 1), event("new", "x"), event("bob", 103)]}
     with TestClient(create_app(served, log)) as client:

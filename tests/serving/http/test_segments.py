@@ -1,4 +1,4 @@
-"""The older part of the log: segments, deletions that reach them, kills, damage."""
+"""Test segments of the log: deletions, kills, damage."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def histories(recommender):
     }
 
 
-def test_segments_have_what_lines_had(small, tmp_path, monkeypatch):
+def test_segments_equal_the_lines(small, tmp_path, monkeypatch):
     """One file and many segments give the same users, ids and lists; the file becomes a segment once it is large."""
     filled(tmp_path / "one.log")
     monkeypatch.setattr(event_log, "FULL", 400)
@@ -88,7 +88,7 @@ def test_a_deletion_reaches_every_file(small, tmp_path, full):
             assert (count(client, "gone"), count(client, "stays")) == (0, 20) and counts["taken"] == 20
             assert not any(b"gone" in content for content in files_of(path).values())
             assert path.read_bytes().count(b"gone") == 1  # the mark
-    with service(small, path) as (client, *_):  # the mark becomes part of a segment, events behind it count
+    with service(small, path) as (client, *_):  # the mark becomes part of a segment; events after it remain
         for turn in range(20):
             assert client.post("/events", json=events(("gone", 100, turn), ("new", 103, turn))).status_code == 200
         repeated = {"user": "stays", "item": 100, "timestamp": 99, "id": "stays-3"}
@@ -99,7 +99,7 @@ def test_a_deletion_reaches_every_file(small, tmp_path, full):
 
 
 def test_a_model_that_is_loaded_meanwhile_reads_one_file(small, tmp_path, full):
-    """While a reader is open, the log goes on in its file, so that what comes afterwards can be read behind it."""
+    """While a reader is open, the log stays in its file, so that the reader can read later records, too."""
     filled(tmp_path / "events.log")
     log, recommender = EventLog(tmp_path / "events.log"), serve(*small, cache_bytes=2**22)
     with log.reader() as reader:
@@ -125,7 +125,7 @@ def test_modes(tmp_path, full, permissions):
 
 
 def test_files_that_do_not_belong_together(tmp_path, full):
-    """A part that is missing, damaged, or of another time is an error that names it."""
+    """If a file is missing, damaged, or older than the others, the error names it."""
     path = tmp_path / "events.log"
     filled(path)
     folder = path.with_name("events.log.segments")
@@ -148,7 +148,7 @@ def test_files_that_do_not_belong_together(tmp_path, full):
         assert "\n" not in str(error.value)
 
     manifest = (folder / "manifest").read_bytes()
-    refused(lambda copied: shutil.rmtree(copied / folder.name), "part .* expects part 1")
+    refused(lambda copied: shutil.rmtree(copied / folder.name), "expected part 1 of the log")
     refused(lambda copied: (copied / folder.name / "manifest").unlink(), "manifest: missing")
     for damaged in (manifest[:-9], manifest.replace(b'"next":', b'"mext":'), b""):
         refused(lambda copied, damaged=damaged: (copied / folder.name / "manifest").write_bytes(damaged), "damaged")
@@ -156,7 +156,7 @@ def test_files_that_do_not_belong_together(tmp_path, full):
     refused(lambda copied: (copied / folder.name / some.name).write_bytes(some.read_bytes()[:-1]), "checksum differs")
     lines = path.read_bytes()
     number = json.loads(lines.splitlines()[0][9:])["segment"]
-    refused(lambda copied: (copied / path.name).write_bytes(lines.split(b"\n", 1)[1]), f"part 1 .* part {number}")
+    refused(lambda copied: (copied / path.name).write_bytes(lines.split(b"\n", 1)[1]), f"part {number} .* part 1")
     refused(lambda copied: (copied / path.name).write_bytes(b"0" + lines[1:]), "line 1 is damaged")
     refused(lambda copied: (copied / folder.name / f"{number + 1:06d}.log").write_bytes(lines), "log: missing")
 
@@ -168,7 +168,7 @@ def test_files_that_do_not_belong_together(tmp_path, full):
 
 
 def test_a_full_disk_and_segments(tmp_path, full):
-    """Records are accepted while no segment can be written; later ones are."""
+    """Records are accepted even while no segment can be written; segments are written later."""
     path = tmp_path / "events.log"
     filled(path)
     log = EventLog(path)
@@ -186,7 +186,7 @@ def test_a_full_disk_and_segments(tmp_path, full):
 
 
 def test_kills_at_every_moment(tmp_path):
-    """Nothing acknowledged is lost or doubled, and deleted users stay deleted, whenever a process is killed."""
+    """Whenever a process is killed, no acknowledged event is lost or repeated, and deleted users stay deleted."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.serving.http.log_under_kills", tmp_path],
         capture_output=True, text=True, cwd=ROOT, timeout=800,
@@ -196,8 +196,8 @@ def test_kills_at_every_moment(tmp_path):
     assert int(kills) > 20 and "tmp" not in done.stdout
 
 
-def test_columns_keep_what_clients_wrote(tmp_path, full):
-    """Ids of any text, items as numbers and as text, and actions of all kinds are what they were."""
+def test_columns_keep_ids_items_and_actions(tmp_path, full):
+    """Ids of any text, items as numbers or text, and actions of all kinds are unchanged."""
     users = [*USERS, "\ud800", "a\udfff"]
     items, actions = [100, "100", "x\n", -7, "\ud800"], [None, 4.5, 5, "good", "\n"]
     log = EventLog(tmp_path / "events.log")

@@ -1,4 +1,4 @@
-"""Another model takes the place of the one that serves: with all events, after checks, and without a failed request."""
+"""Test the replacement of the model of a running service: all events, checks, and no failed request."""
 
 import json
 import threading
@@ -16,11 +16,12 @@ from serving.http.app import create_app
 from serving.http.event_log import EventLog
 from serving.http.replay import replay
 from serving.http.requests import Events, Forget, PutList, Read
-from serving.http.swap import Demands, ModelRefused, Models
+from serving.http.swap import ModelRefused, Models, Requirements
 from serving.http.worker import Exchange, Worker
 from tests.serving.plain import item_ids, make_config, make_model, serve
 
 NOW = 1_000_000
+NO_RUN = "expected the name of a run in"
 
 
 def other_model(seed, ids=None, label="other", **changes):
@@ -42,22 +43,22 @@ def log(tmp_path):
 
 
 def write_run(folder, name, created, **result):
-    """Write what is looked at of a run's folder before it is loaded."""
+    """Write the files of a run's folder that are read before it is loaded."""
     (folder / name).mkdir(parents=True)
     (folder / name / "config.yaml").write_text("")
     (folder / name / "run.json").write_text(json.dumps({"run": name, "created": created}))
     (folder / name / "result.json").write_text(json.dumps({"finished": True} | result))
 
 
-def served_runs(folder, loaded, **demands):
-    """Return the runs of a folder; a run is loaded by calling the entry of `loaded` with its name."""
+def served_runs(folder, loaded, **requirements):
+    """Return the runs of a folder; `loaded` maps a run's name to the function that loads it."""
 
     def load(path):
         recommender = loaded[path.name]()
         recommender.label = path.name
         return recommender
 
-    return Models(folder, load, Demands(**demands))
+    return Models(folder, load, Requirements(**requirements))
 
 
 def answered(worker, *requests):
@@ -65,8 +66,8 @@ def answered(worker, *requests):
     return [request.done.result(0) for request in requests]
 
 
-def test_what_came_while_a_model_was_loaded(log):
-    """Events, deletions and lists behind what was replayed reach the new model, in their order."""
+def test_requests_that_arrive_while_a_model_is_loaded(log):
+    """The new model gets the events, deletions and lists that arrive after the replay, in order."""
     old, new = other_model(0, label="old"), other_model(1, [106, 103, 1, *item_ids()[3:-1], 100], label="new")
     worker = Worker(old, log)
     answered(worker, Events(["ann", "bob", "eve"], [100, 103, 1], [1, 2, 3], None), PutList("stock", [100, 103]))
@@ -99,7 +100,7 @@ def fails():
     raise ServingError("best/model.safetensors: damaged")
 
 
-def test_a_run_that_fails_a_check_never_serves(log, tmp_path):
+def test_a_run_that_fails_a_check_is_refused(log, tmp_path):
     runs = tmp_path / "runs"
     loaded = {
         "day1": lambda: other_model(0),
@@ -119,11 +120,11 @@ def test_a_run_that_fails_a_check_never_serves(log, tmp_path):
         assert client.post("/events", json={"events": events}).status_code == 200
         before = client.get("/users/1/recommendations").json()
         for name, says in (
-            ("nothing", "no run in"), ("../runs/day8", "no run in"), ("", ""), ("day8/", "no run in"), ("..", "no run"),
+            ("nothing", NO_RUN), ("../runs/day8", NO_RUN), ("", ""), ("day8/", NO_RUN), ("..", NO_RUN),
             ("damaged", "best/model.safetensors: damaged"),
-            ("fewer-items", "1 of the 40 items of small are not known to it: 217"),
-            ("actions", "one of it and small reads actions and the other does not"),
-            ("not-finite", "scores of stored users are not finite"),
+            ("fewer-items", "does not know 1 of the 40 items of small: 217"),
+            ("actions", "the model actions reads actions, the other does not"),
+            ("not-finite", "scores for stored users are not finite"),
             ("worse", "worse: NDCG@10 is 0.1, expected at least 0.15"),
         ):  # fmt: skip
             answer = client.post("/model", json={"run": name})
@@ -139,15 +140,15 @@ def test_a_run_that_fails_a_check_never_serves(log, tmp_path):
         assert client.post("/model", json={"run": "day1"}).json() == {"model": "day1", "previous": "day8"}
         assert client.get("/users/1/recommendations").json()["items"] == before["items"]
     models = served_runs(runs, loaded | {"day8": fails}, floor={"NDCG@10": 0.15})
-    assert models.first().label == "not-finite"  # it has no users by which this could be seen
+    assert models.first().label == "not-finite"  # without stored users this is not detected
     with pytest.raises(ServingError, match="no finished run in it can serve; "):
         served_runs(runs, loaded, floor={"NDCG@10": 1.0}).first()
-    with pytest.raises(ModelRefused, match="no run in"):
+    with pytest.raises(ModelRefused, match=NO_RUN):
         models.path("a\0")
 
 
 def test_a_service_without_a_log_refuses_another_model(tmp_path):
-    """There is nothing from which the other model could get the users' events: the same one goes on."""
+    """The other model could not get the users' events, so the current one stays."""
     write_run(tmp_path, "day8", "2026-01-08")
     models = served_runs(tmp_path, {"day8": lambda: other_model(2)})
     with TestClient(create_app(other_model(0, label="small"), None, models=models)) as client:
@@ -157,7 +158,7 @@ def test_a_service_without_a_log_refuses_another_model(tmp_path):
 
 
 def test_no_request_fails_while_models_change(log, tmp_path):
-    """Clients post and read while --watch lets one run after the other serve; all events are in the last one."""
+    """Clients post and read while --watch replaces the model several times; the last model has all events."""
     loaded = {f"day{day}": lambda day=day: other_model(day) for day in range(3)}
     write_run(tmp_path / "runs", "day0", "2026-01-01")
     models = served_runs(tmp_path / "runs", loaded)
@@ -188,8 +189,8 @@ def test_no_request_fails_while_models_change(log, tmp_path):
         assert [client.get(f"/users/{user}").json()["count"] for user in range(3)] == counts
 
 
-def test_events_that_the_data_have_too_count_once(log):
-    """A log that was exported to the data of a later run: what both have is the same event."""
+def test_events_in_log_and_data_count_once(log):
+    """A log was exported to the data of a later run: an event in both is added once."""
     from tests.serving.http.test_event_log import run_data
 
     records = [("ann", 100, 1), ("ann", 103, 2), ("ann", 103, 3), ("new", 100, 1), ("eve", 112, 1), ("a/b", 106, 1)]

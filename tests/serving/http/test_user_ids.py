@@ -1,4 +1,4 @@
-"""Users of every id that a data file can hold, over real connections."""
+"""Test every user id that a data file can contain, over real connections."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ USERS = [
 @contextlib.contextmanager
 def listening(app):
     """Yield the address of an application that answers real connections."""
-    # Of TCP by name, else asyncio does not set TCP_NODELAY, and each answer takes 40 ms.
+    # With the protocol TCP: otherwise asyncio does not set TCP_NODELAY, and each reply takes 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # connections made before the server's thread runs wait
@@ -59,7 +59,7 @@ def encoded(user):
 
 
 def test_every_id_is_reached(small):
-    """Post, read, recommend to and delete each user, by the path and by the query; no other user is touched."""
+    """Post, read, recommend to and delete each user by path and by query; other users do not change."""
     recommender = serve(*small, lambda: NOW, cache_bytes=2**22)
     with (
         listening(create_app(recommender, None, clock=lambda: NOW)) as address,
@@ -101,7 +101,7 @@ def test_every_id_is_reached(small):
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_reaches_every_id(small):
-    """The query reaches every id from a client that changes dots in paths."""
+    """Clients that change dots in paths can use the query for every id."""
     recommender = serve(*small, lambda: NOW, cache_bytes=2**22)
     recommender.append(USERS, [100] * len(USERS), list(range(len(USERS))))
     with listening(create_app(recommender, None, clock=lambda: NOW)) as address:

@@ -1,4 +1,4 @@
-"""Define what a recommender knows of users besides their events: the features of each."""
+"""Define the part of `Recommender` that stores the features of users."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,27 +12,26 @@ from serving.ids import user_keys
 from serving.served import ServedRun
 
 
-class Described(ServedRun):
-    """Features of users."""
+class UserFeatures(ServedRun):
+    """The features of users."""
 
     def add_users(self, users, features: Mapping[str, Sequence]) -> None:
-        """Store the features of users, in place of all that were known of them; users need no events.
+        """Store the features of users and delete their earlier ones; users need no events.
 
         Args:
             users: [n] ids.
-            features: the run's features of users by name, each with a value for every user: text, an integer or a
-                boolean for a category, a list of these, a number, or None. A value that the run does not know is as
-                in training one of the unknown ones.
+            features: the run's features of users, name -> a value for each user: text, an integer or a boolean for a
+                category, a list of these, a number, or None. Values that training did not have count as unknown.
 
-        Raises InvalidRequest, with nothing changed, for a run without features of users among others.
+        Raises InvalidRequest, with nothing changed, for example if the run has no features of users.
         """
         keys = user_keys(users)
         self.put_users(keys, self.contexts.check_users(len(keys), features))
 
     def add_users_of(self, path: str | Path) -> int:
-        """Store the features of the users in a file of the form of the run's data.features.users; return how many.
+        """Store the features of all users in a file like that of data.features.users; return the number of users.
 
-        Raises InvalidRequest for a run without features of users, DataError for a file that cannot be read.
+        Raises InvalidRequest if the run has no features of users, DataError for a file that cannot be read.
         """
         file = self.config.data.features.users if self.config.data.features else None
         if file is None or self.contexts.users is None:
@@ -42,7 +41,7 @@ class Described(ServedRun):
         return len(ids)
 
     def put_users(self, users: Sequence[str], rows: np.ndarray | None) -> None:
-        """Store the rows [B, F, L] of users' features, ids as texts; None for a run that knows none."""
+        """Store the rows [B, F, L] of users' features, None if the run has none; users: ids as text."""
         if rows is None:
             return
         with self._lock:
