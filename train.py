@@ -1,9 +1,9 @@
-"""Train the run that a YAML file describes, evaluate it and write a report.
+"""Train a run from a YAML configuration, evaluate it and write a report.
 
     python train.py configs/synthetic-hstu.yaml [key=value ...]   a new run, under run_dir/name/
     python train.py --resume RUN [key=value ...]                  continue after an interruption, or with more epochs
-    python train.py CONFIG --init-from RUN [key=value ...]        begin with the weights of another run
-    python train.py --update RUN [data.path=NEW]                  train RUN further on new events, as a new run
+    python train.py CONFIG --init-from RUN [key=value ...]        start with the weights of another run
+    python train.py --update RUN [data.path=NEW]                  continue RUN on new events, as a new run
     python train.py CONFIG --dry-run                              measure time and memory of a run
     python train.py --keys [PREFIX]                               print the keys of a configuration
     python train.py CONFIG --plan                                 predict the memory of each GPU, without a GPU
@@ -18,13 +18,13 @@ from cli.command import parse_early, train_options
 
 
 def check_early(options: argparse.Namespace) -> str | None:
-    """Check the configuration; return the text of --keys, or None without --keys."""
+    """Return the text of --keys, or check the configuration and return None."""
     if options.keys is not None:
         from training.keys import as_text
 
         return as_text(options.keys, min(100, shutil.get_terminal_size().columns))
     if options.config is not None:
-        from training.config import load_config  # takes half of the time of all imports
+        from training.config import load_config  # half of the time of all imports
 
         load_config(options.config, options.overrides)
     return None
@@ -60,13 +60,13 @@ def work(options, interrupts: Interrupts) -> None:
     if options.auto:
         train(config, options.run, None, interrupts=interrupts)
     elif options.plan:
-        from training.planning.rehearsal import tell_plan
+        from training.planning.dry_run import print_plan
 
-        tell_plan(config, options.gpu_memory, interrupts)
+        print_plan(config, options.gpu_memory, interrupts)
     elif options.dry_run:
-        from training.planning.rehearsal import rehearse
+        from training.planning.dry_run import dry_run
 
-        rehearse(config, interrupts)
+        dry_run(config, interrupts)
     else:
         train(config, options.run, False, options.init_from, interrupts)
 

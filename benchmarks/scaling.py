@@ -146,7 +146,7 @@ def measured_exchange(path: Path) -> tuple[float, float]:
     """
     from benchmarks.scale import CASES  # imports torch, which the tables do without
     from training.config import load_config
-    from training.ranks.sharding import distinct, ids_wanted
+    from training.ranks.sharding import distinct, num_looked_up
 
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = {(line["case"], line["ranks"]): line for line in lines if line.get("how") == "shared" and "queued" in line}
@@ -158,7 +158,7 @@ def measured_exchange(path: Path) -> tuple[float, float]:
         config, items = load_config(CASES[case].config, two["overrides"]), two["items"]
         row = 4 * config.model.embedding_dim
         # Half of the rows come from the other rank; as many gradients do.
-        sizes.append(distinct(items, ids_wanted(config, int(two["tokens"] / 2))) * row)
+        sizes.append(distinct(items, num_looked_up(config, int(two["tokens"] / 2))) * row)
         copy = COPY * (H100_OF_H200 if "H100" in two["device"] else 1)
         spared = 0 if config.parallel.fused else 9 * items * row / 2 / copy
         times.append((two["queued"] - one["queued"]) / 1e3 + spared)

@@ -1,4 +1,4 @@
-"""Say what to change in a run that cannot learn much, or that ended below a baseline."""
+"""Advise what to change in a run that has few steps, does not fit its data or ended below a baseline."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from training.strict_yaml import SHIPPED
 FEW_STEPS = 100
 
 
-def of_data(config: RunConfig, dataset: Dataset) -> list[str]:
-    """Return warnings about a run on these data, before the model is built."""
+def data_warnings(config: RunConfig, dataset: Dataset) -> list[str]:
+    """Return warnings about options that do not fit the data."""
     lines: list[str] = []
     length = config.model.max_seq_len
     longest = int((dataset.user_offsets[1:] - dataset.user_offsets[:-1]).max(initial=0))
     if length > 2 * max(longest, 50):
         lines.append(
-            f"model.max_seq_len={length:,}, but the longest history has {longest:,} events: less costs no quality and "
-            "saves memory"
+            f"model.max_seq_len={length:,}, but the longest history has {longest:,} events: a smaller value saves "
+            "memory without a loss of quality"
         )
     if dataset.num_users == 1:
-        lines.append("there is a single user: metrics of one user say nothing about others")
+        lines.append("there is a single user, whose metrics do not predict those of other users")
     return lines
 
 
-def of_steps(config: RunConfig, steps: int) -> list[str]:
-    """Return what to change in a run of `steps` steps, if they are few."""
+def step_advice(config: RunConfig, steps: int) -> list[str]:
+    """Return what to change in a run of fewer than FEW_STEPS steps."""
     if steps >= FEW_STEPS:
         return []
     c = config.train
@@ -36,9 +36,9 @@ def of_steps(config: RunConfig, steps: int) -> list[str]:
     ]
 
 
-def of_result(config: RunConfig, result: dict[str, Any]) -> list[str]:
-    """Return what to change, for result.json and the report, if the run made few steps or is not above a baseline."""
-    lines = of_steps(config, result["steps"])
+def result_advice(config: RunConfig, result: dict[str, Any]) -> list[str]:
+    """Return what to change if the run had few steps or ended below a baseline, for result.json and the report."""
+    lines = step_advice(config, result["steps"])
     verdict = result.get("against_baseline")
     if verdict and verdict["model"] < verdict["of_baseline"]:
         ways = ["another train.lr", "a search with tune.py"]

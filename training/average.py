@@ -1,4 +1,4 @@
-"""Maintain an exponential moving average of a model's weights, with which a run is evaluated."""
+"""Maintain an exponential moving average of a model's weights, which is evaluated instead of the weights."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +10,9 @@ from training.optimizer import state_dtype
 
 
 class WeightAverage:
-    """Average the weights: average <- decay * average + (1 - decay) * weights after every step, from the initial
-    weights on. Averages of 16-bit weights are fp32.
+    """Compute an exponential moving average of the weights, in fp32 for 16-bit weights.
+
+    It starts at the initial weights; after every step average <- decay * average + (1 - decay) * weights.
 
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992; with exponential weights
     as in Tarvainen and Valpola (arXiv 1703.01780).
@@ -20,7 +21,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float, others: Sequence[Tensor] = ()):
         """Start the averages at the current weights.
 
-        others: weights that are not among the model's parameters, e.g. a rank's shard of a table.
+        others: weights that are not parameters of the model, e.g. a rank's shard of a table.
         """
         self.model, self.decay = model, decay
         self.weights: list[Tensor] = [*model.parameters(), *others]
@@ -28,30 +29,30 @@ class WeightAverage:
         pairs = list(zip(self.averages, self.weights))
         self.same = [(average, weight) for average, weight in pairs if average.dtype == weight.dtype]
         self.wide = [(average, weight) for average, weight in pairs if average.dtype != weight.dtype]
-        self._held: list[Tensor] = []  # the weights of `wide`, while the model has the averages
+        self._weights: list[Tensor] = []  # the weights of `wide` while the model has the averages
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the averages after a step; captured graphs of a step include this."""
+        """Update the averages after a step; can be captured in a CUDA graph."""
         if self.same:
             averages, weights = zip(*self.same)
             torch._foreach_lerp_(averages, weights, 1 - self.decay)
-        decay = torch.tensor(self.decay).item()  # as fp32 has it, so that both factors add up to 1
+        decay = torch.tensor(self.decay).item()  # rounded to fp32, so that both factors add up to 1
         for average, weight in self.wide:  # lerp would need an fp32 copy of the weight
             average.mul_(decay).add_(weight, alpha=1 - decay)
 
     @contextmanager
     def in_the_model(self) -> Iterator[None]:
-        """Give the model the averages, in its dtypes, inside the block, and its weights back afterwards."""
+        """Replace the model's weights by the averages, in its dtypes, within the block."""
         self._swap()
-        self._held = [weight.detach().clone() for _, weight in self.wide]
+        self._weights = [weight.detach().clone() for _, weight in self.wide]
         self._fill(average for average, _ in self.wide)
         try:
             yield
         finally:
             self._swap()
-            self._fill(self._held)
-            self._held = []
+            self._fill(self._weights)
+            self._weights = []
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -71,12 +72,12 @@ class WeightAverage:
         torch._foreach_copy_(self.averages, self.weights)
 
     def raw(self) -> dict[str, Tensor]:
-        """Return the weights of training by their names while the model holds the averages."""
+        """Return the weights of training by name, inside `in_the_model`."""
         raw = {id(weight): average for average, weight in self.same}
-        raw |= {id(weight): value for value, (_, weight) in zip(self._held, self.wide, strict=True)}
+        raw |= {id(weight): value for value, (_, weight) in zip(self._weights, self.wide, strict=True)}
         return {name: raw[id(weight)] for name, weight in self.model.named_parameters()}
 
     def exact(self) -> dict[str, Tensor]:
-        """Return, by their names, the averages that the model can hold only rounded."""
+        """Return the fp32 averages of 16-bit weights by name."""
         wide = {id(weight): average for average, weight in self.wide}
         return {name: wide[id(weight)] for name, weight in self.model.named_parameters() if id(weight) in wide}

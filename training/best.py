@@ -1,4 +1,4 @@
-"""Keep the weights of a run that are best on the validation split."""
+"""Save the weights of a run that are best on the validation split."""
 
 from pathlib import Path
 
@@ -12,11 +12,7 @@ from training.saved import exists, load_folder, save_folder
 
 
 def keep_best(config: RunConfig, checkpoints: Checkpoints, progress: Progress, metrics: dict) -> None:
-    """Save the weights to evaluate to `best` if these metrics are better than all before; note in `progress` what is
-    best.
-
-    A metric that is not finite is never better.
-    """
+    """Save the weights to `best` if these metrics are the best so far, and update `best` and `stale` of `progress`."""
     value = metrics[config.best_metric]
     if config.is_better(value, progress.best):
         progress.best, progress.stale = value, 0
@@ -26,11 +22,11 @@ def keep_best(config: RunConfig, checkpoints: Checkpoints, progress: Progress, m
         progress.stale += 1
 
 
-def best_again(config: RunConfig, folder: Path, progress: Progress) -> tuple[float | None, int]:
-    """Return what `progress` has as `best` and `stale`, by the metric of a changed configuration.
+def best_by_metric(config: RunConfig, folder: Path, progress: Progress) -> tuple[float | None, int]:
+    """Return `best` and `stale` of `progress` by the best_metric of `config`.
 
-    If the configuration names another metric than the checkpoint, the weights in `best` have the value that
-    metrics.jsonl has for their epoch. ConfigError unless it has one for every evaluated epoch.
+    If best_metric differs from the checkpoint's, the value of the weights in `best` is read from metrics.jsonl, which
+    must have the metric for every evaluated epoch (otherwise ConfigError).
     """
     metric, before = config.best_metric, RunConfig.model_validate(progress.config).best_metric
     if metric == before or progress.best is None:
@@ -44,14 +40,14 @@ def best_again(config: RunConfig, folder: Path, progress: Progress) -> tuple[flo
     best = values[chosen]
     if better := [epoch for epoch, value in values.items() if config.is_better(value, best)]:
         terminal.say(
-            f"{metric} was better in epoch {', '.join(map(str, better))}, whose weights are not kept: best/ has those "
-            f"of epoch {chosen}, the best by {before}, until an epoch is better by {metric}"
+            f"{metric} was better in epoch {', '.join(map(str, better))}, whose weights were not saved; best/ has the "
+            f"weights of epoch {chosen}, the best by {before}, until {metric} improves"
         )
     return best, sum(epoch > chosen for epoch in values)
 
 
-def take_over_best(config: RunConfig, folder: Path, progress: Progress) -> None:
-    """Accept the best weights so far for a changed configuration; CheckpointError when they belong to another run."""
+def update_best_facts(config: RunConfig, folder: Path, progress: Progress) -> None:
+    """Store a changed configuration with the best weights; CheckpointError if these belong to another run."""
     best = folder / "best"
     if not exists(best):
         return

@@ -1,6 +1,6 @@
-"""State what a resumed run and an evaluation may change of a run's configuration, and refuse everything else by name.
+"""Define which options a resumed run, an update and an evaluation may change, and refuse other changes by name.
 
-`config.yaml` says what a run's weights were trained with. Each option is in one class of the table RULES.
+`config.yaml` is the configuration that a run's weights were trained with. Each option is in one class of RULES.
 """
 
 import re
@@ -23,9 +23,10 @@ NO_EFFECT = "it has no effect on an evaluation"
 
 
 class Rule(NamedTuple):
-    """A class of options, by dotted names; a name includes the options below it that no class names.
+    """A class of options, listed by dotted names; a name includes nested options that no class lists.
 
-    resumed, evaluated: what to do where a resumed run, or an evaluation, cannot change them; None where it can.
+    resumed, evaluated: None if a resumed run, or an evaluation, may change these options; otherwise the reason for the
+    error, or what to do instead.
     """
 
     options: str
@@ -34,7 +35,7 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    # Paths must lead to the same data, by checksum; those of `eval.py --data NEW` to any.
+    # The data at new paths must have the same checksum, except with `eval.py --data NEW`.
     "places": Rule(
         "name run_dir data.path data.cache_dir data.partitions data.features.items.path data.features.users.path",
         None,
@@ -49,11 +50,11 @@ RULES = {
     "kernels": Rule("model.attention.backend train.compile train.cuda_graphs train.recompute", None, None),
     "saving": Rule("train.checkpoint_seconds train.tracking", None, NO_EFFECT),
     "length": Rule("train.epochs train.steps eval.patience", None, NO_EFFECT),
-    "choice": Rule("eval.best_metric", None, None),  # of a resumed run: see `training.best.best_again`
+    "choice": Rule("eval.best_metric", None, None),  # for a resumed run see `training.best.best_by_metric`
     "figures": Rule("eval.filter_seen eval.same_time eval.metrics data.targets", EVALUATE, None),
     "schedule": Rule("eval.every eval.test", "eval.py RUN evaluates each split", NO_EFFECT),
     "precision": Rule("train.autocast train.residual train.matmul_precision", NEW_RUN, None),
-    "attention": Rule("model.attention", NEW_RUN, None),  # where the weights fit
+    "attention": Rule("model.attention", NEW_RUN, None),  # the weights must fit
     "reading": Rule(
         "data.format data.columns data.separator data.encoding data.decimal data.where data.on_bad_row "
         "data.bad_rows_limit data.duplicates data.min_user_events data.min_item_events "
@@ -63,12 +64,12 @@ RULES = {
             for option in ("format", "id", "separator", "encoding", "decimal", "unknown", "on_bad_row")
         ),
         NEW_RUN,
-        "it is for reading other data, with --data or --history",
+        "it applies only to other data, given by --data or --history",
     ),
     "split": Rule(
         "data.protocol data.valid_fraction data.test_fraction data.train_on_valid",
         NEW_RUN,
-        "the weights were trained on events that another split would judge them by",
+        "the weights were trained on events that another split would evaluate them on",
     ),
     "model": Rule(
         "task model data.synthetic data.recall data.features data.time_zone parallel.fused",
@@ -84,7 +85,7 @@ RULES = {
 }
 VECTOR_FILE = re.compile(r"data\.features\.items\.columns\.[^.]+\.(path|ids)")
 CLASSES = {option: name for name, rule in RULES.items() for option in rule.options.split()}
-# The options in which two configurations of one run may differ: its place, its device, how often it saves.
+# Options that do not change a run's results: paths, devices, saving.
 FREE = {option for option, name in CLASSES.items() if name in ("places", "devices", "saving")}
 
 
@@ -100,20 +101,18 @@ class Change(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The option's class in RULES; layers (`model.attention.0`) are left out of its name, and the files of vectors
-        are places like those of other features.
-        """
+        """The option's class in RULES; numbers of layers, as in `model.attention.0`, are ignored."""
         option = VECTOR_FILE.sub("data.features.items.path", self.option)
         return class_of(".".join(part for part in option.split(".") if not part.isdigit())) or "training"
 
     @property
     def free(self) -> bool:
-        """Whether two configurations of one run may differ in it."""
+        """Whether the option does not change the run's results."""
         return self.option in FREE or VECTOR_FILE.fullmatch(self.option) is not None
 
 
 def class_of(option: str) -> str | None:
-    """Return the class of an option, or of the nearest one above it that has a class."""
+    """Return the class of an option, or of its nearest parent that has a class; None if there is none."""
     while option and option not in CLASSES:
         option = option.rpartition(".")[0]
     return CLASSES.get(option)
@@ -136,12 +135,12 @@ def _changes(before: dict, after: dict, prefix: str = "") -> Iterable[Change]:
 
 
 def differences(before: dict, after: dict) -> list[str]:
-    """Return the differences of two configurations (`model_dump`) that make another run: `train.lr: 0.001 -> 0.01`."""
+    """Return the differences of two configurations (`model_dump`) that may change results: `train.lr: 0.1 -> 0.2`."""
     return [str(change) for change in _changes(before, after) if not change.free]
 
 
 def stored_config(stored: object, source: Path) -> RunConfig:
-    """Return the configuration stored in `source`; CheckpointError if it is another version's."""
+    """Validate the configuration stored in `source`; CheckpointError if another version wrote it."""
     try:
         return RunConfig.model_validate(stored)
     except ValidationError as error:
@@ -152,15 +151,15 @@ def stored_config(stored: object, source: Path) -> RunConfig:
 
 
 def moved_data(before: RunConfig, after: RunConfig) -> list[str]:
-    """Return the options that name other places of the data, which must then be the same by checksum."""
+    """Return the changed options that are paths of data; the data must then have the same checksum."""
     places = [change.option for change in changes(before, after) if change.group == "places"]
     return [option for option in places if ".path" in option or VECTOR_FILE.fullmatch(option)]
 
 
 def check_resumed(progress: Progress, config: RunConfig, folder: Path, *, opened: bool) -> None:
-    """Raise ConfigError, in one line, for what the run in `folder`, resumed, cannot change.
+    """Raise ConfigError, in one line, if the configuration changes options that a resumed run cannot change.
 
-    opened: whether the configuration has the values that depend on the data; until then `auto` stands for any.
+    opened: whether the data are open, so that the configuration has no `auto`; before, `auto` matches any value.
     """
     all_changes = changes(stored_config(progress.config, folder / "checkpoints"), config)
     refused = [(change, RULES[change.group].resumed) for change in all_changes if opened or change.after != "auto"]
@@ -169,20 +168,20 @@ def check_resumed(progress: Progress, config: RunConfig, folder: Path, *, opened
     if config.train.epochs < begun:
         by = "" if config.train.steps is None else f" (by train.steps={config.train.steps})"
         raise ConfigError(
-            f"{folder}: train.epochs={config.train.epochs}{by}: expected at least the {begun} that are done or begun"
+            f"{folder}: train.epochs={config.train.epochs}{by}: expected at least {begun}, the epochs that have begun"
         )
 
 
 def check_updated(before: RunConfig, config: RunConfig, folder: Path) -> None:
-    """Raise ConfigError, in one line, for what an update of the run in `folder` cannot change: the model itself."""
+    """Raise ConfigError, in one line, if an update of the run in `folder` would change the model."""
     refused = [(change, NEW_RUN) for change in changes(before, config) if change.group in ("model", "attention")]
     _refuse(folder, "an update", refused)
 
 
 def check_evaluated(before: RunConfig, config: RunConfig, folder: Path, other_data: bool) -> None:
-    """Raise ConfigError, in one line, for what an evaluation of the run in `folder` cannot change.
+    """Raise ConfigError, in one line, if the configuration changes options that an evaluation cannot change.
 
-    other_data: whether it reads other events than those of the run.
+    other_data: whether it uses other events than the run's.
     """
     refused = [
         (change, RULES[change.group].evaluated)
@@ -203,7 +202,7 @@ def _refuse(folder: Path, what: str, advised: Iterable[tuple[Change, str | None]
 
 
 def evaluation_notes(before: RunConfig, config: RunConfig) -> list[str]:
-    """Return a sentence for each option with which a model is evaluated otherwise than it was trained."""
+    """Return a sentence for each option of the attention or precision that differs from training."""
     return [
         f"Evaluated with {change.option}={shown(change.after)}; trained with {shown(change.before)}."
         for change in changes(before, config)

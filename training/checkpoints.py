@@ -1,9 +1,10 @@
-"""Save and load the checkpoints of a run, of one process or of many ranks, in one format.
+"""Save and load the checkpoints of a run, in the same format for one process and for many ranks.
 
-A checkpoint is a folder `step-00001234` by torch.distributed.checkpoint with the weights of training, their averages,
-the optimiser's state and, unless the step seeds its own (training/ranks/step.py), the state of random numbers. Tensors
-are whole by name: any number of ranks reads them, with the item table cut in any way. state.json has the progress and
-the checksum of every file. The folder appears whole or not at all; several ranks write it in the background.
+A checkpoint is a folder `step-00001234` of torch.distributed.checkpoint. It has the weights of training, their
+averages, the optimiser's state and, except for several ranks, whose steps set their seeds (training/ranks/step.py), the
+state of the random generators. Tensors are stored whole by name: any number of ranks can read them, with any sharding
+of the item table. state.json has the progress and the checksum of every file. The folder is written atomically; several
+ranks write it in the background.
 """
 
 import re
@@ -46,17 +47,17 @@ STEP = re.compile(r"step-\d{8,}")  # the name of a checkpoint
 
 
 class Progress(BaseModel):
-    """The progress of a run: what a resumed run needs beside tensors and the state of the random numbers.
+    """The progress of a run: the state that a resumed run needs in addition to tensors.
 
     run          the run's id, see training/folder.py
     fingerprint  the fingerprint of the data
-    config       the run's configuration when the checkpoint was made
+    config       the run's configuration when the checkpoint was saved
     step         training steps done
     epoch        epochs finished
     batch        finished batches of the current epoch
-    events       tokens trained on, for the events per second
-    seconds      time of training
-    records      the number of lines of metrics.jsonl
+    events       tokens trained on, to compute events per second
+    seconds      time spent in training
+    records      the lines of metrics.jsonl
     best         eval.best_metric of the weights in best/, or None
     stale        evaluations since the best one
     losses       name -> [sum, steps] of the losses in the current epoch
@@ -79,19 +80,17 @@ class Progress(BaseModel):
 
     @classmethod
     def of(cls, facts: dict, source: Path) -> "Progress":
-        """Return the progress in `facts` (of the checkpoint `source`); CheckpointError if they are incomplete or
-        wrong.
-        """
+        """Return the progress in the facts of the checkpoint `source`; CheckpointError if they are not valid."""
         if "batch" in facts and "tensors" not in facts:
             raise CheckpointError(
-                f"{source}: was saved by version 0.2.0, whose runs cannot be resumed: eval.py evaluates it, "
-                "train.py CONFIG --init-from RUN begins with its weights"
+                f"{source}: was saved by version 0.2.0, whose runs cannot be resumed; eval.py RUN evaluates it, "
+                "train.py CONFIG --init-from RUN starts a run with its weights"
             )
         facts = {name: value for name, value in facts.items() if name != "tensors"}
         if wrong := sorted(cls.model_fields.keys() ^ facts.keys()):
             raise CheckpointError(
                 f"{source}: written by another version of this program "
-                f"({', '.join(map(shown, wrong))} in only one of them)"
+                f"({', '.join(map(shown, wrong))} in only one of the two)"
             )
         try:
             progress = cls.model_validate(facts)
@@ -99,14 +98,14 @@ class Progress(BaseModel):
             line = explain(error.errors()[0], lambda _: cls.model_fields)
             raise CheckpointError(f"{source}: not valid, {line}") from None
         if source.name != f"step-{progress.step:08d}":
-            raise CheckpointError(f"{source}: not valid, it holds step {progress.step}")
+            raise CheckpointError(f"{source}: not valid, its content is of step {progress.step}")
         return progress
 
 
 class Checkpoints:
-    """Save and load what a run trains; every rank calls the same methods in the same steps.
+    """Save and load the checkpoints of a run; all ranks must call the same methods in the same steps.
 
-    table: the item table that is cut over ranks. seconds: the time between checkpoints.
+    table: the sharded item table, if any. seconds: the time between checkpoints.
     """
 
     def __init__(
@@ -125,17 +124,20 @@ class Checkpoints:
         self.group = self.mesh = None
         if ranks.engine or ranks.world > 1:
             self.mesh = init_device_mesh("cpu" if table is None else table.device.type, (ranks.world,))
-            # The background's messages must not meet those of training.
+            # A process group of its own, so that collectives in the background cannot mix with those of training.
             self.group = dist.new_group(backend="gloo")
             self.background = ThreadPoolExecutor(1)
 
     @property
     def due(self) -> bool:
-        """Whether the last checkpoint is `seconds` old, by this process's clock."""
+        """Whether the last checkpoint is at least `seconds` old, by this process's clock."""
         return time.monotonic() - self.saved_at >= self.seconds
 
     def save(self, progress: Progress) -> None:
-        """Save a checkpoint, or begin to, with several ranks; one of the same step is replaced, the last two stay."""
+        """Save a checkpoint, with several ranks in the background, and remove all but the last two.
+
+        A checkpoint of the same step is replaced.
+        """
         from training import dcp
 
         self.wait()
@@ -155,12 +157,12 @@ class Checkpoints:
         self.saved_at = time.monotonic()
 
     def poll(self) -> None:
-        """Move a checkpoint to its place if it has been written."""
+        """Finish the pending checkpoint if its files are written."""
         if self.pending is not None and self.pending[0].done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that was begun is written and in its place."""
+        """Wait until the pending checkpoint, if any, is complete."""
         if self.pending is None:
             return
         (written, place, temporary, facts), self.pending = self.pending, None
@@ -173,8 +175,8 @@ class Checkpoints:
             prune(self.run, facts["run"])
 
     def save_best(self, facts: dict) -> None:
-        """Save the weights to evaluate to the run's folder `best`, in one safetensors file."""
-        with judged(self.average):
+        """Save the weights to evaluate in the run's folder `best`, in one safetensors file."""
+        with evaluated_weights(self.average):
             weights = whole_weights(self.model, self.table, self.ranks.first)
             if self.ranks.first:
                 save_folder(self.run / "best", {"model": weights}, facts)
@@ -182,7 +184,7 @@ class Checkpoints:
     def _checksums(self, written: Future, folder: Path) -> dict[str, str]:
         """Wait until all ranks have written a checkpoint; return the checksums of its files by name on the first rank.
 
-        Each rank reads what it wrote, in the background.
+        Each rank computes the checksums of the files that it wrote, in the background.
         """
         written.result()
         files = [path for path in folder.iterdir() if path.name.startswith(f"__{self.ranks.rank}_")]
@@ -194,13 +196,13 @@ class Checkpoints:
         return {name: value for part in gathered for name, value in part.items()}
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, parameter) of what the optimiser steps."""
+        """Yield (name, parameter) for each parameter of the optimiser."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         for p in (p for group in self.optimizer.param_groups for p in group["params"]):
             yield names.get(id(p), TABLE), p
 
     def _state(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, tensor) of all that a checkpoint has, without copying it."""
+        """Yield (name, tensor) for each tensor of a checkpoint, without copies."""
         from training import dcp
 
         names, table = {id(p): name for name, p in self.model.named_parameters()}, self.table
@@ -230,7 +232,7 @@ class Checkpoints:
             yield from random_state().items()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of what this rank holds of a checkpoint."""
+        """Yield (name, tensor) for each tensor or shard of a checkpoint that this rank has."""
         from training import dcp
 
         for name, value in self._state():
@@ -239,8 +241,8 @@ class Checkpoints:
     def load(self, seed: int = 0) -> Progress:
         """Load the last checkpoint into model, table, optimiser, average and torch's generators; return its progress.
 
-        A checkpoint without the state of random numbers, which ranks wrote, derives it from `seed` and its step.
-        Raises CheckpointError when it is missing, damaged, implausible or belongs to another model.
+        If the checkpoint has no state of the generators, since several ranks wrote it, they are seeded by `seed` and
+        the step. CheckpointError if the checkpoint is missing, damaged, not valid or of another model.
         """
         folders = checkpoints(self.run)
         if not folders:
@@ -269,7 +271,7 @@ class Checkpoints:
                 self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
         state = {name: value for name, value in self._state() if name in saved or not name.startswith("random.")}
         known = state.keys() | {name for name in saved if name.startswith("random.")}
-        if self.table is not None and self.table.kernel is None:  # other ranks have it
+        if self.table is not None and self.table.kernel is None:  # this rank has no shard of it
             known |= {name for name in saved if TABLE in name}
         wrong = known ^ saved.keys() | {
             name for name in state.keys() & saved.keys() if saved[name] != _form(state[name])
@@ -279,7 +281,7 @@ class Checkpoints:
                 f"{source}: belongs to another model, optimiser or sharding, {min(wrong)} and {len(wrong) - 1} other "
                 "tensors do not fit"
             )
-        # Copies into these tensors, which are those of the model, the table, the optimiser and the average.
+        # The tensors of `state` share memory with the model, the table, the optimiser and the average.
         dcp.read_tensors(source, state)
         if (bad := not_finite(self.tensors())) is not None:
             raise CheckpointError(f"{source}: {bad} is not finite")
@@ -295,18 +297,18 @@ class Checkpoints:
 
 @contextmanager
 def _writing(folder: Path, place: Any) -> Iterator[None]:
-    """After an error inside remove what was written, and report it as one of `folder`."""
+    """After an error in the block, remove the incomplete folder and raise CheckpointError for `folder`."""
     from training import dcp
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that one process writes, which is meant
+            warnings.simplefilter("ignore", UserWarning)  # about writing by a single process, which is intended
             yield
     except BaseException as error:
         place.__exit__(type(error), error, error.__traceback__)
         if isinstance(error, (Exception, dcp.CheckpointException)):
             raise CheckpointError(
-                f"{folder}: cannot be written: {dcp.reason(error)}; what was saved before is as it was"
+                f"{folder}: cannot be written: {dcp.reason(error)}; earlier checkpoints are unchanged"
             ) from error
         raise
 
@@ -316,7 +318,7 @@ def _form(value: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the states of torch's generators by the names that checkpoints give them."""
+    """Return the states of torch's generators by their names in checkpoints."""
     state = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["random.cuda"] = torch.cuda.get_rng_state()
@@ -330,19 +332,19 @@ def set_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["random.cuda"])
 
 
-def judged(average: WeightAverage | None):
-    """Give the model the weights with which the run is evaluated, inside."""
+def evaluated_weights(average: WeightAverage | None):
+    """Return a context in which the model has the weights to evaluate: their averages, if there are any."""
     return nullcontext() if average is None else average.in_the_model()
 
 
 def prune(run: Path, run_id: str) -> None:
-    """Remove all checkpoints in the folder `run` but the last two, if they belong to the run whose id is `run_id`."""
+    """Remove all checkpoints of the run but the last two, except those that belong to another run than `run_id`."""
     for old in checkpoints(run)[:-KEEP]:
         _remove(old, run_id)
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Return the folders that have a checkpoint's name, ordered by step."""
+    """Return the run's checkpoint folders, ordered by step."""
     folder = run / "checkpoints"
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
@@ -353,7 +355,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def set_aside_damaged(run: Path) -> list[Path]:
-    """Rename the last checkpoints of a run that are damaged, so that an intact one is resumed; return them."""
+    """Rename damaged checkpoints that are newer than the last intact one; return their original paths."""
     damaged = []
     for folder in reversed(checkpoints(run)):
         try:
@@ -366,24 +368,21 @@ def set_aside_damaged(run: Path) -> list[Path]:
 
 
 def _remove(folder: Path, run: str) -> None:
-    """Remove the files that the folder's state.json lists, and the folder once it is empty.
+    """Remove the files that the folder's state.json lists, and the folder if it is then empty.
 
-    Nothing is removed if that file is damaged, of another run, or of another step than the folder's name says.
+    Nothing is removed if state.json is damaged, belongs to another run or has another step than the folder's name.
     """
     try:
         facts = read_facts(folder / "state.json")
         belongs = facts["run"] == run and folder.name == f"step-{facts['step']:08d}"
-        files = [
-            *filter(_plain, facts["sizes"]),
-            "state.json",
-        ]  # state.json last, so that an interrupted removal can be continued
+        files = [*filter(_plain, facts["sizes"]), "state.json"]  # state.json last, to continue an interrupted removal
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     if not belongs:
         return
     for name in files:
         (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # the folder has other files, which stay
+    with suppress(OSError):  # the folder has other files, which are not removed
         folder.rmdir()
 
 
@@ -393,16 +392,16 @@ def _plain(name: str) -> bool:
 
 @contextmanager
 def _or_older(folders: list[Path]) -> Iterator[None]:
-    """Add to an error about the last of these checkpoints whether an older one can be resumed."""
+    """Add to a CheckpointError about the last of these checkpoints how to resume from the one before, if any."""
     try:
         yield
     except CheckpointError as error:
-        older = f"; remove that folder to go on from {folders[-2].name}" if len(folders) > 1 else ""
+        older = f"; remove that folder to resume from {folders[-2].name}" if len(folders) > 1 else ""
         raise type(error)(f"{error}{older}") from None
 
 
 def last_progress(run: Path) -> Progress:
-    """Return the progress in the last checkpoint, which must exist; CheckpointError when it is damaged."""
+    """Return the progress in the last checkpoint, which must exist; CheckpointError if it is damaged."""
     folders = checkpoints(run)
     with _or_older(folders):
         return Progress.of(load_folder(folders[-1])[1], folders[-1])

@@ -1,4 +1,4 @@
-"""Load a run's configuration: one strict YAML file, dotted overrides, and all errors reported at once.
+"""Load a run's configuration from a YAML file and dotted overrides, and report all errors at once.
 
 An unknown key, a missing key or a wrong type stops the run before anything is loaded; a misspelt key is reported with
 the nearest valid one.
@@ -33,7 +33,7 @@ from models.attention import ATTENTION_KINDS
 from models.options import LossConfig, ModelConfig
 from models.tasks.build import TASK_KINDS, TaskConfig
 from models.tasks.retrieval import Retrieval
-from training.strict_yaml import _Loader, parse_yaml, read_config  # noqa: F401 (_Loader: for checks of it)
+from training.strict_yaml import _Loader, parse_yaml, read_config  # noqa: F401 (tests use _Loader)
 
 
 def _as_tuple(value):
@@ -44,12 +44,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class UpdateConfig(Options):
-    """The training of an update, `train.py --update`."""
+    """Options of `train.py --update`."""
 
     epochs: int = Field(20, ge=1)
-    """The number of passes over the events of an update; the updated run has it as `train.epochs`."""
+    """The number of passes over the events of the update; it becomes `train.epochs` of the updated run."""
     replay: float = Field(1.0, ge=0, le=1000)
-    """The number of older events that are trained once more for each new one."""
+    """The number of older events to train on again for each new event."""
 
 
 class TrainConfig(Options):
@@ -58,53 +58,55 @@ class TrainConfig(Options):
     epochs: int = Field(ge=1)
     """The number of passes over the training data."""
     steps: int | None = Field(None, ge=1)
-    """The number of steps after which no further epoch begins; absent, `epochs` alone decides. A budget of steps suits
-    data sets of any size, one of epochs does not."""
+    """The number of steps after which no new epoch starts, a limit in addition to `epochs`; absent, no limit. The same
+    number of steps suits data sets of any size; the same number of epochs does not."""
     batch_size: int = Field(128, ge=1)
-    """The number of users in a step."""
+    """The number of users in a batch."""
     augment: Augment | None = None
-    """Random changes to the training sequences, drawn in every epoch; absent, none."""
+    """Random changes to the training sequences, drawn anew in every epoch; absent, no changes."""
     lr: float = Field(1e-3, gt=0)
     """The learning rate."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.98)
-    """The decays of AdamW's averages."""
+    """AdamW's coefficients of the running averages of the gradient and its square."""
     weight_decay: float = Field(0.0, ge=0)
-    """The weight decay."""
+    """The weight decay coefficient."""
     warmup_steps: int = Field(0, ge=0)
-    """The number of first steps over which the learning rate rises."""
+    """The number of steps over which the learning rate rises linearly to `lr`."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """What the learning rate does after the warm-up: stay, or fall to 0 at the last step."""
+    """The schedule of the learning rate after the warm-up: constant, or a linear or cosine decay to 0 at the last
+    step."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """The decay of an exponential moving average of the weights, in fp32, which is then evaluated; absent, no
-    average."""
+    """The decay of an exponential moving average of the weights, in fp32. If it is set, the average is evaluated in
+    place of the weights; absent, no average."""
     clip_norm: float | None = Field(None, gt=0)
-    """The greatest norm of a step's gradient; absent, gradients are not clipped."""
+    """The maximum norm of the gradient; absent, gradients are not clipped."""
     autocast: Literal["none", "bf16"] = "none"
     """Whether layers compute in bf16."""
     residual: Literal["float32", "bfloat16"] = "float32"
-    """The dtype, in training, of the sum that each layer adds to; bfloat16, with `autocast: bf16`, moves fewer bytes.
-    """
+    """The dtype of the residual stream in training; `bfloat16` needs `autocast: bf16` and reduces memory traffic."""
     matmul_precision: Literal["default", "highest", "high"] = "default"
-    """The precision of fp32 products on a GPU: `high` is TF32, `default` is torch's own setting."""
+    """The precision of fp32 matrix products on a GPU, as in torch.set_float32_matmul_precision: `high` is TF32;
+    `default` leaves torch's setting unchanged."""
     compile: bool = False
-    """Whether the model goes through torch.compile."""
+    """Whether to compile the layers with torch.compile."""
     cuda_graphs: bool = True
-    """Whether steps on a GPU are captured and replayed as CUDA graphs; not together with `compile`."""
+    """Whether steps on a GPU are captured and replayed as CUDA graphs; ignored with `compile`."""
     recompute: bool = False
-    """Whether the backward pass computes each layer's intermediates again, with the same bits, in place of saving them:
-    less memory, and the layers' forward pass twice; not together with `compile`."""
+    """Whether the backward pass recomputes each layer's intermediates, with the same bits, instead of saving them. This
+    saves memory and runs the layers' forward pass twice; it cannot be combined with `compile`."""
     group_by_length: bool = False
-    """Whether batches hold sequences of similar length, which is faster and slightly less random."""
+    """Whether a batch has sequences of similar length, which is faster and slightly less random."""
     checkpoint_seconds: float = Field(60.0, ge=0)
-    """The seconds between checkpoints, within an epoch too; 0 saves after every step."""
+    """The seconds between checkpoints, also within an epoch; 0 saves after every step."""
     tracking: Literal["tensorboard", "mlflow", "wandb"] = "tensorboard"
-    """Where curves are logged, in addition to metrics.jsonl; mlflow and wandb need the extra of that name."""
+    """The tracker that curves are logged to, in addition to metrics.jsonl; mlflow and wandb need the extra of that
+    name."""
     update: UpdateConfig = UpdateConfig()
-    """The training of an update."""
+    """Options of `train.py --update`."""
 
     def check_run(self, run: "RunConfig") -> None:
         if self.recompute and self.compile:
-            raise ValueError("train.recompute: not with train.compile, which decides by itself what to recompute")
+            raise ValueError("train.recompute: cannot be combined with train.compile, which chooses what to recompute")
         if self.residual == "bfloat16" and self.autocast != "bf16":
             raise ValueError("train.residual=bfloat16: needs train.autocast=bf16")
 
@@ -113,27 +115,27 @@ class EvalConfig(Options):
     """Evaluation during and after training."""
 
     every: int = Field(1, ge=0)
-    """The epochs between evaluations, 0 for one at the end. They judge the validation split or, where the protocol has
-    none, watch the test split without choosing anything by it."""
+    """The number of epochs between evaluations during training; 0 for none. They use the validation split. If there is
+    none, they use the test split, and nothing is chosen by the results."""
     batch_size: int = Field(512, ge=1)
     """The number of users in a batch."""
     filter_seen: Literal["auto", "history", "window", "none"] = "auto"
-    """Which of a user's earlier items are removed from the ranking: the whole history, those in the model's window
-    (as in the published figures), or none. A target that is removed counts as a miss. `auto` is `none` if more than 1%
-    of the validation targets (without validation, of the users' last training events) repeat an earlier item of their
-    user, otherwise `history`; the run's `config.yaml` shows which."""
+    """The user's earlier items that are removed from the ranking: those of the whole history, those in the model's
+    window (as in the published figures), or none. A target that is removed counts as a miss. `auto` is `none` if more
+    than 1% of the validation targets (without a validation split, of the users' last training events) repeat an earlier
+    item of the user, otherwise `history`; the run's `config.yaml` has the chosen value."""
     same_time: Literal["seen", "hidden"] = "seen"
-    """Whether a target's history has the user's earlier events of the target's own time. With `hidden` it has none, and
-    a user's targets of one time (a basket) are one ranking with several relevant items."""
+    """Whether a target's history includes the user's other events at the time of the target. With `hidden` these are
+    left out, and the user's targets at one time (a basket) are one ranking with several relevant items."""
     metrics: list[str] | None = Field(None, min_length=1)
     """The metrics of retrieval, with any k: `HR@5`, `NDCG@10`, `Recall@20`, `Precision@10`, `MAP@10`, `MRR@10`, `MRR`
-    or `MAP`; absent, HR and NDCG at 1, 5, 10, 50, 100 and 200, and MRR. best_metric is added."""
+    or `MAP`; absent, HR and NDCG at 1, 5, 10, 50, 100 and 200, and MRR. `best_metric` is always computed too."""
     best_metric: str | None = None
-    """The metric that chooses the best weights, by its greatest value or, as with log_loss, its least; absent, NDCG@10
-    or the task's first metric."""
+    """The metric that chooses the best weights: those with the greatest value or, for losses such as log_loss, the
+    smallest; absent, the task's first metric (retrieval: NDCG@10)."""
     patience: int | None = Field(None, ge=1)
-    """The evaluations without a better best_metric after which training stops; absent, never. Evaluations during an
-    attention's warm-up do not count."""
+    """The number of evaluations in a row without an improvement of best_metric after which training stops; absent,
+    training never stops early. Evaluations during an attention's warm-up do not count."""
     test: bool = True
     """Whether the finished run is evaluated on the test split."""
 
@@ -143,29 +145,31 @@ class EvalConfig(Options):
             if not run.task.has_metric(name):
                 raise ValueError(f"eval.{option}: {name} is none of {', '.join(run.task.metric_names())}")
         if self.patience and run.data.protocol in ("published", "all"):
-            raise ValueError(f"eval.patience: protocol {run.data.protocol} has no validation split to stop by")
+            raise ValueError(f"eval.patience: protocol {run.data.protocol} has no validation split")
         if self.patience and run.data.train_on_valid:
-            raise ValueError("eval.patience: data.train_on_valid leaves no validation split to stop by")
+            raise ValueError("eval.patience: there is no validation split with data.train_on_valid")
         if self.patience and not self.every:
             raise ValueError("eval.patience needs eval.every >= 1")
 
 
 class ParallelConfig(Options):
-    """The distribution of a run over processes, which torchrun starts."""
+    """The distribution of a run over the processes that torchrun starts."""
 
     data: Annotated[int | Literal["auto"], BeforeValidator(auto_or(1))] = 1
-    """The number of ranks that share each batch; `auto` is as many as torchrun starts for each part of a sequence."""
+    """The number of ranks that share each batch; `auto` is the number of processes divided by `context`."""
     embedding: Literal["replicated", "row_wise", "table_wise", "column_wise", "auto"] = "replicated"
-    """How the item table is divided among the ranks that share a batch; `auto` asks torchrec's planner."""
+    """How the item table is divided among the ranks that share a batch; `auto` is the choice of torchrec's planner."""
     context: int = Field(1, ge=1)
     """The number of ranks that share each sequence."""
     context_by: Literal["auto", "ring", "heads"] = "auto"
-    """How ranks share a sequence: `heads` gives each all tokens of some of attention's heads, `ring` passes keys and
-    values round (`model.attention.kind: ring` alone); `auto` is heads where they can be divided."""
+    """How ranks share a sequence: with `heads` each rank computes attention for some of the heads and all tokens; with
+    `ring` keys and values are sent from rank to rank (`model.attention.kind: ring` only). `auto` is `heads` if the
+    heads can be divided among the ranks, otherwise `ring`."""
     fused: Literal["rowwise_adagrad", "adam"] | None = None
-    """The item table's optimiser, run in the backward pass on the rows of a step alone, in place of AdamW."""
+    """The optimiser of the item table, in place of AdamW. It runs in the backward pass and updates only the rows that
+    the step uses."""
     balance: bool = True
-    """Whether the ranks' parts of a batch are even in predicted work; `false` deals sequences out in turn."""
+    """Whether to divide a batch so that ranks have equal predicted work; `false` assigns sequences round-robin."""
 
     @property
     def sharded(self) -> bool:
@@ -182,16 +186,16 @@ class ParallelConfig(Options):
             return
         whole_catalogue = run.loss.kind == "cross_entropy"
         if run.loss.exclude != "none":
-            raise ValueError("loss.exclude: not with parallel")
+            raise ValueError("loss.exclude: cannot be combined with parallel")
         if run.model.head.repeats:
-            raise ValueError("model.head.repeats: not with parallel")
+            raise ValueError("model.head.repeats: cannot be combined with parallel")
         if whole_catalogue and self.embedding in ("table_wise", "column_wise"):
             raise ValueError(
-                f"parallel.embedding={self.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
-                "of which each rank has whole rows"
+                f"parallel.embedding={self.embedding}: expected replicated or row_wise with loss.kind=cross_entropy, "
+                "which needs whole rows on each rank"
             )
         if self.sharded and run.loss.label_smoothing:
-            raise ValueError(f"parallel.embedding={self.embedding}: loss.label_smoothing takes replicated")
+            raise ValueError(f"parallel.embedding={self.embedding}: expected replicated with loss.label_smoothing")
         if self.sharded and run.model.table_dtype != "float32":
             raise ValueError(f"parallel.embedding={self.embedding}: model.table_dtype must be float32")
         if self.fused is None:
@@ -202,18 +206,18 @@ class ParallelConfig(Options):
             raise ValueError("parallel.fused: needs a sharded table, such as parallel.embedding=row_wise")
         if whole_catalogue:
             raise ValueError(
-                "parallel.fused: does not apply the gradient that loss.kind=cross_entropy gives to every row of the "
-                "table: take a sampled loss"
+                "parallel.fused: does not apply the gradients of loss.kind=cross_entropy, which every row of the table "
+                "has: use a sampled loss"
             )
         if run.train.clip_norm is not None or run.train.weight_decay:
             raise ValueError(
-                "parallel.fused: updates only the rows of a step, before the gradient's norm is known: leave out "
-                "train.clip_norm and train.weight_decay"
+                "parallel.fused: updates only the rows that a step uses, before the norm of the gradient is known: "
+                "remove train.clip_norm and train.weight_decay"
             )
 
 
-# The options that may be `auto`, and the values that they have until the data are known (training/sizes.py).
-UNSIZED: dict[str, Any] = {
+# The options that may be `auto`, and their values until training/sizes.py chooses them from the data.
+AUTO_DEFAULTS: dict[str, Any] = {
     "model.max_seq_len": 200,
     "model.embedding_dim": 256,
     "model.num_layers": 3,
@@ -229,7 +233,7 @@ UNSIZED: dict[str, Any] = {
 
 
 def at_path(tree: dict, path: str) -> tuple[dict, str]:
-    """Return (the mapping with the last key of a dotted path, or an empty one; this key)."""
+    """Return (the mapping that contains the last key of a dotted path, or an empty one; the last key)."""
     *parents, last = path.split(".")
     node: Any = tree
     for part in parents:
@@ -238,22 +242,22 @@ def at_path(tree: dict, path: str) -> tuple[dict, str]:
 
 
 class RunConfig(Options):
-    """A run."""
+    """The configuration of a run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)
-    """The run's name, a folder below run_dir."""
+    """The run's name, and the name of its folder in run_dir."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """The seed of weights, batches, dropout and negatives."""
+    """The random seed of initial weights, batches, dropout and negatives."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device; `auto` is the GPU where there is one."""
+    """The device; `auto` is the GPU if there is one."""
     threads: int | None = Field(None, ge=1, le=4096)
-    """The number of CPU threads; absent, torch's own choice."""
+    """The number of CPU threads; absent, torch's default."""
     run_dir: PathText = "runs"
-    """The folder of runs."""
+    """The folder for all runs."""
     data: DataConfig
-    """The events, and how they are split."""
+    """The events and their splits."""
     task: TaskConfig = Retrieval.Config()
-    """What is predicted."""
+    """The prediction task."""
     model: ModelConfig
     """The model."""
     loss: LossConfig = LossConfig()
@@ -263,23 +267,23 @@ class RunConfig(Options):
     eval: EvalConfig = EvalConfig()
     """How the model is evaluated."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the run is spread over processes."""
+    """How the run is distributed over processes."""
     auto: list[str] = Field(default_factory=list)
-    """The options that are `auto` until the data decide them: `auto` may be the value of model.max_seq_len,
-    embedding_dim, num_layers, num_heads, feed_forward_dim and dropout, loss.temperature, train.batch_size,
-    train.augment.drop and window, and eval.every. The run's `config.yaml` has the values (docs/recipes.md has the
-    rule)."""
+    """The options to choose from the data. Setting an option to `auto` adds it to this list. These options may be
+    `auto`: model.max_seq_len, embedding_dim, num_layers, num_heads, feed_forward_dim and dropout, loss.temperature,
+    train.batch_size, train.augment.drop and window, and eval.every. The run's `config.yaml` has the chosen values;
+    docs/recipes.md has the rule."""
 
     @model_validator(mode="before")
     @classmethod
-    def _unsized(cls, tree):
+    def _replace_auto(cls, tree):
         if not isinstance(tree, dict) or not isinstance(listed := tree.get("auto", []), list):
             return tree
         for path in listed:
-            if path not in list(UNSIZED):
-                raise ValueError(f"auto: {path!r} is none of {', '.join(UNSIZED)}")
+            if path not in list(AUTO_DEFAULTS):
+                raise ValueError(f"auto: {path!r} is none of {', '.join(AUTO_DEFAULTS)}")
         tree, auto = copy.deepcopy(tree), []
-        for path, value in UNSIZED.items():
+        for path, value in AUTO_DEFAULTS.items():
             parent, last = at_path(tree, path)
             if parent.get(last) == "auto" or (path in listed and parent.get(last) == value):
                 parent[last] = value
@@ -297,7 +301,7 @@ class RunConfig(Options):
         return self.eval.best_metric or self.task.metric_names()[0]
 
     def is_better(self, value: float | None, best: float | None) -> bool:
-        """Return whether a value of `best_metric` is better than the best so far; one that is not finite never is."""
+        """Return whether a value of `best_metric` is finite and better than the best so far (None: there is none)."""
         if value is None or not math.isfinite(value):
             return False
         return best is None or (value < best if self.task.less_is_better(self.best_metric) else value > best)
@@ -311,7 +315,7 @@ class RunConfig(Options):
 
 
 def _kinds_at(path: list) -> Kinds | None:
-    """Return the kinds that a mapping at this path of a configuration may have; None for other mappings."""
+    """Return the possible kinds of the mapping at this path of a configuration; None if it has no kinds."""
     if path[:2] == ["model", "attention"] and len(path) <= 3:
         return ATTENTION_KINDS
     return TASK_KINDS if path == ["task"] else None
@@ -324,14 +328,12 @@ def _override(tree: dict, assignment: str) -> None:
     try:
         value = parse_yaml(text, assignment)
     except ConfigError as error:
-        raise ConfigError(f"{error}; a value is YAML, text with signs is quoted twice: '{path}=\"...\"'") from None
+        raise ConfigError(f"{error}; values are YAML: quote text with special characters: '{path}=\"...\"'") from None
     put(tree, path.split("."), value)
 
 
 def put(tree: dict, keys: Sequence[str], value: Any) -> None:
-    """Set the value at nested keys of a configuration's tree; ConfigError for a key inside something else than a
-    mapping or a list.
-    """
+    """Set the value at nested keys of a configuration's tree; ConfigError unless all parents are mappings or lists."""
     *parents, last = keys
     path, node = ".".join(keys), tree
     for part in parents:
@@ -347,8 +349,8 @@ def put(tree: dict, keys: Sequence[str], value: Any) -> None:
         raise ConfigError(f"{path}: no such key ({last} is not in a mapping)")
     else:
         if last == "kind" and node.get("kind") != value and (kinds := _kinds_at(parents)) is not None:
-            # Another kind starts from its own defaults, since the file's options of the old kind do not apply to it. An
-            # unknown kind is reported when the whole configuration is read.
+            # Options of the previous kind that the new one does not have are removed. An unknown kind is reported when
+            # the whole configuration is validated.
             with contextlib.suppress(ValueError):
                 known = kinds.config_of(str(value)).model_fields
                 for key in [key for key in node if key not in known]:
@@ -359,7 +361,7 @@ def put(tree: dict, keys: Sequence[str], value: Any) -> None:
 
 
 def merge(tree: dict, changes: Mapping[str, Any], within: Sequence[str] = ()) -> None:
-    """Change a configuration's tree by nested mappings, whose outermost keys may be dotted.
+    """Merge nested mappings, whose outermost keys may be dotted, into a configuration's tree.
 
     Examples:
         >>> tree = {"model": {"num_layers": 2}}
@@ -367,7 +369,7 @@ def merge(tree: dict, changes: Mapping[str, Any], within: Sequence[str] = ()) ->
         >>> tree
         {'model': {'num_layers': 2, 'num_heads': 4}, 'train': {'lr': 0.01}}
     """
-    for key in sorted(changes, key=lambda key: key != "kind"):  # another kind drops the options of the former
+    for key in sorted(changes, key=lambda key: key != "kind"):  # first, since a new kind removes options of the old one
         value, keys = changes[key], [*within, *([key] if within else key.split("."))]
         if isinstance(value, Mapping) and value:
             merge(tree, value, keys)
@@ -376,7 +378,7 @@ def merge(tree: dict, changes: Mapping[str, Any], within: Sequence[str] = ()) ->
 
 
 def load_tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Read a configuration's tree from a YAML file, or copy it; ConfigError if it is no mapping."""
+    """Read a configuration's tree from a YAML file, or copy a mapping; ConfigError if the file is not a mapping."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     tree = parse_yaml(read_config(Path(source)), str(source))
@@ -386,7 +388,7 @@ def load_tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the run of a YAML file, or of its tree, with the dotted `overrides`; ConfigError names all errors.
+    """Load a configuration from a YAML file or a mapping, with dotted overrides; ConfigError names all errors.
 
     Examples:
         >>> config = load_config("configs/small.yaml", ["data.path=orders.csv", "model.embedding_dim=32"])
@@ -403,7 +405,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def checked(tree: dict, where: str) -> RunConfig:
-    """Return the run that a tree describes; ConfigError names all errors, each after `where`."""
+    """Validate a configuration's tree; ConfigError names all errors, each prefixed with `where`."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -422,12 +424,12 @@ def as_yaml(config: RunConfig) -> str:
 
 
 def _explain(item: ErrorDetails, tree: dict) -> str:
-    """Format one pydantic error, its location as in the file."""
+    """Format a pydantic error with its location in the configuration."""
     location = list(item["loc"])
     if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):
-        del location[2]  # one mapping for all layers, which we have put into a list
+        del location[2]  # one mapping for all layers, which a validator has put into a list
     if location[:2] == ["model", "head"] and location[2:3] in (["dot"], ["mol"]):
-        del location[2]  # the kind by which the mapping was read
+        del location[2]  # the kind of head, which pydantic inserts
     return explain(item, lambda place: _keys_at(place, tree), location)
 
 

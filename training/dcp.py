@@ -1,6 +1,6 @@
-"""Read and write folders of torch.distributed.checkpoint, whose tensors are whole by name.
+"""Read and write folders of torch.distributed.checkpoint.
 
-torch.distributed.checkpoint takes longer to import than most programs need it: functions import this module.
+Its import is slow, so that other modules import this one inside functions.
 """
 
 import pickle
@@ -24,10 +24,10 @@ from data.types import shown
 from training.ranks.tables import ShardedTable
 from training.saved import CheckpointError
 
-# What a checkpoint's .metadata is pickled from.
-PICKLED = {(metadata.__name__, name) for name, of in vars(metadata).items() if isinstance(of, type)}
+# The (module, name) that a checkpoint's .metadata, a pickle, may refer to.
+PICKLED = {(metadata.__name__, name) for name, value in vars(metadata).items() if isinstance(value, type)}
 PICKLED = {(module, name) for module, name in PICKLED if getattr(metadata, name).__module__ == module}
-PICKLED |= {("torch", str(of).removeprefix("torch.")) for of in vars(torch).values() if isinstance(of, torch.dtype)}
+PICKLED |= {("torch", str(x).removeprefix("torch.")) for x in vars(torch).values() if isinstance(x, torch.dtype)}
 PICKLED |= {("torch", "Size"), ("torch.serialization", "_get_layout")}
 PICKLED |= {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 PICKLED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
@@ -36,12 +36,12 @@ PICKLED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in PICKLED:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
         return super().find_class(module, name)
 
 
 class Reader(dcp.FileSystemReader):
-    """Read a checkpoint; its .metadata, a pickle, cannot run code."""
+    """Read a checkpoint; a .metadata file that refers to other names than PICKLED is refused before it is unpickled."""
 
     def read_metadata(self, *args: Any, **options: Any) -> metadata.Metadata:
         with Path(self.path, ".metadata").open("rb") as file:
@@ -51,10 +51,10 @@ class Reader(dcp.FileSystemReader):
 
 @contextmanager
 def reading(source: Path) -> Iterator[None]:
-    """Report an error inside as one of `source`, whose files are as they were written."""
+    """Raise errors in the block as CheckpointError for `source`, whose checksums are correct."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that one process reads, which is meant
+            warnings.simplefilter("ignore", UserWarning)  # about reading by a single process, which is intended
             yield
     except CheckpointError:
         raise
@@ -77,18 +77,18 @@ def saved_tensors(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read_tensors(source: Path, tensors: dict[str, Any]) -> None:
-    """Fill tensors, or this rank's shards of them, with what a checkpoint has under their names."""
+    """Load tensors, or this rank's shards of them, in place from a checkpoint by name."""
     with reading(source):
         dcp.load(tensors, storage_reader=Reader(source), no_dist=True)
 
 
 def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
-    """Return `local`, [rows, columns] or [rows], as this rank's shard of a tensor that all ranks share.
+    """Return `local`, [rows, columns] or [rows], as a DTensor of which it is this rank's shard.
 
-    For [rows], one number for each row of a shard, the whole tensor has a column for each cut of the columns.
+    If `local` is [rows], one number for each row, a column-wise DTensor has one column for each rank.
     """
     cells, world = local if local.dim() == 2 else local[:, None], table.ranks.world
-    if table.kind == "table_wise":  # one rank has all
+    if table.kind == "table_wise":  # one rank has the whole table
         return cells
     rows, columns = (table.num_items, cells.shape[1]), (table.num_items, cells.shape[1] * world)
     size, dimension = (rows, 0) if table.kind == "row_wise" else (columns, 1)
@@ -97,7 +97,7 @@ def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> Future | None:
-    """Write tensors to a folder; with a group each rank writes its shards in the background, until the future ends."""
+    """Write tensors to a folder; with a group, return a future: each rank writes its shards in the background."""
     if group is None:
         dcp.save(tensors, checkpoint_id=folder, no_dist=True)
         return None
@@ -106,5 +106,5 @@ def write_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGrou
 
 
 def local(value: Any) -> Tensor:
-    """Return this rank's shard of a tensor that all ranks share; other tensors as they are."""
+    """Return this rank's shard of a DTensor, and other tensors unchanged."""
     return value.to_local() if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""End a run: result.json and report.md, for a finished or an interrupted run."""
+"""Evaluate a finished run, and write result.json and the report of a finished or interrupted run."""
 
 from typing import cast
 
@@ -10,19 +10,18 @@ from data.batches import Batches
 from training import advice
 from training.folder import read_manifest
 from training.report import environment, print_result
-from training.run import Tracked, final_facts, final_weights, judge
+from training.run import ProgressBatches, final_facts, final_weights, judge
 from training.setup import TrainingRun
 from training.weights import load_slices, load_weights
 
 
 def finish(run: TrainingRun) -> None:
-    """Evaluate a run that was trained to its end on its test split, if it has one, and write result.json and the
-    report.
+    """Evaluate a finished run on its test split, if it has one, and write result.json and the report.
 
-    Where one rank evaluates alone, the others have done their part.
+    If the task evaluates on a single rank, the others return at once.
     """
     run.log.close(finished=True)
-    run.ranks.broadcast(None)  # the first process has written its files
+    run.ranks.broadcast(None)  # wait until the first rank has written its files
     config, data, model, folder = run.config, run.data, run.model, run.folder
     ranks = data.task.ranks
     if ranks is None and not run.ranks.first:
@@ -39,22 +38,22 @@ def finish(run: TrainingRun) -> None:
     try:
         if data.splits.test is not None and run.watched is not None and config.eval.test:
             result |= judge(model, data, "test", run.writer.write_judged)
-            batches = Tracked(data.eval_batches(run.watched), f"judging the baseline on {run.watched}")
+            batches = ProgressBatches(data.eval_batches(run.watched), f"evaluating the baseline on {run.watched}")
             baseline = data.task.baseline(data.dataset, data.splits, run.watched, cast(Batches, batches))
             result["plotted_baseline"] = baseline
     except Stopped:
-        leave(run)
+        write_interrupted(run)
         raise
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    result["advice"] = advice.of_result(config, result)
+    result["advice"] = advice.result_advice(config, result)
     run.writer.write_result(config, data, result, run.progress)
     print_result(config.name, data.task, result)
     terminal.say(f"Report: {folder / 'report.html'}, report.md")
 
 
-def leave(run: TrainingRun) -> None:
-    """Write what is known of an interrupted run; nothing is evaluated for it."""
+def write_interrupted(run: TrainingRun) -> None:
+    """Write result.json and the report of an interrupted run, without evaluating it."""
     config, progress = run.config, run.progress
     result = known_facts(run) | {"finished": False, "epoch": progress.epoch}
     result["weights"] = "the last checkpoint" if progress.best is None else "best"
@@ -75,7 +74,7 @@ def leave(run: TrainingRun) -> None:
 
 
 def known_facts(run: TrainingRun) -> dict:
-    """Return the facts about a run that are known at any time."""
+    """Return the facts about a run that do not depend on its evaluation."""
     data, progress = run.data, run.progress
     return {
         "finished": True,

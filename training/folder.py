@@ -1,13 +1,13 @@
-"""A run's folder: create it, claim it for one process at a time, write its files whole.
+"""A run's folder: create it, claim it for one process at a time, and write its files atomically.
 
 run.json      the manifest: the run's id, which its weights store, and how the run was started
 vocabulary/   the original ids of its items and users
 config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.html   report.md   loss.png
 eval-*.json
-lineage.jsonl of an updated run: a line for each generation, see training/update.py
+lineage.jsonl only of an updated run: a line for each generation, see training/update.py
 judged.npz    the model's results for each user or event of the test split
 
-A link in place of one of the folders is refused; one in place of a file is replaced and its target is not touched.
+A symbolic link in place of one of the folders is an error; one in place of a file is replaced, not its target.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ from hstu_sparse_checkout import commit
 
 LOCK, MANIFEST, JUDGED, LINEAGE = ".lock", "run.json", "judged.npz", "lineage.jsonl"
 FOLDERS = ("checkpoints", "best", "tensorboard", "vocabulary")
-MOST_FACTS = 2**28  # bytes of a JSON file: this program writes no larger one
+MOST_FACTS = 2**28  # bytes; larger JSON files are refused
 MOST_JUDGED = 2**36
 
 
@@ -46,7 +46,7 @@ class FolderError(UserError):
 
 @contextmanager
 def access(path: Path, what: str) -> Iterator[None]:
-    """Report an error of the file system inside as `PATH: cannot be WHAT: No space left on device`."""
+    """Raise an OSError in the block as FolderError, as in `PATH: cannot be WHAT: No space left on device`."""
     try:
         yield
     except OSError as error:
@@ -54,9 +54,9 @@ def access(path: Path, what: str) -> Iterator[None]:
 
 
 def check_path(path: Path) -> None:
-    """Raise FolderError for a path that the libraries which write there cannot name."""
+    """Raise FolderError for a path that some libraries cannot use."""
     if "\0" in str(path):
-        raise FolderError(f"{shown(path)}: a path cannot hold a NUL character")
+        raise FolderError(f"{shown(path)}: a path cannot contain a NUL character")
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -72,7 +72,7 @@ def check_run(folder: Path) -> None:
 
 
 def read_regular(path: Path, most: int = MOST_FACTS) -> bytes:
-    """Read a regular file; OSError, before reading, for a pipe, a device, or more than `most` bytes."""
+    """Read a regular file of at most `most` bytes; OSError, before reading, for other files."""
     check_regular(path, most)
     return path.read_bytes()
 
@@ -97,7 +97,7 @@ def new_manifest() -> dict:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Read the run's manifest; FolderError when it is missing or damaged."""
+    """Read the run's manifest; FolderError if it is missing or damaged."""
     path = folder / MANIFEST
     with access(path, "read"):
         text = read_regular(path)
@@ -112,11 +112,11 @@ def read_manifest(folder: Path) -> dict:
 
 @contextmanager
 def claimed(folder: Path, new: bool, another: bool = False) -> Iterator[Path]:
-    """Claim the folder for this process, and yield it; FolderError when another one is training in it.
+    """Claim the folder for this process and yield it; FolderError if another process is training in it.
 
-    Unfinished work of a killed process is repaired first. A new folder is created, and removed again if it stays empty.
-    The claim ends with the process, however that ends. another: where the folder exists, create `FOLDER-2`, `FOLDER-3`
-    and so on in its place.
+    Temporary files of a killed process are removed first. A new folder is created; it is removed at the end if it is
+    still empty. The claim ends with the process, even if it is killed. another: if the folder exists, create
+    `FOLDER-2`, `FOLDER-3` and so on instead.
     """
     check_path(folder)
     with access(folder, "written"):
@@ -130,10 +130,10 @@ def claimed(folder: Path, new: bool, another: bool = False) -> Iterator[Path]:
     try:
         with access(folder, "written"):
             if new and any(not path.name.startswith(".") for path in folder.iterdir()):
-                raise FolderError(f"{shown(folder, 200)}: already holds a run; --resume it or choose another folder")
+                raise FolderError(f"{shown(folder, 200)}: already has a run; --resume it or choose another folder")
             for name in FOLDERS:
                 if (folder / name).is_symlink():
-                    raise FolderError(f"{shown(folder / name, 200)}: a link, expected a folder of the run's own")
+                    raise FolderError(f"{shown(folder / name, 200)}: a symbolic link, expected a folder")
             sweep(folder, older_than=0)
             sweep(folder / "checkpoints", older_than=0)
             for name in ("best", "vocabulary"):
@@ -143,13 +143,13 @@ def claimed(folder: Path, new: bool, another: bool = False) -> Iterator[Path]:
         if created and [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
             for path in created:
-                with suppress(OSError):  # another process has put something there
+                with suppress(OSError):  # not empty: another process uses it
                     path.rmdir()
         os.close(handle)
 
 
 def _make_another(folder: Path) -> Path:
-    """Create `folder`, or the first of `FOLDER-2`, `FOLDER-3`, ... that nobody else creates, and return it."""
+    """Create and return `folder`, or the first of `FOLDER-2`, `FOLDER-3`, ... that does not exist."""
     count, path = 1, folder
     while True:
         try:
@@ -161,7 +161,7 @@ def _make_another(folder: Path) -> Path:
 
 
 def wait_until_free(folder: Path) -> None:
-    """Wait while a process holds the folder: a run whose parent was killed may be saving a checkpoint."""
+    """Wait until no process has the folder claimed: a run whose parent was killed may still be saving a checkpoint."""
     path = folder / LOCK
     if path.is_symlink() or not path.is_file():
         return
@@ -172,7 +172,7 @@ def wait_until_free(folder: Path) -> None:
 def _lock(folder: Path) -> int:
     path = folder / LOCK
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise FolderError(f"{shown(path, 200)}: a link or no regular file, expected the run's own")
+        raise FolderError(f"{shown(path, 200)}: a symbolic link or special file, expected a regular file")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,13 +186,13 @@ def _lock(folder: Path) -> int:
 
 
 def write_file(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
-    """Write a file of the run, whole or not at all (see `replace_file`); FolderError when e.g. the disk is full."""
+    """Write a file of the run atomically (see `replace_file`); FolderError if it cannot be written."""
     with access(path, "written"):
         replace_file(path, content)
 
 
 def with_nulls(value: Any) -> Any:
-    """Return a JSON value with None for each number that is not finite, which JSON cannot express."""
+    """Replace each number of a JSON value that is not finite, which JSON cannot express, by None."""
     if isinstance(value, dict):
         return {key: with_nulls(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -206,7 +206,7 @@ def as_json(value: Any) -> str:
 
 
 def write_judged(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write a run's results for each user or event, `judged` of `Task.judge`, into the run's folder."""
+    """Write a run's results for each user or event, `judged` of `Task.judge`, to judged.npz in the run's folder."""
     content = io.BytesIO()
     columns: dict[str, Any] = dict(arrays)
     np.savez_compressed(content, **columns)
@@ -214,7 +214,7 @@ def write_judged(folder: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_judged(folder: Path) -> dict[str, np.ndarray]:
-    """Read the file of `write_judged`; FolderError when it is missing or damaged."""
+    """Read the file of `write_judged`; FolderError if it is missing or damaged."""
     path = folder / JUDGED
     with access(path, "read"):
         content = read_regular(path, MOST_JUDGED)

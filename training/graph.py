@@ -1,4 +1,4 @@
-"""Replay training steps as CUDA graphs: the host queues one launch instead of hundreds.
+"""Replay training steps as CUDA graphs: the host launches one graph instead of hundreds of kernels.
 
 Letters: T tokens of the batch, B sequences.
 """
@@ -15,20 +15,21 @@ from training.config import RunConfig
 
 
 def captures(config: RunConfig, world: int, by_heads: bool) -> bool:
-    """Return whether steps on a GPU are CUDA graphs: those of one process, and of ranks that share sequences by heads
-    and nothing else, whose exchanges have fixed sizes.
+    """Return whether steps on a GPU are captured as CUDA graphs.
+
+    They are for one process, and for ranks that only share sequences by heads, whose messages have fixed sizes.
     """
     c = config.train
     return c.cuda_graphs and not c.compile and not config.parallel.engine and (world == 1 or by_heads)
 
 
 def padded_tokens(tokens: int) -> int:
-    """Round T up to one of eight sizes an octave, so that few graphs serve all batches."""
+    """Round T up to one of eight sizes for each power of two, so that few graphs suffice for all batches."""
     return -(-tokens // _granule(tokens)) * _granule(tokens)
 
 
 def padded_sequences(batch_size: int, longest: int) -> int:
-    """Return B of every padded batch: `batch_size`, plus the sequences that hold the padding, `longest` tokens each."""
+    """Return B of every padded batch: `batch_size` plus sequences of padding, of `longest` tokens each."""
     return batch_size + -(-_granule(batch_size * longest) // longest)
 
 
@@ -44,13 +45,13 @@ Step = Callable[[Batch], Losses]
 class GraphedStep:
     """Capture step(batch) -> losses once for each padded size and phase of training, and replay it.
 
-    step: trains on a batch and returns losses by name, 0-d, without waiting for the device; later calls overwrite the
+    step: trains on a batch and returns 0-d losses by name without waiting for the device; later calls overwrite the
     returned tensors.
-    batch_size: the greatest number of sequences. longest: the greatest number of tokens of a sequence.
+    batch_size: the maximum number of sequences. longest: the maximum number of tokens of a sequence.
 
-    The first batch of a size runs uncaptured, which compiles kernels and creates the optimiser's state; the second is
-    captured. Everything runs on a side stream, since a captured backward pass must not involve the default stream;
-    callers need not synchronise.
+    The first batch of a size is not captured: it compiles kernels and creates the optimiser's state. The second is
+    captured. All steps run on a side stream, since a captured backward pass must not use the default stream; callers
+    need not synchronise.
     """
 
     def __init__(self, step: Step, *, batch_size: int, longest: int):
@@ -91,9 +92,10 @@ class GraphedStep:
 def captured(
     function: Callable[[], Result], what: str, refusal: type[Exception], **options
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Capture a CUDA graph of function(); return the graph and the result. options: of `torch.cuda.graph`.
+    """Capture a CUDA graph of function(); return the graph and the result.
 
-    Where it cannot be captured, `refusal` says that `what` cannot. Its other errors are raised as they are.
+    what: the start of the error message. refusal: the exception to raise if the function cannot be captured; its other
+    errors are raised unchanged. options: of `torch.cuda.graph`.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:
@@ -101,7 +103,7 @@ def captured(
             try:
                 result = function()
             except Exception as error:
-                failure = error  # ending the capture fails after it, and would hide it
+                failure = error  # the end of the capture fails too, with an error that would hide this one
                 raise
     except Exception as error:
         cause = failure or error
@@ -112,8 +114,9 @@ def captured(
 
 
 def means_no_capture(error: Exception) -> bool:
-    """Return whether `error` says that an operation cannot be captured: such errors of CUDA and torch all mention the
-    capture. Running out of memory and other errors would happen without a capture, too.
+    """Return whether `error` means that an operation cannot be captured: the messages of CUDA and torch mention it.
+
+    Other errors, such as running out of memory, would also happen without a capture.
     """
     return (
         isinstance(error, RuntimeError)

@@ -25,7 +25,7 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 class Key(NamedTuple):
-    """One key: `name` is dotted, `default` is its YAML or `required`."""
+    """A key of the configuration; name: dotted; default: as YAML, `absent` or `required`."""
 
     name: str
     type: str
@@ -34,7 +34,7 @@ class Key(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The keys of one mapping: `title` names it, with the kind if there are several; `meaning` describes it."""
+    """The keys of a mapping; title: its path, with the kind if there are several; meaning: its description."""
 
     title: str
     meaning: str
@@ -42,7 +42,7 @@ class Section(NamedTuple):
 
 
 def sections(config: type[BaseModel] = RunConfig, prefix: str = "", title: str = "") -> Iterator[Section]:
-    """Yield the mapping that `config` describes, then every mapping inside it."""
+    """Yield the section of a configuration class, then those of all nested classes."""
     fields = {field.alias or name: field for name, field in config.model_fields.items()}
     keys = [
         Key(
@@ -66,7 +66,7 @@ def sections(config: type[BaseModel] = RunConfig, prefix: str = "", title: str =
 
 
 def _kinds(kinds: Kinds) -> Iterator[Section]:
-    """Yield the mappings of each kind, the first with the kind's own docstring as its meaning."""
+    """Yield the sections of each kind; the first of a kind has the docstring of the kind's class as its meaning."""
     for name, kind in kinds.known.items():
         first, *others = sections(kind.Config, f"{kinds.key}.", f"{kinds.key}, kind {name}")
         yield first._replace(meaning=" ".join((kind.__doc__ or "").split()))
@@ -74,8 +74,8 @@ def _kinds(kinds: Kinds) -> Iterator[Section]:
 
 
 def _mappings(annotation: Any) -> tuple[list[type[BaseModel]], str]:
-    """Return the configuration classes in an annotation, and the path between the key and theirs: `.NAME`, `.0` or
-    none.
+    """Return the configuration classes in an annotation, and the suffix of their keys: `.NAME` for a mapping of names,
+    `.0` for a list, or nothing.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -92,7 +92,7 @@ def _mappings(annotation: Any) -> tuple[list[type[BaseModel]], str]:
 
 
 def _type(annotation: Any, field: FieldInfo | None = None) -> str:
-    """Describe an annotation in the terms of YAML."""
+    """Describe the YAML type of an annotation, with the bounds of the field."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     bounds = [
         f"{word} {value:,}" if isinstance(value, int) else f"{word} {value:g}"
@@ -118,7 +118,7 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
 
 
 def _default(field: FieldInfo, name: str) -> str:
-    """Format a default as YAML, `absent` for an optional key without default and `required` for a required key."""
+    """Format a default as YAML; `absent` if it is None, `required` if there is none."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -169,5 +169,5 @@ def as_markdown() -> str:
 
 
 def _linked(text: str) -> str:
-    """Add links to the pages that a meaning names."""
+    """Replace names of documentation pages by links."""
     return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text)

@@ -1,4 +1,4 @@
-"""Train a run: its epochs, their evaluations and checkpoints, until it is finished or a signal stops it."""
+"""Train a run: epochs, evaluations and checkpoints, until it is finished or stopped by a signal."""
 
 import math
 import time
@@ -10,11 +10,11 @@ from cli.interrupt import Interrupts, Stopped
 from cli.terminal import Bar, terminal
 from data.batches import Batches
 from training.best import keep_best
-from training.checkpoints import judged
+from training.checkpoints import evaluated_weights
 from training.config import RunConfig
-from training.ending import finish, leave
+from training.ending import finish, write_interrupted
 from training.monitor import Means
-from training.run import Tracked
+from training.run import ProgressBatches
 from training.setup import TrainingRun, open_or_resume
 from training.step import set_lr
 
@@ -27,11 +27,12 @@ def train(
     interrupts: Interrupts | None = None,
     update: Path | None = None,
 ) -> Path:
-    """Do the whole run in `folder`, which this process claims; None: in a new folder below run_dir. Return the folder.
+    """Train a run until it is finished, evaluate it and write its report; return the run's folder.
 
-    resume: continue the run in the folder, with changes that training/changes.py allows; None: if there is one, from
-    its newest intact checkpoint. init_from: another run's folder, whose weights a new run starts with; update: one
-    that a new run updates. Raises Stopped when a signal arrived; everything is saved then.
+    folder: the run's folder, which only one process can use at a time; None: a new folder in run_dir. resume: whether
+    to continue the run in the folder, with changes that training/changes.py allows; None: continue from the newest
+    intact checkpoint if there is one. init_from: the folder of a run whose weights a new run starts with. update: the
+    folder of a run that a new run updates. Raises Stopped after a signal, when a checkpoint is saved.
 
     Examples:
         >>> from pathlib import Path
@@ -56,7 +57,7 @@ def train(
 
 
 def train_epoch(run: TrainingRun, bar: Bar) -> None:
-    """Train to the end of the epoch, and save whenever it is due; after a signal save, and raise Stopped."""
+    """Train to the end of the epoch, saving checkpoints when they are due; after a signal, save and raise Stopped."""
     config, progress = run.config, run.progress
     run.model.train()
     began, before, lr = time.monotonic(), progress.events, 0.0
@@ -70,8 +71,8 @@ def train_epoch(run: TrainingRun, bar: Bar) -> None:
         run.checkpoints.poll()
         due, signal = run.agree()
         if signal:
-            raise stopped(run, signal)
-        if due and progress.batch < len(run.batches):  # after the last one the evaluation is saved, too
+            raise stop(run, signal)
+        if due and progress.batch < len(run.batches):  # after the last batch, save_when_due follows the evaluation
             run.save()
     run.losses = run.means.values()
     for name in run.ranks.broadcast([name for name, value in run.losses.items() if not math.isfinite(value)]):
@@ -80,24 +81,24 @@ def train_epoch(run: TrainingRun, bar: Bar) -> None:
 
 
 def evaluate(run: TrainingRun) -> dict[str, float] | None:
-    """Return the metrics of the split that is watched, if this epoch is one after which it is evaluated."""
+    """Return the metrics of the watched split, or None if it is not evaluated after this epoch."""
     if not run.evaluates or run.watched is None:
         return None
     run.check_finite()
-    # Several processes must reach the end of an evaluation together.
+    # Several ranks do not stop during an evaluation, in which they wait for one another.
     check = run.interrupts.check if run.ranks.world == 1 else lambda: None
-    batches = Tracked(run.data.eval_batches(run.watched), f"evaluating on {run.watched}", check)
+    batches = ProgressBatches(run.data.eval_batches(run.watched), f"evaluating on {run.watched}", check)
     try:
-        with judged(run.average):
+        with evaluated_weights(run.average):
             metrics = run.data.task.evaluate(run.model, cast(Batches, batches), run.phase)
-    except Stopped as stop:
-        # Saved in the state before the evaluation, which a resumed run repeats.
-        raise stopped(run, stop.number) from None
+    except Stopped as stopped:
+        # The state before the evaluation is saved; a resumed run repeats the evaluation.
+        raise stop(run, stopped.number) from None
     return run.ranks.broadcast(metrics)
 
 
 def record(run: TrainingRun, metrics: dict[str, float] | None) -> None:
-    """End the epoch: keep the weights if they are the best, and write a line of metrics.jsonl and of the terminal."""
+    """End the epoch: save the weights if they are the best, print the metrics and write them to metrics.jsonl."""
     config, progress, losses = run.config, run.progress, run.losses
     line = {"epoch": progress.epoch + 1, "step": progress.step, **losses, "split": run.watched, **(metrics or {})}
     progress.epoch, progress.batch, run.means = progress.epoch + 1, 0, Means(run.data.device, {})
@@ -110,13 +111,13 @@ def record(run: TrainingRun, metrics: dict[str, float] | None) -> None:
     run.log.write(line, run.seconds, losses | run.rates)
 
 
-def stopped(run: TrainingRun, number: int) -> Stopped:
-    """Save and report a run that the signal `number` stops; return the exception to raise."""
+def stop(run: TrainingRun, number: int) -> Stopped:
+    """Save a run after the signal `number` and write its report; return the exception to raise."""
     progress = run.progress
     run.save()
     run.checkpoints.wait()
     run.log.close(finished=False)
-    leave(run)
+    write_interrupted(run)
     best = "" if progress.best is None else f"; best {run.config.best_metric} so far {progress.best:.4f}"
     run.interrupts.stage = (
         f"training. Saved at step {progress.step:,} of {run.steps:,}{best}. To continue: "
@@ -126,7 +127,7 @@ def stopped(run: TrainingRun, number: int) -> Stopped:
 
 
 def show(run: TrainingRun, bar: Bar, rate: float) -> None:
-    """Show the progress; the losses, whose reading waits for the device, are read only if they are shown."""
+    """Update the progress bar if it is due; only then are the losses read, which waits for the device."""
     if bar.due():
         epoch = f"epoch {run.progress.epoch + 1}/{run.config.train.epochs}"
         bar.show(run.progress.step, epoch, f"{shown(run.means.values())}  {rate:,.0f} events/s")

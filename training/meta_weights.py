@@ -1,14 +1,14 @@
 """Load the checkpoints of Meta's research code (generative_recommenders/research: HSTU and SASRec) into our models.
 
-Names of parameters are those of facebookresearch/generative-recommenders at commit 44b62c6. Its models are ours with
-`model.block: hstu`, `attention: {kind: dense}` (both biases), and with `block: transformer`, `attention: {kind:
-softmax}`, ReLU; `configs/ml-1m-hstu.yaml` and `configs/ml-1m-sasrec.yaml` have the published sizes. Both divide by, and
-have tables for, max_seq_len + 11 positions.
+Names of parameters are those of facebookresearch/generative-recommenders at commit 44b62c6. Meta's HSTU is our model
+with `model.block: hstu` and `attention: {kind: dense}` with both biases; Meta's SASRec is ours with `block:
+transformer`, `attention: {kind: softmax}` and ReLU. `configs/ml-1m-hstu.yaml` and `configs/ml-1m-sasrec.yaml` have the
+published sizes. Meta's models have tables of max_seq_len + 11 positions, and HSTU divides by that number.
 
-One thing differs: a time bias' bucket is floor(ln(seconds) / 0.301). Meta rounds the logarithm and the quotient to
-fp32, ours counts exact edges. Buckets are equal below 417,901 seconds (4.8 days). Up to 2**24 seconds (194 days) 44
-whole seconds are in the next bucket for Meta, since they are less than one in 500,000 below its edge; above, where
-times themselves are rounded to fp32, those as near to an edge may be in either bucket for both.
+The buckets of the time bias differ slightly. A bucket is floor(ln(seconds) / 0.301). Meta rounds the logarithm and the
+quotient to fp32; we use the exact edges. Buckets are equal below 417,901 seconds (4.8 days). Up to 2**24 seconds (194
+days), 44 integers are in the next bucket for Meta: they are less than one in 500,000 below its edge. Above, times are
+rounded to fp32 in both, and a time that near to an edge may be in either bucket.
 
 Letters: I items, E embedding size, H heads, D query/key and V value head size, N max_seq_len, F feed-forward size.
 """
@@ -28,11 +28,11 @@ from training.folder import access
 from training.saved import CheckpointError
 
 ITEMS, POSITIONS = "_embedding_module._item_emb.weight", "_input_features_preproc._pos_emb.weight"
-MASK = "_attn_mask"  # causal in both, a buffer without anything learned
+MASK = "_attn_mask"  # a buffer with the causal mask, not loaded
 
 
 def read_meta_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """Read the model's tensors by name from a checkpoint of Meta's trainer; CheckpointError for another file.
+    """Read the model's tensors by name from a checkpoint of Meta's trainer; CheckpointError for other files.
 
     Examples:
         >>> torch.save({"model_state_dict": {"_embedding_module._item_emb.weight": torch.zeros(4, 50)}}, "checkpoint")
@@ -45,8 +45,8 @@ def read_meta_checkpoint(path: str | Path) -> dict[str, Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as error:  # its reader raises whatever a wrong byte leads to
-            raise CheckpointError(f"{shown(path, 200)}: no checkpoint of torch ({shown(error, 200)})") from None
+        except Exception as error:  # torch.load raises exceptions of many types for invalid files
+            raise CheckpointError(f"{shown(path, 200)}: not a torch checkpoint ({shown(error, 200)})") from None
     state = content.get("model_state_dict", content) if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"{shown(path, 200)}: expected a mapping with model_state_dict, names and tensors")
@@ -57,16 +57,15 @@ def read_meta_checkpoint(path: str | Path) -> dict[str, Tensor]:
 def load_meta_weights(
     model: SequenceModel, state: Mapping[str, Tensor], item_ids: Sequence[int] | np.ndarray | None = None
 ) -> None:
-    """Replace all weights of a model by those of Meta's, after which both give the same outputs.
+    """Replace all weights of a model by Meta's; both models then have the same outputs.
 
     Args:
-        model: built from a configuration of the same sizes, without features, actions and a head of its own.
-        state: Meta's tensors by name, with or without DistributedDataParallel's `module.` in front.
-        item_ids: [I] the id that Meta's data give to each row of the model's table, `vocabulary.item_ids` where the
-            data are the same; by default 1 .. I. Meta's table has a row for each id, and row 0 is padding.
+        model: a model of the same sizes, without features, actions and a head with parameters.
+        state: Meta's tensors by name, with or without the prefix `module.` of DistributedDataParallel.
+        item_ids: [I] the row of Meta's table, its item id, for each row of the model's table: `vocabulary.item_ids` if
+            the data are the same; by default 1 .. I. Row 0 of Meta's table is padding.
 
-    Raises ConfigError, with the model unchanged, for a tensor that is missing, of another shape, or without a place in
-    the model.
+    Raises ConfigError, with the model unchanged, for a tensor that is missing, unexpected or of another shape.
 
     Examples:
         >>> from training.config import load_config
@@ -100,19 +99,19 @@ def load_meta_weights(
         raise ConfigError(f"Meta's weights: the model has no place for {', '.join(sorted(tensors.rest))}")
     parameters = dict(model.named_parameters())
     if others := parameters.keys() - new.keys():
-        raise ConfigError(f"Meta's weights: nothing for {', '.join(sorted(others))}")
+        raise ConfigError(f"Meta's weights: no tensors for {', '.join(sorted(others))}")
     for name, value in new.items():
         parameters[name].copy_(value)
 
 
 class _Tensors:
-    """Meta's tensors, of which `rest` were not taken yet."""
+    """Meta's tensors; rest: those that `take` has not returned yet."""
 
     def __init__(self, state: dict[str, Tensor]):
         self.rest = state
 
     def take(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
-        """Return a tensor of this shape, in which None is any size."""
+        """Return a tensor and check its shape, in which None matches any size."""
         tensor = self.rest.pop(name, None)
         if tensor is None:
             raise ConfigError(f"Meta's weights: no {name}")
@@ -123,7 +122,10 @@ class _Tensors:
 
 
 def _hstu(layer: Any, tensors: _Tensors, place: int) -> dict[str, Tensor]:
-    """Return the weights of an HSTU layer. Meta's table of positions is by key minus query, from 1 - N' to N' - 1."""
+    """Return the weights of an HSTU layer.
+
+    Meta's table of positions has an entry for each (key - query) from 1 - P to P - 1, where P is N + 11.
+    """
     prefix, attention = f"_hstu._attention_layers.{place}.", layer.attention
     biases = (attention.position_bias, attention.time_bias)
     if any(bias is None for bias in biases) or layer.feed_forward is not None:
@@ -140,7 +142,7 @@ def _hstu(layer: Any, tensors: _Tensors, place: int) -> dict[str, Tensor]:
 
 
 def _sasrec(layer: Any, tensors: _Tensors, place: int) -> dict[str, Tensor]:
-    """Return the weights of a SASRec block, whose norms have none in Meta's code."""
+    """Return the weights of a SASRec block; its norms, which have no weights in Meta's code, get ones and zeros."""
     size, hidden = layer.expand.weight.shape[1], layer.expand.weight.shape[0]
     attention, forward = f"attention_layers.{place}.", f"forward_layers.{place}._conv1d."
     queries, keys, values = tensors.take(f"{attention}in_proj_weight", (3 * size, size)).chunk(3)

@@ -1,4 +1,4 @@
-"""Write a run's metrics.jsonl and its tracker's curves; report unexpected exceptions."""
+"""Write a run's metrics.jsonl and the curves of its tracker; add advice to unexpected exceptions."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from training.tracking import Tracker
 
 
 class Means:
-    """Average named losses over the steps of an epoch on the device: only reading the means waits for it."""
+    """Average losses over the steps of an epoch on the device, which is only waited for when the means are read."""
 
     def __init__(self, device: torch.device, state: dict[str, list]):
         self.sums = {
@@ -21,7 +21,7 @@ class Means:
         self.steps = {name: steps for name, (_, steps) in state.items()}
 
     def add(self, losses: dict[str, Tensor]) -> None:
-        """Add losses, 0-d each; a name may be missing in some steps and is then averaged over the others."""
+        """Add 0-d losses by name; a name that is missing in some steps is averaged over the others."""
         for name, loss in losses.items():
             if name not in self.sums:
                 self.sums[name], self.steps[name] = torch.zeros((), dtype=torch.float64, device=loss.device), 0
@@ -29,7 +29,7 @@ class Means:
             self.steps[name] += 1
 
     def state(self) -> dict[str, list]:
-        """Return name -> [sum, steps], from which the means can be continued, bit by bit."""
+        """Return name -> [sum, steps], from which the averaging can be continued with the same bits."""
         return {name: [total.item(), self.steps[name]] for name, total in self.sums.items()}
 
     def values(self) -> dict[str, float]:
@@ -37,9 +37,9 @@ class Means:
 
 
 class MetricsLog:
-    """Write metrics.jsonl, cut back to the checkpoint's records, and the tracker's curves; FolderError on a full disk.
+    """Write metrics.jsonl and the tracker's curves; FolderError if the file cannot be written.
 
-    records: the lines so far. lost: whether some of them were missing from the file.
+    records: the checkpoint's lines, to which the file is reset. lost: whether the file did not start with these lines.
     """
 
     def __init__(self, folder: Path, records: list[dict], tracker: Tracker):
@@ -47,7 +47,7 @@ class MetricsLog:
         saved_lines = "".join(json.dumps(record) + "\n" for record in records)
         with access(self.path, "read"):
             content = read_regular(self.path) if self.path.exists() else b""
-        # Later lines in the file come from steps after the checkpoint, which will be repeated.
+        # Further lines in the file are of steps after the checkpoint, which will be repeated.
         self.lost = not content.startswith(saved_lines.encode())
         write_file(self.path, saved_lines)
         with access(self.path, "written"):
@@ -55,10 +55,10 @@ class MetricsLog:
         self.tracker = tracker
 
     def write(self, record: dict, seconds: float, trained: dict[str, float]) -> None:
-        """Write a line of metrics.jsonl, with null for a metric that has no value; the tracker gets `trained` below
-        train/, the other values below their split.
+        """Write `record` as a line of metrics.jsonl, with null for a metric that has no value, and log curves.
 
-        trained: losses and rates of training; those that `record` lacks go to the tracker only.
+        trained: losses and rates of training by name. Their curves are named train/NAME, those of the other values of
+        `record` SPLIT/NAME. Values of `trained` that are not in `record` are only logged as curves.
         """
         record, step = with_nulls({**record, "seconds": round(seconds, 3)}), record["step"]
         with access(self.path, "written"):
@@ -79,15 +79,15 @@ class MetricsLog:
 
 
 def explain_faults() -> None:
-    """Add advice behind the traceback of an unexpected exception."""
+    """Print advice after the traceback of an unexpected exception."""
 
     def hook(kind, error, trace) -> None:
         sys.__excepthook__(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             return
         print(
-            "\nThis is a fault of the program, not of what you gave it. Please report it, with the lines above, the "
-            "command and what `make doctor` prints: see CONTRIBUTING.md.",
+            "\nThis is a bug of the program, not an error in your input. Please report it with the lines above, the "
+            "command and the output of `make doctor`: see CONTRIBUTING.md.",
             file=sys.stderr,
         )
 

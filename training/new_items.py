@@ -1,4 +1,4 @@
-"""Add the items of a file to a trained model, which knows them by their features alone."""
+"""Add new items to a trained model, represented by their features only."""
 
 import re
 from dataclasses import replace
@@ -14,14 +14,14 @@ from models.hstu import SequenceModel
 from training.config import RunConfig
 from training.vocabulary import Known
 
-NAMED = 5  # items that an error names
+NAMED = 5  # number of items listed in an error
 
 
 def add_items_of(path: Path, config: RunConfig, known: Known, model: SequenceModel) -> Known:
-    """Add the items of a file, of the form of data.features.items, to the model; return what is known then.
+    """Add the items of a file, in the format of data.features.items, to the model; return `known` with them.
 
-    Items that the run knows stay as they are. DataError for a run without features of items, for an item without a
-    value that the run knows, and for a file in which no item is new.
+    Known items are unchanged. DataError if the run has no features of items, if an item has no known feature value, or
+    if the file has no new item.
     """
     vocabulary = known.vocabulary
     features = check_known_by_features(vocabulary.features)

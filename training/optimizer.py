@@ -6,26 +6,24 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-CHUNK = 2**24  # elements of a 16-bit parameter that a step computes at a time: 128 MiB of fp32 weights and gradients
+CHUNK = 2**24  # elements of a 16-bit parameter updated at a time, with 128 MiB of fp32 weights and gradients
 
 
 def state_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype of a weight's moments and average: its own, but at least fp32.
+    """Return the dtype of a weight's moments and average: the weight's dtype, but at least fp32.
 
-    A bfloat16 number ignores additions below 1/512 of itself, and an average takes such small ones.
+    In bfloat16 an addition of less than 1/512 of a number is lost, and updates of averages are that small.
     """
     return torch.promote_types(weight.dtype, torch.float32)
 
 
 def bytes_in_training(weight: Tensor, averaged: bool) -> int:
-    """Return the bytes of a weight with its gradient, its moments and, if it is averaged, its average."""
+    """Return the bytes of a weight, its gradient, its two moments and, if `averaged`, its moving average."""
     return weight.numel() * (2 * weight.element_size() + (2 + averaged) * state_dtype(weight).itemsize)
 
 
 class AdamW(torch.optim.AdamW):
-    """Fused AdamW of torch, except for 16-bit parameters: their moments are fp32, and a step is computed in fp32, then
-    rounded.
-    """
+    """Fused AdamW of torch, with fp32 moments for 16-bit parameters, whose steps are computed in fp32 and rounded."""
 
     def __init__(self, params: Any, **options: Any):
         super().__init__(params, fused=True, **options)
@@ -74,7 +72,7 @@ class AdamW(torch.optim.AdamW):
         state["step"] += 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` returned; moments of 16-bit parameters that were saved in 16 bits are read."""
+        """Load a `state_dict()`; moments of 16-bit parameters may be saved in 16 bits."""
         super().load_state_dict(state_dict)
         saved = state_dict["state"]
         for number, p in enumerate(p for group in self.param_groups for p in group["params"]):

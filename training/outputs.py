@@ -1,7 +1,7 @@
-"""Write the files that a user requests from eval.py: tables of recommendations and the vectors of the items.
+"""Write the output files of eval.py: tables of recommendations and the vectors of the items.
 
-They are written beside their place and then moved there. They replace an existing file only if it is an earlier output
-of the same kind or with `--overwrite`, and never the run's own source.
+They are written atomically. An existing file is replaced only if it is an earlier output of the same kind or with
+`--overwrite`; the run's source is never replaced.
 
 Letters: B users of a batch, I items, E embedding size.
 """
@@ -43,7 +43,7 @@ def check_table(path: Path, option: str, config: RunConfig, overwrite: bool) -> 
         if not os.path.lexists(path):
             return
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise ConfigError(f"{option} {shown(path, 200)}: the existing entry is no regular file and stays")
+            raise ConfigError(f"{option} {shown(path, 200)}: exists and is not a regular file, not replaced")
         if not overwrite and not _is_table(path):
             raise ConfigError(
                 f"{option} {shown(path, 200)}: eval.py did not write the existing file; --overwrite replaces it"
@@ -54,13 +54,13 @@ def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
     """Raise ConfigError unless the items' vectors may be written into the folder `path`."""
     option = "--export-items"
     if not config.model.head.has_item_vectors:
-        raise ConfigError(f"{option}: model.head has no single vector for an item whose product is the score")
+        raise ConfigError(f"{option}: model.head does not compute scores as products with one vector per item")
     with access(path, "written"):
         check_place(path, option, config)
         if not os.path.lexists(path):
             return
         if path.is_symlink() or not path.is_dir() or {file.name for file in path.iterdir()} - {INDEX} != EXPORTED:
-            raise ConfigError(f"{option} {shown(path, 200)}: eval.py did not write what exists there")
+            raise ConfigError(f"{option} {shown(path, 200)}: exists and is not an export of eval.py, not replaced")
         if not overwrite:
             raise ConfigError(f"{option} {shown(path, 200)}: there is an earlier export; --overwrite replaces it")
 
@@ -76,11 +76,11 @@ def check_place(path: Path, option: str, config: RunConfig) -> None:
     source, target = Path(config.data.path).resolve(), parent.resolve() / path.name
     same = path.exists() and source.exists() and path.samefile(source)
     if same or source in (target, path.resolve(), *target.parents):
-        raise ConfigError(f"{option} {shown(path, 200)}: this is data.path, from which the run is read")
+        raise ConfigError(f"{option} {shown(path, 200)}: this is data.path, the run's source")
 
 
 def _is_table(path: Path) -> bool:
-    """Return whether the file is an earlier table of recommendations, by its columns."""
+    """Return whether the file has the columns of a table of recommendations."""
     if path.suffix == ".csv":
         with path.open("rb") as file:
             return file.read(100).split(b"\n")[0].strip() == ",".join(COLUMNS).encode()
@@ -105,10 +105,10 @@ def recommendations(
     filter_seen: str,
     passing: ItemFilter = ALL_ITEMS,
 ):
-    """Return the k best items of each sequence, as a frame in original ids: user, rank (from 1), item, score.
+    """Return the k best items of each sequence as a frame with original ids: user, rank (from 1), item, score.
 
-    ranks: the ranks that compute it together. filter_seen: the earlier items that are removed, as in the options of
-    evaluation. passing: the filter of all lists. A user with fewer remaining items has fewer rows.
+    ranks: the ranks that compute it together. filter_seen: the user's earlier items to remove, as eval.filter_seen.
+    passing: the filter of all lists. A user with fewer than k remaining items has fewer rows.
     """
     import polars as pl
 
@@ -132,7 +132,7 @@ def recommendations(
 
 
 def write_table(path: Path, frame) -> None:
-    """Write the frame as Parquet or CSV, by the name's ending; after an error the earlier file is unchanged."""
+    """Write the frame atomically as Parquet or CSV, according to the file's extension."""
     content = io.BytesIO()
     if path.suffix == ".csv":
         frame.write_csv(content)
@@ -144,9 +144,9 @@ def write_table(path: Path, frame) -> None:
 def whole_histories(
     dataset: Dataset, users: np.ndarray, at: int, longest: int, batch_size: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield batches of the users' latest `longest` events, with the time `at` as the time of the next event.
+    """Yield batches of the users' latest `longest` events; `at` is the time of the next event, to be predicted.
 
-    users: [M] indices of users who have events. `seen_items` has their whole histories.
+    users: [M] indices of users who have events. `seen_items` of the batches has their whole histories.
     """
 
     def column(values: np.ndarray | None, index: np.ndarray):
@@ -177,7 +177,7 @@ def whole_histories(
 
 
 def _ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (begin[i] .. end[i]-1 for each i, concatenated; their offsets)."""
+    """Return (the integers begin[i] .. end[i] - 1 for each i, concatenated; the offsets of the parts)."""
     offsets = np.append(0, np.cumsum(end - begin)).astype(np.int64)
     return np.repeat(begin - offsets[:-1], end - begin) + np.arange(offsets[-1]), offsets
 
@@ -186,16 +186,16 @@ def _ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def export_items(path: Path, model, item_ids: np.ndarray, ranks: Ranks | None = None) -> tuple[int, int]:
     """Write items.npy [I, E] fp32, item_ids.npy [I] and items.parquet (item, vector) into the folder; return (I, E).
 
-    Rows have length one: a score is the product of a row with the model's output. With faiss installed (the extra
-    `serve`), items.faiss is an exact index of inner products; its results are rows of items.npy.
+    Rows have Euclidean length one: a score is the product of a row and the model's output. If faiss is installed (the
+    extra `serve`), items.faiss is an exact inner-product index, whose results are row numbers of items.npy.
 
-    ranks: those that hold the table, which the first one writes a block at a time, with the bytes that one process
-    writes. The index alone is in memory as a whole.
+    ranks: the ranks that share the table. The first one writes the same files as a single process, block by block, so
+    that only the index is in memory as a whole.
     """
     ids, shape = np.asarray(item_ids), (len(item_ids), model.embedding.position.shape[1])
     blocks = (normalized_items(rows).cpu().numpy() for rows in item_blocks(model, ranks))
     if ranks is not None:
-        ranks.broadcast(None)  # all have checked the path
+        ranks.broadcast(None)  # wait until all ranks have checked the path
         if not ranks.first:
             for _ in blocks:
                 pass
@@ -219,7 +219,7 @@ def export_items(path: Path, model, item_ids: np.ndarray, ranks: Ranks | None = 
 
 
 def item_blocks(model, ranks: RankGroup | None) -> Iterator[torch.Tensor]:
-    """Yield the representations of all items [R, E], block by block; ranks but the first get blocks without rows."""
+    """Yield the representations of all items in blocks [R, E]; on ranks other than the first, R is 0."""
     embedding = model.embedding
     if embedding.sharded is not None and model.targets is None:
         for begin, rows in embedding.sharded.blocks():
@@ -230,7 +230,7 @@ def item_blocks(model, ranks: RankGroup | None) -> Iterator[torch.Tensor]:
 
 
 def _write_vectors(path: Path, ids: np.ndarray, vectors: np.ndarray) -> None:
-    """Write a Parquet file (item, vector), a block of rows in memory at a time."""
+    """Write a Parquet file (item, vector) block by block, to save memory."""
     import polars as pl
     from polars.io.plugins import register_io_source
 
@@ -244,5 +244,5 @@ def _write_vectors(path: Path, ids: np.ndarray, vectors: np.ndarray) -> None:
     schema = pl.DataFrame({"item": ids[:1], "vector": np.asarray(vectors[:1])}).schema
     try:
         register_io_source(frames, schema=schema).sink_parquet(path)
-    except pl.exceptions.ComputeError as error:  # errors of the file system, too
+    except pl.exceptions.ComputeError as error:  # polars raises it for errors of the file system
         raise OSError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Build report.html of a run: one file that needs no network, for any width, in light and dark mode."""
+"""Build report.html of a run: a self-contained page for any width, in light and dark mode."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,11 +9,11 @@ from markupsafe import Markup
 from models.tasks.contract import Task
 from training.plots import COLORS, Row, Series, curves, strip
 
-MODEL, BASELINE = 0, len(COLORS) - 1  # colours
+MODEL, BASELINE = 0, len(COLORS) - 1  # indices of colours
 
 
 class Plot(NamedTuple):
-    """A plot with its title; legend: name -> colour, empty where the plot needs none."""
+    """A plot with its title; legend: name -> colour, or empty."""
 
     title: str
     svg: Markup
@@ -21,7 +21,7 @@ class Plot(NamedTuple):
 
 
 def pages(folder: Path) -> Environment:
-    """Return the templates of a folder, which can extend page.html.j2."""
+    """Return a Jinja environment with the templates of a folder, which can extend page.html.j2."""
     return Environment(
         loader=FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
@@ -34,7 +34,10 @@ def pages(folder: Path) -> Environment:
 def as_html(
     title: str, task: Task, result: dict[str, Any], history: list[dict], lines: list[str], facts: dict[str, object]
 ) -> str:
-    """Build the page. history: the lines of metrics.jsonl; lines: sentences; facts: of the environment, by name."""
+    """Build the page.
+
+    history: the lines of metrics.jsonl. lines: sentences about data and protocol. facts: the environment by name.
+    """
     verdict = result.get("against_baseline")
     return (
         pages(Path(__file__).parent)

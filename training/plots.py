@@ -1,6 +1,6 @@
-"""Draw plots by matplotlib as inline SVG whose text and axes have the colours of the page, in light and dark mode.
+"""Draw plots with matplotlib as inline SVG; text and axes have the colours of the page, in light and dark mode.
 
-Text stays readable at 350 pixels, the width that a phone leaves: a plot is 288 units wide with text of size 11.
+A plot is 288 units wide with text of size 11, which is readable on a phone, where it is 350 pixels wide.
 """
 
 import html
@@ -10,29 +10,29 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-if not os.environ.get("MPLBACKEND", "").startswith("module://"):  # of a notebook, which shows the user's figures
-    os.environ["MPLBACKEND"] = "agg"  # the environment may name an invalid backend, and matplotlib reads it once
+if not os.environ.get("MPLBACKEND", "").startswith("module://"):  # a notebook's backend, which is not changed
+    os.environ["MPLBACKEND"] = "agg"  # the variable may be an invalid backend, with which the import would fail
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
-WIDTH, HEIGHT, ROW = 4.0, 2.8, 0.4  # inches; ROW: of a row of `strip`
-EDGE, BELOW, DIGIT = 0.1, 0.5, 0.1  # inches around the axes; DIGIT: of one of an axis's numbers
-# Colours that are distinct on white and on black, also for red-green colour blindness; more settings reuse them.
+WIDTH, HEIGHT, ROW = 4.0, 2.8, 0.4  # inches; ROW: the height of a row of `strip`
+EDGE, BELOW, DIGIT = 0.1, 0.5, 0.1  # inches; margins around and below the axes, and the width of a digit
+# Colours that are distinct on white and on black, also with red-green colour blindness.
 COLORS = ("#3b82c4", "#d55e00", "#1a9e77", "#c964a5", "#c99a00", "#7c6ee0", "#5bb3d9", "#8a8a8a")
-LINE, SOFT = "#010101", "#020202"  # drawn in the page's colours of lines and of soft text
+LINE, SOFT = "#010101", "#020202"  # placeholders for the page's colours --line and --soft
 STYLE: dict[Any, Any] = {
     "axes.edgecolor": LINE,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "font.family": "DejaVu Sans",  # its widths are known here; the page names its own
+    "font.family": "DejaVu Sans",  # for the layout; the page sets its font
     "font.size": 11,
     "grid.color": LINE,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "hstu_sparse",  # the same results give the same page
+    "svg.fonttype": "none",  # keep text as text
+    "svg.hashsalt": "hstu_sparse",  # fixed, so that equal results give equal pages
     "text.parse_math": False,
     "xtick.color": LINE,
     "xtick.labelcolor": "black",
@@ -42,14 +42,14 @@ STYLE: dict[Any, Any] = {
 
 
 class Series(NamedTuple):
-    """Points of one setting: the index of its colour, and (x, y) in data units."""
+    """The points (x, y) of a setting, in data units, and the index of its colour."""
 
     color: int
     points: list[tuple[float, float]]
 
 
 class Row(NamedTuple):
-    """A row of `strip`: its name and colour, dots, and either a mean or an interval about it."""
+    """A row of `strip`: its name, the index of its colour, dots, a mean and an interval around the mean."""
 
     name: str
     color: int
@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 
 def scatter(series: Sequence[Series], x: str, y: str) -> str:
-    """Plot a mark for each point; x and y name the axes, y in the title only."""
+    """Plot a mark for each point; x, y: names of the axes, of which y is only in the title."""
     with rc_context(STYLE):
         figure, axes = _axes(HEIGHT, x)
         for color, points in series:
@@ -68,7 +68,7 @@ def scatter(series: Sequence[Series], x: str, y: str) -> str:
 
 
 def curves(series: Sequence[Series], x: str, y: str) -> str:
-    """Plot a line for each series; x counts, so that no tick lies between two integers."""
+    """Plot a line for each series; x has integer ticks."""
     with rc_context(STYLE):
         figure, axes = _axes(HEIGHT, x)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
@@ -78,7 +78,7 @@ def curves(series: Sequence[Series], x: str, y: str) -> str:
 
 
 def groups(series: Sequence[tuple[int, dict[str, float | None]]], x: str, y: str) -> str:
-    """Plot a line for each (colour, group -> value or None); all have the same groups, in their order."""
+    """Plot a line for each (colour, group -> value or None); all series have the same groups in the same order."""
     with rc_context(STYLE):
         figure, axes = _axes(HEIGHT, x)
         names = list(series[0][1])
@@ -92,9 +92,7 @@ def groups(series: Sequence[tuple[int, dict[str, float | None]]], x: str, y: str
 
 
 def strip(rows: Sequence[Row], label: str, at: float | None = None) -> str:
-    """Plot rows below each other on one axis, each with its name above: dots, a mean or an interval; at: a line for
-    comparison.
-    """
+    """Plot rows on a common axis, each with its name above; at: the position of a vertical line for comparison."""
     with rc_context(STYLE | {"axes.spines.left": False}):
         figure, axes = _axes(0.6 + ROW * len(rows), label)
         axes.set_ylim(len(rows), 0)
@@ -115,7 +113,7 @@ def strip(rows: Sequence[Row], label: str, at: float | None = None) -> str:
 
 
 def _axes(height: float, x: str) -> tuple[Figure, Axes]:
-    """Return a figure with one pair of axes, at most six numbers on each."""
+    """Return a figure and its axes, with at most six ticks on each axis."""
     figure = Figure((WIDTH, height))
     axes = figure.add_subplot(xlabel=x)
     for axis in (axes.xaxis, axes.yaxis):
@@ -125,7 +123,7 @@ def _axes(height: float, x: str) -> tuple[Figure, Axes]:
 
 
 def _fit(figure: Figure) -> None:
-    """Leave room for the numbers beside the axes; matplotlib's own layouts draw everything twice to measure them."""
+    """Set margins for the tick labels; this is faster than matplotlib's layouts, which draw everything twice."""
     (axes,) = figure.axes
     left = EDGE
     if axes.yaxis.get_visible():
@@ -143,8 +141,8 @@ def _svg(figure: Figure, title: str) -> str:
     figure.savefig(file, format="svg", transparent=True)
     svg = file.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same ones in every plot
-    # Inside HTML an SVG needs no addresses of namespaces; nothing lies outside of the axes, so that nothing is cut.
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # these ids are equal in all plots of a page
+    # Inline SVG needs no namespaces, and no clip paths since nothing is outside of the axes.
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"| clip-path="[^"]*"', "", svg).replace("xlink:href", "href")
     svg = re.sub(r"\n\s*", "\n", svg)
     svg = svg.replace(LINE, "var(--line)").replace(SOFT, "var(--soft)")

@@ -1,5 +1,6 @@
-"""Compile a run's retrieval model into one file that torch loads without this package: a history in, its k best items
-out, on a CPU.
+"""Compile a run's retrieval model into a file that torch can load without this package.
+
+It maps a history to the k best items, on a CPU.
 
 Letters: n events of a history, N max_seq_len, E embedding size, I items, k length of the list.
 """
@@ -30,7 +31,7 @@ OPTION, ENDING = "--export-model", ".pt2"
 
 
 class NextItems(nn.Module):
-    """Return the k best items after one history, with nothing that depends on its values but the results."""
+    """Return the k best items after a history; shapes and control flow do not depend on the values of the history."""
 
     table: Tensor
 
@@ -40,12 +41,12 @@ class NextItems(nn.Module):
         self.register_buffer("table", normalized_items(model.item_table.detach()))
 
     def forward(self, items: Tensor, timestamps: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (rows of the items [k] int64, scores [k] fp32), best first; a score of -inf where none is left.
+        """Return (rows of the items [k] int64, scores [k] fp32), best first; excluded items have a score of -inf.
 
         Args:
             items: [n] int64, rows of the item table, in time order; n from 1 to N.
-            timestamps: [n] int64, seconds; zeros where the run's data had no times.
-            at: [] int64, when the next event happens, in seconds.
+            timestamps: [n] int64, in seconds; zeros if the run's data have no timestamps.
+            at: [] int64, the time of the next event, in seconds.
         """
         following = torch.cat([timestamps[1:], at[None]])
         offsets, user = torch.arange(2) * items.shape[0], torch.zeros(1, dtype=torch.int64)
@@ -82,26 +83,26 @@ def check_model(path: Path, config: RunConfig, known: Known, overwrite: bool) ->
             raise ConfigError(f"{OPTION} {shown(path, 200)}: expected the name of a file that ends in {ENDING}")
         check_place(path, OPTION, config)
         if path.exists() and not overwrite:
-            raise ConfigError(f"{OPTION} {shown(path, 200)}: it exists; --overwrite replaces it")
+            raise ConfigError(f"{OPTION} {shown(path, 200)}: the file exists; --overwrite replaces it")
 
 
 def exported(next_items: NextItems, longest: int) -> torch.export.ExportedProgram:
-    """Trace a model for histories of 1 to `longest` events."""
+    """Export a model for histories of 1 to `longest` events."""
     n, traced = torch.export.Dim("n", min=1, max=longest), min(longest, 3)
-    inputs = torch.arange(traced), torch.arange(traced), torch.tensor(traced)  # tensors of their own: none may share
-    # Without this setting torch.export takes it that n is never 1.
+    inputs = torch.arange(traced), torch.arange(traced), torch.tensor(traced)  # they must not share memory
+    # Without this setting torch.export assumes that n is not 1.
     with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         shapes = ({0: n}, {0: n}, None)
         return torch.export.export(next_items, inputs, dynamic_shapes=shapes, strict=False)
 
 
 def export_model(path: Path, model: SequenceModel, config: RunConfig, known: Known, k: int) -> None:
-    """Write the model, on a CPU and in evaluation mode, as a file of torch.export that AOTInductor compiled.
+    """Export the model, which must be on the CPU, compile it with AOTInductor and write it to a file.
 
-    The file has machine code for the kind of processor that it was compiled on, the weights, and as metadata `item_ids`
-    (a JSON list), `max_seq_len`, `has_timestamps` and `k`. `torch._inductor.aoti_load_package` loads it.
+    The file has machine code for the processor type of this machine, the weights, and as metadata `item_ids` (a JSON
+    list), `max_seq_len`, `has_timestamps` and `k`. `torch._inductor.aoti_load_package` loads it.
 
-    Raises ConfigError for a head that scores by a network.
+    Raises ConfigError for a head that computes scores by a network.
     """
     if model.head is not None:
         raise ConfigError(f"{OPTION}: model.head.kind={config.model.head.kind}: expected dot")

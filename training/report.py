@@ -1,4 +1,4 @@
-"""Print the table at the end of a run, and write its report.md with plots."""
+"""Print the results of a run, and write report.html and report.md with plots."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def protocol_lines(task: Task, result: dict) -> list[str]:
-    """Return sentences about the data and protocol of the figures; for a run without evaluation, its notes."""
+    """Return sentences about the verdict, the data and the protocol; for a run without evaluation, its notes."""
     advice = result.get("advice", [])
     if "split" not in result:
         return [*advice, *result["notes"]]
@@ -44,7 +44,7 @@ def protocol_lines(task: Task, result: dict) -> list[str]:
 
 
 def print_result(name: str, task: Task, result: dict) -> None:
-    """Print the terminal's table of the run `name`: the model next to the task's baseline, under the same protocol."""
+    """Print sentences about the results and a table that compares the model with the baselines; name: of the run."""
     for line in protocol_lines(task, result):
         terminal.say(line)
     if "split" not in result:
@@ -53,7 +53,7 @@ def print_result(name: str, task: Task, result: dict) -> None:
     table = Table(title=f"{name}: {result['split']}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in main.short:
         heading = main.headings[column]
-        # Words may wrap, numbers not.
+        # Only words may wrap, not numbers.
         table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading), overflow="fold")
     for row in main.rows:
         table.add_row(*(row[column] for column in main.short))
@@ -63,11 +63,7 @@ def print_result(name: str, task: Task, result: dict) -> None:
 def write_report(
     folder: Path, config: RunConfig, task: Task, result: dict, history: list[dict], dataset: Dataset
 ) -> None:
-    """Write report.html and report.md in the run's folder, with loss.png and, if the run evaluated during training,
-    metrics.png.
-
-    history: the lines of metrics.jsonl.
-    """
+    """Write report.html, report.md and their plots into the run's folder; history: the lines of metrics.jsonl."""
     from training.page import as_html  # imports matplotlib, which takes a second
 
     run, judged = result["run"], "split" in result
@@ -75,11 +71,11 @@ def write_report(
     for name, image in task.plots(result).items() if judged else ():
         write_file(folder / name, image)
         plots.append(name)
-    of_data = (
+    data_line = (
         f"Data: {shown(dataset.name, 200)}, {dataset.num_users:,} users, {dataset.num_items:,} items, "
         f"{dataset.num_events:,} events."
     )
-    of_run = [
+    run_lines = [
         f"Weights: {result['weights']} (epoch {result['epoch']}). {result['steps']:,} steps in "
         f"{duration(result['seconds'])}, {result['events_per_second']:,.0f} events a second. Seed {config.seed}.",
         *(_left_out(split, count) for split, count in result["skipped"].items()),
@@ -91,15 +87,15 @@ def write_report(
         **result["environment"],
         "reproduce": f"python train.py {shown(folder / 'config.yaml', 1000)}",
     }
-    sentences = [of_data, *(task.protocol_lines(result) if judged else result["notes"]), *of_run]
+    sentences = [data_line, *(task.protocol_lines(result) if judged else result["notes"]), *run_lines]
     write_file(folder / "report.html", as_html(config.name, task, result, history, sentences, facts))
     lines = [
         f"# {config.name}",
         "",
-        of_data,
+        data_line,
         *protocol_lines(task, result),
         "",
-        *of_run,
+        *run_lines,
         "",
         *(
             line
@@ -120,7 +116,7 @@ def write_report(
 
 
 def _number(value: float | None) -> float:
-    """Return the number that null in metrics.jsonl is for matplotlib, which leaves it out."""
+    """Replace null of metrics.jsonl by NaN, which matplotlib does not draw."""
     return math.nan if value is None else value
 
 
@@ -139,8 +135,8 @@ def markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline: dict[str, float]) -> list[str]:
-    """Plot the curves, with the baseline's metrics as lines; return the names of the files."""
-    from training.plots import Figure, MaxNLocator  # of matplotlib, which then has a valid backend
+    """Plot the curves, with the baseline's metrics as horizontal lines; return the names of the files."""
+    from training.plots import Figure, MaxNLocator  # this module sets a valid backend of matplotlib
 
     evaluated = [row for row in history if plotted[0] in row]
     split = evaluated[0]["split"] if evaluated else ""
@@ -148,11 +144,10 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline:
     if evaluated:
         figures["metrics.png"] = (evaluated, plotted, f"{split} metrics")
     for file, (rows, names, title) in figures.items():
-        figure = Figure(figsize=(7, 4))  # pyplot would show it in a notebook
+        figure = Figure(figsize=(7, 4))  # not by pyplot, which would show it in a notebook
         axes = figure.add_subplot()
-        figure.subplots_adjust(
-            left=0.1, right=0.97, bottom=0.14, top=0.92
-        )  # finding the margins draws everything twice
+        # Fixed, since a layout of matplotlib would draw everything twice.
+        figure.subplots_adjust(left=0.1, right=0.97, bottom=0.14, top=0.92)
         for name in names:
             (line,) = axes.plot(
                 [row["epoch"] for row in rows], [_number(row[name]) for row in rows], marker=".", label=name
@@ -161,7 +156,7 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline:
                 label = "baseline" if name == names[0] else None
                 axes.axhline(baseline[name], color=line.get_color(), linestyle=":", label=label)
         axes.set(xlabel="epoch")
-        axes.set_title(title, y=1)  # as finding its height does
+        axes.set_title(title, y=1)  # fixed for the same reason
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(names) > 1:

@@ -1,4 +1,4 @@
-"""Open what training and evaluation of a run share: its data, its model, its final weights, its evaluation."""
+"""Open the data, the model and the final weights of a run, and evaluate it, for training and for eval.py."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -31,21 +31,21 @@ from training.folder import access, check_run, read_manifest
 from training.ranks.processes import Ranks
 from training.ranks.tables import ShardedTable
 from training.saved import CheckpointError, exists, load_folder
-from training.sizes import chosen_lines, sized, with_repeats
+from training.sizes import chosen_lines, resolve_auto, with_repeats
 from training.verdict import against_baselines
 from training.vocabulary import Known, load_vocabulary
 from training.weights import load_slices, load_weights, saved_weights
 
-MOST_REPEATS = 0.01  # the share of targets that repeat an item from which on `auto` removes nothing from the ranking
-MOST_THREADS = 16  # for each core; more would not help, and many more cannot be started
+MOST_REPEATS = 0.01  # if a larger share of targets repeat an item, eval.filter_seen=auto is `none`
+MOST_THREADS = 16  # per core; more would not help, and many more cannot be started
 
 
 class TrainingError(UserError):
     """Training cannot continue."""
 
 
-class Tracked:
-    """Show the progress of the batches of a split during an epoch, and call `check` at each batch."""
+class ProgressBatches:
+    """Wrap `Batches` to show a progress bar during an epoch and to call `check` before each batch."""
 
     def __init__(self, batches: Batches, label: str, check: Callable[[], None] = lambda: None):
         self.batches, self.label, self.check = batches, label, check
@@ -64,8 +64,10 @@ class Tracked:
 
 @dataclass
 class Data:
-    """The data of a run: the data set, its splits, the device and the configuration that the data decide; of an update
-    also its events, to which training is confined.
+    """The data of a run.
+
+    config: the configuration, with all values that depend on the data. events: the new events of an update, to which
+    its training is restricted.
     """
 
     dataset: Dataset
@@ -84,10 +86,10 @@ class Data:
 
 
 def open_device(config: RunConfig) -> torch.device:
-    """Return the configured device, after setting its threads and precision; ConfigError."""
+    """Return the configured device, after setting threads and precision; ConfigError if it cannot be used."""
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
+        raise ConfigError("device=cuda: torch finds no GPU (make doctor reports the reason)")
     if config.threads:
         if config.threads > (most := MOST_THREADS * (os.cpu_count() or 1)):
             raise ConfigError(
@@ -111,14 +113,15 @@ def open_data(
     ranks: Ranks | None = None,
     rest: bool = False,
 ) -> Data:
-    """Open the run's data set, prepared or from the cache, with its splits and device, and the configuration with all
-    values that depend on the data: the run is built and stored with `Data.config`.
+    """Open the data set of a run, its splits and its device, and replace `auto` in the configuration.
 
-    trained_on: what the run stores of its data, which these must be by fingerprint; if the source has another one or is
-    gone, the prepared copy is used, unless `moved`: the options that name another source than the run's. vocabulary:
-    the model's vocabulary, into which other data are translated. extends: a vocabulary that the model's extends.
-    device: replaces the configuration's. ranks: those that evaluate together; the first one prepares
-    the data. rest: see `find_data`.
+    Build and store the run with `Data.config`, which has all values that depend on the data.
+
+    trained_on: the stored data of the run; the opened data must have its fingerprint. If the source has changed or is
+    missing, the prepared copy is used; with `moved` it is an error. moved: the options that name another source than
+    the run's. vocabulary: the model's vocabulary, to translate other data into. extends: a vocabulary that the
+    vocabulary of these data extends. device: by default that of the configuration. ranks: the ranks that open the data
+    together; the first one prepares them. rest: see `find_data`.
 
     Examples:
         >>> sizes = ["data.synthetic={num_users: 20, num_items: 10, num_clusters: 5}", "device=cpu"]
@@ -137,7 +140,7 @@ def open_data(
         dataset = united(dataset, extends)
     if ranks is not None and ranks.first:
         ranks.broadcast(None)
-    before, config = config, for_data(sized(config, dataset), dataset)
+    before, config = config, for_data(resolve_auto(config, dataset), dataset)
     task = build_task(config, ranks)
     task.check_data(dataset)
     splits = task.splits(dataset)
@@ -164,7 +167,7 @@ def open_data(
 
 
 def _extended(vocabulary: Vocabulary, known: Vocabulary) -> Vocabulary:
-    """Return the vocabulary of data that are `united` with `known`, with all that this one knows."""
+    """Return the vocabulary of data that are `united` with `known`, with all features and actions of `known` added."""
     features, actions = vocabulary.features, vocabulary.num_actions
     if features is not None and known.features is not None:
         features = grown(features, known.features, index_of(vocabulary.item_ids, known.item_ids))
@@ -174,7 +177,7 @@ def _extended(vocabulary: Vocabulary, known: Vocabulary) -> Vocabulary:
 
 
 def confined(data: Data, events: NewEvents) -> Data:
-    """Return the data of an update: training is confined to the new events and to older ones that are replayed."""
+    """Return the data of an update: training is restricted to the new events and the older ones that are replayed."""
     config = data.config
     replay, longest = config.train.update.replay, config.model.max_seq_len
     options: dict[str, Any] = {"max_seq_len": longest, "seed": config.seed, "layout": data.task.layout}
@@ -190,7 +193,7 @@ def confined(data: Data, events: NewEvents) -> Data:
 
 
 def load_data(config: RunConfig, **others) -> Dataset:
-    """Call `load_dataset` with the options of `config.data`, of which `others` replaces some."""
+    """Call `load_dataset` with the options of `config.data`, updated by `others`."""
     c = config.data
     options = {
         "format": c.format,
@@ -216,11 +219,11 @@ def load_data(config: RunConfig, **others) -> Dataset:
 
 
 def find_data(config: RunConfig, trained_on: Known | None, moved: Sequence[str] = (), rest: bool = False) -> Dataset:
-    """Return the data set of `config.data`; if `trained_on` is given, with its fingerprint and the numbers that its
-    vocabulary gives to items; DataError if the data are others.
+    """Return the data set of `config.data`.
 
-    moved: the options that name another source than the run's, which must hold the same data. rest: whether what is
-    left of them after users were removed (`data/forget.py`) will do.
+    trained_on: the stored data of a run: the items get its numbers, and DataError is raised if the fingerprints differ.
+    moved: the options that name another source than the run's, which must have the same data. rest: whether to accept
+    the data that remain after users were removed (`data/forget.py`).
     """
     if trained_on is None:
         return load_data(config)
@@ -231,8 +234,8 @@ def find_data(config: RunConfig, trained_on: Known | None, moved: Sequence[str] 
         reason = f"the run was trained on other data than {shown(c.path or c.format, 200)} has now"
         if moved:
             raise DataError(
-                f"{', '.join(moved)}: {reason}; train.py --update RUN data.path=NEW goes on with data that have new "
-                "events too, --init-from RUN begins another run, eval.py RUN --data NEW evaluates"
+                f"{', '.join(moved)}: {reason}; to train on new events use train.py --update RUN data.path=NEW, to "
+                "start another run train.py CONFIG --init-from RUN, to evaluate eval.py RUN --data NEW"
             ) from None
     except DataError as error:
         if moved:
@@ -245,17 +248,17 @@ def find_data(config: RunConfig, trained_on: Known | None, moved: Sequence[str] 
         return united(prepared, trained_on.vocabulary)
     left = find_rest(c.path, c.cache_dir, fingerprint) if rest and not generated else None
     if left is not None:
-        terminal.say(f"{reason}: using what is left of the run's data after users were removed")
+        terminal.say(f"{reason}: using the data of the run that remain after users were removed")
         return united(left, trained_on.vocabulary)
     raise DataError(
         f"{reason}, and there is no prepared copy of the run's data in data.cache_dir={shown(c.cache_dir, 200)}. "
-        "Without it eval.py RUN can --recommend OUT --history FILE, --export-items OUT and evaluate --data NEW; "
-        "train.py CONFIG --init-from RUN continues training with other data"
+        "These commands work without it: eval.py RUN --recommend OUT --history FILE, eval.py RUN --export-items OUT, "
+        "eval.py RUN --data NEW and train.py CONFIG --init-from RUN"
     )
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Set `train.matmul_precision` for the process: torch's products of fp32, and those of the kernels."""
+    """Set `train.matmul_precision`, the precision of fp32 products of torch and of the kernels, for the process."""
     if precision != "default":
         torch.set_float32_matmul_precision(precision)
 
@@ -270,7 +273,7 @@ def check_backends(config: RunConfig, device: torch.device) -> None:
 
 
 def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """Return the configuration with values that depend on the data; ConfigError if the data lack what options need."""
+    """Replace values that depend on the data; ConfigError if an option needs timestamps or actions that are missing."""
     layers = [attention.for_data(dataset) for attention in config.model.attention]
     for layer, attention in enumerate(layers):
         try:
@@ -285,8 +288,10 @@ def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
 
 
 def with_filter(config: RunConfig, dataset: Dataset, splits: Splits) -> RunConfig:
-    """Return the configuration with the `eval.filter_seen` that `auto` is for these data: `none` where more than
-    MOST_REPEATS of the validation targets (without validation, of the users' last training events) repeat an item.
+    """Choose `eval.filter_seen` for these data.
+
+    It is `none` if more than MOST_REPEATS of the validation targets (without a validation split, of the users' last
+    training events) repeat an earlier item of the user, otherwise `history`.
     """
     if splits.valid is not None:
         events = target_events(splits.valid)
@@ -303,9 +308,9 @@ def build_model(
     ranks: Ranks | None = None,
     table_class: type[ShardedTable] = ShardedTable,
 ) -> SequenceModel:
-    """Build the model of a configuration that fits the data, on the device, with freshly drawn weights.
+    """Build the model of a configuration for a vocabulary, on the device, with random weights.
 
-    ranks: those over which parallel.embedding divides the item table, a `table_class`.
+    ranks: the ranks that parallel.embedding divides the item table among. table_class: the class of a divided table.
     """
     num_actions = vocabulary.num_actions or 0 if config.embeds_actions else 0
     head = build_task(config).head()
@@ -320,13 +325,13 @@ def build_model(
 
 
 def final_weights(folder: Path) -> tuple[dict, dict, Path]:
-    """Load a run's final weights: the best on the validation split if it had one, else the last."""
+    """Return (weights, facts, folder) of a run's final weights: the best on the validation split, or else the last."""
     facts, source = final_facts(folder)
     return saved_weights(source)[0], facts, source
 
 
 def final_facts(folder: Path) -> tuple[dict, Path]:
-    """Return the facts about a run's final weights, and their folder."""
+    """Return (the facts about a run's final weights, their folder)."""
     folders = [folder / "best"] if exists(folder / "best") else checkpoints(folder)[-1:]
     if not folders:
         raise CheckpointError(f"{folder}: no weights in this run folder yet")
@@ -340,10 +345,10 @@ def final_facts(folder: Path) -> tuple[dict, Path]:
 def open_weights(
     folder: Path, overrides: list[str], read: bool = True, other_data: bool = False
 ) -> tuple[RunConfig, Known, dict, Path, int]:
-    """Return (config, the run's vocabulary, weights, their folder, their epoch) from a run's folder alone.
+    """Return (config, the run's vocabulary, weights, their folder, their epoch) from a run's folder, without its data.
 
-    overrides: those that an evaluation may have; ConfigError for others. read: whether to read the weights; else they
-    are empty. other_data: whether other data than the run's are read.
+    overrides: dotted options; ConfigError for options that an evaluation cannot change. read: whether to read the
+    weights, which are an empty dict otherwise. other_data: whether the evaluation uses other data than the run's.
 
     Examples:
         >>> config, known, weights, source, epoch = open_weights(run.folder, ["eval.batch_size=8"])
@@ -354,18 +359,17 @@ def open_weights(
         data.errors.ConfigError: ...
     """
     check_run(folder)
-    config, of_run = load_config(folder / "config.yaml", overrides), load_config(folder / "config.yaml")
-    if config.eval.filter_seen == "auto":  # what it was for the run's own data
-        config = config.model_copy(
-            update={"eval": config.eval.model_copy(update={"filter_seen": of_run.eval.filter_seen})}
-        )
-    check_evaluated(of_run, config, folder, other_data)
+    config, run_config = (load_config(folder / "config.yaml", options) for options in (overrides, []))
+    if config.eval.filter_seen == "auto":  # the value chosen for the run's data
+        chosen = {"filter_seen": run_config.eval.filter_seen}
+        config = config.model_copy(update={"eval": config.eval.model_copy(update=chosen)})
+    check_evaluated(run_config, config, folder, other_data)
     weights: dict = {}
     if read:
         weights, facts, source = final_weights(folder)
     else:
         facts, source = final_facts(folder)
-    check_config(facts, of_run, folder, source)
+    check_config(facts, run_config, folder, source)
     known = load_vocabulary(folder)
     if known.fingerprint != facts.get("fingerprint"):
         raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
@@ -375,9 +379,9 @@ def open_weights(
 def trained_model(
     config: RunConfig, known: Known, weights: dict, source: Path, ranks: Ranks | None = None
 ) -> SequenceModel:
-    """Build the model on its device, with these weights, in evaluation mode.
+    """Build the model on its device, load these weights and set it to evaluation mode.
 
-    ranks: each of them reads its part from `source`, in place of `weights`.
+    ranks: the ranks that share the item table; each of them reads its part from `source` instead of `weights`.
 
     Examples:
         >>> config, known, weights, source, _ = open_weights(run.folder, [])
@@ -394,18 +398,19 @@ def trained_model(
 
 
 def check_of_this_run(run: object, folder: Path, source: Path) -> None:
-    """Raise CheckpointError unless the content of `source` belongs to the run whose id is `run`."""
+    """Raise CheckpointError unless `run`, the run's id that `source` has, is the one in the folder's run.json."""
     if not isinstance(run, str):
-        raise CheckpointError(f"{source}: written by another version of this program, it does not name its run")
+        raise CheckpointError(f"{source}: written by another version of this program, without the id of its run")
     if run != (folder_run := read_manifest(folder)["run"]):
         raise CheckpointError(
-            f"{source}: belongs to another run ({shown(run)}), run.json says that this one is {shown(folder_run)}"
+            f"{source}: belongs to another run: its id is {shown(run)}, the id in run.json is {shown(folder_run)}"
         )
 
 
 def check_config(facts: dict, config: RunConfig, folder: Path, source: Path) -> None:
-    """Raise CheckpointError unless the weights `source` were made with the run's config.yaml; what a resumed run may
-    change, and options of evaluation, may differ.
+    """Raise CheckpointError if the weights `source` were trained with a configuration other than `config`.
+
+    Options that a resumed run may change, and options of evaluation, may differ.
     """
     changed = [
         str(change)
@@ -414,28 +419,28 @@ def check_config(facts: dict, config: RunConfig, folder: Path, source: Path) -> 
     ]
     if changed:
         raise CheckpointError(
-            f"{folder}: config.yaml is not what {source.name} was trained with ({'; '.join(changed)}); undo that, or "
-            "give options of an evaluation on the command line (key=value)"
+            f"{folder}: config.yaml differs from the configuration of {source.name} ({'; '.join(changed)}); undo the "
+            "change, or give options of an evaluation on the command line (key=value)"
         )
 
 
 def check_place(progress: Progress, steps: int, folder: Path) -> None:
-    """Raise CheckpointError unless the checkpoint's step is that of its place, with `steps` steps an epoch."""
+    """Raise CheckpointError unless a checkpoint's step matches its epoch and batch, with `steps` steps per epoch."""
     if progress.step != progress.epoch * steps + progress.batch or progress.batch > steps:
         raise CheckpointError(
-            f"{folder}: the checkpoint is not valid, step {progress.step} is not batch {progress.batch} of epoch "
-            f"{progress.epoch + 1}"
+            f"{folder}: the checkpoint is not valid: step {progress.step}, but batch {progress.batch} of epoch "
+            f"{progress.epoch + 1} with {steps} steps in each"
         )
 
 
 def judge(
     model, data: Data, split: str, write: Callable[[dict[str, np.ndarray]], object] = lambda arrays: None
 ) -> dict:
-    """Compute everything that a report says about one split; see `Task.judge`.
+    """Compute all results of a report for one split; see `Task.judge`.
 
-    write: is called with the task's `judged`, arrays by name, so that compare.py can compare runs user by user.
+    write: called with the arrays `judged` of the task by name, which compare.py reads to compare runs user by user.
     """
-    batches = Tracked(data.eval_batches(split), f"judging on {split}")
+    batches = ProgressBatches(data.eval_batches(split), f"evaluating on {split}")
     result = data.task.judge(model, data.dataset, data.splits, split, cast(Batches, batches))
     judged = result.pop("judged", {})
     fingerprint = data.dataset.events_fingerprint or data.dataset.fingerprint
@@ -444,7 +449,7 @@ def judge(
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
-    """Return the same run with absolute paths, so that its folder can be used from anywhere."""
+    """Return the configuration with absolute paths, so that the run can be used from any folder."""
     paths: dict[str, Any] = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
     if config.data.path:
         paths["path"] = absolute_path(config.data.path)
@@ -455,12 +460,12 @@ def absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def absolute_path(path: str) -> str:
-    """Return a path that means the same in any folder; an address of a store does already."""
+    """Return an absolute path; an address such as s3:// is returned unchanged."""
     return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def was_saved(folder: Path) -> bool:
-    """Return whether the run reached its first checkpoint; CheckpointError when it did and there is none any more."""
+    """Return whether the run has a checkpoint; CheckpointError if it has metrics but its checkpoints are missing."""
     has_checkpoint = bool(checkpoints(folder))
     metrics = folder / "metrics.jsonl"
     with access(metrics, "read"):

@@ -1,6 +1,6 @@
-"""Save and load a folder of tensors with its facts, whole or not at all, and find out whether a file was damaged.
+"""Save folders of tensors and facts atomically, load them, and detect damaged files by checksums.
 
-state.json has the facts, the checksum and the size of every other file, and a checksum of its own.
+state.json has the facts, the checksum and the size of every other file, and the checksum of these facts.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ class CheckpointError(UserError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is missing, or is not what was written."""
+    """A file of a checkpoint is missing, or its checksum is wrong."""
 
 
 def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict) -> None:
-    """Write `tensors` (one safetensors file for each entry) and `facts` as a folder, which appears all at once.
+    """Write `tensors` (one safetensors file for each entry) and `facts` into a folder atomically.
 
-    CheckpointError when it cannot be written, or if a tensor is not finite; an existing folder is then unchanged.
+    CheckpointError if it cannot be written or a tensor is not finite; an existing folder is then unchanged.
     """
     if name := not_finite((key, value) for entries in tensors.values() for key, value in entries.items()):
         raise CheckpointError(f"{folder}: not written, {shown(name)} is not finite; the previous content is unchanged")
@@ -43,7 +43,7 @@ def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict
             for name, entries in tensors.items():
                 path = temporary / f"{name}.safetensors"
                 save_file({key: value.detach().cpu().contiguous() for key, value in entries.items()}, path)
-                # The mode of the umask: safetensors makes files that only the owner reads.
+                # The mode according to the umask: safetensors creates files that only the owner can read.
                 path.chmod(facts_file.stat().st_mode)
             write_facts(temporary, facts, {path.name: checksum(path) for path in temporary.glob("*.safetensors")})
     except (OSError, SafetensorError) as error:
@@ -52,15 +52,15 @@ def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict
 
 
 def exists(folder: Path) -> bool:
-    """Return whether `load_folder` finds the folder, or the old one after a crash while it was replaced."""
+    """Return whether the folder, or after a crash during its replacement the previous one, exists."""
     return find_folder(folder).exists()
 
 
 def load_folder(folder: Path, *names: str, checked: slice | None = None) -> tuple[dict[str, dict[str, Tensor]], dict]:
-    """Load the named tensor files and the facts of `folder`; CheckpointError when one of them cannot be read,
-    DamagedError when it is missing or is not what was written.
+    """Load the named tensor files and the facts of `folder`.
 
-    checked: which of the folder's files, ordered by name, to check too: slice(None) is all of them.
+    CheckpointError if a file cannot be read, DamagedError if one is missing or its checksum is wrong. checked: a slice
+    of the folder's files, ordered by name, whose checksums are checked too; slice(None) for all.
     """
     folder = find_folder(folder)
     path = folder / "state.json"
@@ -76,12 +76,12 @@ def load_folder(folder: Path, *names: str, checked: slice | None = None) -> tupl
             if checksum(path) != sums[name]:
                 raise DamagedError(f"{path}: {DAMAGED}")
             if path.suffix == ".safetensors":
-                with safe_open(path, "pt"):  # reads where its tensors are
+                with safe_open(path, "pt"):  # reads the header
                     pass
         return {name: load_file(folder / f"{name}.safetensors") for name in names}, facts
     except FileNotFoundError as error:
         raise DamagedError(f"{error.filename}: not found") from None
-    except OSError as error:  # without a number: not a regular file, or a longer one
+    except OSError as error:  # without errno: raised by check_regular
         kind = CheckpointError if error.errno else DamagedError
         raise kind(f"{path}: cannot be read: {error.strerror or error}") from error
     except (KeyError, TypeError, AttributeError, SafetensorError) as error:
@@ -107,7 +107,7 @@ def read_facts(path: Path) -> dict:
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of a tensor that is not finite, or None. No copy of a tensor is made."""
+    """Return the name of the first tensor that is not finite, or None, without copying tensors."""
     for name, value in tensors:
         if value.is_floating_point() and value.numel() and not torch.stack(value.aminmax()).isfinite().all():
             return name

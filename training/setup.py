@@ -1,4 +1,4 @@
-"""Set up a run: options -> data, model, optimiser, step and batches; begin it in its folder, or resume it there."""
+"""Set up a run: open its data, build its model, optimiser, step and batches, and begin or resume it in its folder."""
 
 import math
 import time
@@ -45,10 +45,7 @@ from training.writer import NoWriter, Writer
 
 @dataclass
 class Parts:
-    """The parts of a run that training needs, whether it is saved or not.
-
-    config: with all values that depend on the data.
-    """
+    """The objects that training needs, also for a dry run; config: with all values that depend on the data."""
 
     config: RunConfig
     data: Data
@@ -67,14 +64,14 @@ def set_up(
     moved: Sequence[str] = (),
     update: Update | None = None,
 ) -> Parts:
-    """Open the data and make the model, its step and its batches.
+    """Open the data and build the model, the step and the batches.
 
-    trained_on, moved: see `open_data`. init_from: a run with whose weights the model begins. update: begun
-    in place of a run of its own.
+    trained_on, moved: see `open_data`. init_from: the folder of a run whose weights to start with. update: the update
+    to continue; its data are already open.
     """
     data = open_data(config, trained_on=trained_on, moved=moved, ranks=ranks) if update is None else update.data
     config = data.config
-    for line in advice.of_data(config, data.dataset):
+    for line in advice.data_warnings(config, data.dataset):
         terminal.say(f"warning: {line}")
     torch.manual_seed(config.seed)
     model = build_model(config, data.vocabulary, data.device, ranks)
@@ -92,13 +89,14 @@ def set_up(
 
 @dataclass
 class TrainingRun(Parts):
-    """A run that trains; every rank has one and does the same with it.
+    """The state of a run in training; every rank has one and makes the same calls.
 
-    watched      the split that is evaluated after epochs, or None
-    means        of the losses of the epoch so far
-    losses       of the last epoch: means; rates: its learning rate and speed
+    watched      the split to evaluate after epochs, or None
+    means        mean losses of the current epoch
+    losses       mean losses of the last epoch
+    rates        learning rate and speed of the last epoch
     saved_place  (epoch, batch) of the last checkpoint
-    changed      whether the checkpoint and the best weights were made with another configuration
+    changed      whether the checkpoint and the best weights have another configuration than this run
     """
 
     folder: Path
@@ -126,12 +124,12 @@ class TrainingRun(Parts):
 
     @property
     def last_phase(self) -> bool:
-        """Whether the model is the one that is kept: an earlier phase trains another, and nothing is chosen in it."""
+        """Whether the last phase of training has begun; the best weights are chosen only among those of this phase."""
         return self.phase == phase_at(self.config, math.inf)
 
     @property
     def phase(self) -> int:
-        """The phase of the next step; an update goes on in the last one."""
+        """The training phase of the next step; an update is in the last phase throughout."""
         return phase_at(self.config, self.progress.step if self.data.events is None else math.inf)
 
     @property
@@ -146,18 +144,18 @@ class TrainingRun(Parts):
         return self.watched is not None and bool(every) and (self.progress.epoch + 1) % every == 0
 
     def begin(self) -> None:
-        """Save the first checkpoint: a run with lines of metrics has one; if there is none, it or they were lost."""
+        """Save the first checkpoint: every run with metrics has one, so a missing checkpoint can be noticed."""
         self.save(again=self.changed)
-        self.writer.take_over_best(self.config, self.progress)
-        self.writer.write_config(self.config)  # of an update not before
+        self.writer.update_best_facts(self.config, self.progress)
+        self.writer.write_config(self.config)  # an update writes it only now, see Writer.begin_update
 
     def agree(self) -> tuple[int, int]:
-        """Return (whether a checkpoint is due, the number of a signal or 0), the same on all ranks."""
+        """Return (whether a checkpoint is due, the number of the received signal or 0), the same on all ranks."""
         due, signal = self.ranks.greatest(int(self.checkpoints.due), self.interrupts.signal)
         return due, signal
 
     def save(self, again: bool = False) -> None:
-        """Save a checkpoint, unless there is one of this place; again: even then."""
+        """Save a checkpoint unless the last one has the same epoch and batch; again: save it anyway."""
         place = self.progress.epoch, self.progress.batch
         if place == self.saved_place and not again:
             return
@@ -167,12 +165,12 @@ class TrainingRun(Parts):
         self.checkpoints.save(progress)
 
     def save_when_due(self) -> None:
-        """Save at the end of an epoch if a checkpoint is due, and at the end of the last one."""
+        """Save a checkpoint at the end of an epoch if it is due or training is finished."""
         if self.finished or self.agree()[0]:
             self.save()
 
     def check_finite(self) -> None:
-        """Raise TrainingError if a tensor that a checkpoint or best/ would have is not finite."""
+        """Raise TrainingError if a tensor to be saved is not finite."""
         losses = ((f"the mean of {name}", total) for name, total in self.means.sums.items())
         for name in filter(None, self.ranks.all_gather(not_finite(chain(self.checkpoints.tensors(), losses)))):
             raise self.diverged(f"{name} is not finite after step {self.progress.step:,}")
@@ -192,7 +190,7 @@ def open_or_resume(
     interrupts: Interrupts,
     update: Path | None = None,
 ) -> Iterator[TrainingRun]:
-    """Claim the folder and yield the run in it, with a checkpoint; see `training.loop.train` for the options."""
+    """Claim the folder and yield a new or resumed run in it; see `training.loop.train` for the options."""
     ranks = Ranks(config)
     terminal.quiet |= not ranks.first
     writer = Writer() if ranks.first else NoWriter()
@@ -201,7 +199,7 @@ def open_or_resume(
         resume = ranks.broadcast(folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()))
     with writer.claim(folder, new=not resume, another=unnamed) as folder:
         for damaged in writer.set_aside_damaged() if auto else []:
-            terminal.say(f"{damaged}: not whole, set aside")
+            terminal.say(f"{damaged}: damaged checkpoint, renamed to damaged-*")
         yield _opened(config, ranks.broadcast(folder), resume, init_from, ranks, interrupts, writer, update)
 
 
@@ -215,7 +213,7 @@ def _opened(
     writer: Writer,
     update: Path | None,
 ) -> TrainingRun:
-    interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
+    interrupts.stage = f"preparing the data. To {'continue' if resume else 'start'}, give the same command again"
     trained_on, moved, before = None, [], None
     if saved := resume and was_saved(folder):
         last = last_progress(folder)
@@ -232,7 +230,7 @@ def _opened(
     if watched == "valid" and config.eval.every and data.splits.valid is not None:
         data.task.check_metric(data.dataset, data.splits.valid)
     if config.eval.patience and watched != "valid":
-        raise ConfigError("eval.patience: there is no validation split to stop by in these data")
+        raise ConfigError("eval.patience: there is no validation split for these data")
     table, seconds = sharded_table(parts.model), config.train.checkpoint_seconds
     saver = Checkpoints(folder, parts.model, parts.optimizer, parts.average, ranks, table, seconds)
     progress = Progress(run="", fingerprint=data.dataset.fingerprint)
@@ -241,17 +239,17 @@ def _opened(
         check_of_this_run(progress.run, folder, folder / "checkpoints")
         check_resumed(progress, config, folder, opened=True)
         check_place(progress, len(batches), folder)
-        progress.best, progress.stale = ranks.broadcast(writer.best_again(config, progress))
+        progress.best, progress.stale = ranks.broadcast(writer.best_by_metric(config, progress))
     progress.config = config.model_dump(mode="json")
-    ranks.broadcast(None)  # all have read before the first one writes
+    ranks.broadcast(None)  # the first rank writes only after all ranks have read
     if begun is None:
         writer.begin(config, data, progress, new=not saved)
     else:
         writer.begin_update(data, progress, begun.lineage)
     log = writer.open_log(config, progress)
     if log.lost:
-        terminal.say("metrics.jsonl had been changed: its lines are restored from the checkpoint")
-    introduce(config, data, parts.model, len(batches), folder)
+        terminal.say("metrics.jsonl was changed; its lines are restored from the checkpoint")
+    print_summary(config, data, parts.model, len(batches), folder)
     return TrainingRun(
         **vars(parts),
         folder=folder,
@@ -269,8 +267,8 @@ def _opened(
     )
 
 
-def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | str) -> None:
-    """Print the data, the model and the known sizes before training begins."""
+def print_summary(config: RunConfig, data: Data, model, steps: int, folder: Path | str) -> None:
+    """Print the sizes of the data, the model and the run before training begins."""
     for note in data.dataset.notes:
         terminal.say(f"data: {note}")
     table = sharded_table(model)
@@ -285,17 +283,17 @@ def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | s
         f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; weights, gradients and moments take "
         f"{size / 2**20:,.1f} MiB, plus the tensors of a step (--dry-run measures these and the time)"
     )
-    for line in advice.of_steps(config, epochs * steps):
+    for line in advice.step_advice(config, epochs * steps):
         terminal.say(f"warning: {line}")
 
 
 def new_folder(config: RunConfig) -> Path:
-    """Return the path of a new run's folder below run_dir/name, by the current time; another run may have it."""
+    """Return the path of a new run's folder in run_dir/name, named by the current time; it may exist already."""
     return Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
 
 
 def within_budget(config: RunConfig, steps: int) -> RunConfig:
-    """Return the configuration with the number of epochs of `steps` steps that its train.steps allows."""
+    """Limit train.epochs, of `steps` steps each, to the number of epochs that train.steps allows."""
     c = config.train
     if c.steps is None:
         return config

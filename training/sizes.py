@@ -1,7 +1,7 @@
-"""Choose the options that are `auto` from the data: sizes by the length of histories, repeats by whether there are any.
+"""Choose the values of options that are `auto` from the data.
 
-The rule has the sizes of the recipes that were best on data with long histories, with short ones, and with users who
-return to items (docs/recipes.md).
+The sizes are those of the recipes that were best on data with long histories, with short histories, and with users who
+repeat items (docs/recipes.md).
 """
 
 from typing import Any, NamedTuple
@@ -11,17 +11,17 @@ import numpy as np
 from data.types import Dataset
 from training.config import RunConfig, at_path, checked
 
-SMALL = 50_000  # events, below which data have the sizes of FEW_EVENTS
-OFTEN = 0.5  # the share of events that repeat an item of their user from which on data have the sizes of REPEATING
-COVERED = 0.99  # the share of users whose whole history the longest sequence holds, up to `Sizes.longest`
+SMALL = 50_000  # data with fewer events have the sizes FEW_EVENTS
+OFTEN = 0.5  # data in which a larger share of the events repeat an item of their user have the sizes REPEATING
+COVERED = 0.99  # the share of users whose whole history fits into max_seq_len, up to `Sizes.longest`
 HEAD = 64  # the size of a head
-OUTSIDE = 0.5  # the share of events outside of the latest windows from which on training also takes earlier windows
-STEPS = 100  # of training between evaluations, at least
-PATTERNS = 8  # of the term of repeats
+OUTSIDE = 0.5  # if a larger share of events is outside of the latest windows, training also uses earlier windows
+STEPS = 100  # the minimum number of steps between evaluations
+PATTERNS = 8  # the value of model.head.repeats if repeats are allowed
 
 
 class Sizes(NamedTuple):
-    """Sizes for data. longest: the limit of max_seq_len; drop: `train.augment.drop`."""
+    """Values of options; longest: the maximum of max_seq_len; drop: `train.augment.drop`."""
 
     embedding_dim: int
     num_layers: int
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 FEW_EVENTS = Sizes(64, 2, 200, 0.4, 0.1, 32, 0.1)
 REPEATING = Sizes(256, 3, 400, 0.4, 0.1, 32, 0.05)
-# By the mean number of events of a user, up to which the sizes hold.
+# The largest mean number of events of a user -> sizes.
 BY_HISTORY = {
     20.0: Sizes(512, 2, 200, 0.6, 0.07, 256, 0.1),
     64.0: Sizes(256, 3, 200, 0.5, 0.07, 128, 0.1),
@@ -55,14 +55,14 @@ def sizes_of(dataset: Dataset) -> Sizes:
 
 
 def longest_of(dataset: Dataset, most: int) -> int:
-    """Return the longest sequence: COVERED of the histories, rounded up to a multiple of 10, at most `most`."""
+    """Return max_seq_len: the COVERED quantile of the histories, rounded up to a multiple of 10, at most `most`."""
     lengths = np.diff(dataset.user_offsets)
     covered = np.quantile(lengths, COVERED, method="inverted_cdf") if len(lengths) else 1
     return int(min(most, 10 * np.ceil(covered / 10)))
 
 
-def sized(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """Return the configuration with the values of its options `auto` (`RunConfig.auto`) for a data set."""
+def resolve_auto(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Choose the values of the options in `RunConfig.auto` for a data set, and empty that list."""
     if not config.auto:
         return config
     tree, sizes, auto = config.model_dump(mode="json"), sizes_of(dataset), config.auto
@@ -90,7 +90,7 @@ def sized(config: RunConfig, dataset: Dataset) -> RunConfig:
 
 
 def with_repeats(config: RunConfig) -> RunConfig:
-    """Return the configuration with `model.head.repeats` and `loss.exclude` for its `eval.filter_seen`, if `auto`."""
+    """Choose `model.head.repeats` and `loss.exclude`, if they are `auto`, according to `eval.filter_seen`."""
     model, loss, allowed = config.model, config.loss, config.eval.filter_seen == "none"
     if model.head.repeats == "auto":
         head = model.head.model_copy(update={"repeats": PATTERNS if allowed else 0})
@@ -101,7 +101,7 @@ def with_repeats(config: RunConfig) -> RunConfig:
 
 
 def chosen_lines(before: RunConfig, after: RunConfig) -> list[str]:
-    """Return a line with the values that the data decided."""
+    """Return a line with the values that were chosen from the data, or no line."""
     paths = list(before.auto)
     paths += ["model.head.repeats"] if before.model.head.repeats == "auto" else []
     paths += ["loss.exclude"] if before.loss.exclude == "auto" else []

@@ -1,16 +1,17 @@
 """Compute ratios of means over users and seeds, with intervals and tests.
 
-A run gives one value for each user (see `Task.user_values`), a setting one run for each seed. Both are samples: another
-seed or other users would have given other means. The variance of a ratio's logarithm is the sum of two parts:
+A run has one value for each user (see `Task.user_values`), and a setting has one run for each seed. Users and seeds are
+samples: others would give other means. The variance of the logarithm of a ratio is the sum of two parts:
 
-- users: a bootstrap. All settings are judged by the same users, so that each draw takes the same users for all of them,
-  and the difficulty of a user for all settings cancels out.
-- seeds: five are too few to resample. The variance of a setting's runs about their mean, less the part due to the
-  sampling of users, which the bootstrap includes already, is a variance component with S - 1 degrees of freedom.
+- users: estimated by a bootstrap. All settings are evaluated on the same users. Each draw uses the same users for all
+  settings, so that differences between users that are common to all settings cancel out.
+- seeds: five seeds are too few for a bootstrap. The part is estimated by the variance of a setting's runs around their
+  mean, minus its part due to the sampling of users, which the bootstrap includes already. It has S - 1 degrees of
+  freedom.
 
-The interval is one of the logarithm. The square of its half width is the sum of t^2 * variance over both parts, with
-Student's t for the degrees of freedom of each. (A single t with Satterthwaite's degrees of freedom for the sum of the
-variances contained the true ratio in 93.5% of the cases where both parts are equal.)
+The interval is computed for the logarithm. The square of its half width is the sum of t^2 * variance over both parts,
+with Student's t for the degrees of freedom of each. (With a single t, for Satterthwaite's degrees of freedom of the sum
+of both variances, the interval contained the true ratio in 93.5% of the cases in which both parts are equal.)
 
 Letters: S and R seeds, M users, K settings, D draws.
 """
@@ -23,14 +24,14 @@ from scipy.special import stdtrit  # the quantile of Student's t; scipy.stats ta
 
 DRAWS = 2000
 LEVEL = 0.95
-MOST_DRAWN = 4000  # more groups would make the interval no more exact than the number of draws allows
-CHUNK = 2**23  # weights of a bootstrap computed at a time
+MOST_DRAWN = 4000  # groups of users; more would not make the interval more exact with this number of draws
+CHUNK = 2**23  # bootstrap weights drawn at a time
 
 
 class Comparison(NamedTuple):
-    """The ratio of a setting's mean to another one's, its 95% interval, and the two-sided p value of a ratio of 1.
+    """The ratio of two settings' means, its 95% interval, and the two-sided p value for a ratio of 1; NaN if unknown.
 
-    seeds: whether the interval includes the variation between seeds, which needs two runs of each. NaN: unknown.
+    seeds: whether the interval includes the variation between seeds, which needs at least two runs of each setting.
     """
 
     ratio: float
@@ -53,29 +54,30 @@ def compare(ours: np.ndarray, theirs: np.ndarray, *, same_runs: bool = False) ->
 
 @dataclass
 class Error:
-    """The error of an estimate: the variances [...] of the users' and the seeds' part, and the degrees of freedom that
-    each is estimated with. seeds: whether the seeds' part is known.
+    """The variances [...] of an estimate due to users and to seeds, with the degrees of freedom of each.
+
+    seeds: whether the variance due to seeds is known.
     """
 
     users: np.ndarray
     users_freedom: int
-    of_seeds: np.ndarray
+    seeds_variance: np.ndarray
     seeds_freedom: np.ndarray
     seeds: bool
 
     @property
     def variance(self) -> np.ndarray:
-        return self.users + self.of_seeds
+        return self.users + self.seeds_variance
 
     def half_width(self, level: float | np.ndarray = LEVEL) -> np.ndarray:
-        """Return half the width of the interval that contains the truth in `level` of all cases."""
+        """Return half the width of the interval with the confidence level `level`."""
         upper = (1 + level) / 2
-        # The squares of both half widths add up, as variances do; this is exact if there is only one part.
+        # The squares of the half widths are added, as variances are; this is exact if one part is 0.
         users = stdtrit(self.users_freedom, upper) ** 2 * self.users
-        return np.sqrt(users + stdtrit(self.seeds_freedom, upper) ** 2 * self.of_seeds)
+        return np.sqrt(users + stdtrit(self.seeds_freedom, upper) ** 2 * self.seeds_variance)
 
     def p_value(self, estimate: np.ndarray) -> np.ndarray:
-        """Return the least 1 - level whose interval about `estimate` excludes 0."""
+        """Return the smallest 1 - level for which the interval around `estimate` excludes 0."""
         low, high = np.zeros_like(self.users), np.ones_like(self.users)  # bounds of p
         for _ in range(32):
             middle = (low + high) / 2
@@ -87,10 +89,10 @@ class Error:
 def log_ratio(
     ours: np.ndarray, theirs: np.ndarray, *, same_runs: bool = False, draws: int = DRAWS
 ) -> tuple[np.ndarray, Error]:
-    """Return the logarithm of the ratio of two means, ours [..., S, M] to theirs [..., R, M], and its error.
+    """Return the logarithm of the ratio of the means of ours [..., S, M] and theirs [..., R, M], and its error.
 
-    same_runs: row i of both is one trained model, evaluated in two ways, so that its seed adds no variation between
-    them. The result is infinite or NaN if a mean, or that of a draw of users, is 0.
+    same_runs: whether row i of both is the same trained model, evaluated in two ways, so that seeds add no variance.
+    The result is infinite or NaN if a mean, also over a draw of users, is 0.
     """
     if ours.shape[:-2] != theirs.shape[:-2] or ours.shape[-1] != theirs.shape[-1]:
         raise ValueError(f"the values are {ours.shape} and {theirs.shape} ([..., seeds, users]): not of the same users")
@@ -98,27 +100,27 @@ def log_ratio(
         raise ValueError(f"same_runs: the runs are {ours.shape[-2]} and {theirs.shape[-2]}")
     with np.errstate(divide="ignore", invalid="ignore"):
         center = np.log(ours.mean((-2, -1)) / theirs.mean((-2, -1)))
-        of_ours, of_theirs = user_draws(np.stack([ours.mean(-2), theirs.mean(-2)]), draws)
-        users = np.log(of_ours / of_theirs).var(-1, ddof=1)
+        our_draws, their_draws = user_draws(np.stack([ours.mean(-2), theirs.mean(-2)]), draws)
+        users = np.log(our_draws / their_draws).var(-1, ddof=1)
         rows = [x / x.mean((-2, -1), keepdims=True) for x in (ours, theirs)]
         rows = [rows[0] - rows[1]] if same_runs else rows
         seeds = same_runs or min(x.shape[-2] for x in rows) > 1
         parts = [(seed_variance(x), x.shape[-2] - 1) for x in rows if seeds and x.shape[-2] > 1]
-        of_seeds = sum((part for part, _ in parts), np.zeros_like(users))
-        # Welch, Satterthwaite: degrees of freedom of a sum of variances.
-        freedom = of_seeds**2 / sum((part**2 / degrees for part, degrees in parts), np.zeros_like(users))
-    return center, Error(users, max(1, ours.shape[-1] - 1), of_seeds, np.where(of_seeds > 0, freedom, 1.0), seeds)
+        variance = sum((part for part, _ in parts), np.zeros_like(users))
+        # The degrees of freedom of a sum of variances by Welch and Satterthwaite.
+        freedom = variance**2 / sum((part**2 / degrees for part, degrees in parts), np.zeros_like(users))
+    return center, Error(users, max(1, ours.shape[-1] - 1), variance, np.where(variance > 0, freedom, 1.0), seeds)
 
 
 def seed_variance(rows: np.ndarray) -> np.ndarray:
-    """Estimate the variance that the seeds give to the mean over all of rows [..., S, M]: [...], never below 0.
+    """Estimate the variance [...] due to seeds of the mean of rows [..., S, M] over seeds and users, at least 0.
 
-    The runs' means vary with their seeds and with the sample of users. The latter variance is part of the bootstrap
-    over users, and is subtracted (two-way analysis of variance).
+    The means of runs vary with the seed and with the sample of users. The variance due to users is included in the
+    bootstrap over users, and is subtracted here (two-way analysis of variance).
     """
     seeds, users = rows.shape[-2:]
     means = rows.mean(-1)
-    # Residuals of rows less both means: their sum of squares, computed without a copy of rows.
+    # The sum of squares of the residuals, rows minus the means of seeds and of users, without a copy of rows.
     residuals = (rows**2).sum((-2, -1)) - seeds * (rows.mean(-2) ** 2).sum(-1) - users * (means**2).sum(-1)
     residuals = residuals + seeds * users * rows.mean((-2, -1)) ** 2
     by_chance = residuals / ((seeds - 1) * max(1, users - 1))
@@ -126,10 +128,11 @@ def seed_variance(rows: np.ndarray) -> np.ndarray:
 
 
 def user_draws(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
-    """Return means of values [..., M] over `draws` samples of the users: [..., D], equal for the same seed and M.
+    """Return means of values [..., M] over `draws` bootstrap samples of the users: [..., D].
 
-    A user's weight in a draw is Poisson with mean 1, so that users can be processed in parts. More than MOST_DRAWN
-    users are randomly divided into groups of equal size, and groups are drawn.
+    The samples are the same for the same seed and M. A user's weight in a sample is Poisson distributed with mean 1, so
+    that users can be processed in parts. If there are more than MOST_DRAWN users, they are randomly divided into groups
+    of equal size, and groups are sampled instead.
     """
     rng = np.random.default_rng(seed)
     flat, sizes = values.reshape(-1, values.shape[-1]), np.ones(values.shape[-1])
@@ -147,7 +150,7 @@ def user_draws(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndar
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Correct p values for their number (Holm, Scandinavian Journal of Statistics 6, 1979); NaN is left out."""
+    """Correct p values for multiple tests (Holm, Scandinavian Journal of Statistics 6, 1979); NaN is ignored."""
     p = np.asarray(p_values, np.float64)
     finite = np.flatnonzero(~np.isnan(p))
     order = finite[np.argsort(p[finite], kind="stable")]

@@ -1,4 +1,4 @@
-"""Make the batches, the optimiser and the step of a run, and set the learning rate."""
+"""Build the batches, the optimiser and the training step of a run, and set the learning rate."""
 
 import math
 from typing import Any
@@ -16,18 +16,18 @@ from training.ranks.processes import Ranks
 from training.ranks.step import build_shared_step, deal_of
 from training.run import Data
 
-# The other names in a line of metrics.jsonl, which an auxiliary loss must not have.
+# Names in metrics.jsonl that an auxiliary loss must not have.
 TAKEN = {"epoch", "step", "loss", "split", "seconds", "grad_norm", "imbalance"}
 
 
 def train_batches(config: RunConfig, data: Data, ranks: Ranks) -> Batches:
-    """Return the batches of training; of several ranks each gets its part of a batch."""
+    """Return the training batches; with several ranks, this rank's parts of them."""
     c = config.train
     options: dict[str, Any] = {"batch_size": c.batch_size, "seed": config.seed, "group_by_length": c.group_by_length}
     if (deal := deal_of(config, ranks)) is not None:
         options["deal"] = deal
     if c.augment is not None:
-        # The windows of an update are those that have its targets.
+        # An update has fixed windows, which contain its targets.
         fixed = {} if data.events is None else {"window": 0.0}
         options["augment"] = c.augment.model_copy(update=fixed)
     return data.batches("train", **options)
@@ -36,10 +36,10 @@ def train_batches(config: RunConfig, data: Data, ranks: Ranks) -> Batches:
 def build_step(
     config: RunConfig, model, device: torch.device, average: WeightAverage | None = None, ranks: Ranks | None = None
 ) -> tuple[torch.optim.Optimizer, Step]:
-    """Return the optimiser, and the function that makes one step: batch -> losses, without waiting for the device.
+    """Return the optimiser and the step: a function batch -> losses, which does not wait for the device.
 
-    The losses are 0-d by name: `loss`, which the step minimises, the auxiliary losses before their weights, and
-    `grad_norm` before clipping (in captured steps only if train.clip_norm needs it).
+    The losses are 0-d tensors by name: `loss`, which the step minimises, the unweighted auxiliary losses, and
+    `grad_norm` before clipping (in captured steps only with train.clip_norm).
     """
     c, ranks = config.train, ranks or Ranks(config)
     if ranks.engine:
@@ -63,14 +63,14 @@ def build_step(
         whole_batch, batch = batch, ranks.cut(batch, model.num_context)
         if batch.cut is not None and batch.cut.uncut is not None:
             whole_batch = batch.cut.uncut
-        # A cache of cast weights would outlive the step that a graph captures.
+        # In a captured step, autocast's cache of cast weights would outlive the step.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model.raw_output(batch, share=ranks.part_of_context if ranks.context > 1 else None)
-        loss, of_task = task.loss(model, out, batch, whole_batch, dtype)
-        aux |= of_task
+        loss, task_losses = task.loss(model, out, batch, whole_batch, dtype)
+        aux |= task_losses
         if wrong := aux.keys() & reserved_names:
             raise ValueError(
-                f"an auxiliary loss cannot be named {', '.join(sorted(wrong))}: metrics.jsonl has that name"
+                f"an auxiliary loss cannot be named {', '.join(sorted(wrong))}, a reserved name in metrics.jsonl"
             )
         for extra in aux.values():
             loss = loss + extra.weighted
@@ -80,7 +80,7 @@ def build_step(
         norm = {}
         if c.clip_norm is not None:
             norm = {"grad_norm": torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm).detach()}
-        elif not graphed:  # a captured step computes it only on request
+        elif not graphed:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             norm = {"grad_norm": torch.nn.utils.get_total_norm(gradients).detach()}
         optimizer.step()
@@ -94,15 +94,13 @@ def build_step(
 
 
 def phase_at(config: RunConfig, step: float) -> int:
-    """Return the greatest end of a phase that this step has reached, over all attention layers; 0 before the first."""
+    """Return the last end of a phase of any attention layer that is at most `step`; 0 if there is none."""
     ends = (end for attention in config.model.attention for end in attention.phase_ends())
     return max((end for end in ends if end <= step), default=0)
 
 
 def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> float:
-    """Set the learning rate of this step, of `steps` in all: rising during the warm-up, then according to
-    `train.decay`.
-    """
+    """Set and return the learning rate of a step: linear warm-up, then `train.decay`; steps: their total number."""
     c = config.train
     lr = c.lr * min(1.0, (step + 1) / max(1, c.warmup_steps))
     past = max(0, step - c.warmup_steps) / max(1, steps - c.warmup_steps)

@@ -1,4 +1,4 @@
-"""Read configuration files: limited in size, and parsed as YAML without its traps."""
+"""Read configuration files: limit their size, and parse them as a strict form of YAML."""
 
 import difflib
 import errno
@@ -12,16 +12,16 @@ import yaml
 from data.errors import ConfigError
 from data.types import shown
 
-# Far beyond any configuration, and far below what would harm the parser.
+# Larger than any configuration, and small enough for the parser.
 MOST_BYTES, MOST_NODES, DEEPEST = 1_000_000, 10_000, 30
 SHIPPED = {file.stem: file for file in (Path(__file__).resolve().parents[1] / "configs").glob("*.yaml")}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with its traps removed: `1e-3` is a number; `1:30`, `010` and `0b10` are text, as in YAML 1.2.
+    """YAML 1.1 with numbers of YAML 1.2: `1e-3` is a number; `1:30`, `010` and `0b10` are text.
 
-    A repeated or structured key, a tag, endless nesting, a value that contains itself, and a value that looks like a
-    number or a date but is none are errors.
+    These are errors: a repeated key, a key that is not text, a tag, deep nesting, a value that contains itself, and an
+    invalid number or date such as 2024-13-01.
     """
 
     depth = 0
@@ -48,10 +48,10 @@ class _Loader(yaml.SafeLoader):
         return self.construct_document(node)
 
     def _size(self, node, sizes: dict) -> int:
-        """Count the values below the node after its aliases are expanded."""
+        """Count the values in the node, with its aliases expanded."""
         if node in sizes:
             if sizes[node] is None:
-                raise yaml.constructor.ConstructorError(None, None, "a value that holds itself", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, "a value that contains itself", node.start_mark)
             return sizes[node]
         sizes[node] = None
         children = () if isinstance(node, yaml.ScalarNode) else node.value
@@ -71,7 +71,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_scalar_of(self, node):
-        """Parse numbers and dates with SafeLoader, adding the line to its errors."""
+        """Parse a number or date with SafeLoader, and add the line number to its errors."""
         try:
             return yaml.SafeLoader.yaml_constructors[node.tag](self, node)
         except ValueError as error:
@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
 
 for _kind in ("int", "float", "timestamp"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_scalar_of)
-# Numbers as in YAML 1.2, so that text like 1:30 (90 in YAML 1.1), 010 (8) and 0b10 (2) stays text.
+# Numbers as in YAML 1.2: text such as 1:30 (90 in YAML 1.1), 010 (8) and 0b10 (2) remains text.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -94,7 +94,7 @@ for _kind, _pattern in {
 
 
 def parse_yaml(text: str, where: str):
-    """Parse `text` as YAML; ConfigError, in one line with the line number, if it is invalid.
+    """Parse `text` as YAML; if it is invalid, ConfigError has one line with the line number.
 
     Examples:
         >>> parse_yaml("lr: 1e-3", "run.yaml")
@@ -113,7 +113,7 @@ def parse_yaml(text: str, where: str):
 
 
 def read_config(path: Path) -> str:
-    """Read the text of a configuration; ConfigError for something else than a file of a possible size."""
+    """Read the text of a configuration; ConfigError unless it is a regular file of at most MOST_BYTES bytes."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -122,7 +122,7 @@ def read_config(path: Path) -> str:
             raise ConfigError(f"{shown(path, 200)}: expected a regular file")
         if status.st_size > MOST_BYTES:
             raise ConfigError(
-                f"{shown(path, 200)}: {status.st_size:,} bytes, a configuration has at most {MOST_BYTES:,}"
+                f"{shown(path, 200)}: expected a configuration of at most {MOST_BYTES:,} bytes, got {status.st_size:,}"
             )
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -131,5 +131,5 @@ def read_config(path: Path) -> str:
         raise ConfigError(f"{shown(path, 200)}: {error.strerror}{hint}") from None
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:  # the latter: not UTF-8, or a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise ConfigError(f"{shown(path, 200)}: {getattr(error, 'strerror', None) or error}") from None

@@ -1,7 +1,7 @@
-"""Send a run's curves, beside metrics.jsonl, to TensorBoard, MLflow or Weights & Biases (`train.tracking`).
+"""Log a run's curves to TensorBoard, MLflow or Weights & Biases (`train.tracking`), in addition to metrics.jsonl.
 
-Each tracker has `log(values, step)` and `close(finished)`. A resumed run continues its curves: MLflow and W&B identify
-it by its id (run.json). Libraries are imported when they are needed.
+A resumed run continues its curves: MLflow and W&B identify it by the id in run.json. Libraries are imported when they
+are needed.
 """
 
 import importlib
@@ -16,9 +16,9 @@ from data.types import shown
 from training.config import RunConfig
 from training.folder import access
 
-# train.tracking -> the module that it imports, and the extra that installs it
+# train.tracking -> (module, extra of this package that installs it)
 NEEDED = {"mlflow": ("mlflow", "mlflow"), "wandb": ("wandb", "wandb")}
-MOST_PARAMETERS = 100  # accepted by MLflow in one call
+MOST_PARAMETERS = 100  # MLflow's limit for one call
 
 
 class Tracker(Protocol):
@@ -28,7 +28,7 @@ class Tracker(Protocol):
         """Add a point to the curve of each name."""
 
     def close(self, finished: bool) -> None:
-        """End the curves, temporarily if the run was interrupted."""
+        """End the curves; an unfinished run may continue them later."""
 
 
 def check_tracking(config: RunConfig) -> None:
@@ -47,9 +47,7 @@ def _imported(module: str, extra: str) -> Any:
 
 
 def open_tracker(config: RunConfig, folder: Path, run: str, step: int) -> Tracker:
-    """Open the tracker of the run `run`, to continue after training step `step`; ConfigError if it cannot be
-    reached.
-    """
+    """Open the tracker of the run with the id `run`, which continues after `step`; ConfigError if it cannot start."""
     kind = config.train.tracking
     if kind == "tensorboard":
         return TensorBoard(folder, step)
@@ -58,7 +56,7 @@ def open_tracker(config: RunConfig, folder: Path, run: str, step: int) -> Tracke
     try:
         return Lenient(kind, make[kind](config, folder, run))
     except Exception as error:
-        raise ConfigError(f"train.tracking: {kind} cannot begin: {_line(error)}") from error
+        raise ConfigError(f"train.tracking: {kind} cannot start: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:
@@ -66,7 +64,7 @@ def _line(error: Exception) -> str:
 
 
 class TensorBoard:
-    """Event files in the run's folder; FolderError on a full disk."""
+    """Write event files into the run's folder; FolderError if they cannot be written."""
 
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter  # half a second of import, only for training
@@ -86,7 +84,7 @@ class TensorBoard:
 
 
 class Lenient:
-    """Wrap a tracker: its first failure is reported once and ends it, since metrics.jsonl has all values."""
+    """Wrap a tracker: its first error is printed, and later calls do nothing; metrics.jsonl has all values."""
 
     def __init__(self, name: str, tracker: Tracker):
         self.name = name
@@ -98,7 +96,7 @@ class Lenient:
         try:
             call(self.tracker)
         except Exception as error:
-            terminal.say(f"train.tracking: {self.name} failed, training goes on without it: {_line(error)}")
+            terminal.say(f"train.tracking: {self.name} failed, training continues without it: {_line(error)}")
             self.tracker = None
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -109,9 +107,9 @@ class Lenient:
 
 
 class MLflow:
-    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names or MLflow's own default; experiment: the run's name.
+    """A run of MLflow in the experiment `config.name`, in the store MLFLOW_TRACKING_URI or MLflow's default.
 
-    MLflow allows no @ in names: NDCG@10 is NDCG_at_10 there.
+    MLflow allows no @ in names: NDCG@10 is logged as NDCG_at_10.
     """
 
     def __init__(self, config: RunConfig, folder: Path, run: str):
@@ -141,7 +139,7 @@ class MLflow:
 
 
 class WandB:
-    """A run of Weights & Biases in the project that WANDB_PROJECT names, by default hstu_sparse."""
+    """A run of Weights & Biases in the project WANDB_PROJECT, by default hstu_sparse."""
 
     def __init__(self, config: RunConfig, folder: Path, run: str):
         wandb = importlib.import_module("wandb")
@@ -153,7 +151,7 @@ class WandB:
             dir=str(folder),
             config=config.model_dump(mode="json"),
         )
-        # W&B's own step only rises, but steps after a checkpoint are repeated.
+        # W&B's step cannot decrease, but a resumed run repeats the steps after its checkpoint.
         self.run.define_metric("*", step_metric="step")
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -164,7 +162,7 @@ class WandB:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Map the dotted key of each leaf of nested mappings and lists to its value."""
+    """Flatten nested mappings and lists of mappings: dotted key -> value."""
     if isinstance(tree, list) and any(isinstance(value, (dict, list)) for value in tree):
         tree = {str(place): value for place, value in enumerate(tree)}
     if not isinstance(tree, dict) or not tree:

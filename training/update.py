@@ -1,7 +1,7 @@
-"""Update a run with new events: `train.py --update RUN` makes a new run, which begins with all that RUN has learned.
+"""Update a run with new events: `train.py --update RUN` makes a new run, which continues from the weights of RUN.
 
-The new run's tables have the rows of everything that RUN knows, with their optimiser's moments, and new rows for what
-is new. RUN is judged on the new events before. lineage.jsonl has a line for each generation.
+Its tables have the rows and the optimiser's moments of all items and feature values of RUN, and new rows for new items
+and values. Before training, RUN is evaluated on the new events. lineage.jsonl has a line for each generation.
 """
 
 import json
@@ -34,9 +34,10 @@ from training.weights import TABLE, load_weights
 
 @dataclass
 class Update:
-    """An update that has begun: the run that it goes on from has been opened, and judged on the new events.
+    """An update whose previous run has been opened and evaluated on the new events.
 
-    before: the data of that run; data: those of the update. lines: of the generations, the update's own without its id.
+    folder, known, weights, source: the previous run. before: its data. data: those of the update. lines: of
+    lineage.jsonl, of which the last one, for the update, has no run id yet.
     """
 
     folder: Path
@@ -48,12 +49,12 @@ class Update:
     lines: list[dict]
 
     def lineage(self, run: str) -> str:
-        """Return the content of lineage.jsonl, `run` being the id of the updated run."""
+        """Return the content of lineage.jsonl; run: the id of the updated run."""
         return "".join(json.dumps(line) + "\n" for line in [*self.lines[:-1], self.lines[-1] | {"run": run}])
 
 
 def updated_config(folder: Path, overrides: list[str]) -> RunConfig:
-    """Return the configuration of an update of the run in `folder`; ConfigError for what an update cannot change."""
+    """Return the configuration of an update of the run in `folder`; ConfigError if it changes the model."""
     check_run(folder)
     before, config = (load_config(folder / "config.yaml", some) for some in ([], overrides))
     check_updated(before, config, folder)
@@ -64,20 +65,20 @@ def updated_config(folder: Path, overrides: list[str]) -> RunConfig:
 
 
 def begin_update(folder: Path, config: RunConfig) -> Update:
-    """Open the run in `folder` and the data of its update by `config`, and judge the run on the new events.
+    """Open the run in `folder` and the data of its update, and evaluate the run on the new events.
 
-    DataError unless the data have the run's events, but for those of whole users and items, and new ones to train on.
+    DataError unless the data have new events and all events of the run, except those of removed users and items.
     """
     config_before, known, weights, source, _ = open_weights(folder, [])
-    # The machine and the options of evaluation are the update's.
+    # Devices and options of evaluation are those of the update.
     options: dict[str, Any] = {name: getattr(config, name) for name in ("device", "threads", "eval", "parallel")}
     config_before = config_before.model_copy(update=options)
-    # All data of the run: the events to which the training of an update was confined are numbered in whole data.
+    # Without `events`: the previous run, if it is an update too, is opened with all of its data.
     before = open_data(config_before, trained_on=replace(known, events=None), rest=True)
     data = open_data(config, extends=known.vocabulary)
     dataset, events_before = data.dataset, before.dataset.num_events
     events = new_events(dataset, before.dataset, before.splits.train_end)
-    check_all_are_there(events, before.dataset, dataset.name, folder)
+    check_no_event_is_missing(events, before.dataset, dataset.name, folder)
     data = confined(data, events)
     first = {"generation": 0, "run": read_manifest(folder)["run"], "events": events_before}
     lines = read_lineage(folder) or [first | {"fingerprint": known.fingerprint}]
@@ -95,7 +96,7 @@ def begin_update(folder: Path, config: RunConfig) -> Update:
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     judged = new_data(config_before.model_copy(update={"data": config.data}), known, before)
-    line["judged"] = None  # no user has a new event with a history
+    line["judged"] = None  # if no user has a new event with a history
     if judged.splits.test is not None:
         model = trained_model(judged.config, known, weights, source)
         metrics = line["judged"] = judged.task.evaluate(model, judged.eval_batches("test"))
@@ -104,22 +105,26 @@ def begin_update(folder: Path, config: RunConfig) -> Update:
     return Update(folder, known, weights, source, before, data, [*lines, with_nulls(line)])
 
 
-def check_all_are_there(events: NewEvents, before: Dataset, name: str, folder: Path) -> None:
-    """Raise DataError if the data `name` lack events that the run in `folder` had of users and items that they have."""
+def check_no_event_is_missing(events: NewEvents, before: Dataset, name: str, folder: Path) -> None:
+    """Raise DataError if the data `name` are missing events of the run in `folder`.
+
+    Events of users or items that the data do not have at all may be missing.
+    """
     if events.lost is not None and len(events.lost):
         event = int(events.lost[0])
         user = before.user_ids[before.users_of(events.lost[0])]
         item, at = shown(str(before.item_ids[before.items[event]])), before.timestamps[event]
         raise DataError(
-            f"{name}: lacks {len(events.lost):,} of the events of {folder}, like that of user {shown(str(user))}, item "
-            f"{item}, at {at}: expected all events, old and new, except those of users who were deleted"
+            f"{name}: {len(events.lost):,} of the events of {folder} are missing, for example user "
+            f"{shown(str(user))}, item {item}, at {at}: expected all events, old and new, except those of deleted "
+            "users"
         )
 
 
 def new_data(config: RunConfig, known: Known, before: Data, ranks: Ranks | None = None) -> Data:
-    """Return the data of `config` in the terms of a run, its test split the events that the run has not seen.
+    """Return the data of `config` with a run's vocabulary; the test split has the events that are new to the run.
 
-    before: the run's own data. ranks: those that evaluate together.
+    before: the data of the run. ranks: the ranks that evaluate together.
     """
     data = open_data(config, vocabulary=known.vocabulary, ranks=ranks)
     events = new_events(data.dataset, before.dataset, before.splits.train_end)
@@ -133,23 +138,24 @@ def new_data(config: RunConfig, known: Known, before: Data, ranks: Ranks | None 
 def inherit(
     update: Update, model: SequenceModel, optimizer: torch.optim.Optimizer, average: WeightAverage | None
 ) -> None:
-    """Copy what the run has learned: its final weights, its averages, and the moments of its last checkpoint.
+    """Copy the final weights, averages and optimiser's moments of the previous run into the new model and optimiser.
 
-    Rows of new items are as initialised or, where items have features, zero: such items begin as their features.
+    Rows of new items keep their initial values or, if items have features, are zero, so that these items start with
+    the representation of their features.
     """
     from training import dcp
 
     last = checkpoints(update.folder)[-1:]
     if not last:
-        raise CheckpointError(f"{update.folder}: no checkpoint, which has the optimiser's moments")
-    Progress.of(load_folder(last[0], checked=slice(None))[1], last[0])  # refuses those of other versions by name
+        raise CheckpointError(f"{update.folder}: no checkpoint with the optimiser's moments")
+    Progress.of(load_folder(last[0], checked=slice(None))[1], last[0])  # raises for checkpoints of other versions
     vocabulary = update.data.vocabulary
     places = Places.of(vocabulary, update.known.vocabulary)
     forms = {name: form for name, form in dcp.saved_tensors(last[0]).items() if not name.startswith("random.")}
     saved = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in forms.items()}
     dcp.read_tensors(last[0], saved)
     weights = averages = update.weights
-    if update.source.name != "best":  # the last checkpoint, which has the weights of training too
+    if update.source.name != "best":  # `averages` are from the last checkpoint, which also has the weights of training
         weights = {name: saved[f"model.{name}"] for name in averages}
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if vocabulary.features is not None and vocabulary.features.trained is not None and TABLE in state:
@@ -174,12 +180,12 @@ def inherit(
             for key, moment in moments.items():
                 fill(name, moment, saved.get(f"optimizer.{name}.{key}"))
             optimizer.state[p] = {"step": saved[f"optimizer.{name}.step"].to(p.device), **moments}
-    known, of_all = len(places.items[0]), len(vocabulary.item_ids)
-    terminal.say(f"{update.source}: {known:,} of {of_all:,} items keep their rows, {of_all - known:,} have new ones")
+    known, total = len(places.items[0]), len(vocabulary.item_ids)
+    terminal.say(f"{update.source}: {known:,} of {total:,} items keep their rows, {total - known:,} have new ones")
 
 
 def read_lineage(folder: Path) -> list[dict]:
-    """Read a run's lineage.jsonl; without one the list is empty. CheckpointError if it is damaged."""
+    """Read a run's lineage.jsonl, or return [] if there is none; CheckpointError if it is damaged."""
     path = folder / LINEAGE
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Say whether a model is better than the baselines, and what to change if it is not."""
+"""Compare a model with the best baseline."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from training.statistics import compare
 
 
 def against_baselines(task: Task, judged: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Compare the model with the best baseline on the same users, from the arrays `judged` of `Task.judge`.
+    """Compare the model with the best baseline on the same users; judged: arrays of `Task.judge`.
 
-    Returns an entry `against_baseline` of result.json: the ratio of the means of the main metric, with its 95% interval
-    over users, and a sentence. Empty if the task has no baselines.
+    Return the entry `against_baseline` of result.json: the ratio of the means of the main metric, with its 95% interval
+    over users, and a sentence. The result is empty if the task has no baselines.
     """
     baselines, metric = task.baseline_values(judged), task.config.best_metric
     if not baselines:
@@ -27,7 +27,7 @@ def against_baselines(task: Task, judged: dict[str, np.ndarray]) -> dict[str, An
 
 
 def sentence(facts: dict[str, Any]) -> str:
-    """Return the sentence about the facts of `against_baselines`."""
+    """Format the result of `against_baselines` as a sentence."""
     figures = f"{facts['baseline']}: {facts['metric']} {facts['model']:.4f} against {facts['of_baseline']:.4f}"
     if facts["low"] is None:
         return f"Too few users have a value to compare the model with the best baseline, {figures}."

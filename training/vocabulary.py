@@ -1,7 +1,7 @@
-"""Store the original ids behind the rows of a run's tables in its folder.
+"""Store the vocabulary of a run, the original ids and values for the rows of its tables, in its folder.
 
-RUN/vocabulary/ has item_ids.npy, user_ids.npy, the values of features, and state.json with their checksums and whatever
-else a model is built from. With it a run can be used without its data.
+RUN/vocabulary/ has item_ids.npy, user_ids.npy, the values of features, and state.json with their checksums and all
+other facts that are needed to build the model. With it a run can be used without its data.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ VECTORS = re.compile(r"vectors-\d+-values")  # the names of files that may be la
 
 @dataclass(frozen=True)
 class Known:
-    """The data that a run was trained on, as stored in its folder; `events`: of an update."""
+    """The stored facts about the data that a run was trained on; events: the new events, only for an update."""
 
     vocabulary: Vocabulary
     user_ids: np.ndarray
@@ -44,8 +44,9 @@ class Known:
 
 
 def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary, events: NewEvents | None = None) -> None:
-    """Write RUN/vocabulary: the vocabulary of a model trained on the data set, and the events of an update;
-    FolderError when e.g. the disk is full.
+    """Write RUN/vocabulary; FolderError if it cannot be written.
+
+    known: the vocabulary of the model, which is trained on `dataset`. events: the new events, only for an update.
     """
     arrays = {"item_ids": known.item_ids, "user_ids": dataset.user_ids}
     facts: dict[str, Any] = {
@@ -76,7 +77,7 @@ def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary, events: NewE
 
 
 def load_vocabulary(run: Path) -> Known:
-    """Read the files of `save_vocabulary`; FolderError when something is missing or damaged."""
+    """Read the files of `save_vocabulary`; FolderError if one is missing or damaged."""
     folder = find_folder(run / NAME)
     path = folder / "state.json"
     try:
@@ -128,7 +129,7 @@ def features_of(
     time_zone: str | None = None,
     vectors: Sequence[str] = (),
 ) -> FeatureVocabulary:
-    """Rebuild the vocabulary of `feature_arrays`; KeyError, TypeError or ValueError if something is missing."""
+    """Rebuild a feature vocabulary from `feature_arrays`; KeyError, TypeError or ValueError if they are not valid."""
     features = tuple(
         KnownFeature(entity, name, kind, arrays[f"feature-{number}-values"], known)
         for number, (entity, name, kind, known) in enumerate(described)
@@ -147,20 +148,20 @@ def features_of(
     items = len(arrays["item_ids"])
     if count and any(len(x) != items + more for x, more in ((arrays["trained"], 0), *((o, 1) for o, _ in item_rows))):
         raise ValueError(f"features of items are not those of {items} items")
-    of_items = tuple(
+    item_features = tuple(
         Feature("items", one.name, one.kind, arrays[f"items-{number}-values"], arrays[f"items-{number}-codes"], offsets)
         for number, (one, (offsets, _)) in enumerate(zip((f for f in features if f.entity == "items"), item_rows))
         if f"items-{number}-codes" in arrays  # runs of version 0.2.0 have none
     )
-    of_vectors = tuple(_vectors(name, number, arrays, items) for number, name in enumerate(vectors))
-    trained = arrays["trained"] if count or of_vectors else None
+    vector_features = tuple(_vectors(name, number, arrays, items) for number, name in enumerate(vectors))
+    trained = arrays["trained"] if count or vector_features else None
     if trained is not None and len(trained) != items:
         raise ValueError(f"features of items are not those of {items} items")
-    return FeatureVocabulary(features, tuple(calendar), item_rows, trained, zone, of_items, of_vectors)
+    return FeatureVocabulary(features, tuple(calendar), item_rows, trained, zone, item_features, vector_features)
 
 
 def _vectors(name: str, number: int, arrays: dict[str, np.ndarray], items: int) -> Feature:
-    """Return the vectors of items that were stored; KeyError or ValueError if they do not fit."""
+    """Rebuild a feature of item vectors from its stored arrays; KeyError or ValueError if they are not valid."""
     values, codes, offsets = (arrays[f"vectors-{number}-{part}"] for part in ("values", "codes", "offsets"))
     fits = values.ndim == 2 and values.dtype == np.float16 and codes.dtype == np.int32
     fits &= len(offsets) == items + 1 and offsets[0] == 0 and offsets[-1] == len(codes)
@@ -176,5 +177,5 @@ def _mapped(path: Path, checksum: str) -> np.ndarray:
     with access(path, "read"):
         if not path.is_file() or file_sha256(path) != checksum:
             raise FolderError(f"{path}: damaged (its checksum differs from the one it was written with)")
-        # "c": torch wants writable memory; what is written into it does not reach the file.
+        # "c", copy-on-write: torch needs writable memory, and writes do not reach the file.
         return np.lib.format.open_memmap(path, mode="c")

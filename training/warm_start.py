@@ -1,4 +1,4 @@
-"""Begin a run with the weights of another one."""
+"""Initialise a model with the weights of another run."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ FEATURE_TABLE = re.compile(r"embedding\.(?:items|context)\..*embedding_bags\.([^
 
 
 class Places(NamedTuple):
-    """The places of another run's rows in new tables: (new rows, old rows) of items, and of each feature by name."""
+    """The rows of another run to copy into new tables: (new rows, old rows) of items, and of each feature by name."""
 
     items: tuple[torch.Tensor, torch.Tensor]
     features: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -36,20 +36,21 @@ class Places(NamedTuple):
     def of(cls, vocabulary: Vocabulary, others: Vocabulary) -> "Places":
         place = index_of(np.asarray(vocabulary.item_ids), others.item_ids)
         if vocabulary.features is not None and vocabulary.features.trained is not None:
-            place[~vocabulary.features.trained] = -1  # their rows stay zero
+            place[~vocabulary.features.trained] = -1  # items without training events keep rows of zeros
         items = torch.from_numpy(np.flatnonzero(place >= 0)), torch.from_numpy(place[place >= 0])
         return cls(items, feature_places(vocabulary.features, others.features))
 
     def fill(self, name: str, new: torch.Tensor, old: torch.Tensor) -> bool:
-        """Copy into `new`, a tensor of the new model, the rows of `old` that it has too, or all where `name` is no
-        table; return whether `old` fits.
+        """Copy the known rows of the table `old` into `new`, or all of a tensor that is not a table.
+
+        name: the name of both tensors in their models. Return whether the shape of `old` fits.
         """
         feature = FEATURE_TABLE.fullmatch(name)
-        of_items = name in (TABLE, "targets") or name.endswith(".correction")
-        table = of_items or name.startswith("embedding.tables.embeddings.") or feature is not None
+        has_item_rows = name in (TABLE, "targets") or name.endswith(".correction")
+        table = has_item_rows or name.startswith("embedding.tables.embeddings.") or feature is not None
         if new.shape[table:] != old.shape[table:]:
             return False
-        if of_items or (feature is not None and feature[1] in self.features):
+        if has_item_rows or (feature is not None and feature[1] in self.features):
             new_rows, old_rows = self.items if feature is None else self.features[feature[1]]
             new[new_rows.to(new.device)] = old[old_rows.to(old.device)].to(new)
         elif table:
@@ -61,9 +62,9 @@ class Places(NamedTuple):
 
 
 def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, folder: Path) -> None:
-    """Copy the weights of the run in `folder` into a new model: rows of items that both know, and all other tensors.
+    """Copy the weights of the run in `folder` into a new model: the rows of items that both have, and other tensors.
 
-    Rows of items that the run does not know stay as initialised. ConfigError if another tensor does not fit.
+    Rows of other items keep their initial values. ConfigError if the shape of a tensor does not fit.
     """
     check_run(folder)
     facts, source = final_facts(folder)
@@ -94,14 +95,14 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
 def feature_places(
     features: FeatureVocabulary | None, others: FeatureVocabulary | None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Map the table of each feature to (new rows, old rows) of the same values; tables of numbers are left out."""
+    """Map the table of each feature to (new rows, old rows) of equal values; numeric features are left out."""
     places = {}
     new, old = ({(o.entity, o.name): o for o in v.features} if v else {} for v in (features, others))
     for key in new.keys() & old.keys():
         new_feature, old_feature = new[key], old[key]
         if new_feature.kind != "number" and old_feature.kind != "number":
             rows = old_feature.rows_of(new_feature.values)
-            in_both = np.append(True, rows > 0)  # the unknown rows too
+            in_both = np.append(True, rows > 0)  # row 0, for unknown values, is in both
             new_rows, old_rows = np.arange(len(rows) + 1)[in_both], np.append(0, rows)[in_both]
             places["_".join(key)] = torch.from_numpy(new_rows), torch.from_numpy(old_rows)
     return places

@@ -1,7 +1,7 @@
-"""Read tensors of checkpoints, and the weights with which a run is evaluated: of best/ or of a checkpoint.
+"""Read the weights to evaluate from best/ or from a checkpoint.
 
-best/ is one safetensors file. A checkpoint is a folder of torch.distributed.checkpoint, whose tensors are whole by name
-whatever number of ranks wrote them; any number of ranks, or none, can read them.
+best/ has one safetensors file. A checkpoint is a folder of torch.distributed.checkpoint: any number of ranks can read
+it, whatever number of ranks wrote it.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +21,11 @@ from models.protocols import RankGroup
 from training.ranks.tables import ShardedTable, sharded_table
 from training.saved import CheckpointError, load_folder
 
-TABLE = "embedding.tables.embeddings.item.weight"  # the item table's name, as one process saves it
+TABLE = "embedding.tables.embeddings.item.weight"  # the item table's name in a state dict
 
 
 def whole_weights(model: nn.Module, table: ShardedTable | None, first: bool) -> dict[str, Tensor]:
-    """Return the model's state dict with the whole item table on the first rank's host; nothing on other ranks."""
+    """Return the model's state dict, with the whole item table, on the CPU of the first rank; {} on other ranks."""
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     if table is not None:
         whole = torch.empty(table.num_items if first else 0, table.size)
@@ -36,12 +36,12 @@ def whole_weights(model: nn.Module, table: ShardedTable | None, first: bool) -> 
 
 
 def is_one_file(source: Path) -> bool:
-    """Return whether the weights are in model.safetensors: those of best/, and of checkpoints of version 0.2.0."""
+    """Return whether the weights are in model.safetensors, as in best/ and in checkpoints of version 0.2.0."""
     return source.name == "best" or source.name.startswith(".best") or (source / "model.safetensors").exists()
 
 
-def judged_names(source: Path) -> dict[str, tuple[str, torch.Size, torch.dtype]]:
-    """Map each weight's name to (its name in a checkpoint, shape, dtype): averages in place of weights if there are."""
+def evaluated_names(source: Path) -> dict[str, tuple[str, torch.Size, torch.dtype]]:
+    """Map each weight's name to (name in the checkpoint, shape, dtype) of its average or, without one, the weight."""
     from training import dcp
 
     saved = dcp.saved_tensors(source)
@@ -54,7 +54,7 @@ def judged_names(source: Path) -> dict[str, tuple[str, torch.Size, torch.dtype]]
 
 
 def saved_weights(source: Path) -> tuple[dict[str, Tensor], dict]:
-    """Return the weights with which a run is evaluated, whole, and the facts, of best weights or of a checkpoint."""
+    """Return (the weights to evaluate, the facts) of best/ or of a checkpoint; the item table is whole."""
     source = find_folder(source)
     if is_one_file(source):
         tensors, facts = load_folder(source, "model")
@@ -62,16 +62,16 @@ def saved_weights(source: Path) -> tuple[dict[str, Tensor], dict]:
     from training import dcp
 
     _, facts = load_folder(source, checked=slice(None))
-    names = judged_names(source)
+    names = evaluated_names(source)
     weights = {name: torch.empty(size, dtype=dtype) for name, (_, size, dtype) in names.items()}
     dcp.read_tensors(source, {names[name][0]: weight for name, weight in weights.items()})
     return weights, facts
 
 
 def checked_facts(source: Path, ranks: RankGroup) -> dict:
-    """Return the facts of a checkpoint or of best weights, each of whose files one rank checks.
+    """Check the files of best/ or of a checkpoint, each on one rank, and return the facts.
 
-    All ranks raise the CheckpointError that one of them found.
+    If a check fails on any rank, all ranks raise its CheckpointError.
     """
     try:
         result: Any = load_folder(source, checked=slice(ranks.rank, None, ranks.world))[1]
@@ -87,7 +87,7 @@ def checked_facts(source: Path, ranks: RankGroup) -> dict:
 def open_slices(
     source: Path, table: ShardedTable | None
 ) -> Iterator[tuple[dict[str, Tensor], list[int], Callable[[int, int], Tensor]]]:
-    """Return (weights without a sharded table, that table's shape, a function that reads rows begin .. end - 1 of it).
+    """Yield (weights without a sharded table, its shape, a function that reads its rows begin .. end - 1).
 
     The files of `source` must have been checked.
     """
@@ -108,7 +108,7 @@ def open_slices(
 
 
 def load_slices(model: SequenceModel, source: Path, ranks: RankGroup) -> None:
-    """Load the weights of `source` into a model, of its sharded table only this rank's shard."""
+    """Load the weights of `source` into a model, with only this rank's shard of a sharded table."""
     checked_facts(source, ranks)
     table, source = sharded_table(model), find_folder(source)
     if is_one_file(source):
@@ -121,7 +121,7 @@ def load_slices(model: SequenceModel, source: Path, ranks: RankGroup) -> None:
         return
     from training import dcp
 
-    tensors, names = model.state_dict(), judged_names(source)
+    tensors, names = model.state_dict(), evaluated_names(source)
     mesh = None if table is None else init_device_mesh(table.device.type, (ranks.world,))
     if table is not None and mesh is not None and table.kernel is not None:
         tensors[TABLE] = dcp.sharded(table, mesh, table.weight)

@@ -1,4 +1,4 @@
-"""Write what a run's folder has beside its checkpoints: on the first rank. On the others NoWriter does nothing."""
+"""Write the files of a run's folder other than checkpoints, on the first rank; on other ranks NoWriter does nothing."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.best import best_again, take_over_best
+from training.best import best_by_metric, update_best_facts
 from training.checkpoints import Progress, set_aside_damaged
 from training.config import RunConfig, as_yaml
 from training.folder import LINEAGE, MANIFEST, as_json, claimed, new_manifest, write_file, write_judged
@@ -34,9 +34,9 @@ class Writer:
         return set_aside_damaged(self.folder)
 
     def begin(self, config: RunConfig, data: Data, progress: Progress, *, new: bool) -> None:
-        """Write the configuration first, so that a run that is killed here can be resumed; then who it is.
+        """Write the configuration, the manifest and the vocabulary; new: whether the run has no checkpoint.
 
-        new: the run has no checkpoint.
+        The configuration comes first: with it alone a run that is killed can be resumed.
         """
         self.write_config(config)
         if new:
@@ -49,10 +49,12 @@ class Writer:
         write_file(self.folder / "config.yaml", as_yaml(config))
 
     def begin_update(self, data: Data, progress: Progress, lineage: Callable[[str], str]) -> None:
-        """Write what `begin` does but the configuration, which follows the first checkpoint: an update that is killed
-        before that cannot be resumed as if it were a run of its own.
+        """Write the manifest, the vocabulary and lineage.jsonl of an update.
 
-        lineage: gives the content of lineage.jsonl for the id of the run.
+        The configuration is written after the first checkpoint: an update that is killed before must not be resumed as
+        an ordinary run.
+
+        lineage: a function that maps the run's id to the content of lineage.jsonl.
         """
         manifest = new_manifest()
         progress.run = manifest["run"]
@@ -63,11 +65,11 @@ class Writer:
     def open_log(self, config: RunConfig, progress: Progress) -> MetricsLog:
         return MetricsLog(self.folder, progress.records, open_tracker(config, self.folder, progress.run, progress.step))
 
-    def best_again(self, config: RunConfig, progress: Progress) -> tuple[float | None, int]:
-        return best_again(config, self.folder, progress)
+    def best_by_metric(self, config: RunConfig, progress: Progress) -> tuple[float | None, int]:
+        return best_by_metric(config, self.folder, progress)
 
-    def take_over_best(self, config: RunConfig, progress: Progress) -> None:
-        take_over_best(config, self.folder, progress)
+    def update_best_facts(self, config: RunConfig, progress: Progress) -> None:
+        update_best_facts(config, self.folder, progress)
 
     def write_judged(self, arrays: dict[str, np.ndarray]) -> None:
         write_judged(self.folder, arrays)
@@ -79,7 +81,7 @@ class Writer:
 
 
 class NoWriter(Writer):
-    """Write nothing: the first rank does."""
+    """Write nothing, on ranks other than the first."""
 
     @contextmanager
     def claim(self, folder: Path, new: bool, another: bool) -> Iterator[Path]:
@@ -97,10 +99,10 @@ class NoWriter(Writer):
     def open_log(self, config: RunConfig, progress: Progress) -> NoLog:  # type: ignore[override]
         return NoLog(progress.records)
 
-    def best_again(self, config: RunConfig, progress: Progress) -> tuple[float | None, int]:
+    def best_by_metric(self, config: RunConfig, progress: Progress) -> tuple[float | None, int]:
         return progress.best, progress.stale
 
-    def take_over_best(self, config: RunConfig, progress: Progress) -> None:
+    def update_best_facts(self, config: RunConfig, progress: Progress) -> None:
         pass
 
     def write_judged(self, arrays: dict[str, np.ndarray]) -> None:

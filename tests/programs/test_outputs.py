@@ -79,7 +79,7 @@ def test_other_files_are_not_overwritten(finished_run, place):
     (place / "full.csv").symlink_to("/dev/full")
     os.mkfifo(place / "pipe.csv")
     for name in ("full.csv", "pipe.csv"):
-        refused("--predict", name, "--overwrite", says="is no regular file")
+        refused("--predict", name, "--overwrite", says="is not a regular file")
     for option in ("--predict", "--recommend", "--export-items"):
         refused(option, "a\udcff.csv", says="a\\udcff.csv: the path is not valid UTF-8")
     for main in (run("train.py", finished_run / "run.yaml", "--run", "a\udcff"), run("eval.py", "a\udcff")):
@@ -119,7 +119,7 @@ def test_items_are_exported_with_their_ids(place):
     refused("--export-items", "items", says="there is an earlier export; --overwrite replaces it")
     assert run("eval.py", "run", "--export-items", "items", "--overwrite").returncode == 0
     (place / "items" / "mine").write_text("mine")
-    refused("--export-items", "items", "--overwrite", says="eval.py did not write what exists there")
+    refused("--export-items", "items", "--overwrite", says="is not an export of eval.py")
     refused("--export-items", "more", "--sampled", "3", says="--sampled evaluates a split")
 
 
@@ -219,7 +219,7 @@ def test_progress_in_a_pipe_and_quiet(place, monkeypatch):
     monkeypatch.setattr(printing, "EVERY", 0.0)
     done = run("train.py", "--resume", "run", "train.epochs=3")
     assert done.returncode == 0, done.stderr
-    for part in ("epoch 3/3: ", "evaluating on valid: ", "judging on test: ", "judging the baseline on valid: "):
+    for part in ("epoch 3/3: ", "evaluating on valid: ", "evaluating on test: ", "evaluating the baseline on valid: "):
         assert part in done.stdout
     done = run("eval.py", "run", "--recommend", "top.csv", "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -316,7 +316,7 @@ def test_bf16_on_a_cpu(finished_run, tmp_path):
         done = run("eval.py", tmp_path / name, "--serve", "--cache-bytes", str(2**24))
         assert done.returncode == 0, done.stderr
     done = run("eval.py", tmp_path / "mol", "--export-items", tmp_path / "items")
-    assert done.returncode == 2 and "no single vector" in done.stderr
+    assert done.returncode == 2 and "products with one vector per item" in done.stderr
 
 
 def test_a_validation_window_without_users(finished_run, tmp_path):

@@ -43,9 +43,9 @@ def test_the_story(tmp_path, monkeypatch):
 
     # Interrupted while the data are prepared, in the first epoch, in its evaluation, and at the end.
     stops = (
-        (setup, "open_data", 1, "preparing the data. To begin: the same command again"),
+        (setup, "open_data", 1, "preparing the data. To start, give the same command again"),
         (loop, "set_lr", 2, "training. Saved at step 2 of 4. To continue: python train.py --resume run"),
-        (loop.Tracked, "epoch", 1, "training. Saved at step 2 of 4. To continue"),
+        (loop.ProgressBatches, "epoch", 1, "training. Saved at step 2 of 4. To continue"),
         (ending, "judge", 1, "evaluating; all epochs are saved. To evaluate: python train.py --resume run"),
     )
     arguments = ("run.yaml", "--run", "run")

@@ -364,9 +364,9 @@ def test_a_flipped_byte_goes_back_to_the_checkpoint_before(finished, copy, file)
     content = bytearray((last / file).read_bytes())
     content[-5] ^= 1
     (last / file).write_bytes(content)
-    fails(run("train.py", "--resume", copy), f"{last / file}: damaged", f"go on from {before.name}")
+    fails(run("train.py", "--resume", copy), f"{last / file}: damaged", f"resume from {before.name}")
     done = start(copy, "--resume", "auto")
-    assert done.returncode == 0 and f"{last}: not whole, set aside" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"{last}: damaged checkpoint, renamed" in done.stdout, done.stderr
     assert final(copy) == final(reference)
 
 
@@ -377,7 +377,7 @@ def test_damaged_checkpoint_is_one_line(copy):
     fails(run("train.py", "--resume", copy), "best/model.safetensors: damaged")
     last = sorted((copy / "checkpoints").iterdir())[-1]
     (last / "state.json").write_text("{")
-    fails(run("train.py", "--resume", copy), "damaged", "remove that folder to go on from step-")
+    fails(run("train.py", "--resume", copy), "damaged", "remove that folder to resume from step-")
 
 
 def test_damaged_config_of_a_run_is_one_line(copy):
@@ -434,7 +434,7 @@ def test_data_that_do_not_fit_are_one_line(copy, tmp_path):
 
 
 def test_a_run_is_never_overwritten(copy):
-    fails(start(copy), "already holds a run")
+    fails(start(copy), "already has a run")
 
 
 def test_users_with_too_few_events_are_left_out_and_counted(tmp_path):

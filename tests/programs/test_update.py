@@ -154,7 +154,7 @@ def test_a_resumed_update_ends_as_an_uninterrupted_one(place, tmp_path):
     ("content", "more", "message"),
     [
         ("who,what\na,b\n", (), "who"),
-        (table(OLD[:-1] + FRESH), (), "lacks 1 of the events of "),
+        (table(OLD[:-1] + FRESH), (), ": 1 of the events of "),
         (table(FRESH), (), "user u16, item i01, at 6"),
         (table(OLD), (), "no event to train on is later than the run's last one, at 9"),
         (table(FIRST), ("model.embedding_dim=16",), "an update cannot change model.embedding_dim: 8 -> 16"),

@@ -1,4 +1,4 @@
-"""Test what a run says of its sizes and its result."""
+"""Test the advice about a run's sizes and its result."""
 
 from types import SimpleNamespace
 
@@ -24,16 +24,16 @@ def data(*lengths, items=9):
     return SimpleNamespace(user_offsets=offsets, num_users=len(lengths), num_items=items, name="shop")
 
 
-def test_few_steps_are_named_with_what_to_change():
-    (line,) = advice.of_steps(config(), 55)
+def test_advice_for_few_steps():
+    (line,) = advice.step_advice(config(), 55)
     assert "55 steps" in line and "train.epochs" in line and "train.batch_size" in line
-    assert not advice.of_steps(config(), 100)
+    assert not advice.step_advice(config(), 100)
 
 
 def test_sizes_that_do_not_fit_the_data():
-    assert not advice.of_data(config(), data(20, 30))
-    assert "model.max_seq_len=1,000,000" in advice.of_data(config(length=1_000_000), data(20, 30))[0]
-    assert "a single user" in advice.of_data(config(), data(20))[0]
+    assert not advice.data_warnings(config(), data(20, 30))
+    assert "model.max_seq_len=1,000,000" in advice.data_warnings(config(length=1_000_000), data(20, 30))[0]
+    assert "a single user" in advice.data_warnings(config(), data(20))[0]
     with pytest.raises(ConfigError, match="shop: has one item"):
         Retrieval.check_data(SimpleNamespace(config=config()), data(20, 30, items=1))
 
@@ -41,16 +41,16 @@ def test_sizes_that_do_not_fit_the_data():
 def test_a_model_below_a_baseline():
     below = {"baseline": "again", "model": 0.1, "of_baseline": 0.2}
     result = {"steps": 500, "epoch": 5, "against_baseline": below}
-    (line,) = advice.of_result(config(), result)
+    (line,) = advice.result_advice(config(), result)
     assert "below again. Try more steps" in line and "configs/small.yaml" in line
-    (line,) = advice.of_result(config(patience=3), result | {"epoch": 2})
+    (line,) = advice.result_advice(config(patience=3), result | {"epoch": 2})
     assert "below again. Try a smaller model (configs/small.yaml)" in line
-    assert not advice.of_result(config(), result | {"against_baseline": below | {"model": 0.3}})
+    assert not advice.result_advice(config(), result | {"against_baseline": below | {"model": 0.3}})
 
 
 @pytest.mark.parametrize(("name", "named"), [("small", False), ("ml-1m-hstu-large", True)])
-def test_a_run_of_the_small_configuration_is_not_sent_to_it(name, named):
+def test_the_small_configuration_is_advised_only_to_larger_models(name, named):
     settings = load_config(SHIPPED[name])
     verdict = {"baseline": "again", "model": 0.1, "of_baseline": 0.2}
-    (line,) = advice.of_result(settings, {"steps": 500, "epoch": 7, "against_baseline": verdict})
+    (line,) = advice.result_advice(settings, {"steps": 500, "epoch": 7, "against_baseline": verdict})
     assert ("configs/small.yaml" in line) == named and "train.lr or a search with tune.py" in line

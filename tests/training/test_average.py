@@ -1,4 +1,4 @@
-"""The moving average of the weights, and the learning rate's fall: by hand, and through an interruption."""
+"""Test the moving average of the weights and the decay of the learning rate, also in a resumed run."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from training.step import set_lr
 OPTIONS = ["train.ema_decay=0.9", "train.decay=cosine", "train.warmup_steps=7", "data.protocol=published"]
 
 
-def test_the_average_by_hand():
+def test_the_average_follows_its_formula():
     model = nn.Linear(2, 1, bias=False)
     average, expected = WeightAverage(model, 0.75), model.weight.detach().clone()
     for step in range(3):
@@ -30,7 +30,7 @@ def test_the_average_by_hand():
     torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), 2.0))
 
 
-def test_the_average_of_16_bit_weights_gets_there():
+def test_the_average_of_16_bit_weights_converges():
     model = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     nn.init.constant_(model.weight, 0.5)
     average = WeightAverage(model, 0.999)
@@ -69,7 +69,7 @@ def test_learning_rate(decay, expected):
             assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
-def test_a_run_goes_on_with_its_average(tmp_path):
+def test_a_resumed_run_continues_its_average(tmp_path):
     folder, broken = tmp_path / "whole", tmp_path / "broken"
     done = start(folder, *OPTIONS)
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_its_average(tmp_path):
     tensors = {name: torch.empty(saved_tensors(last)[name][0]) for name in names}
     read_tensors(last, tensors)
     assert not torch.equal(*tensors.values())
-    # What is judged is the average: eval.py, from the folder alone, finds what training reported last.
+    # The average is evaluated: eval.py has the metrics that training reported last.
     assert run("eval.py", folder).returncode == 0
     result = json.loads((folder / "eval-test.json").read_text())
     metrics = result["model"][result["filter_seen"]]

@@ -1,4 +1,4 @@
-"""Test that every option has a rule for resumed runs and evaluations, and that what is refused changes nothing."""
+"""Test that every option has a rule for resumed runs and evaluations, and that refused changes write no file."""
 
 import json
 import re
@@ -83,17 +83,17 @@ def test_every_option_is_in_one_class():
         ("model.attention.0.scale=2.0", "model.attention.0.scale: 1.0 -> 2.0 (start a new run"),
         ("eval.filter_seen=window", "-> window (eval.py RUN evaluates with another value)"),
         ("eval.metrics=[HR@5]", "eval.metrics: None -> ['HR@5'] (eval.py RUN evaluates with another value)"),
-        ("train.epochs=1", "train.epochs=1: expected at least the 2 that are done or begun"),
-        ("train.steps=1", "train.epochs=1 (by train.steps=1): expected at least the 2 that are done or begun"),
+        ("train.epochs=1", "train.epochs=1: expected at least 2, the epochs that have begun"),
+        ("train.steps=1", "train.epochs=1 (by train.steps=1): expected at least 2, the epochs that have begun"),
         ("eval.best_metric=HR@7", "eval.best_metric: metrics.jsonl has no HR@7 for epoch 1 of this run"),
     ],
 )
-def test_a_resumed_run_refuses_by_name(place, capsys, change, message):
+def test_a_resumed_run_names_a_refused_option(place, capsys, change, message):
     line = refuses(place, capsys, train.main, "--resume", place / "run", change)
     assert message in line
 
 
-def test_all_that_is_refused_is_in_one_line(place, capsys):
+def test_all_refused_options_are_in_one_line(place, capsys):
     changed = ("data.protocol=published", "train.lr=0.5", "eval.same_time=hidden", "train.epochs=5")
     line = refuses(place, capsys, train.main, "--resume", place / "everything", *changed)
     assert "data.protocol: all -> published, train.lr: 0.001 -> 0.5 (start" in line
@@ -112,7 +112,7 @@ def test_a_resumed_run_may_change_its_place_device_and_length(copy, tmp_path):
 
 
 def test_data_may_move_but_not_change(place, copy, tmp_path, capsys):
-    """The run is not written before the checksum is right, and other data are not even prepared."""
+    """The run is unchanged if the checksum differs, and other data are not prepared."""
     (tmp_path / "new.csv").write_text(events(range(21)))
     caches = sorted(path.name for path in (place / "cache").iterdir())
     for path, message in ((tmp_path / "new.csv", "trained on other data than"), (tmp_path / "gone.csv", "gone.csv")):
@@ -134,17 +134,17 @@ def test_data_may_move_but_not_change(place, copy, tmp_path, capsys):
     [
         ("data.protocol=published", "data.protocol: leave_one_out -> published (the weights were trained on events"),
         ("data.valid_fraction=0.2", "data.valid_fraction: 0.1 -> 0.2 (the weights were trained on events"),
-        ("data.min_user_events=2", "data.min_user_events: 1 -> 2 (it is for reading other data, with --data"),
+        ("data.min_user_events=2", "data.min_user_events: 1 -> 2 (it applies only to other data, given by --data"),
         ("model.dropout=0.5", "model.dropout: 0.0 -> 0.5 (the weights were trained with it)"),
         ("train.lr=0.5", "train.lr: 0.001 -> 0.5 (the weights were trained with it)"),
         ("train.epochs=5", "train.epochs: 2 -> 5 (it has no effect on an evaluation)"),
     ],
 )
-def test_an_evaluation_refuses_by_name(place, capsys, change, message):
+def test_an_evaluation_names_a_refused_option(place, capsys, change, message):
     assert f"an evaluation cannot change {message}" in refuses(place, capsys, evaluation.main, place / "run", change)
 
 
-def test_an_evaluation_may_change_what_changes_only_the_evaluation(place, copy, tmp_path):
+def test_an_evaluation_may_change_options_that_need_no_training(place, copy, tmp_path):
     changed = ("eval.filter_seen=none", "eval.metrics=[HR@7]", "train.autocast=bf16", "model.attention.0.scale=2.0")
     assert evaluation.main([str(copy), *changed, "threads=2", "eval.batch_size=5"]) == 0
     result = json.loads((copy / "eval-test.json").read_text())
@@ -152,7 +152,7 @@ def test_an_evaluation_may_change_what_changes_only_the_evaluation(place, copy, 
     notes = "\n".join(result["notes"])
     assert "Evaluated with model.attention.0.scale=2.0; trained with 1.0." in notes
     assert "Evaluated with train.autocast=bf16; trained with none." in notes
-    # How other data are read is theirs.
+    # Options of reading may differ for other data.
     (tmp_path / "other.csv").write_text(re.sub(r"^user,item", "who,what", events(range(5))).replace(",", ";"))
     columns = ("data.columns={user: who, item: what}", "data.separator=;", "data.min_user_events=2")
     assert evaluation.main([str(copy), "--data", str(tmp_path / "other.csv"), *columns]) == 0

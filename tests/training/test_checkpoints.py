@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and a clear line when one is damaged."""
+"""Test checkpoints: atomic writes, resuming with the same bits, errors about damaged ones."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from training.saved import CheckpointError, exists, load_folder, not_finite, sav
 from training.weights import saved_weights
 
 ROOT = Path(__file__).parents[2]
-RANKS = Ranks(load_config(ROOT / "configs/synthetic-hstu.yaml", []))  # of one process
+RANKS = Ranks(load_config(ROOT / "configs/synthetic-hstu.yaml", []))  # a single process
 FILES = [".metadata", "__0_0.distcp", "state.json"]
 
 
@@ -32,16 +32,16 @@ def setup(seed=0):
     return model, optimizer
 
 
-def of(run, model, optimizer, average=None):
+def make_checkpoints(run, model, optimizer, average=None):
     return Checkpoints(run, model, optimizer, average, RANKS)
 
 
 def save_checkpoint(run, model, optimizer, progress, average=None):
-    of(run, model, optimizer, average).save(progress)
+    make_checkpoints(run, model, optimizer, average).save(progress)
 
 
 def load_checkpoint(run, model, optimizer, average=None):
-    return of(run, model, optimizer, average).load()
+    return make_checkpoints(run, model, optimizer, average).load()
 
 
 def at(step, **facts):
@@ -54,7 +54,7 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def test_going_on_equals_never_stopping(tmp_path):
+def test_resumed_training_has_the_same_bits(tmp_path):
     model, optimizer = setup()
     for _ in range(3):
         step(model, optimizer)
@@ -76,7 +76,7 @@ def test_keeps_the_last_two(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
 
 
-def test_cleaning_up_takes_nothing_of_the_user_s(tmp_path):
+def test_pruning_removes_no_files_of_the_user(tmp_path):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
     place = tmp_path / "checkpoints"
@@ -84,7 +84,7 @@ def test_cleaning_up_takes_nothing_of_the_user_s(tmp_path):
     for name in others:
         (place / name).mkdir()
     (place / "step-00000000").write_text("a file")
-    shutil.copytree(place / "step-00000001", place / "step-00000002")  # says that it is step 1
+    shutil.copytree(place / "step-00000001", place / "step-00000002")  # its state.json has step 1
     (place / "step-00000001" / "notes.txt").write_text("mine")
     (place / "step-00000003").symlink_to(place / "step-00000001")
     for number in (4, 5, 6):
@@ -96,8 +96,8 @@ def test_cleaning_up_takes_nothing_of_the_user_s(tmp_path):
     assert len(list((place / "step-00000002").iterdir())) == 3
 
 
-def test_what_is_not_whole_is_set_aside(tmp_path):
-    """Back to the newest checkpoint that is whole; and nothing is lost, or touched where all are whole."""
+def test_damaged_checkpoints_are_renamed(tmp_path):
+    """The newest intact checkpoint is then the last one; intact checkpoints are unchanged."""
     model, optimizer = setup()
     for number in (1, 2):
         step(model, optimizer)
@@ -113,7 +113,7 @@ def test_what_is_not_whole_is_set_aside(tmp_path):
     assert load_checkpoint(tmp_path, model, optimizer).step == 2
 
 
-def test_what_cannot_be_read_is_not_set_aside(tmp_path, monkeypatch):
+def test_unreadable_checkpoints_are_not_renamed(tmp_path, monkeypatch):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
 
@@ -128,11 +128,11 @@ def test_what_cannot_be_read_is_not_set_aside(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", ["weight", "moment", "average"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_named(where, value):
+def test_a_tensor_that_is_not_finite_is_named(where, value):
     model, optimizer = setup()
     average = WeightAverage(model, 0.9)
     step(model, optimizer)
-    checkpoints = of(Path("unused"), model, optimizer, average)
+    checkpoints = make_checkpoints(Path("unused"), model, optimizer, average)
     assert not_finite(checkpoints.tensors()) is None
     tensor = {
         "weight": model.weight.data,
@@ -163,7 +163,7 @@ def test_modes_follow_the_umask(tmp_path):
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
-def test_what_is_no_regular_file_is_not_read(tmp_path, file, kind):
+def test_only_regular_files_are_read(tmp_path, file, kind):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
     path = checkpoints(tmp_path)[-1] / file
@@ -181,7 +181,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path, file, kind):
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
-def test_damage_is_told_in_one_line(tmp_path, file, damage):
+def test_a_damaged_file_gives_an_error_of_one_line(tmp_path, file, damage):
     model, optimizer = setup()
     step(model, optimizer)
     save_checkpoint(tmp_path, model, optimizer, at(1))
@@ -200,7 +200,7 @@ def test_damage_is_told_in_one_line(tmp_path, file, damage):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_another_model_is_told(tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
     wide = nn.Linear(4, 2)
@@ -213,18 +213,18 @@ def test_nothing_to_resume(tmp_path):
         load_checkpoint(tmp_path, *setup())
 
 
-def test_progress_of_another_version_is_told(tmp_path):
+def test_progress_of_another_version_is_refused(tmp_path):
     model, optimizer = setup()
     save_folder(
         tmp_path / "checkpoints" / "step-00000001", {"model": model.state_dict(), "state": {}}, {"step": 1, "x": 2}
     )
     with pytest.raises(
-        CheckpointError, match=r"step-00000001: written by another version.*\(batch, .*, x in only one of them\)"
+        CheckpointError, match=r"step-00000001: written by another version.*\(batch, .*, x in only one of the two\)"
     ):
         load_checkpoint(tmp_path, model, optimizer)
 
 
-def test_checkpoints_of_version_0_2_0_are_refused_by_name_and_their_weights_read(tmp_path):
+def test_checkpoints_of_version_0_2_0_cannot_be_resumed_but_evaluated(tmp_path):
     model, optimizer = setup()
     tensors = {"model": model.state_dict(), "state": {"random.cpu": torch.get_rng_state()}}
     save_folder(tmp_path / "checkpoints" / "step-00000001", tensors, at(1).model_dump() | {"optimizer": []})
@@ -235,7 +235,7 @@ def test_checkpoints_of_version_0_2_0_are_refused_by_name_and_their_weights_read
     save_checkpoint(tmp_path / "ranks", model, optimizer, at(1))
     (folder,) = checkpoints(tmp_path / "ranks")
     _, facts = load_folder(folder)
-    del facts["tensors"]  # as ranks wrote it
+    del facts["tensors"]  # as in a checkpoint by several ranks
     saved.write_facts(folder, facts, {name: saved.checksum(folder / name) for name in FILES[:2]})
     with pytest.raises(CheckpointError, match=r"step-00000001: was saved by version 0\.2\.0"):
         load_checkpoint(tmp_path / "ranks", model, optimizer)
@@ -260,7 +260,7 @@ def test_best_weights_are_the_averages(tmp_path):
     model, optimizer = setup()
     average = WeightAverage(model, 0.9)
     nn.init.constant_(model.weight, 2.0)
-    of(tmp_path, model, optimizer, average).save_best({"value": 1})
+    make_checkpoints(tmp_path, model, optimizer, average).save_best({"value": 1})
     assert torch.equal(saved_weights(tmp_path / "best")[0]["weight"], average.averages[0])
     assert torch.equal(model.weight, torch.full((2, 3), 2.0)) and not torch.equal(model.weight, average.averages[0])
 
@@ -272,8 +272,8 @@ class Bomb:
         return os.system, ("touch pwned",)
 
 
-def test_metadata_run_no_code(tmp_path, monkeypatch):
-    """A forged .metadata, with its checksum right."""
+def test_metadata_cannot_run_code(tmp_path, monkeypatch):
+    """A forged .metadata has the right checksum."""
     monkeypatch.chdir(tmp_path)
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
@@ -282,12 +282,12 @@ def test_metadata_run_no_code(tmp_path, monkeypatch):
     (folder / ".metadata").write_bytes(pickle.dumps(Bomb()))
     _, facts = load_folder(folder)
     saved.write_facts(folder, facts, {name: saved.checksum(folder / name) for name in FILES[:2]})
-    with pytest.raises(CheckpointError, match=r"cannot be read \(posix\.system is no part of a checkpoint\)"):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(posix\.system is not allowed in a checkpoint\)"):
         load_checkpoint(tmp_path, model, optimizer)
     assert not (tmp_path / "pwned").exists()
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+def test_after_a_full_disk_there_are_one_error_line_and_no_files(tmp_path, monkeypatch):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
 
@@ -303,7 +303,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     assert load_checkpoint(tmp_path, model, optimizer).step == 1
 
 
-def test_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
+def test_after_a_crash_while_writing_the_old_checkpoint_is_intact(tmp_path, monkeypatch):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
     monkeypatch.setattr(json, "dumps", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -313,8 +313,8 @@ def test_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
     assert load_checkpoint(tmp_path, model, optimizer).step == 1
 
 
-def test_only_a_wrong_checksum_is_called_damage(tmp_path):
-    """Files whose checksums are right and that cannot be used all the same."""
+def test_files_with_a_right_checksum_are_not_called_damaged(tmp_path):
+    """The files are not valid although their checksums are right."""
     save_folder(tmp_path / "best", {"model": {"x": torch.ones(3)}}, {"value": 1})
     (tmp_path / "best" / "model.safetensors").write_bytes(b"x" * 100)
     saved.write_facts(tmp_path / "best", {}, {"model.safetensors": saved.checksum(tmp_path / "best/model.safetensors")})
@@ -337,7 +337,7 @@ def test_replaced_folder_is_never_missing(tmp_path):
     save_folder(folder, {"model": {"x": torch.zeros(1)}}, {"value": 1})
     save_folder(folder, {"model": {"x": torch.ones(1)}}, {"value": 2})
     assert load_folder(folder, "model")[1]["value"] == 2
-    # Killed between the two moves of a replacement, the old folder stands aside and is still found.
+    # After a kill between the two moves of a replacement, the old folder is still found under its temporary name.
     folder.rename(tmp_path / ".best.old")
     assert exists(folder) and load_folder(folder, "model")[0]["model"]["x"].item() == 1
     save_folder(folder, {"model": {"x": torch.zeros(1)}}, {"value": 3})

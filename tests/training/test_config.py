@@ -1,4 +1,4 @@
-"""Configuration: every error at once, with its path and the nearest valid key."""
+"""Test the configuration: all errors at once, each with its path and the nearest valid key."""
 
 import os
 import re
@@ -38,8 +38,8 @@ def write(tmp_path, text=BASE):
 
 
 @pytest.mark.parametrize("kind", ["htree", "indexer", "ring"])
-def test_auto_is_resolved_however_the_class_is_made(kind):
-    """The object that a validator returns to `ModelConfig(...)` itself is ignored by pydantic."""
+def test_auto_is_resolved_by_the_constructor_and_by_validation(kind):
+    """In a call of `ModelConfig(...)`, pydantic ignores the object that a validator returns."""
     options = {"block": "hstu", "max_seq_len": 100, "embedding_dim": 32, "num_layers": 2, "attention": {"kind": kind}}
     called, read = ModelConfig(**options), ModelConfig.model_validate(options)
     assert called == read
@@ -67,13 +67,13 @@ def test_scientific_notation_is_a_number(tmp_path):
         ("train.lr=1:30.5", "train.lr: input should be a valid number, got '1:30.5'"),
     ],
 )
-def test_text_that_yaml_1_1_takes_for_numbers(tmp_path, override, message):
+def test_text_that_is_a_number_in_yaml_1_1(tmp_path, override, message):
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path), [override])
     assert message in str(error.value)
 
 
-def test_hopper_needs_a_gpu_that_has_it_and_takes_no_bias(tmp_path):
+def test_hopper_needs_sm_90_and_no_bias(tmp_path):
     overrides = ["model.attention={kind: dense, backend: hopper}", "model.attention_dim=64", "model.linear_dim=64"]
     overrides.append("model.attention.position_bias=false")
     with pytest.raises(ConfigError, match=r": model\.attention\.backend=hopper takes no bias: set position_bias and "):
@@ -90,7 +90,7 @@ def test_numbers(tmp_path):
         assert load_config(write(tmp_path), [f"seed={text}"]).seed == number
 
 
-def test_config_that_is_no_file_of_a_possible_size(tmp_path):
+def test_special_and_large_files_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "long").write_text("a: " + "[1, " * 300_000)
@@ -115,7 +115,7 @@ def test_all_errors_at_once(tmp_path):
     assert "train.batch_size: input should be a valid integer, got 'many'" in message
 
 
-def test_every_layer_s_errors_at_once(tmp_path):
+def test_errors_of_all_layers_at_once(tmp_path):
     text = BASE.replace("{kind: dense}", "[{kind: bsa, selection_group: 3}, {kind: softmax, num_kv_heads: 3}]")
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path, text))
@@ -234,7 +234,7 @@ def test_matmul_precision_reaches_torch_and_the_kernels():
         for name, dot_precision in (("high", "tf32"), ("default", "tf32"), ("highest", "ieee")):
             set_matmul_precision(name)
             assert precision(torch.float32) == dot_precision
-            # One rule for all kernels: TF32 where it is allowed, else as each of them splits its numbers, or not.
+            # All kernels use TF32 if it is allowed, otherwise their default.
             assert precision(torch.float32, "tf32x3") == ("tf32" if dot_precision == "tf32" else "tf32x3")
             assert precision(torch.bfloat16, "tf32x3") == "ieee"
             assert torch.backends.cuda.matmul.allow_tf32 == (dot_precision == "tf32")
@@ -242,14 +242,14 @@ def test_matmul_precision_reaches_torch_and_the_kernels():
         torch.set_float32_matmul_precision(before)
 
 
-# The head sizes that a kind does not take: RoPE turns pairs of channels, and the codes' transform needs powers of two.
+# Kinds that not all head sizes fit: RoPE needs pairs of channels, and the Hadamard transform powers of two.
 REFUSED_HEADS = {"htree": "the heads have 25: make it even", "rotatekv": "must divide the number of heads|Hadamard"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_kind_can_be_swapped_in_by_one_override(path):
+def test_one_override_changes_the_kind(path):
     layers = load_config(path).model.attention
-    # In a config with a mapping for each layer, the last one's.
+    # The last layer's, in a config with a mapping for each layer.
     key = "model.attention.kind" if len(layers) == 1 else f"model.attention.{len(layers) - 1}.kind"
     for kind in ATTENTION:
         try:
@@ -261,7 +261,7 @@ def test_every_kind_can_be_swapped_in_by_one_override(path):
 
 
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_every_kind_trains_once_swapped_in(kind):
+def test_every_kind_computes_gradients(kind):
     config = load_config(SYNTHETIC, [f"model.attention.kind={kind}"]).model
     torch.manual_seed(0)
     model, batch = SequenceModel(config, NUM_ITEMS), make_batch([5, 0, 33])
@@ -287,7 +287,7 @@ def test_every_kind_trains_once_swapped_in(kind):
     ],
     ids=str,
 )
-def test_the_ring_spreads_what_its_block_has(tmp_path, overrides, expected):
+def test_the_inner_attention_of_a_ring_follows_the_block(tmp_path, overrides, expected):
     config = load_config(SYNTHETIC, ["model.attention.kind=ring", *overrides])
     (ring,) = config.model.attention
     assert (ring.inner, ring.position_bias, ring.time_bias) == expected
@@ -295,9 +295,11 @@ def test_the_ring_spreads_what_its_block_has(tmp_path, overrides, expected):
     assert load_config(tmp_path / "saved.yaml") == config
 
 
-def test_an_override_that_is_no_yaml_says_how_to_quote_it():
+def test_the_error_of_an_override_that_is_not_yaml_shows_how_to_quote_it():
     path = next(path for path in CONFIGS if path.stem == "default")
-    with pytest.raises(ConfigError, match=r"""quoted twice: 'data\.columns\.timestamp_format="\.\.\."'$"""):
+    with pytest.raises(
+        ConfigError, match=r"""quote text with special characters: 'data\.columns\.timestamp_format="\.\.\."'$"""
+    ):
         load_config(path, ["data.columns.timestamp_format=%d.%m.%Y"])
     config = load_config(path, ["data.path=x.csv", 'data.columns.timestamp_format="%d.%m.%Y"'])
     assert config.data.columns.timestamp_format == "%d.%m.%Y"

@@ -1,4 +1,4 @@
-"""A run's folder: one process at a time, whole files, and what a resume makes of a run that was killed or changed."""
+"""Test a run's folder: claims, atomic files, and resuming a run that was killed or changed."""
 
 import json
 import os
@@ -30,7 +30,7 @@ train: {epochs: 2, batch_size: 16, checkpoint_seconds: 0}
 """
 
 
-def test_a_folder_is_one_process_s(tmp_path):
+def test_one_process_at_a_time_has_the_folder(tmp_path):
     folder = tmp_path / "run"
     with claimed(folder, new=True):
         write_file(folder / "config.yaml", "x")
@@ -38,11 +38,11 @@ def test_a_folder_is_one_process_s(tmp_path):
             claimed(folder, new=False).__enter__()
     with claimed(folder, new=False):
         pass
-    with pytest.raises(FolderError, match="already holds a run"), claimed(folder, new=True):
+    with pytest.raises(FolderError, match="already has a run"), claimed(folder, new=True):
         pass
 
 
-def test_a_new_folder_goes_again_when_nothing_came_of_it(tmp_path):
+def test_an_empty_new_folder_is_removed(tmp_path):
     with pytest.raises(KeyError), claimed(tmp_path / "a" / "b", new=True):
         raise KeyError
     assert not (tmp_path / "a").exists()
@@ -53,7 +53,7 @@ def test_a_new_folder_goes_again_when_nothing_came_of_it(tmp_path):
 
 
 def test_runs_that_start_together_get_a_folder_each(tmp_path):
-    """In the same second, and one after the other; a folder that stays empty goes again."""
+    """Folders with the same name get numbers, and an empty one is removed."""
     folder, gate = tmp_path / "runs" / "name" / "20260101-120000", threading.Barrier(8)
     names = []
 
@@ -86,7 +86,7 @@ def test_a_run_without_a_folder_gets_the_next_free_one(finished, tmp_path, monke
     assert all((path / "result.json").exists() for path in folders)
 
 
-def test_what_a_kill_left_is_put_right(tmp_path):
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
     for name in (".config.yaml.tmp-1-0000000a", "checkpoints/.step-00000001.tmp-1-0000000a", ".best.old"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "config.yaml").write_text("x")
@@ -95,7 +95,7 @@ def test_what_a_kill_left_is_put_right(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["a\0b", "a" * 5000, "/proc/nope"])
-def test_places_that_cannot_be(path):
+def test_invalid_paths(path):
     with pytest.raises(FolderError) as error:
         claimed(Path(path), new=True).__enter__()
     assert len(str(error.value)) < 400 and "\n" not in str(error.value)
@@ -120,7 +120,7 @@ def test_errors_of_the_file_system_name_the_path(tmp_path):
         (b'\xff{"a": 1}\n{"a": 2}\n', True),
     ],
 )
-def test_metrics_are_what_the_checkpoint_knew(tmp_path, content, lost):
+def test_metrics_are_reset_to_those_of_the_checkpoint(tmp_path, content, lost):
     file = tmp_path / "metrics.jsonl"
     if content is not None:
         file.write_bytes(content)
@@ -151,7 +151,7 @@ def metrics(run):
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
-def test_killed_before_its_first_checkpoint_it_starts_from_the_beginning(finished, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_starts_from_the_beginning(finished, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     shutil.copy(finished / "config.yaml", run / "config.yaml")
@@ -160,8 +160,8 @@ def test_killed_before_its_first_checkpoint_it_starts_from_the_beginning(finishe
 
 
 @pytest.mark.parametrize("name", ["write_file", "save_vocabulary"])
-def test_killed_as_its_folder_is_filled_it_can_be_resumed(finished, tmp_path, monkeypatch, name):
-    """The first file of a run's folder is the one that a resumed run needs."""
+def test_a_run_killed_while_its_first_files_are_written_can_be_resumed(finished, tmp_path, monkeypatch, name):
+    """The first file in the folder is config.yaml, the only one that a resumed run needs."""
     run, write = tmp_path / "run", getattr(writer, name)
 
     class Killed(BaseException):
@@ -179,13 +179,13 @@ def test_killed_as_its_folder_is_filled_it_can_be_resumed(finished, tmp_path, mo
     assert metrics(run) == metrics(finished)
 
 
-def test_checkpoints_that_are_gone_are_missed(copy, capsys):
+def test_missing_checkpoints_are_an_error(copy, capsys):
     shutil.rmtree(copy / "checkpoints")
     assert train.main(["--resume", str(copy)]) == 2
     assert "no checkpoint to resume from, though metrics.jsonl has lines" in capsys.readouterr().err
 
 
-def test_changed_configuration_is_refused_or_taken_over(copy, capsys):
+def test_a_changed_configuration_is_refused_or_accepted(copy, capsys):
     """A change in config.yaml is like one on the command line."""
     config = copy / "config.yaml"
     text = config.read_text().replace("epochs: 2", "epochs: 3", 1)
@@ -199,7 +199,7 @@ def test_changed_configuration_is_refused_or_taken_over(copy, capsys):
 
 
 def test_weights_know_their_configuration(copy, capsys):
-    """Another configuration with the same shapes, a best/ of another run: named, not evaluated."""
+    """Another configuration with the same shapes, and best/ of another run, are errors."""
     config = copy / "config.yaml"
     text = config.read_text()
     others = (
@@ -218,7 +218,7 @@ def test_weights_know_their_configuration(copy, capsys):
     assert evaluation.main([str(copy)]) == 0
     config.write_text(text)
     assert evaluation.main([str(copy), "model.attention.0.scale=5.0"]) == 0
-    assert train.main([str(config), "--run", str(copy.parent / "other")]) == 0  # the same weights, even
+    assert train.main([str(config), "--run", str(copy.parent / "other")]) == 0  # with the same weights
     shutil.rmtree(copy / "best")
     shutil.copytree(copy.parent / "other" / "best", copy / "best")
     for main, arguments in ((evaluation.main, [str(copy)]), (train.main, ["--resume", str(copy)])):
@@ -226,7 +226,7 @@ def test_weights_know_their_configuration(copy, capsys):
         assert "best: belongs to another run" in capsys.readouterr().err
 
 
-def test_a_configuration_that_was_taken_over_is_the_best_weights_too(copy):
+def test_an_accepted_configuration_is_also_stored_with_the_best_weights(copy):
     config = copy / "config.yaml"
     config.write_text(config.read_text().replace("epochs: 2", "epochs: 3", 1))
     assert train.main(["--resume", str(copy)]) == 0
@@ -235,11 +235,11 @@ def test_a_configuration_that_was_taken_over_is_the_best_weights_too(copy):
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "best", "tensorboard", ".lock"])
-def test_links_in_place_of_the_run_s_own_are_refused(copy, name, capsys):
+def test_links_in_place_of_folders_are_refused(copy, name, capsys):
     (copy / name).rename(copy.parent / "moved")
     (copy / name).symlink_to(copy.parent / "moved")
     assert train.main(["--resume", str(copy)]) == 2
-    assert f"{name}: a link" in capsys.readouterr().err
+    assert f"{name}: a symbolic link" in capsys.readouterr().err
 
 
 def test_links_in_place_of_files_are_not_followed(copy):
@@ -254,14 +254,14 @@ def test_links_in_place_of_files_are_not_followed(copy):
     assert not [name for name in names if (copy / name).is_symlink()]
 
 
-def test_lost_metrics_are_restored_and_said(copy, finished, capsys):
+def test_lost_metrics_are_restored_and_reported(copy, finished, capsys):
     (copy / "metrics.jsonl").unlink()
     assert train.main(["--resume", str(copy)]) == 0
     assert "restored from the checkpoint" in capsys.readouterr().out
     assert metrics(copy) == metrics(finished)
 
 
-def test_an_unexpected_exception_keeps_its_traceback_and_says_what_to_do(monkeypatch, capsys):
+def test_an_unexpected_exception_has_a_traceback_and_advice(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     explain_faults()
     try:

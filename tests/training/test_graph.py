@@ -1,4 +1,4 @@
-"""Steps replayed as CUDA graphs train as steps that are not."""
+"""Test that steps replayed as CUDA graphs have the same results as other steps."""
 
 import contextlib
 import subprocess
@@ -39,7 +39,8 @@ def toy(monkeypatch):
 
 @pytest.fixture
 def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS warns, whose sums are the same on one stream
+    # cuBLAS only warns: on a single stream its results are deterministic.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -54,9 +55,9 @@ def test_few_sizes():
 def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy", features=False, recompute=False, autocast="none"):
     """Return (losses by name, weights, initial weights, step) of a few epochs.
 
-    features: with features of items, users and events.
+    features: whether the model has features of items, users and events.
 
-    The batches differ in their number of tokens and, at the end of an epoch, of sequences.
+    Batches have different numbers of tokens; the last one of an epoch also has fewer sequences.
     """
     config = RunConfig.model_validate(
         {
@@ -100,8 +101,8 @@ def test_graphed_steps_train_as_plain_ones(kind):
     assert losses.keys() == expected.keys()
     for name in losses:
         torch.testing.assert_close(losses[name], expected[name], rtol=1e-4, atol=1e-6)
-    # Adam moves even entries whose gradient is rounding alone at full speed. So are all of a key's bias in softmax (not
-    # compared), and some of the bias tables'; of the other tensors' way little may differ.
+    # Adam takes full steps even for entries whose gradient is only a rounding error. These are all entries of the key
+    # bias in softmax, which is not compared, and some entries of the bias tables, which may differ more.
     with torch.no_grad():
         for name in weights:
             if kind == "softmax" and name.endswith("key.bias"):
@@ -116,7 +117,7 @@ def test_graphed_steps_train_as_plain_ones(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", ["cross_entropy", "sampled_softmax"])
 def test_graphed_steps_train_features_as_plain_ones(loss):
-    """With a loss that draws, nothing is drawn alike: its mean is compared."""
+    """A loss with random negatives draws others; only the mean is compared."""
     losses, weights, initial, step = run("dense", graphs=True, features=True, loss=loss, steps=40)
     expected, _, _, _ = run("dense", graphs=False, features=True, loss=loss, steps=40)
     assert step.captured
@@ -142,7 +143,7 @@ def test_steps_of_ranking_are_captured(layout, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("graphs", [True, False])
 def test_recomputed_steps_have_the_same_bits(kind, graphs, deterministic):
-    """With dropout, whose numbers the second pass must have again, and in bf16, whose sums have a fixed order."""
+    """The second forward pass has the same dropout masks; bf16 has sums of a fixed order."""
     (losses, weights, *_), (expected, plain, *_) = (
         run(kind, graphs=graphs, dropout=0.3, steps=8, autocast="bf16", recompute=recompute)
         for recompute in (True, False)
@@ -152,7 +153,7 @@ def test_recomputed_steps_have_the_same_bits(kind, graphs, deterministic):
 
 
 @pytest.mark.gpu
-def test_replays_draw_new_numbers():
+def test_replays_draw_new_random_numbers():
     losses, expected = (
         run("dense", graphs=graphs, dropout=0.5, loss="sampled_softmax", steps=40)[0]["loss"]
         for graphs in (True, False)
@@ -169,8 +170,8 @@ STEPS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", STEPS)
-def test_a_capture_that_fails_says_why(name):
-    """In a process of its own, which a failed capture may leave in any state."""
+def test_the_error_of_a_failed_capture_has_its_cause(name):
+    """A separate process is used, since a failed capture may leave it in any state."""
     line, expected = STEPS[name]
     script = f"""
 import torch
@@ -206,8 +207,8 @@ except Exception as error:
         ("Triton Error [CUDA]: out of resources", True),
     ],
 )
-def test_only_what_cannot_be_captured_is_called_so(monkeypatch, message, captured):
-    """Without a GPU: whatever fails in a capture, its end fails as well, and must not hide the cause."""
+def test_only_errors_of_capturing_become_configuration_errors(monkeypatch, message, captured):
+    """After an error in a capture its end fails as well, which must not hide the cause; simulated without a GPU."""
 
     @contextlib.contextmanager
     def failing_capture(*_, **__):

@@ -1,4 +1,4 @@
-"""The reference of the configuration: every key is there, and each says what it means."""
+"""Test the reference of the configuration: every key is listed, with a description."""
 
 import re
 import runpy
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEYS = [key for section in sections() for key in section.keys]
 
 
-def test_every_key_says_what_it_means():
+def test_every_key_has_a_description():
     silent = [key.name for key in KEYS if not re.fullmatch(r"[A-Z`\"].* .*\.", key.meaning)]
     assert len(KEYS) > 150 and not silent, silent
     nameless = [section.title for section in sections() if not re.match(r"[A-Z].*\.", section.meaning)]
@@ -70,7 +70,7 @@ def test_keys_of_a_prefix():
     assert "| `train.lr` | `0.001` | The learning rate. *number, above 0* |" in as_markdown()
 
 
-def of_train(*arguments):
+def run_train(*arguments):
     sys.argv = ["train.py", *arguments]
     runpy.run_path("train.py", run_name="__main__")
 
@@ -79,13 +79,12 @@ def of_train(*arguments):
     ("prefix", "status", "says"),
     [("train.lr", 0, "The learning rate."), ("no.such", 2, "error: --keys no.such: no key begins with this\n")],
 )
-def test_the_program_prints_them(prefix, status, says):
-    process = Forked(of_train, "--keys", prefix)
+def test_the_program_prints_keys(prefix, status, says):
+    process = Forked(run_train, "--keys", prefix)
     assert says in "".join(process.communicate()) and process.returncode == status
 
 
-def test_a_reader_may_stop_early():
-    """A new process, which also has nothing but `--keys` to do."""
+def test_the_output_can_be_piped_to_head():
     line = f"set -o pipefail; {sys.executable} train.py --keys train | head -1"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Test Meta's weights in our models: random ones by Meta's names give the outputs of Meta's formulas, written here."""
+"""Test Meta's weights in our models: with random weights, outputs equal those of Meta's formulas, written here."""
 
 import math
 
@@ -18,7 +18,7 @@ from training.meta_weights import POSITIONS, load_meta_weights, read_meta_checkp
 from training.saved import CheckpointError
 
 ITEMS, E, N, H = 12, 8, 6, 2
-EXTENDED = N + 11  # Meta's positions: of the sequence, ten outputs and the next item
+EXTENDED = N + 11  # Meta's number of positions: the sequence, ten outputs and the next item
 
 
 def make_model(**model) -> SequenceModel:
@@ -89,7 +89,7 @@ def inputs(state, ids):
 
 
 def hstu_by_hand(state, ids, times, at):
-    """Meta's HSTU for one sequence: each pair of tokens by itself."""
+    """Compute Meta's HSTU for one sequence, pair of tokens by pair of tokens."""
     x, following = inputs(state, ids), [*times[1:], at]
     for place in range(2):
         w = {name.split(f"layers.{place}.")[1]: value for name, value in state.items() if f"layers.{place}." in name}
@@ -108,7 +108,7 @@ def hstu_by_hand(state, ids, times, at):
 
 
 def sasrec_by_hand(state, ids, times, at):
-    """Meta's SASRec for one sequence, by the modules of torch that it is made of."""
+    """Compute Meta's SASRec for one sequence with modules of torch."""
     x = inputs(state, ids)
     for place in range(2):
         attention = nn.MultiheadAttention(E, H, batch_first=True)
@@ -166,7 +166,7 @@ def test_time_buckets_differ_only_just_below_an_edge():
         ({POSITIONS: torch.zeros(3, E)}, "3 positions, model.max_seq_len is 6"),
     ],
 )
-def test_what_does_not_fit_is_named(change, message):
+def test_a_tensor_that_does_not_fit_is_named(change, message):
     model, state = hstu(), hstu_state()
     before = model.embedding.position.clone()
     state = {name: value for name, value in (state | change).items() if value is not None}
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_named(change, message):
     assert torch.equal(model.embedding.position, before)
 
 
-def test_another_file_is_no_checkpoint(tmp_path):
+def test_other_files_are_refused(tmp_path):
     (tmp_path / "x").write_text("text")
     torch.save([1], tmp_path / "y")
     for name in "xy":

@@ -1,4 +1,4 @@
-"""AdamW: torch's bits for fp32 parameters, moments in fp32 for 16-bit ones, through checkpoints too."""
+"""Test AdamW: torch's bits for fp32 parameters; fp32 moments for 16-bit parameters, also in checkpoints."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1}
 
 
 class Model(nn.Module):
-    """A table in bfloat16 and a map in fp32."""
+    """A bfloat16 table and an fp32 linear map."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -50,7 +50,7 @@ def test_fp32_parameters_get_torch_s_bits():
 
 
 def test_moments_of_16_bit_parameters_are_those_of_fp32(monkeypatch):
-    """Gradients of 1, then of .01: a second moment in bfloat16 would stay where the first ones left it."""
+    """After gradients of 1, those of 0.01 would not change a second moment in bfloat16."""
     monkeypatch.setattr(optimizers, "CHUNK", 16)
     narrow = nn.Parameter(torch.linspace(-1, 1, 40, dtype=torch.bfloat16).view(10, 4))
     wide = nn.Parameter(narrow.detach().float())

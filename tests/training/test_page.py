@@ -1,4 +1,4 @@
-"""Test report.html of a run: whole, without network, escaped."""
+"""Test report.html of a run: complete, self-contained and escaped."""
 
 import re
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ def page(**more):
     return as_html("<small>", task, more, history, ["Data: shop"], {"device": "CPU"})
 
 
-def test_a_page_is_whole_and_needs_no_network():
+def test_a_page_is_complete_and_needs_no_network():
     verdict = {"sentence": "The model is better.", "low": 1.1, "high": 1.3, "model": 0.2, "of_baseline": 0.1}
     baselines = {"again": {"metrics": {"NDCG@10": 0.1}}}
     text = page(split="test", against_baseline=verdict, baselines=baselines, plotted_baseline={"NDCG@10": 0.05})
@@ -27,6 +27,6 @@ def test_a_page_is_whole_and_needs_no_network():
     assert "<b>model" not in text and "&lt;b&gt;model" in text and "<h1>&lt;small&gt;</h1>" in text
 
 
-def test_a_run_without_evaluation_has_its_loss_alone():
+def test_a_run_without_evaluation_has_plots_but_no_table():
     text = page(notes=["INTERRUPTED"])
     assert "Full ranking" not in text and text.count("<svg") == 2

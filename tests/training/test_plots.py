@@ -1,4 +1,4 @@
-"""Plots of pages."""
+"""Test plots of pages."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Test eval.py --export-model: the file's lists are `Recommender`'s, in a process that has torch alone; refusals."""
+"""Test eval.py --export-model: a process with only torch computes the same lists as `Recommender`; errors."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from training.portable import NextItems, exported
 from training.run import open_weights, trained_model
 
 compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
-# The loader of examples/, where no package of the checkout can be imported.
+# Runs the loader of examples/ where no package of the checkout can be imported.
 ALONE = """
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("loader", sys.argv[1])
@@ -54,7 +54,7 @@ def next_items(folder):
     "kind", [kind if kind == "dense" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_the_exported_program_is_the_model(trained, kind):
-    """The program of torch.export before it is compiled, at every length; it was traced at one."""
+    """The exported program, before it is compiled, is right for every length; it was traced for one."""
     module = next_items(trained(KINDS[kind]).folder)
     program = exported(module, 8).module()
     for length in range(1, 9):
@@ -96,7 +96,7 @@ def test_the_file_gives_the_lists_of_the_recommender(tmp_path, trained, kind):
 @compiled
 @pytest.mark.slow
 def test_the_file_is_as_fast_as_the_model(trained):
-    """At most 1.2 times eager's time, by the best of several turns: other work on the machine makes either slower."""
+    """It takes at most 1.2 times the eager time, by the best of several measurements, as the machine may be busy."""
     folder = trained({"model": {"max_seq_len": 200, "embedding_dim": 64, "num_layers": 2}}).folder
     assert run("eval.py", folder, "--export-model", "model.pt2").returncode == 0
     eager, packed = next_items(folder), torch._inductor.aoti_load_package("model.pt2")
@@ -107,10 +107,10 @@ def test_the_file_is_as_fast_as_the_model(trained):
         assert seconds[1] < 1.2 * seconds[0], (length, seconds)
 
 
-def best_of(call, turns=5, calls=20):
+def best_of(call, repeats=5, calls=20):
     call()
     times = []
-    for _ in range(turns):
+    for _ in range(repeats):
         began = time.perf_counter()
         for _ in range(calls):
             call()
@@ -118,7 +118,7 @@ def best_of(call, turns=5, calls=20):
     return min(times)
 
 
-def test_what_cannot_be_exported_is_refused(trained):
+def test_a_model_that_cannot_be_exported_is_refused(trained):
     trained({"model": {"attention": {"kind": "bsa", "block_size": 8}}})
     done = run("eval.py", "run", "--export-model", "model.pt2")
     assert done.returncode == 2 and "model.attention.kind=bsa: expected dense or softmax" in done.stderr

@@ -1,4 +1,4 @@
-"""The rule that chooses options `auto` from the data."""
+"""Test the choice of options that are `auto` from the data."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import yaml
 
 from data.errors import ConfigError
 from tests.programs.test_train import run
-from training.config import UNSIZED, as_yaml, load_config
-from training.sizes import longest_of, sized
+from training.config import AUTO_DEFAULTS, as_yaml, load_config
+from training.sizes import longest_of, resolve_auto
 
 
 class Histories:
-    """A data set that is known by the lengths of its users' histories; of each item a user has `times` events."""
+    """A data set of users with histories of these lengths, in which each item occurs `times` times in a row."""
 
     num_items = 20_000
 
@@ -26,7 +26,7 @@ def config(*overrides):
 
 
 def sizes(dataset, *overrides):
-    c = sized(config(*overrides), dataset)
+    c = resolve_auto(config(*overrides), dataset)
     assert c.auto == []
     return c.model.embedding_dim, c.model.num_layers, c.model.num_heads, c.train.batch_size, c.model.max_seq_len
 
@@ -44,27 +44,31 @@ def test_sizes_follow_the_histories():
 
 @pytest.mark.slow
 def test_evaluations_and_windows_follow_the_users():
-    few, many = (sized(config(), Histories(np.full(users, 1000))) for users in (60, 6400))
+    few, many = (resolve_auto(config(), Histories(np.full(users, 1000))) for users in (60, 6400))
     assert few.eval.every == 54 and many.eval.every == 2  # steps of 32 users, at least 100 steps
-    assert few.train.augment.window == 0.5 and sized(config(), Histories(np.full(6000, 150))).train.augment.window == 0
+    assert few.train.augment.window == 0.5
+    assert resolve_auto(config(), Histories(np.full(6000, 150))).train.augment.window == 0
 
 
-def test_given_values_stay_and_others_fit_them():
-    c = sized(config("model.embedding_dim=96", "train.batch_size=7"), Histories(np.full(20_000, 9)))
+def test_auto_values_fit_values_that_are_set():
+    c = resolve_auto(config("model.embedding_dim=96", "train.batch_size=7"), Histories(np.full(20_000, 9)))
     assert (c.model.embedding_dim, c.model.num_heads, c.model.feed_forward_dim, c.train.batch_size) == (96, 1, 192, 7)
     assert c.model.num_layers == 2
 
 
 def test_auto_is_a_list_of_known_options():
     before = config()
-    assert sorted(before.auto) == sorted(UNSIZED) and before.model.embedding_dim == UNSIZED["model.embedding_dim"]
+    assert (
+        sorted(before.auto) == sorted(AUTO_DEFAULTS)
+        and before.model.embedding_dim == AUTO_DEFAULTS["model.embedding_dim"]
+    )
     again = type(before).model_validate(yaml.safe_load(as_yaml(before)))
-    assert again == before  # a written configuration is as open as before
+    assert again == before  # the options are still `auto` in a written configuration
     with pytest.raises(ConfigError, match="lr"):
         config("train.lr=auto")
 
 
-def test_a_dry_run_prints_what_the_data_decide(tmp_path):
+def test_a_dry_run_prints_values_chosen_from_the_data(tmp_path):
     (tmp_path / "events.csv").write_text(
         "user,item,timestamp\n" + "\n".join(f"{e % 30},{e % 7},{e}" for e in range(300)) + "\n"
     )

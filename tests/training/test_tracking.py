@@ -1,4 +1,4 @@
-"""Test train.tracking: the same curves in MLflow and W&B, continued by a resumed run; what a stopped run leaves."""
+"""Test train.tracking: MLflow and W&B have the curves, which a resumed run continues; files of a stopped run."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ def place(tmp_path, monkeypatch):
 
 
 def interrupt_in_epoch(monkeypatch, epoch):
-    """SIGTERM in the middle of an epoch, counted from 0."""
+    """Send SIGTERM in the middle of an epoch, counted from 0."""
     set_lr = loop.set_lr
 
     def signalled(config, optimizer, step, steps):
@@ -49,7 +49,7 @@ def test_mlflow_has_the_curves_of_an_interrupted_and_resumed_run(place, monkeypa
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "KILLED" and run.data.params["train.lr"] == "0.01"
     assert run.data.params["model.attention.0.kind"] == "dense"
-    check_what_an_interrupted_run_leaves(place / "run")
+    check_files_of_an_interrupted_run(place / "run")
 
     assert train.main(["--resume", "run", "--quiet"]) == 0
     (run,) = client.search_runs([experiment.experiment_id])
@@ -63,7 +63,7 @@ def test_mlflow_has_the_curves_of_an_interrupted_and_resumed_run(place, monkeypa
     assert not (place / "run/tensorboard").exists()
 
 
-def check_what_an_interrupted_run_leaves(folder):
+def check_files_of_an_interrupted_run(folder):
     result, report = json.loads((folder / "result.json").read_text()), (folder / "report.md").read_text()
     (record,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert result["finished"] is False and result["epoch"] == 1 and result["best"] == record["NDCG@10"]
@@ -74,7 +74,7 @@ def check_what_an_interrupted_run_leaves(folder):
         read_result(folder)
 
 
-def test_stopped_while_it_is_judged(place, monkeypatch):
+def test_a_run_stopped_during_its_final_evaluation(place, monkeypatch):
     from training import ending
 
     def stopped(*arguments):
@@ -89,7 +89,7 @@ def test_stopped_while_it_is_judged(place, monkeypatch):
 
 
 class FakeRun:
-    """The used part of the interface of a W&B run; it fails at the `broken`-th point."""
+    """A fake W&B run; log raises an error at the `broken`-th call."""
 
     def __init__(self, options, broken=None):
         self.options, self.points, self.ends, self.broken = options, [], [], broken
@@ -114,7 +114,7 @@ def fake_wandb(monkeypatch, broken=None):
     return runs
 
 
-def test_wandb_goes_on_with_the_same_run(place, monkeypatch):
+def test_wandb_continues_the_same_run(place, monkeypatch):
     runs = fake_wandb(monkeypatch)
     with monkeypatch.context() as patch:
         interrupt_in_epoch(patch, 2)
@@ -129,17 +129,18 @@ def test_wandb_goes_on_with_the_same_run(place, monkeypatch):
     assert {"valid/NDCG@10", "train/loss", "train/lr", "train/events_per_second", "step"} <= first.points[0].keys()
 
 
-def test_a_tracker_that_fails_is_told_once_and_training_goes_on(place, monkeypatch, capsys):
+def test_an_error_of_a_tracker_is_printed_once_and_training_continues(place, monkeypatch, capsys):
     (run,) = [fake_wandb(monkeypatch, broken=1)]
     assert train.main(["tiny.yaml", "train.tracking=wandb", "--run", "run"]) == 0
     printed = capsys.readouterr().out
     assert (
-        printed.count("train.tracking: wandb failed, training goes on without it: ConnectionError: no network at") == 1
+        printed.count("train.tracking: wandb failed, training continues without it: ConnectionError: no network at")
+        == 1
     )
     assert len(run[0].points) == 1 and run[0].ends == [] and is_finished(place / "run")
 
 
-def test_a_tracker_that_is_not_there(place, monkeypatch, capsys):
+def test_a_tracker_that_is_not_installed_or_cannot_start(place, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
     assert train.main(["tiny.yaml", "train.tracking=wandb", "--run", "run"]) == 2
     assert (
@@ -153,7 +154,7 @@ def test_a_tracker_that_is_not_there(place, monkeypatch, capsys):
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=unreachable))
     assert train.main(["tiny.yaml", "train.tracking=wandb", "--run", "run"]) == 2
-    assert "train.tracking: wandb cannot begin: OSError: unreachable" in capsys.readouterr().err
+    assert "train.tracking: wandb cannot start: OSError: unreachable" in capsys.readouterr().err
 
 
 def test_parameters_are_leaves_by_dotted_keys(place):

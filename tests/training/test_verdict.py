@@ -1,4 +1,4 @@
-"""Test the sentence about the model and the best baseline."""
+"""Test the comparison of the model with the best baseline."""
 
 from types import SimpleNamespace
 

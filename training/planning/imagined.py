@@ -1,8 +1,8 @@
-"""Imitate a GPU: training code runs as on one, on tensors without values.
+"""Imitate a GPU: run training code as on a GPU, with tensors that have no values.
 
-Tensors are fakes (torch's FakeTensorMode) on the CPU that report a GPU as their device; launchers choose and prepare
-kernels but do not launch them. All allocations of the launchers happen, and nothing is computed. Tables that operators
-cache for later calls (`functools.cache`) become fakes too: the process must not train afterwards.
+Tensors are fake tensors (torch's FakeTensorMode) on the CPU whose `is_cuda` is true. Launchers choose and prepare
+kernels and make all allocations, but launch nothing. Tensors that operators cache for later calls (`functools.cache`)
+are fake too: the process must not train afterwards.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ H200_MULTIPROCESSORS = 132
 
 
 class NoValues(Exception):
-    """A tensor's values were copied to the host: there is nothing to copy, and what follows allocates nothing."""
+    """A fake tensor was to be copied to the host; the code after such a copy allocates nothing on a GPU."""
 
 
 def _to_host(x: Tensor, *arguments, **options):
     raise NoValues
 
 
-# What torch's functions do inside that need a GPU or values; all others work on fakes.
+# Replacements of torch functions that need a GPU or values; the other functions work on fake tensors.
 _WITHOUT_VALUES: dict[Any, Callable] = {
     Tensor.is_cuda.__get__: lambda x, *arguments: True,  # type: ignore[attr-defined]
     Tensor.data_ptr: lambda x: 0,
     Tensor.item: lambda x: 0,
     Tensor.__bool__: lambda x: False,
-    # The number of nonzero numbers is not known: assume all.
+    # The number of nonzero elements is not known: assume all.
     Tensor.nonzero: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
     Tensor.numpy: _to_host,
 }
 
 
 class ImaginedGpu(TorchFunctionMode):
-    """Replace the torch functions inside that need a GPU or values.
+    """Replace torch functions that need a GPU or values.
 
-    replaced: what they do, by function. Entries may be added.
+    replaced: function -> replacement; entries may be added. before_backward: called before each backward pass.
     """
 
     def __init__(self):
@@ -57,7 +57,7 @@ class ImaginedGpu(TorchFunctionMode):
         return self.replaced.get(function, function)(*arguments, **(options or {}))
 
     def _backward(self, loss: Tensor, **options) -> None:
-        """Compute gradients as `Tensor.backward(loss)` does, but inside this mode, which torch leaves in functions."""
+        """Compute gradients like `Tensor.backward`, with this mode enabled, which torch disables inside functions."""
         self.before_backward()
         with self:
             engine = torch.autograd.Variable._execution_engine
@@ -67,7 +67,7 @@ class ImaginedGpu(TorchFunctionMode):
 
 @contextmanager
 def imagined_gpu() -> Iterator[ImaginedGpu]:
-    """Make tensors inside fakes that pass for an H200's; ConfigError in a process with Triton's interpreter."""
+    """Imitate an H200 in the block; ConfigError in a process with Triton's interpreter."""
     if launch.INTERPRET:
         raise ConfigError("--plan needs a process without TRITON_INTERPRET=1")
     with launch.imagined(H200_MULTIPROCESSORS), FakeTensorMode(), ImaginedGpu() as gpu:

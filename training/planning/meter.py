@@ -1,4 +1,4 @@
-"""Count the bytes of tensors by the part of the model that allocated them, as torch's allocator would."""
+"""Count the bytes of allocated tensors by part of the model, as torch's allocator would."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BLOCK = 512  # bytes; torch's allocator for GPUs returns whole multiples
 
 
 class Meter(TorchDispatchMode):
-    """Count every new tensor's memory inside until it is freed.
+    """Count the memory of all tensors that are created in the block, until they are freed.
 
-    live, peak: current bytes, and their maximum. by_part: current bytes by `part`, the name of the allocating module.
-    at_peak: by_part when `peak` was reached.
+    live: the current bytes. peak: their maximum. part: the name under which allocations are counted. by_part: the
+    current bytes by part. at_peak: by_part at the time of the peak.
     """
 
     def __init__(self):
@@ -64,4 +64,4 @@ class Meter(TorchDispatchMode):
             self.part = outer.pop()
 
         module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)  # recomputing a layer ends by an exception
+        module.register_forward_hook(leave, always_call=True)  # the recomputation of a layer ends with an exception

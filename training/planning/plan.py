@@ -1,8 +1,7 @@
-"""Compute the memory of each rank that a run needs before anything is allocated.
+"""Predict the memory that a run needs on each rank, without a GPU.
 
-Weights and the optimiser's state are counted. For the memory of a step and of an evaluation, their own code runs on an
-imitated GPU (imagined.py), of several ranks the first one (ranks.py), with the run's largest batch, while a `Meter`
-counts allocations.
+Weights and the optimiser's state are counted. A step and an evaluation run on an imitated GPU (imagined.py) with the
+run's largest batch, while a `Meter` counts allocations; with several ranks, the first one is imitated (ranks.py).
 
 Letters: T tokens, B sequences, E embedding size, N longest sequence.
 """
@@ -31,27 +30,28 @@ from training.config import ParallelConfig, RunConfig
 from training.graph import captures, padded_sequences, padded_tokens
 from training.planning.imagined import ImaginedGpu, NoValues, imagined_gpu
 from training.planning.meter import Meter
-from training.planning.ranks import ImaginedRanks, ImaginedTable, imagined_unique, part_of_a_step, sized
+from training.planning.ranks import ImaginedRanks, ImaginedTable, imagined_unique, part_of_a_step, resized
 from training.ranks.processes import Ranks
 from training.ranks.sharding import Sharded, data_ranks, shard
 from training.ranks.step import token_work
 from training.run import Data, build_model
 
 MIB = 2**20
-GPU_BYTES = 139 * 2**30  # for tensors on an H200, where a machine has no GPU to ask
-# cuBLAS allocates a workspace on Hopper for each thread and stream that multiplies: the forward pass, autograd's thread
-# and, on a stream of its own, evaluation.
+GPU_BYTES = 139 * 2**30  # the memory of an H200, used on a machine without a GPU
+# On Hopper, cuBLAS allocates a workspace for each pair of thread and stream: the forward pass, autograd's thread, and
+# evaluation, which has another stream.
 CUBLAS_BYTES = 32 * MIB
 SCANNED = 2_000_000  # samples whose batches are searched for the largest one
-LIST = 1e-3  # share of the peak below which a part is not listed
+LISTED = 1e-3  # smaller shares of the peak are not listed
 
 
 @dataclass
 class Plan:
-    """Bytes on one rank, and their parts.
+    """The bytes that a run needs on one rank.
 
-    persistent: bytes that stay between steps, by name. activations: bytes saved for the backward pass, by part. step,
-    evaluation: the peak of further allocations during a step and an evaluation.
+    sequences, tokens: sizes of the largest batch. persistent: bytes that are allocated throughout, by name.
+    activations: bytes saved for the backward pass, by part. step, evaluation: the peak of further allocations during a
+    step and during an evaluation.
     """
 
     ranks: int
@@ -65,19 +65,19 @@ class Plan:
 
     @property
     def training_peak(self) -> int:
-        """The peak of allocated bytes while the run trains."""
+        """The peak of allocated bytes during training steps."""
         return sum(self.persistent.values()) + 2 * CUBLAS_BYTES + self.step
 
     @property
     def peak(self) -> int:
-        """The peak of allocated bytes, evaluations included."""
+        """The peak of allocated bytes, including evaluations."""
         return max(self.training_peak, sum(self.persistent.values()) + 3 * CUBLAS_BYTES + self.evaluation)
 
 
 def plan(config: RunConfig, data: Data, build_step: Callable, gpu_bytes: int) -> Plan:
-    """Make the plan of a run on GPUs.
+    """Predict the memory of a run on GPUs.
 
-    data: opened, on a CPU. build_step: that of training/step.py. gpu_bytes: the memory of a GPU.
+    data: the data of the run, on the CPU. build_step: the function of training/step.py. gpu_bytes: the memory of a GPU.
     """
     ranks, context = data_ranks(config), config.parallel.context
     world = ranks * context
@@ -119,9 +119,10 @@ def plan_step(
     gpu_bytes: int,
     evaluated: Batches | None = None,
 ) -> Plan:
-    """Plan a model, its optimiser, a step and an evaluation; what is left out is `persistent` for the data.
+    """Predict the memory of a model, its optimiser, a step and an evaluation, without the columns of the data.
 
-    largest: a batch with the fields of the run's, T and B of a rank's largest one. evaluated: batches to evaluate.
+    make_model: a function (config, ranks) -> model. largest: (a batch with the same fields as the run's, T and B of a
+    rank's largest batch). evaluated: batches to evaluate.
     """
     template, tokens, sequences = largest
     phases = sorted({0}.union(*(attention.phase_ends() for attention in config.model.attention)))
@@ -131,7 +132,7 @@ def plan_step(
     if config.parallel.engine:
         ranks, parallel = ImaginedRanks(data_ranks(config), world), config.parallel
         parallel = parallel.model_copy(update={"embedding": sharded.kind, "context": 1})
-    # The step is uncaptured: capturing needs a GPU, and allocates the same.
+    # Without capturing, which needs a GPU and makes the same allocations.
     uncaptured = config.train.model_copy(update={"cuda_graphs": False})
     config = config.model_copy(update={"train": uncaptured, "parallel": parallel})
     judged = None if evaluated is None else most_tokens(evaluated)
@@ -142,15 +143,15 @@ def plan_step(
         table = cast(ImaginedTable | None, model.embedding.sharded)
         others = [] if table is None else [table.weight]
         average = WeightAverage(model, config.train.ema_decay, others) if config.train.ema_decay else None
-        of_step = ranks or ImaginedRanks(1, 1, engine=False)
-        optimizer, step = build_step(config, model, torch.device("cpu"), average, of_step)
+        step_ranks = ranks or ImaginedRanks(1, 1, engine=False)
+        optimizer, step = build_step(config, model, torch.device("cpu"), average, step_ranks)
         weights = [*model.parameters(), *([] if table is None or table.parameter is None else [table.parameter])]
         persistent = {"weights": _bytes(model.parameters()) + _bytes(model.buffers()) + _bytes(others)}
         _follow(meter, model, config)
         result = Plan(world, sequences, tokens, persistent, sharded)
         for phase in phases:
             meter.part = "batch"
-            batch = sized(template, tokens, sequences)
+            batch = resized(template, tokens, sequences)
             batch = batch if ranks is None else part_of_a_step(batch, ranks)
             _measure_step(gpu, meter, step, replace(batch, phase=phase), result, phase == phases[-1])
             del batch
@@ -171,19 +172,19 @@ def plan_step(
 
 
 def memory_of_a_gpu() -> int:
-    """Return the bytes of this machine's first GPU, or without one GPU_BYTES."""
+    """Return the bytes of this machine's first GPU, or GPU_BYTES if there is none."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPU_BYTES
 
 
 def tokens_of_batches(config: RunConfig, data: Data) -> list[np.ndarray]:
-    """Return T of each batch of training, an array for each epoch; with very many samples only for the first epochs."""
+    """Return T of each training batch, an array for each epoch; only for the first epochs if there are many samples."""
     batches = _training(config, data)
     epochs = min(config.train.epochs, max(1, SCANNED // max(1, len(batches.split))))
     return [_tokens(batches, epoch) for epoch in range(epochs)]
 
 
 def largest_part(config: RunConfig, data: Data, counts: list[np.ndarray], ranks: int) -> tuple[int, int]:
-    """Return (T, B) of the rank that gets most tokens of the largest batch; counts: `tokens_of_batches`."""
+    """Return the largest T and the largest B of a rank, for the largest batch; counts: from `tokens_of_batches`."""
     epoch = int(np.argmax([one.max() for one in counts]))
     batches = _training(config, data)
     order, bounds = batches._plan(epoch)
@@ -216,7 +217,7 @@ def _bytes(tensors) -> int:
 
 
 def _follow(meter: Meter, model: SequenceModel, config: RunConfig) -> None:
-    """Count by part: the embedding, each layer's attention by kind, the other parts of the layers, the head."""
+    """Count the embedding, attention by kind, and the rest of the layers as separate parts."""
     meter.follow(model.embedding, "embedding")
     for layer in cast(Iterable[Any], model.layers):
         meter.follow(layer, "layers without attention")
@@ -224,7 +225,7 @@ def _follow(meter: Meter, model: SequenceModel, config: RunConfig) -> None:
 
 
 def _measure_step(gpu: ImaginedGpu, meter: Meter, step: Callable, batch: Batch, result: Plan, last: bool) -> None:
-    """Make two steps, of which the second one has the optimiser's state and gradients from the first."""
+    """Measure a step; two are made, since the second one also has the gradients and the state made by the first."""
     activations: Counter[str] = Counter()
 
     def note_activations() -> None:
@@ -239,13 +240,13 @@ def _measure_step(gpu: ImaginedGpu, meter: Meter, step: Callable, batch: Batch, 
         step(batch)
     result.step = max(result.step, meter.peak)
     if last:
-        result.activations = {name: size for name, size in activations.most_common() if size > LIST * meter.peak}
+        result.activations = {name: size for name, size in activations.most_common() if size > LISTED * meter.peak}
 
 
 def _measure_evaluation(
     meter: Meter, task: Task, batches: Batches, model: SequenceModel, largest: Batch, phase: int
 ) -> int:
-    """Return the peak of bytes during one batch of an evaluation, including the model's."""
+    """Return the peak of allocated bytes, including the model, during the evaluation of one batch."""
 
     class One:
         def __getattr__(self, name: str):
@@ -257,7 +258,7 @@ def _measure_evaluation(
 
     values = {name: len(x) for name, x, layout in largest._tensors() if layout.offsets}
     meter.part = "batch"
-    batch = sized(largest, largest.num_tokens, largest.num_sequences, values)
+    batch = resized(largest, largest.num_tokens, largest.num_sequences, values)
     meter.part = "evaluation"
     meter.reset_peak()
 
@@ -274,20 +275,20 @@ def _columns(data: Data) -> int:
 
 
 def describe(plan: Plan, config: RunConfig, gpu_bytes: int) -> list[str]:
-    """Format the plan as lines of text; gpu_bytes: the memory of a GPU."""
+    """Format a plan as lines of text; gpu_bytes: the memory of a GPU."""
 
     def line(name: str, size: int) -> str:
         return f"  {name:<44}{size / MIB:>12,.1f}"
 
     return [
         f"{config.name}: a step of {plan.sequences:,} sequences and {plan.tokens:,} tokens on each of {plan.ranks:,} "
-        f"rank{'s' if plan.ranks > 1 else ''}, the largest of the run; MiB of {gpu_bytes / MIB:,.0f} on a GPU",
+        f"rank{'s' if plan.ranks > 1 else ''}, the largest of the run; MiB, of {gpu_bytes / MIB:,.0f} MiB on a GPU",
         *(line(name, size) for name, size in plan.persistent.items()),
         *(line(f"activations: {name}", size) for name, size in plan.activations.items()),
-        line("step, in addition, activations included", plan.step),
-        line("evaluation, in addition", plan.evaluation),
-        *(line(f"in the step, in transit: {name}", size) for name, size in plan.sharded.buffers.items()),
-        line("most at a time in training", plan.training_peak),
-        line("most at a time, evaluations included", plan.peak),
+        line("a step, in addition, with activations", plan.step),
+        line("an evaluation, in addition", plan.evaluation),
+        *(line(f"buffers in a step: {name}", size) for name, size in plan.sharded.buffers.items()),
+        line("peak during training", plan.training_peak),
+        line("peak, including evaluations", plan.peak),
         *plan.sharded.lines,
     ]

@@ -1,9 +1,8 @@
-"""Imitate one of several ranks inside `imagined_gpu`: its share of a step runs alone, and exchanges only allocate.
+"""Imitate the first of several ranks inside `imagined_gpu`: communication only allocates its buffers.
 
 The buffers are those of torchrec 1.6 to 1.8 and of DDP with `gradient_as_bucket_view`.
 
-Letters: I items, E embedding size, W ranks, n ids of a look-up, m rows that this rank reads for all ranks, R distinct
-ids of a step.
+Letters: m rows that this rank reads for all ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from training.ranks.processes import Ranks
 from training.ranks.sharding import distinct
 from training.ranks.tables import ShardedTable
 
-SORTING = 6  # int64 for each id while a look-up's or gradient's ids are sorted and counted on a GPU
+SORTING = 6  # int64 per id that are allocated while ids are sorted and counted on a GPU
 
 
 class ImaginedRanks(Ranks):
-    """The first of the ranks that share batches or tables, without a process group; sequences are not divided."""
+    """The first of several ranks, without a process group; sequences are not divided."""
 
     def __init__(self, data: int, world: int, engine: bool = True):
         self.engine, self.context, self.data, self.world = engine, 1, data, world
@@ -41,7 +40,7 @@ class ImaginedRanks(Ranks):
     def sequences(self, batch: Batch) -> Batch:
         begin, end = self.share(batch.num_sequences)
         tokens = batch.num_tokens * (end - begin) // batch.num_sequences
-        return sized(batch, tokens, end - begin)
+        return resized(batch, tokens, end - begin)
 
     def broadcast(self, value):
         return value
@@ -50,8 +49,8 @@ class ImaginedRanks(Ranks):
         return [value] * self.world
 
 
-def sized(batch: Batch, tokens: int, sequences: int, values: dict[str, int] | None = None) -> Batch:
-    """Return a batch like this one, without values, of other sizes; values: S of its jagged fields."""
+def resized(batch: Batch, tokens: int, sequences: int, values: dict[str, int] | None = None) -> Batch:
+    """Return an uninitialised batch with the same fields and other sizes; values: the lengths of jagged fields."""
     lengths = {"token": tokens, "sequence": sequences, "offsets": sequences + 1}
     fields: dict[str, Any] = {
         name: torch.empty(
@@ -63,13 +62,13 @@ def sized(batch: Batch, tokens: int, sequences: int, values: dict[str, int] | No
 
 
 def part_of_a_step(batch: Batch, ranks: ImaginedRanks) -> Batch:
-    """Return a batch as one rank's part of the batch of all ranks."""
+    """Mark a batch as one rank's part of the batch of all ranks."""
     rows = torch.empty(batch.num_tokens, dtype=torch.int64)
     return dataclasses.replace(batch, rows=rows, whole=Whole(0, batch.num_tokens * ranks.data, 1.0))
 
 
 class _Rows(torch.autograd.Function):
-    """Read rows [m, columns] of a shard; the gradient is summed by sorted ids."""
+    """Read rows [m, columns] of a shard; the backward pass sorts the ids and sums the gradient of each row."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, columns: int, fused: bool) -> Tensor:
@@ -82,13 +81,13 @@ class _Rows(torch.autograd.Function):
         weight, ids = ctx.saved_tensors
         while_sorted = [torch.empty_like(ids) for _ in range(SORTING)]
         whole = torch.zeros_like(weight)
-        if not ctx.fused:  # else the optimiser steps the rows here
-            while_sorted.append(torch.empty_like(gradient))  # the sum for each row, before it is stored
+        if not ctx.fused:  # a fused optimiser updates the rows here
+            while_sorted.append(torch.empty_like(gradient))  # the sums of rows, before they are stored in `whole`
         return whole, None, None, None
 
 
 class _Exchanged(torch.autograd.Function):
-    """Send rows to the ranks that want them: a copy in their order, and what arrives."""
+    """Send rows to the ranks that requested them: allocate a copy in their order, and `count` received rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, count: int) -> Tensor:
@@ -137,7 +136,7 @@ class ImaginedTable(ShardedTable):
 
 
 class Summed(nn.Module):
-    """Stand in for DDP: a gradient moves into a bucket as large as all weights, which stays between steps."""
+    """Replace DDP: gradients are moved into persistent buckets, which are as large as all weights."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -160,7 +159,7 @@ class Summed(nn.Module):
 
 
 def imagined_unique(num_items: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what `torch.unique(x, return_inverse=True)` does for ids that are uniform draws of `num_items`."""
+    """Return a replacement of `torch.unique(x, return_inverse=True)` for ids drawn uniformly from `num_items`."""
 
     def unique(x: Tensor, *, return_inverse: bool, **options) -> tuple[Tensor, Tensor]:
         while_sorted = [torch.empty_like(x) for _ in range(SORTING - 1)]

@@ -1,6 +1,6 @@
-"""Random numbers that depend on (seed, step, row of the whole batch) alone, so that any number of ranks draws the same.
+"""Random numbers that depend only on (seed, step, row of the whole batch): the same for any number of ranks.
 
-Letters: T tokens of a rank, K numbers of a token.
+Letters: T tokens of a rank, K numbers for a token.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ def _signed(number: int) -> int:
 
 
 def mixed(x: Tensor) -> Tensor:
-    """Map int64 one to one to int64 that look random."""
+    """Map int64 one to one to int64 with well-mixed bits."""
 
     def shifted(x: Tensor, bits: int) -> Tensor:
-        return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))  # >> copies the sign, which is masked
+        return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))  # a logical shift: the copies of the sign bit are masked
 
     x = shifted(x + _signed(STEP), 30) * _signed(FIRST)
     x = shifted(x, 27) * _signed(SECOND)
@@ -29,7 +29,7 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed for torch's generators, 0 .. 2^63 - 1, computed from integers."""
+    """Mix integers into a seed for torch's generators, 0 .. 2^63 - 1."""
     x = 0
     for number in numbers:
         x = _mixed(x ^ (number % 2**64))
@@ -37,7 +37,7 @@ def seed_of(*numbers: int) -> int:
 
 
 def _mixed(x: int) -> int:
-    """Compute `mixed` of one number, 0 .. 2^64 - 1."""
+    """Compute `mixed` for a Python integer 0 .. 2^64 - 1."""
     x = (x + STEP) % 2**64
     x = (x ^ (x >> 30)) * FIRST % 2**64
     x = (x ^ (x >> 27)) * SECOND % 2**64
@@ -46,7 +46,7 @@ def _mixed(x: int) -> int:
 
 @dataclass
 class Draws:
-    """Numbers of the rows [T] of one training step; each call of `below` draws others."""
+    """Random numbers for the rows [T] of a training step; each call of `below` draws different numbers."""
 
     seed: int
     step: int
@@ -54,7 +54,7 @@ class Draws:
     calls: int = 0
 
     def below(self, limit: int | Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Draw numbers 0 .. limit - 1: shape [T, K] for each row separately, shape [K] the same on all ranks."""
+        """Draw integers 0 .. limit - 1 of shape [T, K], which depend on the row, or [K], equal on all ranks."""
         self.calls += 1
         base = seed_of(self.seed, self.step, self.calls)
         columns = torch.arange(shape[-1], device=self.rows.device)

@@ -1,6 +1,6 @@
-"""Prepare a rank's share of a loss before the forward pass: draw and look up the items of the whole batch.
+"""Compute a rank's share of a loss: draw negatives, look up items, and share the loss over the catalogue.
 
-Letters: T tokens of a rank, K negatives of a token, R rows that a rank looked up, E embedding size.
+Letters: T tokens of a rank, E embedding size.
 """
 
 from typing import Any, NamedTuple
@@ -24,14 +24,17 @@ from training.ranks.processes import Ranks
 
 
 class Prepared(NamedTuple):
-    """A rank's share of the loss, and the representations [T, E] of the batch's items where the table is sharded."""
+    """A rank's share of the loss; inputs: the representations [T, E] of the batch's items if the table is sharded."""
 
     share: Share
     inputs: Tensor | None = None
 
 
 def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: Batch, ranks: Ranks) -> Prepared:
-    """Gather the targets and negatives that a rank needs of the others; config: of a loss over items, else None."""
+    """Draw a rank's negatives, and look up all items of the step if the table is sharded, before the forward pass.
+
+    config: the options of a loss over items; None for other losses.
+    """
     embedding = model.embedding
     targets, drawn = batch.target_ids, None
     if config is not None:
@@ -40,75 +43,73 @@ def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: B
         targets = places_of(features, targets)
         pool = None
         if config.kind in ("in_batch", "mixed_negatives"):
-            pool = of_the_whole(targets + 1, batch, ranks) - 1
+            pool = gather_tokens(targets + 1, batch, ranks) - 1
         assert batch.whole is not None and batch.rows is not None
-        # Positions of one block of the whole batch get the same numbers.
+        # Positions in the same block of the whole batch get the same negatives.
         rows = batch.rows // BLOCK if config.negatives == "block" else batch.rows
         draws = Draws(seed, batch.whole.step, rows)
         drawn = draw_negatives(config, num_items, targets, pool, draws.below)
     share = Share(ranks, targets, drawn, ranks.sum((targets >= 0).sum()).clamp(min=1))
-    return Prepared(share) if embedding.sharded is None else looked_up(embedding, batch, share)
+    return Prepared(share) if embedding.sharded is None else look_up_items(embedding, batch, share)
 
 
-def looked_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared:
-    """Return the share with the rows of inputs, targets and negatives, each requested once from the ranks that have
-    them.
-    """
+def look_up_items(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared:
+    """Add the rows of inputs, targets and negatives to a share; each distinct row is requested once."""
     targets, drawn = share.targets, share.drawn
     ids_to_look_up = [batch.item_ids]
     if drawn is not None:
         trained = None if embedding.items is None else embedding.items.trained
         items_drawn = drawn.ids.flatten() if trained is None else trained[drawn.ids.flatten()]
-        # A token without a target looks up its input again: fused adam steps every row that is looked up.
+        # A token without a target looks up its input again: fused adam updates every row that is looked up, so no other
+        # row may be added.
         ids_to_look_up += [torch.where(batch.target_ids < 0, batch.item_ids, batch.target_ids), items_drawn]
     ids, rows = torch.unique(torch.cat(ids_to_look_up), return_inverse=True)
     inputs, items = embedding.of_looked_up(ids, rows[: batch.num_tokens])
     if drawn is None:
         return Prepared(share, inputs)
-    of_targets, of_negatives = rows[batch.num_tokens :].split([len(targets), drawn.ids.numel()])
+    target_rows, negative_rows = rows[batch.num_tokens :].split([len(targets), drawn.ids.numel()])
     log_q = None
     if drawn.log_q is not None:
         log_q = drawn.log_q[ids if embedding.items is None else embedding.items.place[ids].clamp(min=0)]
-    negatives = drawn._replace(ids=of_negatives.view(drawn.ids.shape).to(drawn.ids.dtype), log_q=log_q)
-    targets = torch.where(targets < 0, -1, of_targets)
+    negatives = drawn._replace(ids=negative_rows.view(drawn.ids.shape).to(drawn.ids.dtype), log_q=log_q)
+    targets = torch.where(targets < 0, -1, target_rows)
     return Prepared(share._replace(targets=targets, drawn=negatives, items=items), inputs)
 
 
-def of_the_whole(x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
-    """Return `x` [T, ...] of all ranks' tokens, in the order of the whole batch, without a gradient."""
+def gather_tokens(x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
+    """Gather `x` [T, ...] of all ranks in the order of the whole batch, without a gradient."""
     assert batch.whole is not None and batch.rows is not None
     whole = x.new_zeros(batch.whole.tokens, *x.shape[1:])
     return ranks.sum(whole.index_add_(0, batch.rows, x.detach() * batch.real.view(-1, *[1] * (x.dim() - 1))))
 
 
 class _Gathered(torch.autograd.Function):
-    """Compute `of_the_whole` with the sum of all ranks' gradients of the whole as its gradient."""
+    """Compute `gather_tokens`; the backward pass sums the ranks' gradients of the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
         ctx.batch, ctx.ranks = batch, ranks
-        return of_the_whole(x, batch, ranks)
+        return gather_tokens(x, batch, ranks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor):
-        mine = ctx.ranks.sum(gradient).index_select(0, ctx.batch.rows)
-        return mine * ctx.batch.real[:, None], None, None
+        grad_x = ctx.ranks.sum(gradient).index_select(0, ctx.batch.rows)
+        return grad_x * ctx.batch.real[:, None], None, None
 
 
 def catalogue_share(
     model: SequenceModel, config: LossConfig, out: Tensor, batch: Batch, ranks: Ranks, dtype: torch.dtype | None
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """Return this rank's shares of the loss over the whole catalogue and of its auxiliary losses; the table is sharded
-    row-wise.
+    """Return this rank's shares of the loss over the whole catalogue and of its auxiliary losses, by name.
 
-    Each rank multiplies all ranks' outputs [T, E] with its own items; the log-sum-exps are merged, and so are the
-    gradients of the outputs. Source: the vocabulary-parallel cross-entropy of Megatron-LM (Shoeybi et al., arXiv
-    1909.08053).
+    The table is sharded row-wise. Each rank multiplies the outputs [T, E] of all ranks by the items of its shard; then
+    the log-sum-exps of the ranks are merged, and in the backward pass the gradients of the outputs are summed. Source:
+    the vocabulary-parallel cross-entropy of Megatron-LM (Shoeybi et al., arXiv 1909.08053).
     """
     learned, out = model.log_temperature, out.float()
     items, first = model.embedding.local_items()
-    targets = places_of(model.embedding.items, of_the_whole(batch.target_ids + 1, batch, ranks) - 1)
+    targets = places_of(model.embedding.items, gather_tokens(batch.target_ids + 1, batch, ranks) - 1)
 
     def merge(lse: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
         top = ranks.max(lse)

@@ -1,12 +1,12 @@
-"""The processes that train one model together: a device mesh of the dimensions `data` and `context`.
+"""The processes that train a model together: a device mesh with the dimensions `data` and `context`.
 
-`context` ranks share each sequence, by a ring or by heads (models/attention/spread.py). In a ring a rank holds a part
-of each (zigzag, so that causal attention is even work), and sees the other ranks' keys. By heads it holds consecutive
-tokens of the batch, and has all tokens of some heads while attention is computed. `data` ranks have different
-sequences of a batch. Rank 0 alone writes the run's folder.
+`data` ranks have different sequences of a batch. `context` ranks share each sequence, by a ring or by heads
+(models/attention/spread.py). In a ring each rank has a part of every sequence (zigzag, which balances the work of
+causal attention) and receives the other ranks' keys and values. By heads each rank has consecutive tokens of the batch,
+but computes attention for all tokens and some of the heads. Only rank 0 writes the run's folder.
 
-A training step's loss is a sum of shares, one of each rank: a rank's sums over its own tokens, divided by counts of the
-whole batch. The gradient of the loss is the sum of the shares' gradients.
+The loss of a training step is the sum of the ranks' shares. A share is the rank's sum over its tokens, divided by a
+count over the whole batch. The gradient of the loss is the sum of the gradients of the shares.
 
 Letters: T tokens of a rank, W ranks.
 """
@@ -34,13 +34,13 @@ from training.config import RunConfig
 
 
 class Ranks:
-    """This process's place among those that torchrun started; one alone without torchrun.
+    """The ranks that torchrun started, seen from this process; a single rank without torchrun.
 
-    world, rank    of all processes
-    data           how many ranks share each batch; place: which of them this one is
-    context        how many ranks share each sequence
-    by_heads       whether they share it by heads, else by a ring
-    engine         whether batches or tables are spread over ranks (training/ranks/step.py), be it over one alone
+    world, rank          the number of processes, and the rank of this one
+    data, place          the number of ranks that share each batch, and the rank among them
+    context              the number of ranks that share each sequence
+    by_heads             whether sequences are shared by heads, otherwise by a ring
+    engine               whether batches or tables are distributed (training/ranks/step.py), even with a single rank
     """
 
     by_heads = False
@@ -56,60 +56,62 @@ class Ranks:
         self.world = self.data * self.context
         if started != self.world:
             raise ConfigError(
-                f"{'parallel' if self.engine else 'parallel.context'}: {self.world}, but {started} process(es) were "
-                f"started: torchrun --nproc-per-node {self.world} train.py ..."
+                f"{'parallel' if self.engine else 'parallel.context'}: expected {self.world} process(es), got "
+                f"{started}: start the run by torchrun --nproc-per-node {self.world} train.py ..."
             )
         if self.world == 1 and not self.engine:
             return
         gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         if not dist.is_initialized():
-            self._meet(gpu)
+            self._init_process_group(gpu)
         mesh = init_device_mesh("cuda" if gpu else "cpu", (self.data, self.context), mesh_dim_names=("data", "context"))
         self.group, self.context_group = dist.group.WORLD, mesh.get_group("context")
         self.rank, self.place = dist.get_rank(), mesh.get_local_rank("data")
         self.context_rank = mesh.get_local_rank("context")
 
     def data_parallel(self, module: nn.Module, **options) -> Any:
-        """Wrap a module in DDP, with its `options`, so that a backward pass sums the gradients of all ranks."""
+        """Wrap a module in DistributedDataParallel with these options."""
         return DistributedDataParallel(module, process_group=self.group, **options)
 
-    def _meet(self, gpu: bool) -> None:
-        """Make the process group."""
+    def _init_process_group(self, gpu: bool) -> None:
         options: dict[str, Any] = {}
         if "WORLD_SIZE" in os.environ:
             _environment_number("RANK", 0, self.world - 1)
             _environment_number("LOCAL_RANK", 0, self.world - 1)
             _environment_number("MASTER_PORT", 0, 65535)
             if not os.environ.get("MASTER_ADDR"):
-                raise ConfigError("parallel: MASTER_ADDR is not in the environment: start it by torchrun")
-            options |= _own_store(self.world)
+                raise ConfigError("parallel: MASTER_ADDR is not in the environment: start the run by torchrun")
+            options |= _store_of_this_start(self.world)
         else:
             options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         if gpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-            # Transfers come before attention kernels, which else would leave them no multiprocessor: docs/ring.md.
+            # Transfers have priority over attention kernels, which could otherwise occupy all multiprocessors: see
+            # docs/ring.md.
             options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options["timeout"] = timedelta(minutes=10)
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", **options)
 
     @property
     def first(self) -> bool:
-        """Whether this process writes what the run leaves."""
+        """Whether this process writes the run's files."""
         return self.rank == 0
 
     def share(self, count: int) -> tuple[int, int]:
-        """Return (begin, end) of this rank's part of `count` things: equal consecutive parts, the last one shorter."""
+        """Return (begin, end) of this rank's part of `count` elements, divided into consecutive parts."""
         size = -(-count // self.world)
         return min(count, self.rank * size), min(count, (self.rank + 1) * size)
 
     def sequences(self, batch: Batch) -> Batch:
-        """Return this rank's share of the sequences of a batch, or one of them as padding if it has none."""
+        """Return this rank's share of the sequences of a batch; a rank without any gets the first one as padding."""
         begin, end = self.share(batch.num_sequences)
         return batch.sequences(begin, end) if begin < end else batch.sequences(0, 1).as_padding()
 
     def cut(self, batch: Batch, num_context: int = 0) -> Batch:
-        """Return this rank's part of a batch; num_context: how many context tokens the model puts in front of each
-        sequence, which by heads the part has.
+        """Return this rank's part of a batch of shared sequences.
+
+        num_context: the number of context tokens that the model puts in front of each sequence; by heads, they are
+        inserted here.
         """
         if self.context == 1:
             return batch
@@ -127,7 +129,7 @@ class Ranks:
         return replace(batch.part(index, offsets), cut=cut)
 
     def part_of_context(self, loss: AuxLoss) -> AuxLoss:
-        """Return a loss that each rank of a context group has whole, with a part of its weight for each."""
+        """Divide the weight of a loss that every rank of a context group computes by the number of these ranks."""
         return loss._replace(weighted=loss.weighted / self.context)
 
     def sum_gradients(self, parameters: Iterable[Tensor], loss: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ class Ranks:
         gradients = []
         for p in parameters:
             if p.requires_grad:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # a rank without tokens, say
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # None e.g. on a rank without tokens
                 gradients.append(p.grad)
         flat = torch.cat([*(gradient.float().flatten() for gradient in gradients), loss.detach().float()[None]])
         dist.all_reduce(flat, group=self.group)
@@ -146,11 +148,11 @@ class Ranks:
         return flat[-1]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' `x`, without a gradient: a new tensor."""
+        """Return the sum of `x` over the ranks, a new tensor without a gradient."""
         return self._reduced(x, dist.ReduceOp.SUM)
 
     def max(self, x: Tensor) -> Tensor:
-        """Return the maximum of the ranks' `x`, without a gradient: a new tensor."""
+        """Return the maximum of `x` over the ranks, a new tensor without a gradient."""
         return self._reduced(x, dist.ReduceOp.MAX)
 
     def _reduced(self, x: Tensor, how) -> Tensor:
@@ -160,7 +162,7 @@ class Ranks:
         return x
 
     def greatest(self, *numbers: int) -> list[int]:
-        """Return the greatest of all ranks' numbers at each place, by one exchange: ranks act in the same step."""
+        """Return the maximum of each number over the ranks, with a single all-reduce."""
         return list(numbers) if self.world == 1 else self.max(torch.tensor(numbers)).tolist()
 
     def broadcast(self, value):
@@ -181,13 +183,14 @@ class Ranks:
 
 
 def consecutive(batch: Batch, rank: int, world: int, group: Any, num_context: int = 0) -> Batch:
-    """Return a rank's tokens of a batch by heads: the rank-th of equal consecutive parts.
+    """Return the part of a batch for a rank that shares sequences by heads: one of equal consecutive parts.
 
-    Its sizes do not depend on the lengths of sequences, so that nothing waits for the device.
+    The size of the part does not depend on the lengths of sequences, so that this does not wait for the device.
     """
     if num_context:
         items, (batch, places) = batch.item_ids, batch.with_context(num_context)
-        if len(items):  # context tokens look up an item beside them: a fused optimiser steps every row of a look-up
+        # Context tokens look up the item after them: a fused optimiser updates every row that is looked up.
+        if len(items):
             following = torch.bucketize(torch.arange(batch.num_tokens, device=places.device), places)
             batch.item_ids = items[following.clamp(max=len(items) - 1)]
     bounds = [part * batch.num_tokens // world for part in range(world + 1)]
@@ -206,21 +209,21 @@ def consecutive(batch: Batch, rank: int, world: int, group: Any, num_context: in
 
 
 def _environment_number(name: str, least: int, most: int) -> int:
-    """Return a number from torchrun's environment; ConfigError if it is none."""
+    """Return a number from torchrun's environment; ConfigError if it is missing or out of range."""
     text = os.environ.get(name, "")
     if not text.isdecimal() or not least <= int(text) <= most:
         raise ConfigError(
             f"parallel.context: {name} in the environment must be {least} to {most}, got {shown(text) or 'nothing'}: "
-            "start it by torchrun"
+            "start the run by torchrun"
         )
     return int(text)
 
 
-def _own_store(world: int) -> dict[str, Any]:
-    """Return arguments for the process group, so that it meets under a name that no earlier start of these ranks had.
+def _store_of_this_start(world: int) -> dict[str, Any]:
+    """Return arguments of init_process_group: a store with a prefix that differs from earlier starts of these ranks.
 
-    On one machine torchrun keeps its store when it starts ranks again, and with it the addresses at which those of
-    before listened: a rank that is late would be looked for there (torch 2.13).
+    On a single machine, torchrun keeps its store when it restarts ranks. Without a new prefix, a rank could read the
+    address of a rank of the previous start and wait for it (torch 2.13).
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not agent or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
@@ -232,7 +235,7 @@ def _own_store(world: int) -> dict[str, Any]:
 
 
 class NoLog:
-    """In place of MetricsLog where another rank writes."""
+    """A replacement of MetricsLog on ranks that do not write."""
 
     lost = False
 

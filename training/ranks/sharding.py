@@ -1,7 +1,6 @@
 """Plan the placement of the item table on ranks, and the buffers of their communication.
 
-Letters: I items, E embedding size, T tokens of a rank, K ranks that share a batch, R distinct rows that a rank looks
-up.
+Letters: T tokens of a rank.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from torchrec.distributed.planner.types import PlannerError
 from data.errors import ConfigError
 from training.config import RunConfig
 
-# The planner would warn in every process about options that it is not given here.
+# The planner warns in every process about options that are not set here.
 logging.getLogger("torchrec.distributed.planner").setLevel(logging.ERROR)
 
 GPUS_OF_A_MACHINE = 8
-RESERVED = 0.15  # share of a GPU that the planner leaves to everything but tables
+RESERVED = 0.15  # share of a GPU's memory that the planner does not use for tables
 COPIES = 4  # a weight, its gradient and AdamW's two moments
 
 
@@ -34,8 +33,8 @@ COPIES = 4  # a weight, its gradient and AdamW's two moments
 class Sharded:
     """The placement of the item table on ranks.
 
-    kind: the kind of sharding. buffers: bytes of a rank's step in transit between ranks, by name. lines: sentences
-    about the plan.
+    kind: the kind of sharding. buffers: bytes of a rank's communication buffers in a step, by name. lines: a
+    description of the placement.
     """
 
     kind: str
@@ -44,14 +43,14 @@ class Sharded:
 
 
 def data_ranks(config: RunConfig) -> int:
-    """Return K; `auto` is the number of ranks that torchrun started, or 1."""
+    """Return the number of ranks that share a batch; for `auto`, derived from the processes that torchrun started."""
     if config.parallel.data == "auto":
         return max(1, int(os.environ.get("WORLD_SIZE", 1)) // config.parallel.context)
     return config.parallel.data
 
 
 def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes: int) -> Sharded:
-    """Plan the placement of the item table on `ranks` ranks; tokens: T."""
+    """Plan the placement of the item table on `ranks` ranks; tokens: T; gpu_bytes: the memory of a GPU."""
     p = config.parallel
     lines: tuple[str, ...] = ()
     if not p.sharded:
@@ -61,17 +60,17 @@ def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes:
         kind, lines = planned(config, num_items, ranks, gpu_bytes)
     else:
         lines = tuple(shards(kind, num_items, config.model.embedding_dim, ranks))
-    row, num_ids = config.model.embedding_dim * 4, ids_wanted(config, tokens)
-    # Rows and their gradients as they arrive, and one of them as it is sent; ids while they are sorted and sent.
+    row, num_ids = config.model.embedding_dim * 4, num_looked_up(config, tokens)
+    # Received rows, received gradients, one of the two being sent, and ids while they are sorted and sent.
     buffers = {"rows looked up": 3 * distinct(num_items, num_ids) * row + 5 * 8 * num_ids}
     if config.loss.kind == "cross_entropy":
-        # All ranks' outputs, their sum over ranks, and gradients of the same size, fp32.
+        # The outputs of all ranks, their sum over ranks, and two gradients of the same size, in fp32.
         buffers["outputs of all ranks"] = 4 * tokens * ranks * row
     return Sharded(kind, buffers, lines)
 
 
 def shards(kind: str, num_items: int, size: int, ranks: int) -> Iterator[str]:
-    """Describe each rank's shard of a table [num_items, size], as torchrec cuts it."""
+    """Yield a line about each rank's shard of a table [num_items, size], as torchrec divides it."""
     block = -(-num_items // ranks) if kind == "row_wise" else num_items
     columns = size // ranks if kind == "column_wise" else size
     for rank in range(1 if kind == "table_wise" else ranks):
@@ -81,14 +80,12 @@ def shards(kind: str, num_items: int, size: int, ranks: int) -> Iterator[str]:
 
 
 def distinct(num_items: int, num_draws: int) -> int:
-    """Return the expected number of distinct items among uniform draws."""
+    """Return the expected number of distinct items in uniform draws."""
     return math.ceil(num_items * -math.expm1(-num_draws / num_items))
 
 
-def ids_wanted(config: RunConfig, tokens: int) -> int:
-    """Return the number of ids that a step with T tokens looks up: inputs and, for a sampled loss, targets and
-    negatives.
-    """
+def num_looked_up(config: RunConfig, tokens: int) -> int:
+    """Return the number of ids that a rank looks up in a step: inputs and, for sampled losses, items."""
     loss = config.loss
     if not config.task.has_item_loss or loss.kind == "cross_entropy":
         return tokens

@@ -1,6 +1,6 @@
-"""A training step over several ranks: each a part of the batch, the dense weights in DDP.
+"""Build a training step for several ranks: each has a part of the batch, and the dense weights are in DDP.
 
-The gradients of DDP are sums here, not means: the ranks' losses are shares of one.
+Gradients are summed over ranks, not averaged: the loss is the sum of the ranks' shares.
 """
 
 import warnings
@@ -28,7 +28,7 @@ from training.ranks.tables import sharded_table
 class Shares(nn.Module):
     """Map a batch to (this rank's share of the loss, its shares of the auxiliary losses by name).
 
-    The whole of a loss is one module's forward, so that DDP sees every weight that it needs.
+    Model and loss are one module's forward pass, so that DDP synchronises all weights that the loss uses.
     """
 
     def __init__(self, config: RunConfig, model: SequenceModel, ranks: Ranks):
@@ -52,46 +52,46 @@ class Shares(nn.Module):
             out, shares = self.model.raw_output(batch, inputs, shared)
         dtype = torch.bfloat16 if bf16 else None
         if inputs is not None and c.task.has_item_loss and share.drawn is None:
-            loss, of_task = catalogue_share(self.model, c.loss, out, batch, self.ranks, dtype)
+            loss, task_losses = catalogue_share(self.model, c.loss, out, batch, self.ranks, dtype)
         else:
-            loss, of_task = self.task.loss(self.model, out, batch, batch, dtype, share)
-        return loss, shares | of_task
+            loss, task_losses = self.task.loss(self.model, out, batch, batch, dtype, share)
+        return loss, shares | task_losses
 
 
 def build_shared_step(
     config: RunConfig, model: SequenceModel, device: torch.device, average: WeightAverage | None, ranks: Ranks
 ) -> tuple[torch.optim.Optimizer, Step]:
-    """Return the optimiser and the step function, as training.step.build_step does, for this rank's part of a batch.
+    """Return the optimiser and the step, like training.step.build_step, for this rank's part of a batch.
 
-    The step returns the losses of the whole batch, and `imbalance`, see data/balance.py.
+    The step returns the losses of the whole batch, and `imbalance` (see data/balance.py).
     """
     c = config.train
     table = sharded_table(model)
-    of_table = [] if table is None or table.parameter is None else [table.parameter]
-    weights = [*model.parameters(), *of_table]
+    shards = [] if table is None or table.parameter is None else [table.parameter]
+    weights = [*model.parameters(), *shards]
     optimizer = AdamW(weights, lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
     if c.compile:
         for layer in model.layers:
             layer.compile(dynamic=True)
     with warnings.catch_warnings():
-        # Torch 2.13 has another name for broadcast_buffers, which 2.11 does not know.
+        # Torch 2.13 deprecates broadcast_buffers, and torch 2.11 has no other name for it.
         warnings.simplefilter("ignore", FutureWarning)
         shares = ranks.data_parallel(
             Shares(config, model, ranks),
             device_ids=None if device.type == "cpu" else [torch.cuda.current_device()],
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            # In a phase of its own a layer may leave weights out.
+            # In an earlier phase of training a layer may not use all of its weights.
             find_unused_parameters=any(attention.phase_ends() for attention in config.model.attention),
         )
     shares.register_comm_hook(ranks.group, summed)
 
     def step(batch: Batch) -> Losses:
         assert batch.whole is not None
-        # Dropout's masks depend on the step and the rank, so that no generator's state has to be saved.
+        # Dropout masks depend on the step and the rank, so that checkpoints need no generator's state.
         seed = seed_of(config.seed, batch.whole.step, ranks.rank)
         torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":  # on a CPU torch.manual_seed keeps a note for CUDA, with a trace, in every step
+        if device.type == "cuda":  # on a CPU, torch.manual_seed would store a call for CUDA, with a traceback
             torch.cuda.manual_seed(seed)
         if table is not None:
             table.begin_step(optimizer.param_groups[0]["lr"], batch.whole.step)
@@ -102,8 +102,8 @@ def build_shared_step(
         values = {"loss": whole} | {name: one.value.detach() for name, one in aux.items()}
         sums = ranks.sum(torch.stack([value.float() for value in values.values()]))
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        if table is not None:  # a fused optimiser leaves no gradient: its table is not in the norm
-            norm = (norm**2 + ranks.sum(sum((p.grad.norm() ** 2 for p in of_table), torch.zeros_like(norm)))).sqrt()
+        if table is not None:  # with a fused optimiser the table has no gradient, and is not in the norm
+            norm = (norm**2 + ranks.sum(sum((p.grad.norm() ** 2 for p in shards), torch.zeros_like(norm)))).sqrt()
         if c.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(weights, c.clip_norm, norm)
         optimizer.step()
@@ -116,22 +116,22 @@ def build_shared_step(
 
 
 def summed(group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum gradients as DDP's communication hook, without its division by the number of ranks."""
+    """Sum gradients over ranks: a communication hook of DDP, which would otherwise average them."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
 def deal_of(config: RunConfig, ranks: Ranks) -> Deal | None:
-    """Return the division of each batch among the ranks; None where each rank has all of it."""
+    """Return how batches are divided among the ranks; None if each rank has whole batches."""
     if not ranks.engine:
         return None
     return Deal(ranks.place, ranks.data, token_work(config.model), config.parallel.balance)
 
 
 def token_work(model: ModelConfig) -> float:
-    """Return a token's work in the layer's linear maps, in units of the attention work of a pair of tokens."""
+    """Return the work of a layer's linear maps for a token, relative to that of attention for a pair of tokens."""
     sizes, size = model.layer_sizes, model.embedding_dim
-    pair = sizes.num_heads * (sizes.attention_dim + sizes.linear_dim) / 2  # causal: half of the pairs
+    pair = sizes.num_heads * (sizes.attention_dim + sizes.linear_dim) / 2  # half of the pairs are masked
     linear = size * sizes.num_heads * (2 * sizes.attention_dim + 3 * sizes.linear_dim)
     linear += (2 if model.block == "transformer" else 3) * size * (model.feed_forward_dim or 0)
     return linear / pair

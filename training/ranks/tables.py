@@ -1,4 +1,4 @@
-"""The item table cut over the ranks by torchrec's DistributedModelParallel.
+"""The item table sharded over ranks by torchrec's DistributedModelParallel.
 
 Letters: I items, E embedding size, n ids that are looked up; rows and columns are those of a rank's shard.
 """
@@ -22,25 +22,26 @@ from training.ranks.processes import Ranks
 if TYPE_CHECKING:
     from torchrec.distributed.model_parallel import DistributedModelParallel
 
-# torchrec logs each of its choices. It takes seconds to import, so that only functions do.
+# torchrec logs each of its choices. It is imported inside functions, since this takes seconds.
 logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
 
-BLOCK = 2**22  # numbers of the table that are drawn or moved at a time
+BLOCK = 2**22  # elements of the table that are initialised or copied at a time
 
 
 class ShardedTable:
-    """The rows of all items, of which each rank has some rows or some columns; not one of a model's modules.
+    """The item table, of which each rank has some rows or some columns; it is not a submodule of the model.
 
     kind         row_wise, table_wise or column_wise
-    begin, end   (first row, first column) and the ends of this rank's shard; equal where it has none
+    begin, end   (first row, first column) of this rank's shard and the ends of both; equal if the rank has no shard
     weight       [rows, columns], this rank's shard
-    parameter    what an optimiser steps: the shard's numbers, flat; None for a rank without, and with a fused optimiser
+    parameter    the flattened shard, for the optimiser; None without a shard or with a fused optimiser
+    kernel       fbgemm's module of the shard; None without a shard
     """
 
     def __init__(self, config: RunConfig, num_items: int, ranks: Ranks, device: torch.device):
         p, size = config.parallel, config.model.embedding_dim
         if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())  # torchrec compares devices with shards' places
+            device = torch.device("cuda", torch.cuda.current_device())  # torchrec compares it with devices of shards
         from torchrec.distributed.comm_ops import set_gradient_division
 
         self.ranks, self.device, self.num_items, self.size, self.fused = ranks, device, num_items, size, p.fused
@@ -52,13 +53,13 @@ class ShardedTable:
             self.kind, _ = planned(config, num_items, ranks.world, memory)
         if self.kind == "column_wise" and size % (4 * ranks.world):
             raise ConfigError(
-                f"parallel.embedding: column_wise cuts model.embedding_dim={size} into {ranks.world} parts, each of "
-                "which must be a multiple of 4"
+                f"parallel.embedding: column_wise divides model.embedding_dim={size} into {ranks.world} parts, which "
+                "must be multiples of 4"
             )
-        set_gradient_division(False)  # the ranks' losses are shares of one
-        with torch.random.fork_rng(devices=[]):  # torchrec draws first rows, which `fill` overwrites
+        set_gradient_division(False)  # gradients are summed, since the loss is the sum of the ranks' shares
+        with torch.random.fork_rng(devices=[]):  # torchrec initialises the rows, which `fill` overwrites
             self.module = self._sharded(config)
-        # torchrec 1.8 has no public way to a shard's module.
+        # torchrec 1.8 has no public access to the module of a shard.
         modules = [module for lookup in self.module.module._lookups for module in lookup._emb_modules]
         self.begin: tuple[int, int] = (0, 0)
         self.end: tuple[int, int] = (0, 0)
@@ -73,13 +74,13 @@ class ShardedTable:
         self.kernel, shape = modules[0]._emb_module, [e - b for b, e in zip(self.begin, self.end)]
         if self.fused:
             self.weight = self.kernel.split_embedding_weights()[0]
-            if not len(self.weight):  # fbgemm refuses to look up in a table without rows on a CPU
+            if not len(self.weight):  # on a CPU, fbgemm raises an error for a table without rows
                 no_rows = torch.empty(0, size, device=device, requires_grad=True)
                 modules[0].forward = lambda features: F.embedding(features.values().long(), no_rows)
             return
         self.parameter = self.kernel.weights
         self.weight = self.parameter.detach().view(shape)
-        # The dense kernel of fbgemm 1.8 sums the ids of each length on a CPU, though no pooling is requested.
+        # On a CPU, the dense kernel of fbgemm 1.8 pools rows although no pooling is requested.
         modules[0].forward = lambda features: F.embedding(features.values().long(), self.parameter.view(shape))
 
     def _sharded(self, config: RunConfig) -> "DistributedModelParallel":
@@ -119,7 +120,7 @@ class ShardedTable:
         )
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Return the rows [n, E] of the items `ids` [n] int64; all ranks must call it, each with own ids or none."""
+        """Return the rows [n, E] of the items `ids` [n] int64; all ranks must call this, each with its ids or none."""
         from torchrec import KeyedJaggedTensor
 
         lengths = torch.ones_like(ids) if len(ids) else ids.new_zeros(1)
@@ -132,15 +133,15 @@ class ShardedTable:
 
     @torch.no_grad()
     def between(self, begin: int, end: int) -> Tensor:
-        """Return the rows begin .. end - 1, [end - begin, E]; all ranks must call it, each with its own range."""
+        """Return the rows begin .. end - 1, [end - begin, E]; all ranks must call this, each with its range."""
         if self.kind == "row_wise" and (begin, end) == (self.begin[0], self.end[0]):
             return self.weight
         return self.look_up(torch.arange(begin, end, device=self.device))
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first item, rows [R, E]) of all items, block by block; ranks but the first get blocks without rows.
+        """Yield (first item, rows [R, E]) of all items in blocks; on ranks other than the first, R is 0.
 
-        All ranks must walk through all blocks.
+        All ranks must iterate over all blocks.
         """
         step = rows_in_a_block(self.size)
         for begin in range(0, self.num_items, step):
@@ -149,7 +150,7 @@ class ShardedTable:
 
     @torch.no_grad()
     def fill(self, rows: Callable[[int, int], Tensor]) -> None:
-        """Fill the shard, a block at a time; rows(begin, end): those rows of the whole table, [end - begin, E]."""
+        """Fill the shard block by block; rows(begin, end): returns rows of the whole table, [end - begin, E]."""
         step = rows_in_a_block(self.size)
         for first in range(self.begin[0] // step * step, self.end[0], step):
             last = min(self.num_items, first + step)
@@ -159,9 +160,9 @@ class ShardedTable:
 
     @torch.no_grad()
     def take(self, rows: Callable[[int, int], Tensor], ids: Tensor, places: Tensor) -> None:
-        """Copy rows `places` of another table to the items `ids` of this shard, a block at a time.
+        """Copy the rows `places` of another table to the items `ids`, as far as they are in this shard, block by block.
 
-        rows(begin, end): those rows of the other table, [end - begin, E]. ids, places: [n] int64 on the CPU.
+        rows(begin, end): returns rows of the other table, [end - begin, E]. ids, places: [n] int64 on the CPU.
         """
         is_local = (ids >= self.begin[0]) & (ids < self.end[0])
         places, order = places[is_local].sort()
@@ -175,10 +176,9 @@ class ShardedTable:
             self.weight[ids[low:high].to(self.weight.device)] = block.to(self.weight)
 
     def draw(self, trained: Tensor | None) -> None:
-        """Fill the shard at random, each block of rows with its own seed: the values differ from those of a whole
-        table.
+        """Initialise the shard randomly, each block of rows with another seed; an unsharded table has other values.
 
-        trained: [I] bool, which items training saw; the others' rows are zero.
+        trained: [I] bool, whether an item has training events; the rows of other items are zero.
         """
 
         def rows(begin: int, end: int) -> Tensor:
@@ -197,26 +197,26 @@ class ShardedTable:
         return {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
 
     def begin_step(self, lr: float, step: int) -> None:
-        """Set the learning rate of a fused optimiser and the number of steps before this one."""
+        """Set the learning rate and the number of completed steps of a fused optimiser."""
         if self.fused and self.kernel is not None:
             self.kernel.set_learning_rate(lr)
-            # fbgemm counts look-ups, those of evaluation too, and adam's bias correction takes their number.
+            # fbgemm counts every look-up as a step, also in evaluation; adam's bias correction uses this count.
             self.kernel.iter.fill_(step)
             self.kernel.iter_cpu.fill_(step)
 
 
 def sharded_table(model: SequenceModel) -> ShardedTable | None:
-    """Return the model's item table if it is cut over ranks, else None."""
+    """Return the model's item table if it is sharded, else None."""
     return cast(ShardedTable | None, model.embedding.sharded)
 
 
 def rows_in_a_block(size: int) -> int:
-    """Return the number of rows of `size` numbers that are moved at a time."""
+    """Return the number of rows of `size` elements in a block."""
     return max(1, BLOCK // size)
 
 
 def fused_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of fbgemm's optimiser; ConfigError if it does not offer the configured one."""
+    """Return the arguments of fbgemm's optimiser; ConfigError if it does not support the configured one."""
     if config.parallel.fused is None:
         return {}
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -224,7 +224,7 @@ def fused_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
     if config.parallel.fused == "rowwise_adagrad":
         return {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": config.train.lr, "eps": 1e-8}
     if device.type == "cpu":
-        raise ConfigError("parallel.fused: fbgemm has no adam on a CPU: take rowwise_adagrad")
+        raise ConfigError("parallel.fused: fbgemm has no adam on a CPU: use rowwise_adagrad")
     beta1, beta2 = config.train.betas
     return {
         "optimizer": EmbOptimType.ADAM,

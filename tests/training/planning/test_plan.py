@@ -1,6 +1,7 @@
-"""Test `train.py --plan`: its sums against a model and an optimiser that exist, and against what autograd keeps.
+"""Test `train.py --plan` against the sizes of a real model and optimiser, and of the tensors that autograd saves.
 
-The plan is made in processes of their own: an imagined GPU leaves fakes behind, and Triton's interpreter is off there.
+Plans are made in separate processes: after an imitated GPU some cached tensors are fake, and Triton's interpreter must
+be off.
 """
 
 import json
@@ -43,8 +44,8 @@ RANKS = {
 }
 RANKING = ["task={kind: ranking, actions: [{name: liked, at_least: 1}]}", "data.protocol=last_tenth", "loss={}"]
 RANKING += ["data.synthetic.actions=true", "data.synthetic.mean_length=40"]
-# Prints what is planned for each case, a list of overrides, beside what autograd keeps of one forward pass; the
-# prediction for RECORD; and what train.py --plan prints.
+# Prints the plan of each case (a list of overrides) with the bytes that autograd saves in a forward pass, then the
+# prediction for RECORD, then the output of train.py --plan.
 SCRIPT = """
 import json, sys
 from dataclasses import asdict
@@ -60,35 +61,36 @@ CONFIG, RECORD, PROGRAM, *CASES = sys.argv[1:]
 for case in CASES:
     data = open_data(load_config(CONFIG, json.loads(case)), device=torch.device("cpu"))
     saved = {}
-    def recorded(*given):
-        optimizer, step = build_step(*given)
+    def recorded(*arguments):
+        optimizer, step = build_step(*arguments)
         def counted(batch):
             saved.clear()
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 return step(batch)
-        own.update(p.untyped_storage()._cdata for p in given[1].parameters())
+        parameters.update(p.untyped_storage()._cdata for p in arguments[1].parameters())
         return optimizer, counted
     def keep(x):
         key = x.untyped_storage()._cdata
-        if key not in own:
+        if key not in parameters:
             saved[key] = x.untyped_storage().nbytes()
         return x
-    own = set()
-    found = planning.plan(data.config, data, recorded, planning.GPU_BYTES)
-    print(json.dumps(asdict(found) | {"peak": found.peak, "training_peak": found.training_peak,
-                                      "saved": sum(saved.values())}))
+    parameters = set()
+    plan = planning.plan(data.config, data, recorded, planning.GPU_BYTES)
+    print(json.dumps(asdict(plan) | {"peak": plan.peak, "training_peak": plan.training_peak,
+                                     "saved": sum(saved.values())}))
 print(json.dumps(scale_tables.predicted(json.loads(RECORD))), flush=True)
 sys.exit(train.main([CONFIG, "--plan", *json.loads(PROGRAM)]))
 """
-# What benchmarks/scale.py writes of two ranks, as far as the prediction reads it.
+# A record of benchmarks/scale.py for two ranks, with the keys that the prediction reads.
 RECORD = {"case": "whole", "overrides": ["train.cuda_graphs=true", "parallel.data=auto", "parallel.embedding=row_wise"]}
 RECORD |= {"items": 100_000, "ranks": 2, "steps": 2, "largest": [2000, 16], "before": 0}
 RECORD["overrides"] += ["model.embedding_dim=128", "loss={kind: cross_entropy}", "train.batch_size=16"]
 
 
 def planned(program: list[str], *cases: list[str]) -> list:
-    """Return the plan of each case, overrides of the synthetic configuration, as a dict; RECORD's predicted peak; and
-    the lines of train.py --plan with the arguments `program`.
+    """Return the plan of each case as a dict, the predicted peak of RECORD, and the output lines of train.py --plan.
+
+    program: arguments of train.py --plan. cases: overrides of the synthetic configuration.
     """
     environ = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml", json.dumps(RECORD), json.dumps(program)]
@@ -121,7 +123,7 @@ def plans(tmp_path_factory, runs) -> dict:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
-    few = "train.batch_size=2"  # what stays from step to step depends on none
+    few = "train.batch_size=2"  # these sizes do not depend on it
     config = load_config(ROOT / "configs/synthetic-hstu.yaml", [SMALL, *KINDS[kind], few])
     data = open_data(config, device=torch.device("cpu"))
     model = build_model(data.config, data.vocabulary, data.device)
@@ -140,18 +142,18 @@ def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_activations_are_what_autograd_keeps(plans, kind):
+def test_activations_are_those_that_autograd_saves(plans, kind):
     plan = plans[kind]
     activations = sum(plan["activations"].values())
-    # A batch's plan, which autograd does not save, is held beside what it saves.
+    # The plan of a batch is allocated too, but not saved by autograd.
     assert 0.98 * plan["saved"] < activations <= 1.6 * plan["saved"]
     assert any(name.startswith(f"attention {kind}") for name in plan["activations"])
     assert activations < plan["step"] < plan["training_peak"] <= plan["peak"]
 
 
-def test_recomputed_layers_keep_their_inputs_alone(plans):
+def test_recomputed_layers_save_only_their_inputs(plans):
     dense, plan = plans["dense"], plans["recomputed"]
-    # Two layers' outputs, in place of all between; the batch's plan, which attention makes, remains.
+    # Only the outputs of two layers are saved; the plan of the batch, which attention makes, remains.
     assert plan["activations"]["layers without attention"] < 1.1 * 2 * plan["tokens"] * 64 * 4
     assert plan["saved"] < 0.3 * dense["saved"] and plan["step"] < 0.7 * dense["step"]
     assert plan["persistent"] == dense["persistent"]
@@ -163,26 +165,27 @@ def test_ranks_share_batch_and_table(plans):
     assert replicated["tokens"] < one["tokens"] / 3 and replicated["step"] < one["step"]
     assert replicated["persistent"]["weights"] == one["persistent"]["weights"]
     table, quarter = 4000 * 64 * 4, 1000 * 64 * 4
-    for name, of_table, of_shard, of_fused in (
+    for name, table_bytes, shard_bytes, fused_bytes in (
         ("weights", table, quarter, quarter),
         ("gradients", table, quarter, 0),
         ("optimiser", 2 * table, 2 * quarter, 1000 * 4),
     ):
-        rest = one["persistent"][name] - of_table
+        rest = one["persistent"][name] - table_bytes
         for plan in (sharded, column):
-            assert plan["persistent"][name] - of_shard == pytest.approx(rest, abs=16)  # the optimiser's count of steps
-        assert fused["persistent"][name] - of_fused == pytest.approx(rest, abs=16)
+            # abs: the optimiser's count of steps
+            assert plan["persistent"][name] - shard_bytes == pytest.approx(rest, abs=16)
+        assert fused["persistent"][name] - fused_bytes == pytest.approx(rest, abs=16)
     assert sharded["sharded"]["kind"] == "row_wise" and len(sharded["sharded"]["lines"]) == 5
     assert fused["sharded"]["lines"][3] == "  item table on rank:3: rows 3,000 .. 3,999, 64 columns from 0 on"
     assert column["sharded"]["lines"][3] == "  item table on rank:3: rows 0 .. 3,999, 16 columns from 48 on"
     assert "outputs of all ranks" in whole["sharded"]["buffers"]
-    # The shard's gradient of the look-up meets the loss's.
+    # The shard has two gradients for a while, of the look-up and of the loss.
     assert whole["step"] > sharded["step"] + quarter
 
 
 def test_a_measured_step_of_ranks_is_predicted(plans):
     shard, workspaces = 50_000 * 128 * 4, 64 * 2**20
-    # A weight, its gradient from two sides, two moments; and rows, activations.
+    # A weight, two gradients, two moments; in addition rows and activations.
     assert 5 * shard < plans["record"] - workspaces < 7 * shard
 
 
@@ -193,7 +196,7 @@ def test_ranking_has_a_plan(plans):
 
 def test_features_have_a_plan(plans):
     dense, one, sharded, whole = (plans[name] for name in ("dense", *(key for key in plans if "features" in key)))
-    for plan in (one, sharded, whole):  # a table of a group's rows, and items without an event
+    for plan in (one, sharded, whole):  # the table has rows for 7 groups, and for items without an event
         assert plan["persistent"]["weights"] > dense["persistent"]["weights"] + 7 * 64 * 4
         assert plan["activations"] and plan["evaluation"] > 0
     assert sharded["persistent"]["optimiser"] == one["persistent"]["optimiser"]
@@ -201,11 +204,11 @@ def test_features_have_a_plan(plans):
 
 def test_program_prints_the_plan_and_makes_no_run(plans, runs):
     printed = "\n".join(plans["program"])
-    assert "MiB of 81,920 on a GPU" in printed and "most at a time, evaluations included" in printed
+    assert "MiB, of 81,920 MiB on a GPU" in printed and "peak, including evaluations" in printed
     assert not list(runs.iterdir())
 
 
-def test_meter_counts_what_lives():
+def test_meter_counts_live_tensors():
     with Meter() as meter:
         meter.part = "first"
         x = torch.zeros(1000)
@@ -219,7 +222,7 @@ def test_meter_counts_what_lives():
     assert y.sum() == 1000
 
 
-def test_docs_carry_the_table_of_the_model():
+def test_docs_have_the_figures_of_the_model():
     page = (ROOT / "docs/scaling.md").read_text()
     for gpus in (8, 64, 1024):
         separate, shared, fused, whole = (scaling.step(scaling.SETTINGS[n], gpus, 65_536, 10**8) for n in (0, 2, 3, 4))
@@ -237,7 +240,7 @@ def test_docs_carry_the_table_of_the_model():
     assert "".join(scaling.users(10**8, 10**10, 10**8)).endswith("38 GB for a machine of 8 GPUs.")
 
 
-def test_weak_scaling_is_by_tokens_of_a_gpu(tmp_path):
+def test_weak_scaling_is_computed_from_tokens_per_gpu(tmp_path):
     record = {"case": "large", "items": 10, "imbalance": 1.0, "peaks": [None]}
     lines = [record | {"how": "captured", "ranks": 1, "queued": 4.0, "tokens": 100.0}]
     lines += [record | {"how": "shared", "ranks": 1, "queued": 5.0, "tokens": 100.0}, {"case": "whole", "error": "..."}]
@@ -248,13 +251,13 @@ def test_weak_scaling_is_by_tokens_of_a_gpu(tmp_path):
     assert row == ["large", "10", "108", "4.00", "", "5.00", "2", "6.00", "90.0%", "1.0000"]
 
 
-def test_the_model_takes_a_measured_exchange(tmp_path):
+def test_the_exchange_is_fitted_to_measurements(tmp_path):
     path, gigabytes = tmp_path / "scale.jsonl", {"large": 1.7716e6 * 200 / 1e9, "fused": 1.9125e6 * 512 / 1e9}
     lines = []
     for case, items in (("large", 10**7), ("fused", 5 * 10**7)):
-        # Half of these rows come from the other rank, and as many gradients go: in 3 ms, and 1 ms for each 0.1 GB.
+        # Half of the rows are received, and as many gradients are sent: in 3 ms plus 1 ms for each 0.1 GB.
         exchange = 3 + 10 * gigabytes[case]
-        # The other rank has half of the table, whose optimiser takes no time if it is fused.
+        # The other rank updates half of the table; a fused optimiser takes no time.
         spared = 1e3 * 9 * 5e6 * 200 / scaling.COPY if case == "large" else 0
         overrides = [*scale_tables.CASES[case].overrides, *scale_tables.CASES[case].shared, "parallel.data=2"]
         record = {"case": case, "how": "shared", "items": items, "device": "NVIDIA H200", "overrides": overrides}

@@ -1,11 +1,11 @@
-"""Random numbers that every rank draws alike."""
+"""Test random numbers that are equal on all ranks."""
 
 import torch
 
 from training.ranks.draws import Draws, mixed, seed_of
 
 
-def test_draws_depend_on_the_row_alone():
+def test_draws_depend_only_on_the_row():
     rows = torch.randperm(1000)
     whole = Draws(7, 3, torch.arange(1000)).below(97, (1000, 16))
     part = Draws(7, 3, rows[:300]).below(97, (300, 16))
@@ -16,13 +16,13 @@ def test_draws_depend_on_the_row_alone():
     assert all((one.below(10**9, (1000, 16)) == Draws(7, 3, rows).below(10**9, (1000, 16))).sum() < 3 for one in other)
     draws = Draws(7, 3, rows)
     assert (draws.below(10**9, (1000, 2)) == draws.below(10**9, (1000, 2))).sum() < 3
-    # Uniform: chi-square of 97 bins over 16,000 numbers, five deviations of it.
+    # Uniform: the chi-square statistic of 97 bins and 16,000 numbers is within five standard deviations.
     counts = torch.bincount(whole.flatten(), minlength=97).double()
     assert ((counts - 16000 / 97) ** 2 / (16000 / 97)).sum() < 96 + 5 * (2 * 96) ** 0.5
 
 
 def test_mixed_is_splitmix64():
-    """Its first numbers from the seed 1234567, as published with the reference implementation."""
+    """The first numbers for the seed 1234567 are those published with the reference implementation."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     state = [1234567 + step * 0x9E3779B97F4A7C15 for step in range(3)]
     actual = mixed(torch.tensor([(x + 2**63) % 2**64 - 2**63 for x in state]))

@@ -1,4 +1,4 @@
-"""The loss of ranks that share a batch."""
+"""Test the loss of ranks that share a batch."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +11,14 @@ from models.losses import Negatives, Share
 from models.options import LossConfig
 from tests.training.ranks.test_tables import Shard
 from training.config import load_config
-from training.ranks.losses import looked_up, prepare
+from training.ranks.losses import look_up_items, prepare
 from training.ranks.processes import Ranks
 
 CONFIG = Path(__file__).parents[3] / "configs/synthetic-hstu.yaml"
 
 
 def test_ranks_look_up_the_items_that_one_process_looks_up():
-    # Fused adam moves every row that is looked up, so an idle rank must not ask for any other.
+    # Fused adam updates every row that is looked up, so an idle rank must not look up any other row.
     table, id_sets = Shard((0, 0), (101, 8)), []
     table.look_up = lambda ids: id_sets.append(set(ids.tolist())) or table.weight[ids]
     model = embedding.InputEmbedding(101, 0, 8, 5, 0.0, table=table)
@@ -28,11 +28,11 @@ def test_ranks_look_up_the_items_that_one_process_looks_up():
     parts = [batch, batch.sequences(0, 1), batch.sequences(1, 2), batch.sequences(0, 1).as_padding()]
     for part, negatives in zip(parts, ([20, 21, 22, 23, 24], [20, 21, 22], [23, 24], [20, 21, 22])):
         drawn = Negatives(torch.tensor(negatives)[:, None])
-        looked_up(model, part, Share(None, part.target_ids, drawn, torch.tensor(4)))
+        look_up_items(model, part, Share(None, part.target_ids, drawn, torch.tensor(4)))
     assert id_sets[0] == {3, 4, 7, 8, 9, 11, *range(20, 25)} == id_sets[1] | id_sets[2] and id_sets[3] < id_sets[0]
 
 
-def test_a_rank_draws_for_its_tokens_what_their_blocks_of_the_whole_batch_draw():
+def test_a_rank_draws_the_negatives_of_its_blocks_in_the_whole_batch():
     model = SimpleNamespace(embedding=embedding.InputEmbedding(1000, 0, 8, 300, 0.0))
     config, ranks = LossConfig(negatives="block", num_negatives=4), Ranks(load_config(CONFIG, []))
     drawn = []

@@ -1,4 +1,4 @@
-"""Ranks that share a batch: their sequences, and what they refuse."""
+"""Test ranks that share a batch: their sequences, and options that cannot be combined."""
 
 from pathlib import Path
 
@@ -22,16 +22,16 @@ def test_some_sequences_of_a_batch():
     (batch,) = Batches(dataset, split, batch_size=7, **options).epoch(0)
     parts = list(Batches(dataset, split, batch_size=2, **options).epoch(0))
     for number, part in enumerate(parts):
-        mine = batch.sequences(2 * number, min(7, 2 * number + 2))
+        actual = batch.sequences(2 * number, min(7, 2 * number + 2))
         for name in ("item_ids", "target_ids", "seq_offsets", "users", "seen_items", "seen_offsets", "real"):
-            assert torch.equal(getattr(mine, name), getattr(part, name)), name
+            assert torch.equal(getattr(actual, name), getattr(part, name)), name
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["parallel.data=0"], "expected auto or an integer of at least 1"),
-        (["parallel.embedding=column_wise", "loss.kind=cross_entropy"], "takes replicated or row_wise"),
+        (["parallel.embedding=column_wise", "loss.kind=cross_entropy"], "expected replicated or row_wise"),
         (["parallel.fused=adam"], "parallel.fused: needs a sharded table"),
         (
             ["parallel.embedding=row_wise", "parallel.fused=adam", "loss.kind=cross_entropy"],
@@ -40,11 +40,11 @@ def test_some_sequences_of_a_batch():
         (["parallel.embedding=row_wise", "parallel.fused=adam", "train.clip_norm=1"], "train.clip_norm"),
         (
             ["parallel.embedding=row_wise", "loss.kind=cross_entropy", "loss.label_smoothing=.1"],
-            "label_smoothing takes",
+            "expected replicated with loss.label_smoothing",
         ),
         (["parallel.embedding=row_wise", "model.table_dtype=bfloat16"], "model.table_dtype must be float32"),
     ],
 )
-def test_what_ranks_cannot_have_is_refused(overrides, message):
+def test_options_that_do_not_fit_several_ranks_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(SYNTHETIC, overrides)

@@ -1,4 +1,4 @@
-"""Shards of the item table: how they begin, and which rows they have."""
+"""Test shards of the item table: their initial values and their rows."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from training.ranks import tables
 
 
 class Shard(tables.ShardedTable):
-    """A shard alone, without torchrec."""
+    """A shard without torchrec."""
 
     def __init__(self, begin, end):
         self.num_items, self.size, self.begin, self.end = 101, 8, begin, end
@@ -19,7 +19,7 @@ class Shard(tables.ShardedTable):
 
 
 @pytest.mark.parametrize("drawn_whole", [10**6, 0])
-def test_a_shard_begins_as_its_part_of_the_table(drawn_whole, monkeypatch):
+def test_a_shard_is_initialised_like_its_part_of_the_table(drawn_whole, monkeypatch):
     monkeypatch.setattr(tables, "BLOCK", 256)
     monkeypatch.setattr(embedding, "DRAWN_WHOLE", drawn_whole)
     shards = [Shard((0, 0), (101, 8)), Shard((40, 2), (90, 6)), Shard((90, 0), (101, 8))]
@@ -36,7 +36,7 @@ def test_a_shard_begins_as_its_part_of_the_table(drawn_whole, monkeypatch):
         assert torch.equal(plain.item_weight, whole) and torch.equal(plain.position, positions[0])
 
 
-def test_look_ups_of_evaluation_are_no_steps_of_a_fused_optimiser():
+def test_look_ups_in_evaluation_are_not_steps_of_a_fused_optimiser():
     shard, ids = Shard((0, 0), (101, 8)), torch.tensor([3, 5])
     table = (101, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)
     shard.kernel = SplitTableBatchedEmbeddingBagsCodegen([table], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)

@@ -1,4 +1,4 @@
-"""Measure (`train.py --dry-run`) or predict (`--plan`) the time and memory of a run, and save nothing."""
+"""Measure the time and memory of a run (`train.py --dry-run`) or predict its memory (`--plan`), without saving it."""
 
 import resource
 import time
@@ -11,23 +11,23 @@ from cli.terminal import duration, terminal
 from training.config import RunConfig
 from training.ranks.processes import Ranks
 from training.run import open_data
-from training.setup import introduce, set_up
+from training.setup import print_summary, set_up
 from training.step import build_step, phase_at
 
-REHEARSED = 3  # steps of a dry run that are timed
+TIMED_STEPS = 3
 
 
-def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
-    """Do a dry run: prepare the data, make and measure a few steps, save nothing."""
-    interrupts.stage = "rehearsing; nothing was written but prepared data"
+def dry_run(config: RunConfig, interrupts: Interrupts) -> None:
+    """Prepare the data, and print the time and memory of a few steps."""
+    interrupts.stage = "dry run; only prepared data were written"
     ranks = Ranks(config)
     terminal.quiet |= not ranks.first
     parts = set_up(config, ranks)
     config, data = parts.config, parts.data
-    introduce(config, data, parts.model, len(parts.batches), "none, this is a dry run")
+    print_summary(config, data, parts.model, len(parts.batches), "none, this is a dry run")
     seconds = []
     for number, batch in enumerate(parts.batches.epoch(0)):
-        if number > REHEARSED:
+        if number > TIMED_STEPS:
             break
         began = time.monotonic()
         parts.step(replace(batch, phase=phase_at(config, 0)))["loss"].item()
@@ -43,15 +43,15 @@ def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
     )
 
 
-def tell_plan(config: RunConfig, gpu_gib: float | None, interrupts: Interrupts) -> None:
-    """Print the predicted memory of each GPU; only the data are prepared.
+def print_plan(config: RunConfig, gpu_gib: float | None, interrupts: Interrupts) -> None:
+    """Prepare the data, and print the predicted memory of each GPU.
 
-    gpu_gib: GiB of a GPU's memory; absent, that of this machine's first GPU.
+    gpu_gib: GiB of a GPU's memory; None: that of this machine's first GPU.
     """
     # Importing torchrec's planner takes a second.
     from training.planning.plan import describe, memory_of_a_gpu, plan
 
-    interrupts.stage = "planning; nothing was written but prepared data"
+    interrupts.stage = "planning; only prepared data were written"
     data = open_data(config, device=torch.device("cpu"))
     gpu_bytes = memory_of_a_gpu() if gpu_gib is None else int(gpu_gib * 2**30)
     for line in describe(plan(data.config, data, build_step, gpu_bytes), data.config, gpu_bytes):
