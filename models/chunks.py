@@ -1,4 +1,4 @@
-"""Sum over rows a chunk at a time, if the intermediates of all rows would not fit into memory."""
+"""Sum a function over chunks of rows, for rows whose intermediates together would not fit into memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 from hstu_sparse.core.registration import once_only
 
-# Numbers in the largest tensor of one chunk, so that it fits into a core's cache or a small part of a GPU's memory.
+# Elements of the largest tensor of a chunk, which fits into a core's cache or a small part of a GPU's memory.
 CHUNK = {"cpu": 2**21, "cuda": 2**26}
 
 
@@ -17,10 +17,10 @@ def chunk_size(x: torch.Tensor) -> int:
 
 
 class ChunkedSum(torch.autograd.Function):
-    """Sum function(chunk of the first `rowwise` tensors, all others whole) over chunks of `rows` rows.
+    """Sum function(*tensors) over chunks of `rows` rows of the first `rowwise` tensors; the others are passed whole.
 
-    The gradients are computed in the forward pass, so that no chunk's intermediates outlive it; there is no second
-    derivative. Tensors may be None; floating-point ones have gradients.
+    Gradients are computed in the forward pass, so that the intermediates of one chunk are in memory at a time; there is
+    no second derivative. Tensors may be None; floating-point tensors have gradients.
     """
 
     @staticmethod

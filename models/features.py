@@ -1,8 +1,9 @@
-"""Hold the tables of features of items, users and events; torchrec holds the tables.
+"""Embed features of items, users and events with torchrec's tables.
 
-A feature of an item, user or event is the mean of the rows of its values; features are added up. A missing value adds
-nothing. Letters: R rows (tokens, items or users), F features, L greatest number of values of a row, S values, I items,
-W items with a training event, E embedding size, T tokens, B sequences.
+The embedding of a feature is the mean of the rows of its values, zero if it has none; features are added up.
+
+Letters: R rows (tokens, items or users), F features, L greatest number of values of a row, S values, I items, W items
+with a training event, E embedding size, T tokens, B sequences.
 """
 
 import functools
@@ -25,31 +26,27 @@ from models.vectors import ItemVectors
 
 
 def convert_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give a module new parameters of this dtype, which `module.to` cannot do for fake tensors (`train.py --plan`)."""
+    """Convert parameters to a dtype, fake tensors included (`train.py --plan`), for which `module.to` fails."""
     for part in module.modules():
         for name, weight in part.named_parameters(recurse=False):
             part.register_parameter(name, nn.Parameter(weight.detach().to(dtype)))
 
 
 def truncated_normal_(weight: Tensor, std: float) -> Tensor:
-    """Fill `weight` from a normal distribution of deviation `std`, truncated at two deviations (then 0.88 * std)."""
+    """Fill `weight` from a normal distribution with standard deviation `std` that is truncated at 2 * std."""
     return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 class Bags(NamedTuple):
-    """The values of one feature of R rows: indices into its table [S], their weights [S], and the number of each row
-    [R].
-    """
+    """The values of a feature of R rows: indices into its table [S], weights [S], the number of values per row [R]."""
 
     values: Tensor
     weights: Tensor
     lengths: Tensor
 
     @classmethod
-    def of_padded(cls, rows: Tensor) -> "Bags":
-        """Build bags of rows [R, L] int64, -1 for a missing value: each bag has L values, missing ones have weight
-        0.
-        """
+    def from_padded(cls, rows: Tensor) -> "Bags":
+        """Build bags from rows [R, L] int64, padded with -1: each bag has L values, those of padding with weight 0."""
         present = rows >= 0
         weights = present / present.sum(1, keepdim=True).clamp(min=1)
         lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int64, device=rows.device)
@@ -57,7 +54,7 @@ class Bags(NamedTuple):
 
 
 class FeatureTables(nn.Module):
-    """A table for each feature; its first row, the unknown one, starts at zero, the others truncated normal."""
+    """A table for each feature. Row 0, for unknown values, is initialised with zeros, the others truncated normal."""
 
     def __init__(self, sizes: dict[str, int], embedding_dim: int, dtype: torch.dtype):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType  # see models/embedding.py
@@ -76,7 +73,7 @@ class FeatureTables(nn.Module):
                     embedding_dim=embedding_dim,
                     num_embeddings=size,
                     feature_names=[name],
-                    pooling=PoolingType.SUM,  # the weights turn the sum into a mean
+                    pooling=PoolingType.SUM,  # a mean by its weights
                     init_fn=start,
                 )
                 for name, size in sizes.items()
@@ -86,16 +83,16 @@ class FeatureTables(nn.Module):
         convert_parameters(self.tables, dtype)
 
     def whole(self) -> Tensor:
-        """Concatenate all tables: [sum of their rows, E]."""
+        """Concatenate all tables: [rows of all tables, E]."""
         return torch.cat([self.tables.embedding_bags[name].weight for name in self.names])
 
     def forward(self, bags: list[Bags], count: int) -> Tensor:
-        """Look up the sum [R, E] of the bags of all features; count: R."""
+        """Return the sum over features, [R, E]; bags: one for each feature; count: R."""
         return self.each(bags, count).sum(1)
 
     def each(self, bags: list[Bags], count: int) -> Tensor:
-        """Look up [R, F, E] for the bags of each feature; count: R."""
-        if not count:  # torchrec takes no batch without rows
+        """Return the embedding of each feature, [R, F, E]; arguments as for `forward`."""
+        if not count:  # torchrec needs at least one row
             return next(self.parameters()).new_zeros(0, len(bags), self.embedding_dim)
         from torchrec import KeyedJaggedTensor
 
@@ -113,16 +110,15 @@ class FeatureTables(nn.Module):
 
 
 class ValueLists(nn.Module):
-    """The values of the features of some items: a constant CSR on the device, so that captured steps have fixed shapes.
+    """The values of the features of M items: a constant sparse matrix, so that captured steps have fixed shapes.
 
-    item_rows: for each feature (offsets [n+1], rows of its table [S]); sizes: the number of rows of each table; items:
-    the items' indices, [M] int64. The tables are concatenated, [sum of sizes, E]; both ways of summing give the same
-    bits.
+    item_rows: (offsets [n+1], rows of its table [S]) of each feature; sizes: the number of rows of each table; items:
+    [M] int64, the items' indices.
     """
 
     def __init__(self, item_rows: Sequence[tuple[np.ndarray, np.ndarray]], sizes: Sequence[int], items: np.ndarray):
         super().__init__()
-        holders, rows, weights = [], [], []  # for each entry the item, the row of the tables, the weight in the mean
+        holders, rows, weights = [], [], []  # of each entry: the item, the row of the tables, the weight in the mean
         begins = np.append(0, np.cumsum(sizes))
         for begin, (offsets, values) in zip(begins, item_rows):
             lengths = np.diff(offsets)[items]
@@ -135,12 +131,13 @@ class ValueLists(nn.Module):
         self.num_values = len(row)
         self.longest = max(1, int(np.bincount(holder).max(initial=0)))
 
-    def of_all(self, tables: Tensor) -> Tensor:
-        """Return [M, E] fp32, the sum of the features of every item."""
-        return self.product(tables)
+    def forward(self, tables: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """Return the sum over features of all items, [M, E] fp32, or of the items at `numbers` [R] int64, [R, E].
 
-    def of(self, numbers: Tensor, tables: Tensor) -> Tensor:
-        """Return [R, E] fp32, the same for the items at `numbers` [R] int64, each padded to the longest list."""
+        tables: the concatenated tables. The two cases have the same bits.
+        """
+        if numbers is None:
+            return self.product(tables)
         if not self.num_values:
             return tables.new_zeros(len(numbers), tables.shape[1], dtype=torch.float32)
         offsets, rows, weights = self.product.entries
@@ -151,12 +148,12 @@ class ValueLists(nn.Module):
 
 
 class ItemFeatures(nn.Module):
-    """The features' part of the representations of items.
+    """The part of items' representations that is computed from features.
 
-    Items are numbered: in training among those with a training event, else by their ids.
+    The number of an item is its id in evaluation, and its index in `trained` in training.
 
     trained  [W] int64, the items with a training event, ascending
-    place    [I] int64, the number of each item among them, -1 for others
+    place    [I] int64, the index of each item in `trained`, -1 for other items
     """
 
     trained: Tensor
@@ -172,8 +169,7 @@ class ItemFeatures(nn.Module):
         self.all = self.seen = None
         if sizes:
             self.all = ValueLists(known.item_rows, [*sizes.values()], items)
-            # Separate lists for training: the features of other items must not change a sum of training, not even its
-            # rounding.
+            # Training has separate lists, so that the features of other items do not change the rounding of its sums.
             self.seen = ValueLists(known.item_rows, [*sizes.values()], trained) if self.has_untrained else self.all
         self.vectors: Any = nn.ModuleList(ItemVectors(one, embedding_dim, correction) for one in known.vectors)
         place = np.where(known.trained, np.cumsum(known.trained) - 1, -1)
@@ -186,55 +182,52 @@ class ItemFeatures(nn.Module):
 
     @property
     def only_trained(self) -> bool:
-        """Whether the numbers are those of a part of the items."""
+        """Whether some items have no number."""
         return self.training and self.has_untrained
 
     def numbers(self, ids: Tensor) -> Tensor:
-        """Return the numbers of the items `ids`; in training, an item without training events (padding) gets number
-        0.
-        """
+        """Return the numbers of the items `ids`, in training 0 for an item without a training event (padding)."""
         return self.place[ids].clamp(min=0) if self.training else ids
 
     def rows(self, item_weight: Tensor) -> Tensor:
-        """Return the rows of an item table [I, E] by number: in training those of the trained items, [W, E]."""
+        """Return the rows of an item table [I, E] that have numbers: in training [W, E]."""
         return item_weight.index_select(0, self.trained) if self.only_trained else item_weight
 
-    def of_all(self) -> Tensor:
-        """Sum the features of every number: [I, E], in training [W, E], in fp32."""
-        parts = [] if self.tables is None or self.lists is None else [self.lists.of_all(self.tables.whole())]
-        items = self.trained if self.only_trained else None
+    def forward(self, numbers: Tensor | None = None) -> Tensor:
+        """Sum the features of all items, [I, E] (in training [W, E]) fp32, or of the items with `numbers` [R], [R, E].
+
+        Except for vectors, the two cases have the same bits.
+        """
+        parts = [] if self.tables is None or self.lists is None else [self.lists(self.tables.whole(), numbers)]
+        items = numbers
+        if self.only_trained:
+            items = self.trained if numbers is None else self.trained[numbers]
         return functools.reduce(operator.add, [*parts, *(vectors(items) for vectors in self.vectors)])
 
-    def of(self, numbers: Tensor) -> Tensor:
-        """Sum the features of `numbers` [R]: [R, E], in fp32, with the bits of `of_all` but for vectors."""
-        parts = [] if self.tables is None or self.lists is None else [self.lists.of(numbers, self.tables.whole())]
-        items = self.trained[numbers] if self.only_trained else numbers
-        return functools.reduce(operator.add, [*parts, *(vectors(items) for vectors in self.vectors)])
-
-    def of_new(self, items: NewItems) -> Tensor:
-        """Sum the features of items that are not in the catalogue: [M, E], in fp32."""
+    def embed_new(self, items: NewItems) -> Tensor:
+        """Sum the features of M items that are not in the catalogue: [M, E] fp32."""
         device = self.place.device
         parts = []
         if self.tables is not None:
             whole = self.tables.whole()
             sizes = [len(self.tables.tables.embedding_bags[name].weight) for name in self.tables.names]
-            parts.append(ValueLists(items.item_rows, sizes, np.arange(items.count)).to(device).of_all(whole))
+            parts.append(ValueLists(items.item_rows, sizes, np.arange(items.count)).to(device)(whole))
         for module, vectors in zip(self.vectors, items.vectors):
-            parts.append(module.of_new(torch.from_numpy(vectors).to(device)))
+            parts.append(module.project(torch.from_numpy(vectors).to(device)))
         return functools.reduce(operator.add, parts)
 
     def all_is_less(self, count: int) -> bool:
-        """Return whether the features of all items have fewer values to sum than those of `count` drawn ones."""
+        """Return whether the features of all items are fewer values to sum than the padded ones of `count` items."""
         longest, values = (0, 0) if self.lists is None else (self.lists.longest, self.lists.num_values)
         width = sum(vectors.width for vectors in self.vectors)
-        of_all = width * (len(self.trained) if self.only_trained else len(self.place))
-        return count * (longest + width) > values + of_all + count
+        items = len(self.trained) if self.only_trained else len(self.place)
+        return count * (longest + width) > values + width * items + count
 
 
 class ContextFeatures(nn.Module):
     """Sum the features of a token's user, event and time: [T, E].
 
-    as_tokens: features of users are not in the sum, but tokens of their own.
+    as_tokens: features of users are separate tokens (`tokens`) and not in the sum.
     """
 
     before: Tensor
@@ -255,38 +248,37 @@ class ContextFeatures(nn.Module):
         self.users = FeatureTables(sizes_of(users), embedding_dim, dtype) if users else None
         sizes = sizes_of(events) | {f"calendar_{name}": CALENDAR[name] for name in known.calendar}
         self.events = FeatureTables(sizes, embedding_dim, dtype) if sizes else None
-        # Events' features that are known before the user acts.
+        # Which features of events are known before the user acts.
         self.register_buffer("before", torch.tensor([one.known == "before" for one in events]), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
         added = torch.zeros((), device=batch.item_ids.device)
         if self.users is not None and not self.as_tokens:
-            of_users = self.users(self._bags_of_users(batch.user_features), batch.num_sequences)
-            added = added + F.embedding(sequence_ids(batch.seq_offsets, batch.num_tokens), of_users)
+            users = self.users(self._user_bags(batch.user_features), batch.num_sequences)
+            added = added + F.embedding(sequence_ids(batch.seq_offsets, batch.num_tokens), users)
         if self.events is not None:
             parts: list[Tensor] = []
             if self.num_events:
                 rows = checked_rows(batch.event_features, self.num_events, "events")
-                if batch.has_action is not None:  # the item token comes before the action
+                if batch.has_action is not None:  # at an item's token the user has not acted
                     rows = torch.where((batch.has_action[:, None] | self.before)[:, :, None], rows, -1)
                 parts += rows.unbind(1)
             clock = self.clock(batch.timestamps) if self.calendar else batch.timestamps
             parts += [calendar_rows(name, clock)[:, None] for name in self.calendar]
-            added = added + self.events([Bags.of_padded(part) for part in parts], batch.num_tokens)
+            added = added + self.events([Bags.from_padded(part) for part in parts], batch.num_tokens)
         return added
 
     def tokens(self, rows: Tensor | None) -> Tensor:
-        """Look up the features of users, one by one: [B, F, E]. rows: `Batch.user_features`."""
-        bags = self._bags_of_users(rows)
+        """Embed each feature of users: [B, F, E]. rows: `Batch.user_features`."""
+        bags = self._user_bags(rows)
         assert self.users is not None and rows is not None
         return self.users.each(bags, len(rows))
 
-    def _bags_of_users(self, rows: Tensor | None) -> list[Bags]:
-        rows = checked_rows(rows, self.num_users, "users")
-        return [Bags.of_padded(part) for part in rows.unbind(1)]
+    def _user_bags(self, rows: Tensor | None) -> list[Bags]:
+        return [Bags.from_padded(part) for part in checked_rows(rows, self.num_users, "users").unbind(1)]
 
     def clock(self, timestamps: Tensor) -> Tensor:
-        """Return times [T] as the clocks of the calendar's zone show them, in seconds since 1970 there."""
+        """Return times [T] as local times of the calendar's time zone, in seconds since 1970."""
         if not self.zoned:
             return timestamps
         place = torch.searchsorted(self.zone_starts, timestamps, right=True) - 1
@@ -294,14 +286,13 @@ class ContextFeatures(nn.Module):
 
 
 def sizes_of(features: list[KnownFeature]) -> dict[str, int]:
-    """Map the name of each table to its number of rows."""
+    """Return the number of rows of each table by its name."""
     return {f"{feature.entity}_{feature.name}": feature.num_rows for feature in features}
 
 
 def checked_rows(rows: Tensor | None, count: int, entity: str) -> Tensor:
-    """Return the rows [R, F, L] of a batch; ValueError if the batch is without features of the model."""
+    """Return the rows [R, F, L] of a batch; ValueError unless F, the number of features, is `count`."""
     if rows is None or rows.shape[1] != count:
-        raise ValueError(
-            f"the model has {count} features of {entity}, the batch {0 if rows is None else rows.shape[1]}"
-        )
+        got = 0 if rows is None else rows.shape[1]
+        raise ValueError(f"the model expects {count} features of {entity}, got a batch with {got}")
     return rows

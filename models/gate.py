@@ -1,4 +1,4 @@
-"""Define GateModel, the three gates that mix the branches of block-sparse attention."""
+"""Define GateModel, which computes the gates of the branches of block-sparse attention."""
 
 from typing import cast
 
@@ -9,9 +9,9 @@ from hstu_sparse.layer.query_gates import takes_kernel
 
 
 class GateModel(nn.Module):
-    """Compute q [..., H, D] -> (g_cmp, g_slc, g_swa), each [..., H] in (0, 1), with one small network for all heads.
+    """Compute q [..., H, D] -> (compression, selection, window), each [..., H] in (0, 1), by one network for all heads.
 
-    `in_features` is D. On a GPU it is one kernel (`hstu_sparse.query_gates`) if that supports the sizes.
+    in_features: D. On a GPU the network is one kernel, `hstu_sparse.query_gates`, if that supports the sizes.
     """
 
     def __init__(self, in_features: int, hidden_dim: int):

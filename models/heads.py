@@ -1,7 +1,7 @@
 """Score outputs against items: `dot`, the cosine, or `mol`, a mixture of logits.
 
-Letters: T tokens, R rows of a chunk of them, E embedding size, I items, K items scored for each row, P_q query and P_x
-item components, P = P_q * P_x pairs of components, C component size.
+Letters: T tokens, R rows of a chunk of tokens, E embedding size, I items, K items to score for each row, P_q query and
+P_x item components, P = P_q * P_x pairs of components, C component size.
 """
 
 import math
@@ -25,7 +25,7 @@ NORM_EPS = 1e-6
 class Head(Options):
     """Base of the heads' options.
 
-    has_item_vectors  whether an item's score is the product of a vector of its own with the output
+    has_item_vectors  whether a score is the inner product of an output and a vector of the item
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Head(Options):
         return None
 
     def repeat_term(self, embedding_dim: int) -> RepeatTerm | None:
-        """Return what is added to the cosines of the items in a user's window; None for nothing."""
+        """Return the term that is added to the cosines of the items in a user's window, or None."""
         return None
 
 
@@ -52,15 +52,15 @@ class DotConfig(Head):
     kind: Literal["dot"] = "dot"
     """The head."""
     learned_temperature: bool = False
-    """Whether the temperature is trained too, beginning with `loss.temperature`."""
+    """Whether the temperature is trained, with `loss.temperature` as its initial value."""
     item_dropout: float = Field(0.0, ge=0, lt=1)
-    """The dropout of the items' embeddings that outputs are scored against."""
+    """The dropout of item embeddings when outputs are scored against them."""
     separate_targets: bool = False
-    """Whether outputs are scored against a table of their own, in place of the one that inputs have."""
+    """Whether outputs are scored against a separate item table instead of the table of the inputs."""
     repeats: Patterns = 0
-    """The patterns of a learned term that is added to the scores of the items in a user's window, by how long ago, how
-    often and after what they occurred (models/repeats.py); 0 for none. `auto` is 8 where earlier items stay in the
-    ranking (`eval.filter_seen: none`), otherwise 0. With `loss.kind: cross_entropy`."""
+    """The number of patterns of a learned term that is added to the scores of the items in a user's window, by how long
+    ago, how often and after which items they occurred (models/repeats.py); 0: no term. `auto` is 8 if seen items are
+    ranked (`eval.filter_seen: none`), otherwise 0. It needs `loss.kind: cross_entropy`."""
 
     @property
     def has_item_vectors(self) -> bool:
@@ -71,19 +71,20 @@ class DotConfig(Head):
 
     def check_run(self, run: RunOptions) -> None:
         if self.repeats and run.loss.kind != "cross_entropy":
-            raise ValueError(f"model.head.repeats: takes loss.kind=cross_entropy, got {run.loss.kind}")
+            raise ValueError(f"model.head.repeats: needs loss.kind=cross_entropy, got {run.loss.kind}")
         if self.repeats and self.learned_temperature:
-            raise ValueError("model.head.repeats: not with learned_temperature")
+            raise ValueError("model.head.repeats: not supported with learned_temperature")
         features = run.data.features is not None and run.data.features.items
         if self.separate_targets and (features or run.parallel.sharded):
-            raise ValueError("model.head.separate_targets: not with data.features.items or a sharded table")
+            raise ValueError("model.head.separate_targets: not supported with data.features.items or a sharded table")
 
 
 class MoLConfig(Head):
     """Score an item by a mixture of logits.
 
-    Published sizes for MovieLens and Amazon are 8 x 4 components of 64 with gates of 128, dropout 0.2 and item_dropout
-    0.1; docs/recipes.md compares 4 x 4 of 64 with gates of 64. Components smaller than the embedding cost quality.
+    The published sizes for MovieLens and Amazon are 8 x 4 components of size 64, gates of 128, dropout 0.2 and
+    item_dropout 0.1; docs/recipes.md compares 4 x 4 components of 64 with gates of 64. Quality is lower with
+    components that are smaller than embeddings.
     """
 
     learned_temperature: ClassVar[bool] = False
@@ -99,9 +100,9 @@ class MoLConfig(Head):
     component_dim: int = Field(64, ge=1)
     """The size of a component."""
     gate_hidden_dim: int = Field(128, ge=1)
-    """The hidden size of the networks that weigh pairs of components."""
+    """The hidden size of the networks that compute the weights of pairs of components."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    """The dropout of the mixture's weights, which are renormalised after it."""
+    """The dropout of the mixture's weights, which are then normalised again."""
     item_dropout: float = Field(0.2, ge=0, lt=1)
     """The dropout of items before their components are computed."""
     temperature: float = Field(0.05, ge=1e-4, le=1e4)
@@ -118,18 +119,15 @@ class MoLConfig(Head):
 
     def check_run(self, run: RunOptions) -> None:
         loss = run.loss
-        if loss.kind == "bce":
-            raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
-        if run.model.table_dtype != "float32":
-            raise ValueError("model.table_dtype=bfloat16 is not for model.head.kind=mol")
-        if loss.kind == "mixed_negatives":
-            raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
-        if loss.label_smoothing:
-            raise ValueError("loss.label_smoothing is not for model.head.kind=mol")
-        if loss.exclude != "none":
-            raise ValueError("loss.exclude is not for model.head.kind=mol")
-        if run.parallel.context > 1:
-            raise ValueError("parallel.context: the loss of heads other than dot sees whole batches only")
+        unsupported = {
+            f"loss.kind={loss.kind}": loss.kind in ("bce", "mixed_negatives"),
+            "model.table_dtype=bfloat16": run.model.table_dtype != "float32",
+            "loss.label_smoothing": bool(loss.label_smoothing),
+            "loss.exclude": loss.exclude != "none",
+            f"parallel.context={run.parallel.context}": run.parallel.context > 1,
+        }
+        if names := [name for name, wrong in unsupported.items() if wrong]:
+            raise ValueError(f"{names[0]} is not supported by model.head.kind=mol: change it or use kind=dot")
 
 
 HeadConfig = Annotated[DotConfig | MoLConfig, Field(discriminator="kind")]
@@ -155,9 +153,9 @@ class MixtureOfLogits(nn.Module):
 
     l = cos(Q_a(o), X_b(e)) / temperature, pi = softmax(z * sigmoid(z)), z = g_q(o) * g_x(e) + g_l(l).
 
-    All Q_a and X_b start as one projection that keeps angles (those of a subspace if component_dim < E): the mixture
-    starts as the cosine. Drawn apart, as published, they do not know that inputs and targets share one table, and on
-    Beauty a quarter of NDCG@10 was lost (docs/learned.md).
+    All Q_a and X_b are initialised with the same orthogonal projection, so that the mixture starts as the cosine (in a
+    subspace if component_dim < E). With independent initial values, as published, NDCG@10 on Beauty was a quarter
+    lower, since inputs and targets share one table (docs/learned.md).
 
     Source: Zhai et al., Revisiting Neural Retrieval on Accelerators, KDD 2023 (arXiv 2306.04039); Ding and Zhai,
     Retrieval with Learned Similarities (arXiv 2407.13218).
@@ -185,17 +183,17 @@ class MixtureOfLogits(nn.Module):
             linear.weight.data = start.repeat(count, 1)
 
     def forward(self, method: str, *arguments):
-        """Call a method by its name, as torch.func.functional_call can."""
+        """Call a method by its name, for torch.func.functional_call."""
         return getattr(self, method)(*arguments)
 
     def queries(self, out: Tensor) -> Side:
-        """Return the side of outputs [..., E] of length one."""
-        # Scaled to numbers of size one, for which the layers are initialised.
+        """Return the components and gates of outputs [..., E] of length one."""
+        # The layers are initialised for inputs with a variance of one.
         out = out * math.sqrt(out.shape[-1])
         return Side(self._components(self.query(out)), self.query_gate(out))
 
     def items(self, item_weight: Tensor) -> Side:
-        """Return the side of rows [..., E] of the item table."""
+        """Return the components and gates of rows [..., E] of the item table."""
         rows = normalized(item_weight) * math.sqrt(item_weight.shape[-1])
         dropped = F.dropout(rows, self.config.item_dropout, self.training)
         return Side(self._components(self.item(dropped)), self.item_gate(rows))
@@ -204,7 +202,7 @@ class MixtureOfLogits(nn.Module):
         return normalized(x.unflatten(-1, (-1, self.config.component_dim)))
 
     def scores(self, queries: Side, items: Side) -> tuple[Tensor, Tensor]:
-        """Return (scores [R, K], pi [R, K, P] before dropout) of R queries and K items: [R, K, ...] or [K, ...]."""
+        """Return (scores [R, K], pi [R, K, P] before dropout) of queries [R, ...] and items [R, K, ...] or [K, ...]."""
         shared = items.components.dim() == 3
         logits = torch.einsum(
             "rqc,kxc->rkqx" if shared else "rqc,rkxc->rkqx", queries.components, items.components
@@ -220,7 +218,7 @@ class MixtureOfLogits(nn.Module):
 
     @torch.no_grad()
     def scores_of_all(self, out: Tensor, items: Side) -> Tensor:
-        """Return the scores [R, I] of outputs [R, E], computed for a tile of items at a time."""
+        """Return the scores [R, I] of outputs [R, E], computed in tiles of items."""
         queries = self.queries(out)
         pairs = self.config.query_components * self.config.item_components + self.config.gate_hidden_dim
         width = max(1, CHUNK["cuda"] // (pairs * max(1, len(out))))
@@ -232,9 +230,9 @@ class MixtureOfLogits(nn.Module):
 
 
 class CataloguePart(NamedTuple):
-    """Some items of a catalogue, `first` and those behind it, of which each rank has at most `most`.
+    """A rank's part of the catalogue: the items from `first` on, at most `most` on each rank.
 
-    merge: (log-sum-exp [R], logit of the target [R], 0 where it is not here) -> both over the whole catalogue.
+    merge: (log-sum-exp [R], logit of the target [R] or 0 if another rank has it) -> both over the whole catalogue.
     """
 
     first: int
@@ -253,15 +251,14 @@ def mol_loss(
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
     """Return (softmax loss, mean over targets >= 0; the balance of the mixture as an auxiliary loss).
 
-    The competing items are `negatives` [T, K], or without them the whole catalogue; a negative equal to the target does
-    not count. The loss is computed for one chunk of rows at a time together with its gradients, so that only one
-    chunk's logits are in memory (no second derivative). The balance is taken over the pairs of each output with its own
-    target.
+    Targets compete with `negatives` [T, K], or with the whole catalogue if that is None; a negative equal to the target
+    does not count. The loss is a `ChunkedSum` over rows, without a second derivative. The balance is computed from the
+    weights of each output's target.
 
-    ranks: if the outputs are a rank's part of a batch; the results are then its shares.
-    part: if item_weight is a rank's part of the catalogue; outputs and targets are then those of the whole batch.
+    ranks: given if the outputs are a rank's part of a batch; the results are then its shares.
+    part: given if item_weight is a rank's part of the catalogue; outputs and targets are then those of the whole batch.
     """
-    if part is not None and not len(item_weight):  # one item without competitors
+    if part is not None and not len(item_weight):  # an item whose logit `_chunk_loss` masks
         item_weight = torch.cat([item_weight, item_weight.new_zeros(1, out.shape[1])])
         part = part._replace(first=-2)
     names, parameters = zip(*head.named_parameters())
@@ -273,7 +270,7 @@ def mol_loss(
         width += c.item_components * c.component_dim
     rows = max(1, chunk_size(out) // (competing * width))
 
-    # Items are prepared once for all chunks, unless fewer are drawn than there are.
+    # All items are prepared once, unless fewer are drawn.
     once = negatives is None or len(item_weight) <= negatives.numel()
     source = head.items(item_weight) if once else (item_weight,)
 
@@ -284,63 +281,63 @@ def mol_loss(
     total = ChunkedSum.apply(chunk, rows, 3, out, targets, negatives, *source, *parameters)
     scored, chosen = targets >= 0, targets.clamp(min=0)
     count = (scored.sum() if ranks is None or part is not None else ranks.sum(scored.sum())).clamp(min=1)
-    if part is not None and ranks is not None:  # each rank handles the targets that it has
+    if part is not None and ranks is not None:  # each rank handles its targets
         total = as_share(total, ranks.world)
-        chosen, scored = _here(targets, part.first, len(item_weight))
+        chosen, scored = _local_rows(targets, part.first, len(item_weight))
     target_rows = F.embedding(chosen, item_weight)
     _, pi = head.scores(head.queries(out), head.items(target_rows[:, None]))
     mean = (pi[:, 0] * scored[:, None]).sum(0) / count
-    if ranks is not None:  # with the gradient of this rank's part
+    if ranks is not None:  # the mean over ranks, with the gradient of this rank's part
         mean = mean + (ranks.sum(mean) - mean).detach()
     balance = (_entropy(pi[:, 0]) * scored).sum() / count
     balance = balance - (_entropy(mean) if ranks is None else as_share(_entropy(mean), ranks.world))
     return total / count, {"mol_balance": AuxLoss.of(balance, head.config.balance_weight)}
 
 
-def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return (targets as rows of the `count` items from `first` on, 0 for others; whether they are among these)."""
+def _local_rows(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return (targets as indices into the `count` items from `first` on, 0 for others; whether they are among them)."""
     inside = (targets >= max(0, first)) & (targets < first + count)
     return torch.where(inside, targets - first, 0), inside
 
 
 def as_share(x: Tensor, world: int) -> Tensor:
-    """Return x / world with the gradient of x: a value of all `world` ranks, counted once in a sum of shares."""
+    """Return x / world with the gradient of x: a rank's share of a value that all ranks have."""
     return x - (x * (1 - 1 / world)).detach()
 
 
 def _entropy(p: Tensor) -> Tensor:
-    """Return the entropy of the last dimension; a probability of 0 adds nothing, to the gradient either."""
+    """Return the entropy over the last dimension; probabilities of 0 add nothing to it or to the gradient."""
     return -(p * p.clamp(min=1e-30).log()).sum(-1)
 
 
 def _chunk_loss(head, parameters, out, targets, negatives, source, part: CataloguePart | None = None) -> Tensor:
-    """Sum of the losses of a chunk of rows, with the head's parameters given apart.
+    """Return the sum of the losses of a chunk of rows; parameters: the head's, by name.
 
-    source: the catalogue's Side, or, to be prepared here for the negatives, its table alone. part: the sum is over the
-    whole catalogue, its gradients are those of this part.
+    source: the catalogue's `Side`, or (table,), from which the negatives are prepared. part: the loss is over the whole
+    catalogue, its gradients are those of this part.
     """
 
-    def of(method: str, *arguments):
+    def call(method: str, *arguments):
         return torch.func.functional_call(head, parameters, (method, *arguments))
 
-    queries, chosen = of("queries", out), targets.clamp(min=0)
+    queries, chosen = call("queries", out), targets.clamp(min=0)
     if part is not None:
-        logits, _ = of("scores", queries, Side(*source))
+        logits, _ = call("scores", queries, Side(*source))
         if part.first < 0:
             logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool), -1e30)
-        row, inside = _here(targets, part.first, logits.shape[1])
+        row, inside = _local_rows(targets, part.first, logits.shape[1])
         lse, logit = logits.logsumexp(1), logits.gather(1, row[:, None])[:, 0].masked_fill(~inside, 0)
         whole, positive = part.merge(lse.detach(), logit.detach())
-        mine = (lse.detach() - whole).exp() * lse - logit
-        losses = mine + (whole - positive - mine).detach()
+        local = (lse.detach() - whole).exp() * lse - logit
+        losses = local + (whole - positive - local).detach()
     elif negatives is None:
-        logits, _ = of("scores", queries, Side(*source))
+        logits, _ = call("scores", queries, Side(*source))
         losses = logits.logsumexp(1) - logits.gather(1, chosen[:, None])[:, 0]
     else:
         ids = torch.cat([chosen[:, None], negatives], 1)
         drawn = [F.embedding(ids, x.flatten(1)).unflatten(-1, x.shape[1:]) for x in source]
-        items = Side(*drawn) if len(drawn) > 1 else of("items", *drawn)
-        logits, _ = of("scores", queries, items)
+        items = Side(*drawn) if len(drawn) > 1 else call("items", *drawn)
+        logits, _ = call("scores", queries, items)
         same = F.pad(negatives == targets[:, None], (1, 0))
         logits = logits.masked_fill(same, float("-inf"))
         losses = logits.logsumexp(1) - logits[:, 0]

@@ -1,4 +1,4 @@
-"""Define the HSTU layer, the transformer layers (SASRec's, and one with norms in front), the stack and the model.
+"""Define the HSTU layer, the transformer layers (SASRec's and a pre-norm one) and the model.
 
 Source: Zhai et al., ICML 2024 (arXiv 2402.17152), with the settings of its public experiments; Kang and McAuley,
 Self-Attentive Sequential Recommendation, ICDM 2018 (arXiv 1808.09781). A layer takes x [T, E] and the batch and
@@ -31,33 +31,28 @@ from models.recompute import recomputed
 NORM_EPS = 1e-6
 
 
-def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Rotate q and k according to `model.rotary`: queries by their query times, keys by the times of their events."""
+def rotated(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Apply the rotary embedding `model.rotary` to q, with the times of targets, and to k, with the times of events."""
     if config.rotary is None:
         return q, k
+    by_time = config.rotary.time
+    options: dict[str, Any] = {"position": config.rotary.position, "origins": batch.origins if by_time else None}
+    options["positions"] = batch.positions if batch.moved else None
     q, k = (
-        hstu_sparse.rotary(
-            x,
-            batch.seq_offsets,
-            config.max_seq_len,
-            times=times if config.rotary.time else None,
-            origins=batch.origins if config.rotary.time else None,
-            position=config.rotary.position,
-            positions=batch.positions if batch.moved else None,
-        )
+        hstu_sparse.rotary(x, batch.seq_offsets, config.max_seq_len, times=times if by_time else None, **options)
         for x, times in ((q, batch.query_timestamps), (k, batch.timestamps))
     )
     return q, k
 
 
 def normed_input(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x and its layer norm in the dtype of matrix products, so that autocast converts nothing again."""
+    """Return x and its layer norm; the norm has autocast's dtype, which saves a conversion."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return hstu_sparse.residual_norm(x, eps=NORM_EPS, dtype=dtype)
 
 
-def added(x: Tensor, linear: nn.Linear, inner: Tensor) -> Tensor:
+def residual_linear(x: Tensor, linear: nn.Linear, inner: Tensor) -> Tensor:
     """Return x + linear(inner)."""
     if x.is_cuda:
         return hstu_sparse.residual_add(x, F.linear(inner, linear.weight), linear.bias)
@@ -65,9 +60,7 @@ def added(x: Tensor, linear: nn.Linear, inner: Tensor) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """Compute x + dropout(contract(SiLU(gate) * value)) with gate, value = expand(norm(x)) (Shazeer, arXiv
-    2002.05202).
-    """
+    """Compute x + dropout(contract(SiLU(gate) * value)) with gate, value = expand(norm(x)) (arXiv 2002.05202)."""
 
     def __init__(self, size: int, hidden: int, dropout: float):
         super().__init__()
@@ -84,19 +77,31 @@ class SwiGLU(nn.Module):
         return x + F.dropout(self.contract(F.silu(gate) * value), self.dropout, self.training)
 
 
-class HSTULayer(nn.Module):
-    """Compute x + output(dropout(norm(attention) * u)), with u, v, q, k = SiLU(norm(x) @ uvqk).
-
-    With `feed_forward_dim` a SwiGLU follows, which the published layer lacks.
-    """
+class Layer(nn.Module):
+    """Base of the layers: attention with heads of queries, keys and values that a subclass projects."""
 
     def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
         super().__init__()
-        self.config = config
+        self.config, self.dropout, self.attention = config, config.dropout, attention
+        self.heads, self.kv_heads = config.num_heads, kv_heads
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        """Return (attention [T, H * V], auxiliary losses); x, q, k, v: [T, ...], heads concatenated."""
+        q = q.unflatten(-1, (self.heads, -1))
+        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
+        out, aux = attend(self.attention, x, *rotated(self.config, q, k, batch), v, batch)
+        return out.flatten(1), aux
+
+
+class HSTULayer(Layer):
+    """Compute x + output(dropout(norm(attention) * u)), with u, v, q, k = SiLU(norm(x) @ uvqk).
+
+    With `feed_forward_dim` a SwiGLU follows, which the published layer does not have.
+    """
+
+    def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
+        super().__init__(config, attention, kv_heads)
         layer, heads = attention.sizes, config.num_heads
-        self.heads, self.kv_heads = heads, kv_heads
-        self.dropout = config.dropout
-        self.attention = attention
         self.sizes = [heads * layer.linear_dim, kv_heads * layer.linear_dim]
         self.sizes += [heads * layer.attention_dim, kv_heads * layer.attention_dim]
         self.uvqk = nn.Parameter(torch.empty(config.embedding_dim, sum(self.sizes)))
@@ -110,27 +115,21 @@ class HSTULayer(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         x, normed = normed_input(x)
         u, v, q, k = hstu_sparse.silu_parts(normed @ self.uvqk, self.sizes)
-        q = q.unflatten(-1, (self.heads, -1))
-        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
-        attended, aux = attend(self.attention, normed, *turned(self.config, q, k, batch), v, batch)
+        attended, aux = self.attend(normed, q, k, v, batch)
         dropout = self.dropout if self.training else 0.0
-        # The kernels draw their mask from a seed of their own; on a CPU the reference uses torch's generator.
+        # The kernels draw their dropout mask from this seed; on a CPU the reference uses torch's generator.
         seed = torch.randint(2**62, (1,), device=x.device) if dropout and x.is_cuda else None
-        gated = hstu_sparse.norm_gate(attended.flatten(1), u, eps=NORM_EPS, dropout=dropout, seed=seed)
-        x = added(x, self.output, gated)
+        gated = hstu_sparse.norm_gate(attended, u, eps=NORM_EPS, dropout=dropout, seed=seed)
+        x = residual_linear(x, self.output, gated)
         return x if self.feed_forward is None else self.feed_forward(x), aux
 
 
-class TransformerLayer(nn.Module):
-    """SASRec's block: attention whose queries and residual are normalised, then a position-wise feed-forward."""
+class TransformerLayer(Layer):
+    """SASRec's layer: attention with normalised queries and residual, then a position-wise feed-forward network."""
 
     def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
-        super().__init__()
-        self.config = config
+        super().__init__(config, attention, kv_heads)
         layer, size, heads = attention.sizes, config.embedding_dim, config.num_heads
-        self.heads, self.kv_heads = heads, kv_heads
-        self.dropout = config.dropout
-        self.attention = attention
         self.attention_norm = nn.LayerNorm(size, eps=1e-8)
         self.query = nn.Linear(size, heads * layer.attention_dim)
         self.key = nn.Linear(size, kv_heads * layer.attention_dim)
@@ -146,32 +145,27 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         normed = self.attention_norm(x)
-        q = self.query(normed).unflatten(-1, (self.heads, -1))
-        k, v = (linear(x).unflatten(-1, (self.kv_heads, -1)) for linear in (self.key, self.value))
-        attended, aux = attend(self.attention, normed, *turned(self.config, q, k, batch), v, batch)
-        x = self.feed_forward_norm(normed + self.output(attended.flatten(1)))
+        attended, aux = self.attend(normed, self.query(normed), self.key(x), self.value(x), batch)
+        x = self.feed_forward_norm(normed + self.output(attended))
         hidden = F.dropout(F.relu(self.expand(x)), self.dropout, self.training)
         return x + F.dropout(self.contract(hidden), self.dropout, self.training), aux
 
 
-class PreNormLayer(nn.Module):
-    """Compute x + dropout(output(attention of norm(x))), then `SwiGLU`: a transformer layer as in today's language
-    models.
+class PreNormLayer(Layer):
+    """Compute x + dropout(output(attention(norm(x)))), then `SwiGLU`, as current language models do.
 
     Source: Xiong et al., On Layer Normalization in the Transformer Architecture (arXiv 2002.04745). The norms have no
     weights.
     """
 
     def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
-        super().__init__()
-        self.config, self.dropout, self.attention = config, config.dropout, attention
+        super().__init__(config, attention, kv_heads)
         layer, size, heads = attention.sizes, config.embedding_dim, config.num_heads
-        self.heads, self.kv_heads = heads, kv_heads
         self.query = nn.Linear(size, heads * layer.attention_dim, bias=False)
         self.key = nn.Linear(size, kv_heads * layer.attention_dim, bias=False)
         self.value = nn.Linear(size, kv_heads * layer.linear_dim, bias=False)
         self.output = nn.Linear(heads * layer.linear_dim, size)
-        assert config.feed_forward_dim is not None  # the configuration asks for it
+        assert config.feed_forward_dim is not None  # required by the configuration
         self.feed_forward = SwiGLU(size, config.feed_forward_dim, config.dropout)
         for linear in (self.query, self.key, self.value, self.output):
             nn.init.xavier_uniform_(linear.weight)
@@ -179,10 +173,8 @@ class PreNormLayer(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         x, normed = normed_input(x)
-        q = self.query(normed).unflatten(-1, (self.heads, -1))
-        k, v = (linear(normed).unflatten(-1, (self.kv_heads, -1)) for linear in (self.key, self.value))
-        attended, aux = attend(self.attention, normed, *turned(self.config, q, k, batch), v, batch)
-        x = x + F.dropout(self.output(attended.flatten(1)), self.dropout, self.training)
+        attended, aux = self.attend(normed, self.query(normed), self.key(normed), self.value(normed), batch)
+        x = x + F.dropout(self.output(attended), self.dropout, self.training)
         return self.feed_forward(x), aux
 
 
@@ -190,21 +182,21 @@ BLOCKS = {"hstu": HSTULayer, "transformer": TransformerLayer, "pre_norm": PreNor
 
 
 def build_layer(config: ModelConfig, attention: AttentionKind.Config) -> nn.Module:
-    """Build a layer of the kind `config.block` with an attention module."""
+    """Return a layer of kind `config.block` with an attention module."""
     kind = ATTENTION_KINDS.class_of(attention.kind)
     kv_heads = kind.kv_heads(attention, config.num_heads)
     return BLOCKS[config.block](config, kind(attention, config.layer_sizes), kv_heads)
 
 
 class SequenceModel(nn.Module):
-    """Compute (L2-normalised output [T, E] in fp32, auxiliary losses) of a batch: out[t] predicts the item after token
-    t.
+    """Compute (L2-normalised outputs [T, E] fp32, auxiliary losses) of a batch; out[t] predicts the item after token t.
 
-    Auxiliary losses of one name are summed over the layers. `head` scores outputs against items unless the score is the
-    cosine; `task_head` is the module of a task other than retrieval. With `recompute` layers save only their inputs for
-    the backward pass. With a `residual_dtype` the sum that layers add to has that dtype in training, and so has
-    `raw_output`. With `user_tokens` layers see a token for each feature of a user in
-    front of the sequence.
+    head            scores outputs against items; None if the score is the cosine
+    task_head       the module of a task other than retrieval, or None
+    recompute       whether layers save only their inputs for the backward pass
+    residual_dtype  the dtype of the residual sum and of `raw_output` in training; None: outputs are fp32
+
+    user_tokens: whether a token for each feature of the user is added at the front of each sequence.
     """
 
     def __init__(
@@ -231,7 +223,7 @@ class SequenceModel(nn.Module):
             config.vector_correction,
             user_tokens,
         )
-        # Tokens in front of each sequence, as many as users have features: layers get as many more.
+        # The number of tokens at the front of each sequence; layers' sequences are so much longer.
         self.num_context = len(features.of("users")) if features is not None and user_tokens else 0
         if self.num_context:
             config = config.model_copy(update={"max_seq_len": config.max_seq_len + self.num_context})
@@ -240,33 +232,33 @@ class SequenceModel(nn.Module):
         self.residual_dtype: torch.dtype | None = None
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
         self.head = config.head.module(config.embedding_dim)
-        # The logarithm of the learned factor of loss.temperature.
         self.item_dropout = config.head.item_dropout
+        # The logarithm of the learned factor of loss.temperature.
         self.log_temperature = nn.Parameter(torch.zeros(())) if config.head.learned_temperature else None
         self.task_head: Any = task_head
         self.repeats = config.head.repeat_term(config.embedding_dim)
-        self.targets = None  # the items' rows that outputs are scored against, if these differ from the inputs' rows
+        self.targets = None  # the item table to score outputs against, if it is not that of the inputs
         if config.head.separate_targets:
             self.targets = nn.Parameter(truncated_normal_(torch.empty(num_items, config.embedding_dim), 0.02))
 
     @property
     def item_weight(self) -> Tensor:
-        """The table of the items' rows, [num_items, E]."""
+        """The item table of the inputs, [num_items, E]."""
         return self.embedding.item_weight
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of trained parameters, including a sharded table's on all ranks."""
+        """The number of trained parameters, including those of a sharded table on all ranks."""
         table = self.embedding.sharded
         return sum(p.numel() for p in self.parameters()) + (0 if table is None else table.num_items * table.size)
 
     @property
     def item_table(self) -> Tensor:
-        """Return the representations of all items, [num_items, E]: their rows plus their features, or `targets`."""
+        """The representations of all items, [num_items, E]: their rows plus their features, or `targets`."""
         return self.item_rows()
 
     def item_rows(self, ids: Tensor | None = None) -> Tensor:
-        """Return the representations of the items `ids` [R] int64 that outputs are scored against, [R, E], or all."""
+        """Return the representations of the items `ids` [R] int64 to score outputs against, [R, E], or of all items."""
         if self.targets is None:
             return self.embedding.item_rows(ids)
         return self.targets if ids is None else F.embedding(ids, self.targets)
@@ -278,12 +270,12 @@ class SequenceModel(nn.Module):
     def raw_output(
         self, batch: Batch, rows: Tensor | None = None, share: Callable[[AuxLoss], AuxLoss] | None = None
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """Compute `forward` without normalisation, for losses that divide by the norms themselves.
+        """Compute `forward` without the normalisation of outputs.
 
         rows [T, E]: the representations of the batch's items, if they were looked up before. share: maps each layer's
         loss to a rank's share of the mean over all ranks.
         """
-        batch = dataclasses.replace(batch)  # results that layers share (`Batch.once`) last for this pass
+        batch = dataclasses.replace(batch)  # its results of `Batch.once` live for this pass
         if batch.cut is not None and batch.cut.uncut is not None:
             batch.cut = batch.cut._replace(uncut=dataclasses.replace(batch.cut.uncut))
         narrow = self.residual_dtype if self.training else None
@@ -306,7 +298,7 @@ class SequenceModel(nn.Module):
         return x if narrow is not None else x.float(), total
 
     def with_user_tokens(self, x: Tensor, batch: Batch) -> Tensor:
-        """Return x [T, E] with features of users in the place of the context tokens of a rank's part of a batch."""
+        """Return x [T, E] with the features of users as context tokens, for a rank's part of a batch."""
         assert batch.cut is not None and batch.cut.uncut is not None
         sequence = sequence_ids(batch.seq_offsets, batch.num_tokens)
         place = (batch.cut.index - batch.cut.uncut.seq_offsets[sequence]).clamp(max=self.num_context - 1)

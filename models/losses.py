@@ -1,7 +1,7 @@
-"""Training losses over all positions: how well out[t] finds the item after token t among others.
+"""Define the training losses: predict the item after token t from out[t], at all positions.
 
-The logit of an item is its cosine with the output over the temperature. On a GPU the softmax losses are
-`hstu_sparse.catalogue_loss`; on a CPU, and for `bce`, chunks of positions whose tensors stay in a core's cache.
+The logit of an item is its cosine with the output, divided by the temperature. On a GPU the softmax losses are
+`hstu_sparse.catalogue_loss`; on a CPU, and for `bce`, losses are computed in chunks of positions.
 
 Letters: T tokens, E embedding size, I items, K negatives.
 """
@@ -31,31 +31,34 @@ from models.options import LossConfig
 from models.protocols import RankGroup
 from models.repeats import RepeatTerm, add_terms
 
-NORM_EPS = 1e-6
-# Embedding sizes that the kernels take.
-MAX_KERNEL_SIZE = 512
-TERM_WIDTH = 8  # numbers for each item of a window that the term of repeats computes
+MAX_KERNEL_SIZE = 512  # the greatest embedding size of the kernels
+TERM_WIDTH = 8  # elements that the term of repeats computes for each item of a window
 
 
 class Negatives(NamedTuple):
-    """Items drawn as negatives, [ceil(T / block), K] or, shared by all positions, [K]; log_q [I]: of the probability of
-    each. block: the consecutive positions that share a row.
+    """Negatives [ceil(T / block), K], or [K] for all positions.
+
+    log_q [I]: the logarithm of each item's probability of being drawn; block: the number of consecutive positions that
+    share a row of ids.
     """
 
     ids: Tensor
     log_q: Tensor | None = None
     block: int = 1
 
-    def of_positions(self, positions: int) -> Tensor:
-        """Return the ids with a row for each position, [T, K], or [K] as they are."""
+    def per_position(self, positions: int) -> Tensor:
+        """Return the ids with a row for each of `positions` = T positions, [T, K]; [K] if all positions share them."""
         return self.ids if self.block == 1 else self.ids.repeat_interleave(self.block, 0)[:positions]
 
 
 class Share(NamedTuple):
     """A rank's share of the loss of a batch that several ranks process (training/ranks/losses.py).
 
-    targets [T] of its tokens and negatives, as rows of `items` [R, E]; without these, as items are numbered in a loss.
-    count: 0-d, the targets of the whole batch. ranks: whose shares add up to the loss.
+    ranks    the ranks whose shares add up to the loss
+    targets  [T], the targets of the rank's tokens, as indices into `items`; without `items` the numbers of `places_of`
+    drawn    the negatives, numbered in the same way
+    count    0-d, the number of targets of the whole batch
+    items    [R, E] or None
     """
 
     ranks: RankGroup
@@ -66,7 +69,7 @@ class Share(NamedTuple):
 
 
 class Repeats(NamedTuple):
-    """A term of the scores (models/repeats.py), and what it needs of the batch."""
+    """A term of the scores (models/repeats.py) and its inputs from the batch."""
 
     term: RepeatTerm
     earlier: Earlier
@@ -83,12 +86,10 @@ def head_loss(
     excluded: Tensor | None = None,
     repeats: Repeats | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """Return (training loss, auxiliary losses) of a model's outputs [T, E] with its own head; arguments as
-    `training_loss`.
+    """Return (training loss, auxiliary losses) of outputs [T, E] of `SequenceModel.raw_output` with the model's head.
 
-    out: of `SequenceModel.raw_output`. It is normalised here unless the loss is a kernel that does so.
-    share: of a rank, instead of targets and part; the results are then its shares. excluded: `own_items`. repeats: of
-    `repeats_of`.
+    share: a rank's share, which replaces targets and part; the results are then its shares. excluded: the result of
+    `excluded_items`. repeats: the result of `repeats_of`. The other arguments are those of `training_loss`.
     """
     if model.head is not None or repeats is not None or not takes_kernel(config, out):
         out = normalized(out.float())
@@ -111,19 +112,17 @@ def head_loss(
         temperature = None if learned is None else config.temperature * learned.exp()
         excluded = None if excluded is None else places_of(features, excluded)
         return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature, excluded, repeats), {}
-    ids = None if drawn is None else drawn.of_positions(len(targets)).expand(len(targets), -1)
+    ids = None if drawn is None else drawn.per_position(len(targets)).expand(len(targets), -1)
     return mol_loss(model.head, out, items, targets, ids, None if share is None else share.ranks)
 
 
 def places_of(features: ItemFeatures | None, targets: Tensor) -> Tensor:
-    """Return the numbers of items (-1 for none) in the loss: with features only the items seen in training are
-    numbered.
-    """
+    """Return the numbers of items in the loss, -1 for none: ids or, with features, indices into `features.trained`."""
     return targets if features is None else torch.where(targets < 0, -1, features.place[targets])
 
 
 def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tuple[Tensor, Negatives | None]:
-    """Return the targets [T] and negatives of the positions `part`; None for all."""
+    """Return the targets [T] and negatives of the positions `part`; None: of all positions."""
     if part is None:
         return targets, drawn
     if drawn is not None and drawn.ids.dim() == 2:
@@ -134,17 +133,17 @@ def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tu
 def competing_items(
     embedding: InputEmbedding, targets: Tensor, drawn: Negatives | None
 ) -> tuple[Tensor, Tensor, Negatives | None]:
-    """Return (representations [R, E], targets and negatives as rows of them) of items with features.
+    """Return (representations [R, E], targets and negatives as indices into these) of items with features.
 
-    targets, drawn: items by their places among those that training saw. All of these are represented if the whole
-    catalogue competes or as many items are drawn; otherwise only the drawn ones.
+    targets, drawn: items as numbered by `places_of`. The representations are those of all items with a training event,
+    or of targets and negatives alone if these are fewer.
     """
     assert embedding.items is not None
     trained = embedding.items.trained
     if drawn is None or len(targets) + drawn.ids.numel() >= len(trained):
         return embedding.item_rows(), targets, drawn
     places = torch.cat([targets.clamp(min=0), drawn.ids.flatten()])
-    # A repeated item has one row, so that a negative that is the target is recognised by its number.
+    # A repeated item has one row, so that a negative equal to the target has its number.
     order = torch.arange(len(places), device=places.device)
     row = order.new_zeros(len(trained)).scatter_reduce_(0, places, order, "amax", include_self=False)
     rows = row[places]
@@ -157,17 +156,17 @@ def competing_items(
 def draw_negatives(
     config: LossConfig, num_items: int, targets: Tensor, pool: Tensor | None = None, below: Any = None
 ) -> Negatives | None:
-    """Draw the negatives of the configured loss; None if the whole catalogue competes.
+    """Draw the negatives of the configured loss; None if the loss is over the whole catalogue.
 
-    pool: the targets of the whole batch, the source of in-batch negatives, if `targets` are a part of them. below:
-    (limit, shape, dtype) -> random integers from 0 on, which then decides which positions get the same; by default from
-    torch's global generator.
+    pool: the targets of the whole batch, from which in-batch negatives are drawn, if `targets` are a part of them.
+    below: (limit, shape, dtype) -> random integers in [0, limit), by default from torch's global generator. A given
+    function must return equal rows for positions that share negatives.
     """
     if config.kind == "cross_entropy":
         return None
     block = BLOCK if config.negatives == "block" and below is None else 1
     rows: tuple[int, ...] = () if config.negatives == "shared" else (-(-len(targets) // block),)
-    # The kernels read them often: half the bytes. On a CPU torch indexes by int64 alone.
+    # The kernels read ids often, and int32 takes half the bytes; on a CPU torch only indexes with int64.
     dtype = torch.int32 if targets.is_cuda else torch.int64
     if below is None:
 
@@ -182,22 +181,22 @@ def draw_negatives(
     pool = targets if pool is None else pool
     scored = pool >= 0
     total = scored.sum().clamp(min=1)
-    # Tokens with a target first, in their order, so that they can be drawn by number without asking the device.
+    # Targets in front, so that their indices can be drawn without waiting for the device.
     candidates = pool.index_select(0, (~scored).int().argsort(stable=True)).to(dtype)
 
-    def of_batch(count: int) -> Tensor:
+    def in_batch(count: int) -> Tensor:
         if not len(pool):
             return uniform(count)
         places = below(2**31 - 1 if targets.is_cuda else 2**62, (*rows, count), dtype) % total.to(dtype)
         return candidates.index_select(0, places.flatten()).view(places.shape)
 
     if config.kind == "in_batch":
-        return Negatives(of_batch(config.num_negatives), block=block)
+        return Negatives(in_batch(config.num_negatives), block=block)
     count = config.num_in_batch
     share = count / config.num_negatives
     seen = torch.zeros(num_items, device=targets.device).index_add_(0, pool.clamp(min=0), scored.float())
     log_q = (share / total * seen + (1 - share) / num_items).log()
-    return Negatives(torch.cat([of_batch(count), uniform(config.num_negatives - count)], -1), log_q, block)
+    return Negatives(torch.cat([in_batch(count), uniform(config.num_negatives - count)], -1), log_q, block)
 
 
 def training_loss(
@@ -212,15 +211,19 @@ def training_loss(
     """Return the mean loss over positions with a target, with gradients for `out` and `item_weight` (no second
     derivative).
 
-    out: [T, E] fp32, L2-normalised; where `takes_kernel`, of any length. item_weight: [I, E]. targets: [T] int64;
-    positions without a target (-1), padding among them, do not count. dtype: of the products on a GPU; absent, the
-    table's. Negatives come from torch's global generator: uniform over the catalogue; for `in_batch` over the targets
-    of the batch, so that an item is drawn as often as it is popular there; for `mixed_negatives` a share each, logits
-    corrected by the logarithm of the probability that this gives an item. A negative equal to the positive does not
-    count.
+    Negatives are drawn with torch's global generator: uniformly from the catalogue or, for `in_batch`, from the targets
+    of the batch. `mixed_negatives` draws a share of either kind and corrects logits by the logarithm of the resulting
+    probabilities. A negative equal to the target does not count.
 
-    part: positions that `out` is of, where it is of some only; the result is then their share of the mean, with the
-    negatives that all of them would get. temperature: 0-d, in place of config's, with a gradient.
+    Args:
+        config: the loss.
+        out: [T, E] fp32, L2-normalised; of any length if `takes_kernel`.
+        item_weight: [I, E].
+        targets: [T] int64; positions without a target (-1, padding included) do not count.
+        dtype: the dtype of matrix products on a GPU; by default the table's.
+        part: the positions of `out`, if it has only some of them; the result is then their share of the mean, with the
+            negatives that they would have among all positions.
+        temperature: 0-d, replaces the configured one and has a gradient.
     """
     count = None if part is None else (targets >= 0).sum().clamp(min=1)
     targets, drawn = part_of(targets, draw_negatives(config, len(item_weight), targets), part)
@@ -239,11 +242,11 @@ def sampled_loss(
     excluded: Tensor | None = None,
     repeats: Repeats | None = None,
 ) -> Tensor:
-    """Return `training_loss` with drawn negatives: the sum over positions with a target, over `count`.
+    """Return `training_loss` with the negatives `drawn`: the sum over positions with a target, divided by `count`.
 
-    count: 0-d; None is the number of these positions. excluded: [T, N] int64, items that do not compete at each
-    position unless they are its target, -1 for none; with `loss.exclude`. repeats: what is added to the cosines, of
-    outputs of length one.
+    count: 0-d; None: the number of these positions. excluded: [T, N] int64, the items that `loss.exclude` excludes at
+    each position, -1 for none; a target is never excluded. repeats: the term that is added to the cosines; outputs are
+    then normalised.
     """
     if repeats is None and takes_kernel(config, out):
         dtype, share = dtype or item_weight.dtype, 1 if count is None else (targets >= 0).sum() / count
@@ -261,38 +264,39 @@ def sampled_loss(
         out = out * (config.temperature / temperature)
     item_weight = item_weight.to(out.dtype)
     whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
-    items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
+    items = normalized(item_weight) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
-    # Chunks are larger for gathered rows, since each has a gradient as large as the table.
     if repeats is not None:
         width += TERM_WIDTH * repeats.earlier.longest
+    # Chunks are larger for gathered rows, since every chunk has a gradient as large as the table.
     rows = max(1, chunk_size(out) * (1 if whole else 2) // width)
-    ids, log_q = (None, None) if drawn is None else (drawn.of_positions(len(out)), drawn.log_q)
+    ids, log_q = (None, None) if drawn is None else (drawn.per_position(len(out)), drawn.log_q)
     shared = ids if ids is not None and ids.dim() == 1 else None
 
     tokens = torch.arange(len(out), device=out.device)
-    of_term = {} if repeats is None else dict(repeats.term.named_parameters())
+    term_parameters = {} if repeats is None else dict(repeats.term.named_parameters())
 
     def chunk(out, targets, negatives, excluded, tokens, items, *parameters):
         if repeats is not None:
-            terms = functional_call(repeats.term, dict(zip(of_term, parameters)), (out, tokens, repeats.earlier))
+            weights = dict(zip(term_parameters, parameters))
+            terms = functional_call(repeats.term, weights, (out, tokens, repeats.earlier))
             return _catalogue_loss(config, out, items, targets, excluded, dtype, terms)
         if excluded is not None:
             return _catalogue_loss(config, out, items, targets, excluded, dtype)
         return _chunk_loss(config, whole, out, items, targets, negatives if shared is None else shared, log_q)
 
     rowwise = out, targets, ids if shared is None else None, excluded, tokens
-    total = ChunkedSum.apply(chunk, rows, len(rowwise), *rowwise, items, *of_term.values())
+    total = ChunkedSum.apply(chunk, rows, len(rowwise), *rowwise, items, *term_parameters.values())
     return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)
 
 
 def takes_kernel(config: LossConfig, out: Tensor) -> bool:
-    """Return whether the loss is `hstu_sparse.catalogue_loss`, which normalises both sides."""
+    """Return whether the loss is `hstu_sparse.catalogue_loss`, which normalises outputs and items."""
     return out.is_cuda and config.kind != "bce" and config.exclude == "none" and out.shape[1] <= MAX_KERNEL_SIZE
 
 
 def repeats_of(model: SequenceModel, batch: Batch, longest: int) -> Repeats | None:
-    """Return what `head_loss` needs of a batch for the model's term of repeats; None if it has none.
+    """Return the argument `repeats` of `head_loss` for a batch; None if the model has no term of repeats.
 
     longest: the greatest number of tokens of a sequence.
     """
@@ -302,9 +306,8 @@ def repeats_of(model: SequenceModel, batch: Batch, longest: int) -> Repeats | No
     return Repeats(model.repeats, Earlier.of(batch, longest, items))
 
 
-def own_items(config: LossConfig, batch: Batch, longest: int) -> Tensor | None:
-    """Return the items that `loss.exclude` leaves out at each position, [T, N] with -1 for none; None if it leaves out
-    none.
+def excluded_items(config: LossConfig, batch: Batch, longest: int) -> Tensor | None:
+    """Return the items that `loss.exclude` excludes at each position, [T, N] with -1 for none; None if it is `none`.
 
     longest: the greatest number of tokens of a sequence.
     """
@@ -345,9 +348,9 @@ def _catalogue_loss(
     dtype: torch.dtype | None,
     terms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Sum of the losses of a chunk of positions over the catalogue without the items `excluded`; both normalised.
+    """Return the sum of the losses of a chunk of positions over the catalogue without the items `excluded`.
 
-    terms: (items [R, N], what is added to their cosines [R, N]).
+    out, items: normalised. terms: (items [R, N], the terms that are added to their cosines [R, N]).
     """
     out, chosen = out / config.temperature, targets.clamp(min=0)[:, None]
     if out.is_cuda and dtype is not None:
@@ -359,7 +362,7 @@ def _catalogue_loss(
     if excluded is None:
         smoothing = config.label_smoothing
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
-    # Entries that exclude nothing name the target, which stays.
+    # Entries of -1 are replaced by the target, which is not excluded.
     left_out = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, torch.where(excluded < 0, chosen, excluded), True)
     left_out.scatter_(1, chosen, False)
     logits = logits.masked_fill_(left_out, float("-inf"))
@@ -371,10 +374,10 @@ def _catalogue_loss(
 
 
 def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:
-    """Return whether sampled logits are gathered from one product with all items.
+    """Return whether sampled logits are gathered from one product with all items, which is faster for small catalogues.
 
-    That product moves T * I logits; gathered rows move T * K * E numbers, and their gradients meet in scattered
-    additions: the product wins while the catalogue is small. Negatives shared by all positions are few rows.
+    The product writes T * I logits. Gathering the rows of negatives reads T * K * E elements, whose gradients are
+    scattered; it is faster if all positions share the negatives.
     """
     return config.negatives != "shared" and len(item_weight) <= config.num_negatives * out.shape[1]
 
@@ -382,28 +385,28 @@ def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) 
 def _chunk_loss(
     config, whole: bool, out: Tensor, items: Tensor, targets: Tensor, negatives: Tensor | None, log_q: Tensor | None
 ) -> Tensor:
-    """Sum of the losses of a chunk of positions; `items` is normalised if `whole`, else the raw table."""
+    """Return the sum of the losses of a chunk of positions; items: the item table, normalised if `whole`."""
     if negatives is None:
         logits, smoothing = out @ items.T / config.temperature, config.label_smoothing
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
     chosen = targets.clamp(min=0)[:, None]
     shared = negatives.dim() == 1
     if shared:
-        positive = F.normalize(F.embedding(chosen[:, 0], items), dim=-1, eps=NORM_EPS)
-        rows = F.normalize(F.embedding(negatives.clamp(min=0), items), dim=-1, eps=NORM_EPS)
+        positive = normalized(F.embedding(chosen[:, 0], items))
+        rows = normalized(F.embedding(negatives.clamp(min=0), items))
         logits = torch.cat([(out * positive).sum(1, keepdim=True), out @ rows.T], 1) / config.temperature
     else:
         ids = torch.cat([chosen, negatives.clamp(min=0)], 1)
         if whole:
             logits = (out @ items.T).gather(1, ids) / config.temperature
         else:
-            rows = F.normalize(F.embedding(ids, items), dim=-1, eps=NORM_EPS)
+            rows = normalized(F.embedding(ids, items))
             logits = torch.einsum("te,tke->tk", out, rows) / config.temperature
     if log_q is not None:
         logits = logits - F.pad(log_q[negatives] + math.log(config.num_negatives), (1, 0))
     same = F.pad(negatives == targets[:, None], (1, 0))
     if config.kind == "bce":
-        # The positive against the mean of its negatives, so that their number does not shift the balance.
+        # The mean over negatives, so that their number does not change the balance with the positive.
         fitting = (~same[:, 1:]).sum(1).clamp(min=1)
         negative = F.softplus(logits[:, 1:]).masked_fill(same[:, 1:], 0).sum(1) / fitting
         losses = F.softplus(-logits[:, 0]) + negative

@@ -22,17 +22,17 @@ AttentionConfig = Annotated[SerializeAsAny[AttentionKind.Config], BeforeValidato
 
 
 class RotaryConfig(Options):
-    """Rotary embedding of queries and keys, in every layer (`hstu_sparse.rotary`)."""
+    """Rotary embedding of queries and keys in every layer (`hstu_sparse.rotary`)."""
 
     position: bool = False
-    """Whether pairs of channels are turned by position."""
+    """Whether pairs of channels are rotated by position."""
     time: bool = False
-    """Whether pairs of channels are turned by time."""
+    """Whether pairs of channels are rotated by time."""
 
     @model_validator(mode="after")
     def _something(self):
         if not (self.position or self.time):
-            raise ValueError("turns by nothing: set position or time to true, or leave rotary out")
+            raise ValueError("set position or time to true, or leave rotary out")
         return self
 
 
@@ -40,9 +40,9 @@ class ModelConfig(Options):
     """The model."""
 
     block: Literal["hstu", "transformer", "pre_norm"]
-    """The layer around the attention: HSTU's, SASRec's, or a transformer's with norms before attention and SwiGLU."""
+    """The layer: HSTU's, SASRec's transformer, or a pre-norm transformer with SwiGLU."""
     max_seq_len: int = Field(ge=1)
-    """The longest sequence in tokens; of longer histories the latest events are used."""
+    """The length of the longest sequence in tokens; of longer histories only the latest events are used."""
     embedding_dim: int = Field(ge=1)
     """The size of an item's embedding and of a layer's output."""
     num_layers: int = Field(ge=1, le=1000)
@@ -54,8 +54,8 @@ class ModelConfig(Options):
     linear_dim: int | None = Field(None, ge=1)
     """The size of a head's values; absent, embedding_dim / num_heads."""
     feed_forward_dim: int | None = Field(None, ge=1)
-    """The hidden size of the feed-forward network, which `transformer` and `pre_norm` blocks need; an `hstu` block has
-    a SwiGLU behind each layer by it."""
+    """The hidden size of the feed-forward network; `transformer` and `pre_norm` blocks require it. With it, an `hstu`
+    block ends with a SwiGLU."""
     rotary: RotaryConfig | None = None
     """Rotary embedding of queries and keys; absent, none."""
     head: HeadConfig = DotConfig()
@@ -67,16 +67,15 @@ class ModelConfig(Options):
     action_embedding: bool = False
     """Whether an event's action is embedded and added to its item."""
     id_dropout: float = Field(0.0, ge=0, le=1)
-    """The share of items whose own row a training step leaves out, so that their features must stand for them; with 1
-    no item has a row."""
+    """The probability with which a training step drops an item's row, so that its features alone represent it; with 1
+    items have no rows."""
     vector_correction: int = Field(0, ge=0, le=1024)
-    """The numbers of its own that each item has in addition to each of its vectors, which are not trained; 0 for none.
-    """
+    """The number of trained parameters per item that correct each of its vectors, which are not trained; 0: none."""
     table_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the tables of items and actions and of their gradients. In training a weight takes 12 bytes with
-    bfloat16 and 16 with float32, as moments are float32 in any case; updates below 1/256 of a weight are lost."""
+    """The dtype of the tables of items and actions and of their gradients. Training takes 12 bytes per weight with
+    bfloat16 and 16 with float32, since moments are float32. With bfloat16, updates below 1/256 of a weight are lost."""
     attention: Annotated[list[AttentionConfig], BeforeValidator(_as_list)]
-    """The attention: one mapping for all layers, or a list with one for each."""
+    """The attention: one mapping for all layers, or a list of one for each layer."""
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -98,7 +97,7 @@ class ModelConfig(Options):
                 faults.append((("attention", layer), str(error)))
         if faults:
             raise located(faults, OPTION)
-        # In place: pydantic drops another object that a validator returns to `ModelConfig(...)`.
+        # In place, since `ModelConfig(...)` ignores another object that a validator returns.
         object.__setattr__(self, "attention", attentions)
         return self
 
@@ -106,25 +105,27 @@ class ModelConfig(Options):
         for part in (*self.attention, self.head):
             part.check_run(run)
         if run.parallel.context > 1 and context_by(run) == "ring" and run.data.features:
-            raise ValueError("data.features: not with parallel.context_by=ring")
+            raise ValueError("data.features: not supported with parallel.context_by=ring")
         items = run.data.features.items if run.data.features else None
         if run.data.features and run.data.features.user_tokens:
             for kind in (attention.kind for attention in self.attention):
                 if not ATTENTION_KINDS.class_of(kind).context:
                     raise ValueError(
-                        f"data.features.users.as=tokens: model.attention.kind={kind} has no tokens that all others "
-                        "see: use dense or softmax, or as=sum"
+                        f"data.features.users.as=tokens: model.attention.kind={kind} does not support tokens to which "
+                        "all others attend: use dense or softmax, or as=sum"
                     )
         if self.id_dropout and items is None:
-            raise ValueError("model.id_dropout: needs data.features.items, which stand for what is left out")
+            raise ValueError("model.id_dropout: needs data.features.items, which represent items without their rows")
         if self.id_dropout == 1 and run.parallel.sharded:
-            raise ValueError("model.id_dropout=1: leaves no table of items that parallel.embedding could divide")
+            raise ValueError(
+                "model.id_dropout=1: not supported with parallel.embedding, since there is no item table to divide"
+            )
         if self.vector_correction and not (items and items.vectors):
-            raise ValueError("model.vector_correction: needs a vector among data.features.items.columns")
+            raise ValueError("model.vector_correction: needs a column of kind vector in data.features.items.columns")
 
     @property
     def layer_sizes(self) -> LayerSizes:
-        """Return the sizes that every layer has: D and V as configured, or the embedding divided by the heads."""
+        """The sizes of every layer; D and V are by default embedding_dim / num_heads."""
         default = self.embedding_dim // self.num_heads
         return LayerSizes(
             num_heads=self.num_heads,
@@ -140,26 +141,25 @@ class LossConfig(Options):
     """The loss of retrieval."""
 
     kind: Literal["sampled_softmax", "cross_entropy", "bce", "in_batch", "mixed_negatives"] = "sampled_softmax"
-    """`cross_entropy` is over the whole catalogue, `in_batch` over the batch's targets, the others over negatives."""
+    """The competing items: all items for `cross_entropy`, the batch's targets for `in_batch`, otherwise negatives."""
     num_negatives: int = Field(128, ge=1)
-    """The number of negatives of a position."""
+    """The number of negatives per position."""
     negatives: Literal["per_position", "block", "shared"] = "per_position"
-    """Whether each position draws its own negatives, 128 consecutive ones of the batch share them, or all do: the fewer
-    are drawn, the faster."""
+    """Which positions share negatives: none, blocks of 128 consecutive ones, or all of a batch. Sharing is faster."""
     in_batch_share: float = Field(0.5, gt=0, lt=1)
-    """With `mixed_negatives`, the share of negatives that are targets of the batch; the others are uniform."""
+    """With `mixed_negatives`, the share of negatives drawn from the batch's targets; the others are uniform."""
     temperature: float = Field(0.05, ge=1e-4, le=1e4)
     """The divisor of the scores."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """With `cross_entropy`, the share of a target's probability that is spread evenly over what competes."""
+    """With `cross_entropy`, the share of the target's probability that is spread over all competing items."""
     exclude: Literal["none", "history", "sequence", "auto"] = "none"
-    """With `cross_entropy`, which items of a user do not compete with a position's target: those up to the position, as
-    in rankings without a user's history, or all of the training sequence. `auto` is `none` where earlier items stay in
-    the ranking (`eval.filter_seen: none`), otherwise `history`."""
+    """With `cross_entropy`, items of the user that do not compete with a target: `history`, the items before it (as in
+    rankings without seen items); `sequence`, all items of the training sequence. `auto` is `none` if seen items are
+    ranked (`eval.filter_seen: none`), otherwise `history`."""
 
     @property
     def num_in_batch(self) -> int:
-        """The number of negatives of mixed_negatives that are targets of the batch."""
+        """The number of negatives of `mixed_negatives` that are drawn from the batch's targets."""
         return round(self.in_batch_share * self.num_negatives)
 
     @model_validator(mode="after")
@@ -170,6 +170,7 @@ class LossConfig(Options):
             raise ValueError(f"exclude is for kind=cross_entropy, got kind={self.kind}")
         if self.kind == "mixed_negatives" and not 0 < self.num_in_batch < self.num_negatives:
             raise ValueError(
-                f"in_batch_share={self.in_batch_share} of num_negatives={self.num_negatives} leaves none of one kind"
+                f"in_batch_share={self.in_batch_share} of num_negatives={self.num_negatives} must leave at least one "
+                "in-batch and one uniform negative"
             )
         return self

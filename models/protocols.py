@@ -1,6 +1,6 @@
-"""Declare what networks and tasks need of a run's configuration, of ranks and of an item table that is cut over them.
+"""Declare the interfaces of a run's configuration, of ranks and of a sharded item table that models and tasks use.
 
-training/config.py and training/ranks have the classes that satisfy these. Letters: I items, E embedding size, n ids, R
+training/config.py and training/ranks implement them. Letters: I items, E embedding size, n ids, R
 rows.
 """
 
@@ -15,7 +15,7 @@ from evaluation.scores import CatalogueRanks
 
 
 class TrainOptions(Protocol):
-    """Declare the options of training that others read."""
+    """Declare options of training."""
 
     @property
     def autocast(self) -> str: ...
@@ -24,7 +24,7 @@ class TrainOptions(Protocol):
 
 
 class EvalOptions(Protocol):
-    """Declare the options of evaluation that others read."""
+    """Declare options of evaluation."""
 
     @property
     def every(self) -> int: ...
@@ -39,7 +39,7 @@ class EvalOptions(Protocol):
 
 
 class ParallelOptions(Protocol):
-    """Declare the options of the distribution over ranks that others read."""
+    """Declare options of the distribution over ranks."""
 
     @property
     def context(self) -> int: ...
@@ -50,7 +50,7 @@ class ParallelOptions(Protocol):
 
 
 class RunOptions(Protocol):
-    """Declare the parts of a run's configuration that the rules of one another read (`check_run`)."""
+    """Declare a run's configuration as `check_run` reads it."""
 
     @property
     def data(self) -> DataConfig: ...
@@ -71,10 +71,11 @@ class RunOptions(Protocol):
 
 
 class RankGroup(CatalogueRanks, Protocol):
-    """The ranks that share a batch or a catalogue; each calls the same methods in the same order.
+    """The ranks that share a batch or a catalogue; all must call the same methods in the same order.
 
-    world   their number; rank: the number of this process
-    engine  whether batches or tables are spread over them, even over a single one
+    world   the number of ranks
+    rank    the number of this process
+    engine  whether batches or tables are distributed, even with a single rank
     """
 
     world: int
@@ -83,16 +84,16 @@ class RankGroup(CatalogueRanks, Protocol):
 
     @property
     def first(self) -> bool:
-        """Whether this process writes what a run leaves."""
+        """Whether this process writes the files of a run."""
 
     def sequences(self, batch: Batch) -> Batch:
         """Return this rank's share of the sequences of a batch."""
 
 
 class ItemTable(Protocol):
-    """The rows of all items, [num_items, size], of which each rank has some rows or some columns.
+    """A table of all items, [num_items, size], of which each rank has a shard of rows or columns.
 
-    begin, end  (first row, first column) and the ends of this rank's shard
+    begin, end  (row, column) of the first element of this rank's shard, and after its last element
     """
 
     num_items: int
@@ -101,16 +102,16 @@ class ItemTable(Protocol):
     end: tuple[int, int]
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Return the rows [n, E] of the items `ids` [n] int64; all ranks call it together."""
+        """Return the rows [n, E] of the items `ids` [n] int64; all ranks must call it together."""
 
     def local_rows(self) -> Tensor:
-        """Return the shard [R, E] of a table that is cut by rows, with its gradient."""
+        """Return the shard [R, E] of a table that is sharded by rows, with its gradient."""
 
     def between(self, begin: int, end: int) -> Tensor:
-        """Return the rows begin .. end - 1; all ranks call it together, each with its range."""
+        """Return the rows begin .. end - 1; all ranks must call it together, each with its range."""
 
     def fill(self, rows: Callable[[int, int], Tensor]) -> None:
-        """Fill the shard; rows(begin, end): those rows of the whole table."""
+        """Fill the shard; rows(begin, end): the rows begin .. end - 1 of the whole table."""
 
     def draw(self, trained: Tensor | None) -> None:
-        """Fill the shard at random; trained [I] bool: the items whose rows are not zero."""
+        """Initialise the shard at random; trained [I] bool: the items whose rows are not zero."""

@@ -13,17 +13,17 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from data.batch import Batch
 from models.attention.contract import AuxLoss
 
-# What draws random numbers in a layer on a GPU: seeds of kernels, and torch's dropout.
+# The operators that draw random numbers in a layer on a GPU: seeds of kernels, and torch's dropout.
 _aten = torch.ops.aten
 DRAWS = [_aten.randint.default, _aten.randint.low, _aten.native_dropout.default]
 _saved_draws = functools.partial(create_selective_checkpoint_contexts, DRAWS)
 
 
 def recomputed(layer: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """Return layer(x, batch), of which only x is saved; its backward pass computes the layer again, with the same bits.
+    """Return layer(x, batch) and save only x; the backward pass computes the layer again, with the same bits.
 
-    On a CPU the second pass draws its random numbers from the generator's earlier state. While a CUDA graph is captured
-    that state cannot be read: on a GPU the numbers are saved.
+    On a CPU it restores the state of the random number generator. On a GPU the random numbers are saved instead, since
+    that state cannot be read during the capture of a CUDA graph.
     """
     options: dict[str, Any] = {"preserve_rng_state": True}
     if x.is_cuda:

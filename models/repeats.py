@@ -1,11 +1,15 @@
-"""Add a learned term to the scores of the items that a user's window already has.
+"""Add a learned term to the scores of the items in a user's window.
 
-How likely an item returns depends on how long ago and how often it occurred, which a cosine of two vectors hardly
-expresses. The term of an item at its latest event before token t is w(out[t]) . (gap + age + count + order), where each
-of the four is a row of a table, chosen by the number of events since then, the time since then, how often the item has
-occurred, and whether it followed one of the last two earlier events of the item of token t.
+Whether a user repeats an item depends on how long ago and how often the item occurred, which a cosine of two vectors
+hardly expresses. For token t and an item with its latest event at token s <= t, the term is the inner product of
+w(out[t]) and gap + age + count + order. Each of these four is a row of a table:
 
-Letters: T tokens, R rows of a chunk of them, N greatest number of tokens of a sequence, E embedding size, K patterns.
+gap    by the number of events from s to t
+age    by the time from s to the query
+count  by the number of times that the item has occurred up to s
+order  by whether the item followed one of the last two earlier events of the item of token t
+
+Letters: T tokens, R tokens of a chunk, N greatest number of tokens of a sequence, E embedding size, K patterns.
 """
 
 import math
@@ -20,7 +24,7 @@ EVENT_OCTAVES, TIME_OCTAVES, COUNT_OCTAVES = 16, 32, 12
 
 
 class RepeatTerm(nn.Module):
-    """Compute the term of the items in a token's window; it starts at zero. patterns: K."""
+    """Compute the term of the items in a token's window, initially zero. patterns: K."""
 
     events: Tensor
     seconds: Tensor
@@ -42,9 +46,9 @@ class RepeatTerm(nn.Module):
         self.order = table(4)
 
     def forward(self, out: Tensor, tokens: Tensor, earlier: Earlier) -> tuple[Tensor, Tensor]:
-        """Return (items [R, N], the terms of their scores [R, N] fp32) of the outputs [R, E] of length one at `tokens`.
+        """Return (items [R, N], their terms [R, N] fp32) for outputs [R, E] of length one at the tokens [R].
 
-        An item of the window has a term at its latest token; all other entries are item 0 with a term of 0.
+        An item has its term in the column of its latest token; all other columns have item 0 and a term of 0.
         """
         t, last = tokens[:, None], torch.sym_max(earlier.items.shape[0] - 1, 0)
         places = earlier.begins[t] + torch.arange(earlier.longest, device=tokens.device)
@@ -64,9 +68,7 @@ class RepeatTerm(nn.Module):
 
 
 def add_terms(scores: Tensor, items: Tensor, terms: Tensor, begin: int = 0) -> Tensor:
-    """Add terms [R, N] of `items` [R, N] to scores [R, W] of the items from `begin` on, in place; others are left
-    out.
-    """
+    """Add the terms [R, N] of `items` [R, N] to scores [R, W] of the items begin .. begin + W - 1, in place."""
     columns = items - begin
     inside = (columns >= 0) & (columns < scores.shape[1])
     return scores.scatter_add_(1, torch.where(inside, columns, 0), torch.where(inside, terms, 0).to(scores.dtype))

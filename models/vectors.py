@@ -1,4 +1,4 @@
-"""Project the vectors of items, which stay as they are, into the embedding space by a trained matrix.
+"""Project fixed vectors of items into the embedding space by a trained matrix.
 
 Letters: I items, n vectors, W the size of a vector, R rows, E embedding size, C size of a correction.
 """
@@ -15,17 +15,17 @@ from torch.nn import functional as F
 from data.features.features import Feature
 from hstu_sparse.core.precision import without_autocast
 
-AT_ONCE, AT_ONCE_ON_A_CPU = 2**26, 2**20  # numbers of vectors that are converted to fp32 at a time
+AT_ONCE, AT_ONCE_ON_A_CPU = 2**26, 2**20  # elements of vectors that are converted to fp32 at a time
 
 
 class ItemVectors(nn.Module):
-    """The part of items' representations that one vector of each item gives: its product with a trained matrix.
+    """The part of items' representations that is computed from vectors: their products with a trained matrix.
 
-    With a correction, an item also has C trained numbers of its own, which begin as zeros, times another matrix. An
-    item without a vector has zeros.
+    With a correction, the product of C trained numbers of each item, initially zeros, and another matrix is added. An
+    item without a vector has the product zero.
 
-    table  [n, W] float16, on a CPU the file of a prepared data set or of a run; it is in no checkpoint
-    rows   [I] int64, the row of each item, -1 for none
+    table  [n, W] float16, on a CPU a memory-mapped file of the prepared data or the run; not in checkpoints
+    rows   [I] int64, the row of each item in `table`, -1 for none
     """
 
     table: Tensor
@@ -49,7 +49,7 @@ class ItemVectors(nn.Module):
         return self.table.shape[1]
 
     def forward(self, items: Tensor | None = None) -> Tensor:
-        """Return [R, E] fp32 of the items [R] int64; None is all of them."""
+        """Return [R, E] fp32 for the items [R] int64; None: [I, E] for all items."""
         rows = self.rows if items is None else self.rows[items]
         projected = _Projection.apply(self.weight, self.table, rows)
         if self.correction is None or self.correction_weight is None:
@@ -61,19 +61,19 @@ class ItemVectors(nn.Module):
         assert self.correction_weight is not None
         return corrections @ self.correction_weight
 
-    def of_new(self, vectors: Tensor) -> Tensor:
-        """Return [R, E] fp32 of items that are not in the catalogue, by their vectors [R, W]."""
+    def project(self, vectors: Tensor) -> Tensor:
+        """Return [R, E] fp32 for items that are not in the catalogue; vectors: [R, W]."""
         rows = torch.arange(len(vectors), device=vectors.device)
         return _Projection.apply(self.weight, vectors, rows)
 
 
 def _drawn(rows: int, columns: int) -> Tensor:
-    """Draw a matrix; products with vectors of length one have the deviation of the rows of other features."""
+    """Draw a matrix whose products with vectors of length one have the standard deviation of other features' rows."""
     return nn.init.trunc_normal_(torch.empty(rows, columns), std=0.02, a=-0.04, b=0.04)
 
 
 class _Projection(torch.autograd.Function):
-    """Compute table[rows] [R, W] @ weight [W, E] in fp32, without a copy of the table in fp32; zeros for rows of -1."""
+    """Compute table[rows] [R, W] @ weight [W, E] in fp32 without an fp32 copy of the table; zeros for rows of -1."""
 
     @staticmethod
     @without_autocast
@@ -96,7 +96,7 @@ class _Projection(torch.autograd.Function):
 
 
 def _parts(table: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (the first row, the vectors [m, W] in fp32), some rows at a time."""
+    """Yield (the index of the first row, the vectors [m, W] in fp32) of chunks of rows."""
     size = max(1, (AT_ONCE_ON_A_CPU if table.device.type == "cpu" else AT_ONCE) // table.shape[1])
     for first in range(0, len(rows), size):
         part = rows[first : first + size]

@@ -1,7 +1,7 @@
-"""The attention kinds that `model.attention.kind` names: a file and an entry in ATTENTION for each.
+"""Define ATTENTION, the attention kinds by their names in `model.attention.kind`.
 
-A kind is one module with a class and its Config that satisfy `AttentionKind` in contract.py. A kind may also be defined
-outside this package: it is then named by its path, `my_package.my_module:MyAttention`.
+A kind is a module with a subclass of `AttentionKind` (contract.py). A kind that is defined outside this package is
+named by its path, `my_package.my_module:MyAttention`.
 """
 
 from data.kinds import Kinds

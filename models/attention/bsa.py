@@ -14,8 +14,8 @@ from models.attention.contract import AuxLoss, Blocks, LayerSizes, PagedForm
 from models.attention.shared import HSTUAttention
 from models.gate import GateModel
 
-# selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured
-# on an H200 (docs/bsa.md: bf16, 4 heads of 128, blocks of 64, 16 chosen), without biases and with both.
+# selection_group -> the sequence length from which bsa is faster than dense, forward plus backward, without biases and
+# with both (docs/bsa.md: H200, bf16, 4 heads of 128, blocks of 64, 16 selected).
 CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
 BIASED_CROSSOVER = {1: 11048, 2: 9908, 16: 9478, 64: 2901}
 
@@ -23,17 +23,14 @@ BIASED_CROSSOVER = {1: 11048, 2: 9908, 16: 9478, 64: 2901}
 log = logging.getLogger(__name__)
 
 
-@functools.cache  # once for a run, not for each of its layers
+@functools.cache  # one warning for all layers
 def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> None:
-    """Warn when no sequence of a run is long enough for block sparsity to be faster.
-
-    biased: whether there is a bias by position, by time or both.
-    """
+    """Warn if dense attention is faster at `max_seq_len`. biased: whether there is a position bias or a time bias."""
     table = BIASED_CROSSOVER if biased else CROSSOVER
     group = max(size for size in table if size <= selection_group)
     if max_seq_len < table[group]:
         measured = ""
-        if torch.cuda.is_available():  # the figures are a GPU's
+        if torch.cuda.is_available():  # measured on a GPU
             biases = "both" if biased else "no"
             measured = f" (about {table[group]:,} on an H200, selection_group={group}, {biases} biases)"
         log.warning(
@@ -44,7 +41,7 @@ def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> N
 
 
 class BlockSparseAttention(HSTUAttention):
-    """Compression, block selection and a sliding window, mixed by a gate that is computed from the queries.
+    """Mix attention to means of blocks, to selected blocks and to a sliding window by gates computed from queries.
 
     Examples:
         >>> config = BlockSparseAttention.Config(kind="bsa", block_size=2, block_counts=1, window_size=2)
@@ -63,11 +60,11 @@ class BlockSparseAttention(HSTUAttention):
         block_counts: int = Field(4, ge=1)
         """The number of blocks that a token selects."""
         window_size: int = Field(0, ge=0)
-        """The number of latest tokens of the sliding-window branch; 0 leaves that branch out."""
+        """The number of latest tokens that the sliding-window branch attends to; 0 disables this branch."""
         selection_group: int = Field(1, ge=1)
-        """The number of neighbouring tokens that share one selection; it divides block_size."""
+        """The number of neighbouring tokens that share a selection; it must divide block_size."""
         gate_hidden_dim: int = Field(32, ge=1)
-        """The hidden size of the network that weighs the branches."""
+        """The hidden size of the network that computes the weights of the branches."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
@@ -91,17 +88,6 @@ class BlockSparseAttention(HSTUAttention):
         lengths = batch.seq_offsets, self.sizes.max_seq_len
         options: dict[str, Any] = dict(bias=bias, backend=c.backend, block_size=c.block_size)
         options["plan"] = hstu_sparse.bsa_plan(q, *lengths, once=batch.once, **options)
-        out = hstu_sparse.bsa_attention(
-            q,
-            k,
-            v,
-            *lengths,
-            self.gate(q),
-            block_counts=c.block_counts,
-            window_size=c.window_size,
-            selection_group=c.selection_group,
-            scale=c.scale,
-            normalizer=self.normalizer,
-            **options,
-        )
-        return cast(Tensor, out), {}
+        options |= dict(block_counts=c.block_counts, window_size=c.window_size, selection_group=c.selection_group)
+        options |= dict(scale=c.scale, normalizer=self.normalizer)
+        return cast(Tensor, hstu_sparse.bsa_attention(q, k, v, *lengths, self.gate(q), **options)), {}

@@ -1,7 +1,6 @@
-"""Define the interface of attention kinds: the module, its configuration, its auxiliary losses.
+"""Define the interface of attention kinds: the module, its configuration and its auxiliary losses.
 
-The kinds themselves are in attention/. Letters: T tokens, E embedding size, H heads, Hkv key/value heads, D query/key
-head size, V value head size.
+Letters: T tokens, E embedding size, H heads, Hkv key/value heads, D query/key head size, V value head size.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ BACKEND = "model.attention.backend"
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of a layer that an attention kind may depend on: H, D, V, E, the longest sequence, and the block's
-    kind.
+    """The sizes of a layer: H, D, V, E, the length of the longest sequence, and `model.block`.
 
     Examples:
         >>> LayerSizes(num_heads=2, attention_dim=16, linear_dim=16, embedding_dim=32, max_seq_len=50).block
@@ -40,10 +38,10 @@ class LayerSizes:
 
 
 class AuxLoss(NamedTuple):
-    """An auxiliary loss: `value` is logged under its name, `weighted` is added to the training loss; both 0-d.
+    """An auxiliary loss: `value` is logged, `weighted` is added to the training loss; both are 0-d.
 
-    It is the mean over the batch's real tokens (`batch.real`), never over padding, or over `num_terms` other things.
-    Losses of one name are summed over layers.
+    `value` is a mean over the batch's tokens without padding (`batch.real`) or, with `num_terms`, over that number of
+    other terms. Losses of the same name are summed over layers.
 
     Examples:
         >>> loss = AuxLoss.of(torch.tensor(2.0), weight=0.5)
@@ -57,7 +55,7 @@ class AuxLoss(NamedTuple):
 
     @classmethod
     def of(cls, value: Tensor, weight: float, num_terms: Tensor | None = None) -> AuxLoss:
-        """Return the loss with its product with a weight."""
+        """Return the loss with `weighted` = weight * value."""
         return cls(value, weight * value, num_terms)
 
     def __add__(self, other: AuxLoss) -> AuxLoss:  # type: ignore[override]  # not a tuple's concatenation
@@ -65,7 +63,7 @@ class AuxLoss(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks of a kind that is served as bsa: their tokens, how many are chosen, the tokens that share a choice."""
+    """The blocks of bsa: tokens of a block, selected blocks of a token, neighbouring tokens that share a selection."""
 
     size: int
     chosen: int
@@ -73,14 +71,14 @@ class Blocks(NamedTuple):
 
 
 class PagedForm(NamedTuple):
-    """The form in which new tokens attend to earlier ones, whose keys and values are in pages.
+    """The options of attention from new tokens to earlier ones, whose keys and values are in a paged cache.
 
-    softmax              whether the weights are a softmax of the scores, else their SiLU
-    scale, normalizer    with SiLU the factor of the scores and the divisor of the sum
-    position, time       tables of a relative bias, or None
-    window               the number of latest tokens, itself included, that a token sees; 0 for all
-    codes                the options of the pages (`hstu_sparse.PageFormat`) that the run was trained for; None for any
-    blocks               None unless tokens attend to chosen blocks and to means of blocks, as in bsa
+    softmax              whether attention weights are the softmax of the scores; otherwise their SiLU
+    scale, normalizer    with SiLU, the factor of the scores and the divisor of the sum
+    position, time       the tables of a relative bias, or None
+    window               the number of latest tokens, itself included, to which a token attends; 0 for all
+    codes                the options of pages (`hstu_sparse.PageFormat`) that the run was trained for; None for any
+    blocks               the blocks of bsa; None for other kinds
 
     Examples:
         >>> attention.paged().softmax, attention.paged().position is None  # of the kind softmax
@@ -100,16 +98,19 @@ class PagedForm(NamedTuple):
 class AttentionKind(nn.Module):
     """Base of the attention modules: `__init__(config, sizes)`, `forward(x, q, k, v, batch)`.
 
-    The module stores nothing of one call for the next. candidates, context: whether batches may have
-    `num_targets` and `num_context`; as `paged`, not inherited with another `forward`. reads_input: whether `forward`
-    reads x, which costs an exchange where heads are divided over ranks.
+    The module has no state that changes between calls.
+
+    candidates, context  whether batches may have `num_targets` and `num_context`
+    reads_input          whether `forward` reads x, which ranks that divide the heads must then exchange
+
+    A subclass that defines `forward` inherits neither these three nor `paged`.
 
     Examples:
         >>> class Mean(AttentionKind):  # averages the values of a sequence up to each token
         ...     def forward(self, x, q, k, v, batch):
         ...         parts = v.split(batch.seq_offsets.diff().tolist())
         ...         return torch.cat([part.cumsum(0) for part in parts]) / (batch.positions[:, None, None] + 1), {}
-        >>> mean = Mean(Mean.Config(kind="my_package.mine:Mean"), sizes)
+        >>> mean = Mean(Mean.Config(kind="my_package.my_module:Mean"), sizes)
         >>> torch.equal(mean(x, q, k, v, batch)[0][1], (v[0] + v[1]) / 2), mean.paged(), Mean.kv_heads(mean.config, 2)
         (True, None, 2)
     """
@@ -120,62 +121,52 @@ class AttentionKind(nn.Module):
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
-        # It computes something else than its base, whose form in pages would give other results.
+        # Another `forward` may not support what the base class supports.
         for name in ("paged", "candidates", "context", "reads_input") if "forward" in vars(cls) else ():
             if name not in vars(cls):
                 setattr(cls, name, getattr(AttentionKind, name))
 
     class Config(Options):
-        """The kind's options. The checks raise ValueError; its message begins with the option that it is about."""
+        """The kind's options. The checks raise ValueError with a message that begins with the name of an option."""
 
-        # How parallel.context may spread sequences over ranks: "ring", "heads", both or neither.
+        # How parallel.context may divide attention over ranks: "ring", "heads", both or neither.
         context_by: ClassVar[tuple[str, ...]] = ()
-        portable: ClassVar[bool] = False  # whether eval.py --export-model can write a model of the kind
+        portable: ClassVar[bool] = False  # whether eval.py --export-model supports the kind
 
         kind: str
-        """The attention kind: one of the table below, or a class of your own as `module:Class`."""
+        """The attention kind: one of the table below, or the path of your class, `module:Class`."""
 
         def check_run(self, run: RunOptions) -> None:
-            """Raise ValueError, naming the option, if other options of the run do not fit."""
+            """Raise ValueError if these options do not fit other options of the run."""
 
         def check_heads(self, sizes: LayerSizes, ranks: int) -> None:
-            """Raise ValueError unless so many ranks can each have a part of the heads (parallel.context_by=heads)."""
+            """Raise ValueError unless `ranks` ranks can divide the heads (parallel.context_by=heads)."""
             if sizes.num_heads % ranks:
                 raise ValueError(f"model.num_heads={sizes.num_heads} must be a multiple of parallel.context={ranks}")
 
         def for_model(self, sizes: LayerSizes) -> Self:
-            """Return these options with `auto` replaced according to the layer; called when a configuration is
-            loaded.
-            """
+            """Return these options with `auto` resolved for a layer; called when a configuration is loaded."""
             return self
 
         def check_model(self, sizes: LayerSizes) -> None:
             """Raise ValueError if these options do not fit the layer's sizes; called after `for_model`."""
 
         def check_device(self, run: RunOptions, device: torch.device) -> None:
-            """Raise ValueError, naming the option, if the kind cannot run on the device; called before anything is
-            built.
-            """
+            """Raise ValueError if the kind does not support the device; called before the model is built."""
             choose_backend(getattr(self, "backend", "auto"), torch.empty(0, device=device), BACKEND)
 
         def for_data(self, dataset: Dataset) -> Self:
-            """Return these options with `auto` replaced according to the data; called when a run opens its data.
-
-            The result is the configuration that the run is built and stored with.
-            """
+            """Return these options with `auto` resolved for the data, as the run is built and stored."""
             return self
 
         def check_data(self, dataset: Dataset) -> None:
-            """Raise ValueError if these options do not fit the data; called after `for_data`, before anything is
-            built.
-            """
+            """Raise ValueError if these options do not fit the data; called after `for_data`, before the build."""
 
         def phase_ends(self) -> tuple[int, ...]:
-            """Return the training steps (counted from 0) at which the module's behaviour changes.
+            """Return the training steps, counted from 0, at which the module's behaviour changes.
 
-            `batch.phase` is the greatest of them, over all layers, that has been reached, 0 before the first and
-            greater than all outside of training; so `batch.phase < warmup_steps` tells a module that it is in its
-            warm-up.
+            In training `batch.phase` is the last such step of any layer that was reached, or 0; otherwise it is greater
+            than all steps. A module with a warm-up thus compares `batch.phase < warmup_steps`.
             """
             return ()
 
@@ -185,21 +176,21 @@ class AttentionKind(nn.Module):
 
     @classmethod
     def kv_heads(cls, config: Any, num_heads: int) -> int:
-        """Return Hkv, the number of heads of k and v, which the layer's projection then produces."""
+        """Return Hkv, the number of heads of k and v that the layer projects to."""
         return num_heads
 
     def paged(self) -> PagedForm | None:
-        """Return how the kind is served from pages; None if it cannot be. Not inherited with another `forward`.
+        """Return the options of attention to a paged cache; None if the kind cannot be served.
 
         Raises:
-            ValueError: an option's value cannot be served: `has window_size=3, which ...`.
+            ValueError: an option's value cannot be served; the message begins with `has`: `has bits=3, ...`.
         """
         return None
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         """Compute q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).
 
-        x [T, E] is the layer's input after its norm, from which a kind may compute more than q, k and v. Where
-        `batch.heads` is a process group, q, k and v have this rank's part of the heads, of all tokens.
+        x [T, E] is the layer's normalised input. If ranks divide the heads (`batch.heads` is their process group), q, k
+        and v have all tokens and this rank's heads.
         """
         raise NotImplementedError

@@ -30,11 +30,11 @@ class DenseAttention(HSTUAttention):
         kind: Literal["dense"]
         """The attention kind."""
         window_size: int = Field(0, ge=0)
-        """The number of latest tokens, itself included, that a token sees; 0 for all."""
+        """The number of latest tokens, itself included, to which a token attends; 0 for all."""
         backend: Literal["auto", "triton", "hopper", "reference"] = "auto"  # type: ignore[assignment]  # one more
-        """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors; `hopper`
-        takes kernels for GPUs with sm_90, no biases, heads of 64, 128 or 256 and `train.autocast: bf16`, which `auto`
-        takes for sequences of at least 1,024 tokens on average."""
+        """The implementation. `auto`: Triton kernels for CUDA tensors, the reference for CPU tensors. `hopper`: kernels
+        for GPUs with sm_90 that need `train.autocast: bf16`, heads of 64, 128 or 256 and no bias; `auto` uses them if
+        sequences have at least 1,024 tokens on average."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
@@ -42,8 +42,8 @@ class DenseAttention(HSTUAttention):
             if self.backend != "hopper":
                 return
             if size not in (64, 128, 256) or size != value_size:
-                got = f"{size} and {value_size} for values"
-                raise ValueError(f"backend=hopper takes heads of 64, 128 or 256, got {got}")
+                got = f"{size} for queries and keys and {value_size} for values"
+                raise ValueError(f"backend=hopper takes heads of one size, 64, 128 or 256, got {got}")
             if self.position_bias or self.time_bias:
                 raise ValueError(
                     "backend=hopper takes no bias: set position_bias and time_bias to false, or use backend=triton"

@@ -1,7 +1,7 @@
 """The kind `htree`."""
 
 import math
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -14,15 +14,15 @@ from models.attention.contract import AuxLoss, LayerSizes
 from models.attention.shared import AutoCount, AutoRate, FewKeys, few_kv_heads
 from models.protocols import RunOptions
 
-# max_seq_len from which `auto` means few key heads, and the greatest number of expanded nodes.
-LONG, MOST_EXPANDED = 1024, 32
+LONG = 1024  # the max_seq_len from which `auto` means few key heads
+MOST_EXPANDED = 32  # the greatest `auto` value of top_k
 
 
 class HierarchicalTreeAttention(FewKeys):
-    """Softmax attention over a tree of means that expands the nodes with the highest scores; RoPE by position among
-    them.
+    """Softmax attention over a tree: a node is the mean of its children, and the best nodes are expanded.
 
-    For RoPE by time set `model.rotary: {position: false, time: true}`, which rotates queries and keys before the means.
+    Rotary embedding is by position among the nodes to which a query attends. For rotary embedding by time set
+    `model.rotary: {position: false, time: true}`, which rotates queries and keys before the means are computed.
 
     Examples:
         >>> options = dict(kind="htree", num_kv_heads=2, compression_rate=2, selection_group=1)
@@ -37,22 +37,23 @@ class HierarchicalTreeAttention(FewKeys):
         kind: Literal["htree"]
         """The attention kind."""
         compression_rate: AutoRate = "auto"
-        """The number of children of a node; `auto` is 16, up to max_seq_len 16 it is 8."""
+        """The number of children of a node; `auto` is 8 if max_seq_len is at most 16, otherwise 16."""
         top_k: AutoCount = "auto"
-        """The number of nodes that are expanded in each layer of the tree; `auto` follows from max_seq_len."""
+        """The number of nodes that are expanded in each layer of the tree; `auto` depends on max_seq_len."""
         selection_group: AutoCount = "auto"
-        """The number of neighbouring tokens that share a choice; it divides compression_rate."""
+        """The number of neighbouring tokens that expand the same nodes; it must divide compression_rate."""
         rope_base: float = Field(10000.0, gt=0)
         """The base of the rotary embedding's wavelengths."""
         backend: Literal["auto", "triton", "reference"] = "auto"
-        """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
+        """The implementation. `auto`: Triton kernels for CUDA tensors, the reference for CPU tensors."""
 
         def default_kv_heads(self, sizes: LayerSizes) -> int:
             return sizes.num_heads if sizes.max_seq_len < LONG else few_kv_heads(sizes)
 
         def for_model(self, sizes: LayerSizes) -> Self:
-            """Choose a tree with 16 children a node, of which a query sees at most three quarters of the longest
-            sequence as tokens; as many neighbours share a choice as a node has children.
+            """Resolve `auto`: 16 children per node, shared by 16 tokens.
+
+            top_k is limited so that a query attends to at most three quarters of the longest sequence as single tokens.
             """
             rate, top_k, group = self.compression_rate, self.top_k, self.selection_group
             if rate == "auto":
@@ -71,15 +72,14 @@ class HierarchicalTreeAttention(FewKeys):
             super().check_model(sizes)
             if sizes.attention_dim % 2:
                 raise ValueError(
-                    f"rope_base: RoPE turns pairs of channels, and the heads have {sizes.attention_dim}: make it even"
+                    f"rope_base: rotary embedding takes an even number of channels per head, got {sizes.attention_dim}"
                 )
             if chosen(self.compression_rate) % chosen(self.selection_group):
                 rate = f"compression_rate={self.compression_rate}"
                 raise ValueError(f"selection_group={self.selection_group} does not divide {rate}")
 
         def check_device(self, run: RunOptions, device: torch.device) -> None:
-            # With torch 2.13 the reference's loops over levels are unrolled for every shape, and compilation never
-            # ends.
+            # torch 2.13 unrolls the reference's loops over levels for every shape.
             if run.train.compile and device.type == "cpu":
                 raise ValueError("train.compile: torch's compiler does not finish with htree on a CPU, set it to false")
             super().check_device(run, device)
@@ -92,16 +92,8 @@ class HierarchicalTreeAttention(FewKeys):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c = self.config
-        out = hstu_sparse.htree_attention(
-            q,
-            k,
-            v,
-            batch.seq_offsets,
-            self.sizes.max_seq_len,
-            compression_rate=chosen(c.compression_rate),
-            top_k=chosen(c.top_k),
-            selection_group=chosen(c.selection_group),
-            rope_base=c.rope_base,
-            backend=c.backend,
-        )
-        return out, {}
+        options: dict[str, Any] = {
+            name: chosen(getattr(c, name)) for name in ("compression_rate", "top_k", "selection_group")
+        }
+        options |= dict(rope_base=c.rope_base, backend=c.backend)
+        return hstu_sparse.htree_attention(q, k, v, batch.seq_offsets, self.sizes.max_seq_len, **options), {}

@@ -1,6 +1,6 @@
 """The kind `indexer`.
 
-Letters: T tokens, J heads of the indexer, E their size, R tokens that share a choice, G rows of a choice.
+Letters: T tokens, J heads of the indexer, E their size, G groups of neighbouring tokens, K chosen tokens of a group.
 """
 
 from typing import Any, ClassVar, Literal, Self
@@ -30,7 +30,7 @@ from models.attention.shared import (
     relative_bias,
 )
 
-# Greatest number of indices in a dense step of warm-up: 4 GiB of int32, and twice as much of scores and gradients.
+# The most indices of a warm-up step: 4 GiB of int32, and twice as much for scores and gradients.
 MOST_INDICES = 2**30
 
 
@@ -40,7 +40,7 @@ def default_top_k(max_seq_len: int) -> int:
 
 
 def default_selection_group(max_seq_len: int) -> int:
-    """Return 8 tokens up to a length of 2,048 and 16 beyond (docs/indexer.md)."""
+    """Return 8 up to a length of 2,048 and 16 for longer ones (docs/indexer.md)."""
     return 8 if max_seq_len <= 2048 else 16
 
 
@@ -57,11 +57,11 @@ class BiasTables(nn.Module):
 
 
 class IndexerAttention(FewKeys, BiasedAttention):
-    """Softmax attention over the tokens that a lightning indexer chooses (DeepSeek-V3.2-Exp), the same for all heads.
+    """Softmax attention over tokens that a lightning indexer chooses for all heads (DeepSeek-V3.2-Exp).
 
-    The indexer sees the layer's input detached and learns from a loss of its own, KL(attention, indexer) over the
-    chosen tokens; the other parameters get no gradient from that loss. During the first `warmup_steps` the attention is
-    dense, and the indexer learns from all tokens that a query may choose.
+    The indexer reads the layer's detached input and is only trained by an auxiliary loss, KL(attention, indexer) over
+    the chosen tokens; no other parameter has a gradient from this loss. In the first `warmup_steps` attention is dense,
+    and the loss is over all visible tokens.
 
     Examples:
         >>> config = IndexerAttention.Config(kind="indexer", num_kv_heads=2, top_k=2, selection_group=1)
@@ -76,26 +76,26 @@ class IndexerAttention(FewKeys, BiasedAttention):
         kind: Literal["indexer"]
         """The attention kind."""
         top_k: AutoCount = "auto"
-        """The number of tokens that are chosen; `auto` is an eighth of max_seq_len, from 8 to 128."""
+        """The number of chosen tokens; `auto` is max_seq_len / 8, rounded up to a power of two, from 8 to 128."""
         selection_group: AutoCount = "auto"
-        """The number of neighbouring tokens that share a choice; `auto` is 8, for max_seq_len over 2,048 it is 16."""
+        """The number of neighbouring tokens that share a choice; `auto` is 8 up to max_seq_len 2,048, otherwise 16."""
         num_index_heads: int = Field(4, ge=1)
         """The number of heads of the indexer."""
         index_dim: int = Field(32, ge=1)
         """The size of a head of the indexer."""
         index_position_bias: bool = True
-        """Whether the indexer's own scores have a bias by the distance in positions."""
+        """Whether the indexer's scores have a learned bias by the distance in positions."""
         index_time_bias: TimeBias = "auto"
-        """Whether the indexer's own scores have a bias by the distance in time."""
+        """Whether the indexer's scores have a learned bias by the distance in time; `auto`: if the data have times."""
         loss_weight: float = Field(1.0, ge=0)
         """The weight of the indexer's loss."""
         warmup_steps: int = Field(0, ge=0)
-        """The number of first training steps with dense attention, in which the indexer learns from all tokens."""
+        """The number of first training steps with dense attention, in which the indexer's loss is over all tokens."""
         backend: Literal["auto", "triton", "reference"] = "auto"
-        """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
+        """The implementation. `auto`: Triton kernels for CUDA tensors, the reference for CPU tensors."""
 
         def default_kv_heads(self, sizes: LayerSizes) -> int:
-            # The kernels for single tokens run once for each key head.
+            # Without groups the kernels run once per key head.
             return few_kv_heads(sizes) if self.selection_group == 1 else many_kv_heads(sizes)
 
         def for_model(self, sizes: LayerSizes) -> Self:
@@ -149,7 +149,7 @@ class IndexerAttention(FewKeys, BiasedAttention):
         top_k, group = chosen(c.top_k), chosen(c.selection_group)
         shared: dict[str, Any] = {"selection_group": group, "backend": c.backend}
         options: dict[str, Any] = {"bias": self.index_tables(batch), **shared}
-        scores: Any = None  # if no loss uses them
+        scores: Any = None  # not computed if no loss needs them
         if batch.phase < c.warmup_steps or top_k >= self.sizes.max_seq_len:
             indices: Any = batch.once(("every index", group), lambda: self.every_index(batch, q.device))
             if self.training:
@@ -162,20 +162,20 @@ class IndexerAttention(FewKeys, BiasedAttention):
         loss = hstu_sparse.indexer_loss(
             q.detach(), k.detach(), scores, indices, offsets, bias=bias, valid=batch.real, group=batch.heads, **shared
         )
-        count = None if batch.whole is None or group == 1 else self.groups_that_count(batch, indices)
+        count = None if batch.whole is None or group == 1 else self.num_groups(batch, indices)
         return out, {"indexer_loss": AuxLoss.of(loss, c.loss_weight, count)}
 
-    def groups_that_count(self, batch: Batch, indices: Tensor) -> Tensor:
-        """Return the number of groups that the index loss averages over, 0-d; indices: [G, K]."""
+    def num_groups(self, batch: Batch, indices: Tensor) -> Tensor:
+        """Return the number of groups over which the index loss is a mean, 0-d; indices: [G, K]."""
         sequence, t = self.first_tokens(batch, len(indices), indices.device)
         starts = batch.seq_offsets[sequence] + t
         inside = starts < batch.seq_offsets[sequence + 1]
         return (inside & batch.real[torch.where(inside, starts, 0)] & (indices[:, 0] >= 0)).sum()
 
     def first_tokens(self, batch: Batch, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return for each group, one of `rows`, (its sequence, the place in that of its first token), both [G].
+        """Return (the sequence [G], the position of the first token [G]) of each group; rows: G.
 
-        For an unused row the place is the sequence's length or more.
+        The position of an unused row is at least the sequence's length.
         """
         group, row = chosen(self.config.selection_group), torch.arange(rows, device=device)
         first = batch.seq_offsets[:-1] // group + torch.arange(batch.num_sequences, device=device)
@@ -183,14 +183,14 @@ class IndexerAttention(FewKeys, BiasedAttention):
         return sequence, (row - first[sequence]) * group
 
     def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (iq [T, J, E], ik [T, E], w [T, J]), with normalised keys and weights for scores of order 1."""
+        """Return (iq [T, J, E], ik [T, E], w [T, J]), scaled so that scores are of order 1."""
         c = self.config
         iq = self.index_query(x).unflatten(-1, (c.num_index_heads, c.index_dim))
         ik = F.layer_norm(self.index_key(x), (c.index_dim,)).to(iq.dtype)
         return iq, ik, self.index_weight(x) * (c.num_index_heads * c.index_dim) ** -0.5
 
     def every_index(self, batch: Batch, device: torch.device) -> Tensor:
-        """Return all tokens that each query may choose: [G, longest] int32, padded with -1."""
+        """Return all tokens that each group may choose, [G, longest] int32, padded with -1."""
         # On a GPU, max_seq_len saves the host from waiting for the batch's longest length.
         longest, group = self.sizes.max_seq_len, chosen(self.config.selection_group)
         if not batch.seq_offsets.is_cuda:
@@ -199,9 +199,8 @@ class IndexerAttention(FewKeys, BiasedAttention):
         rows = batch.num_tokens if group == 1 else batch.num_tokens // group + batch.num_sequences
         if rows * longest > MOST_INDICES:
             raise ValueError(
-                f"indexer: {rows:,} choices among {longest:,} tokens in a warm-up step exceed the "
-                f"{MOST_INDICES:,} supported indices; set warmup_steps: 0, or use a smaller batch or a larger "
-                "selection_group"
+                f"indexer: a warm-up step with {rows:,} groups of up to {longest:,} tokens exceeds {MOST_INDICES:,} "
+                "indices; set warmup_steps: 0, or use a smaller batch or a larger selection_group"
             )
         if group == 1:
             last = torch.arange(rows, device=device) - begins[sequence_ids(offsets, rows)]

@@ -14,7 +14,7 @@ from models.protocols import RunOptions
 
 
 class RingAttention(SharedKeys, HSTUAttention):
-    """Softmax or dense HSTU attention whose sequences may be spread over ranks (parallel.context).
+    """Softmax or dense HSTU attention whose sequences ranks may share (parallel.context).
 
     Examples:
         >>> config = RingAttention.Config(kind="ring", inner="hstu")
@@ -24,25 +24,20 @@ class RingAttention(SharedKeys, HSTUAttention):
     """
 
     class Config(SharedKeys.Config, HSTUAttention.Config):
-        """Options of the attention that is distributed, `inner`: by default hstu in an HSTU block, softmax in a
-        transformer.
-
-        With hstu the options and the result are those of dense; softmax has no biases. `scale` defaults to D ** -0.5
-        for softmax and to 1 for hstu.
-        """
+        """The options. With `inner: hstu` they and the result are those of `dense`; `inner: softmax` has no biases."""
 
         context_by: ClassVar[tuple[str, ...]] = ("ring", "heads")
 
         kind: Literal["ring"]
         """The attention kind."""
         inner: Literal["auto", "softmax", "hstu"] = "auto"
-        """The attention that is spread over devices; `auto` is `hstu` in an HSTU block, else `softmax`."""
+        """The attention that is computed; `auto` is `hstu` in an HSTU block, otherwise `softmax`."""
         scale: float | None = Field(None, gt=0)  # type: ignore[assignment]  # by default it depends on inner
-        """The factor of the products of queries and keys; absent, 1 for `hstu` and D ** -0.5 for `softmax`."""
+        """The factor of the products of queries and keys; absent, 1 for `hstu`, D ** -0.5 for `softmax`."""
         window_size: int = Field(0, ge=0)
-        """The number of latest tokens, itself included, that a token sees; 0 for all."""
+        """The number of latest tokens, itself included, to which a token attends; 0 for all."""
         dropout: float = Field(0.0, ge=0, lt=1)
-        """The dropout of the attention weights, for `inner: softmax` only, as is num_kv_heads."""
+        """The dropout of the attention weights. Only `inner: softmax` takes it and num_kv_heads."""
         backend: FlashBackend = "auto"  # type: ignore[assignment]  # cute is added to the backends of hstu
         """The implementation; `cute` is FlashAttention-4, which needs the extra `cute` and `inner: softmax`."""
 
@@ -97,15 +92,5 @@ class RingAttention(SharedKeys, HSTUAttention):
         )
         if cut is None:
             return hstu_sparse.hstu_attention(q, k, v, offsets, self.sizes.max_seq_len, **options), {}
-        out = hstu_sparse.ring_hstu_attention(
-            q,
-            k,
-            v,
-            batch.positions,
-            self.sizes.max_seq_len,
-            seq_offsets=offsets,
-            group=cut.group,
-            plan=cut.plan,
-            **options,
-        )
-        return out, {}
+        options |= dict(seq_offsets=offsets, group=cut.group, plan=cut.plan)
+        return hstu_sparse.ring_hstu_attention(q, k, v, batch.positions, self.sizes.max_seq_len, **options), {}

@@ -13,10 +13,10 @@ from models.attention.shared import HSTUAttention
 
 
 class RotateKVAttention(HSTUAttention):
-    """Dense attention on keys and values rounded as by a rotated low-bit cache, to train a model for serving with it.
+    """Dense attention to quantised keys and values, for a model that is served with a rotated low-bit cache.
 
-    As with a cache, a token sees the dequantised keys and values of other tokens, and its own exactly. Gradients pass
-    straight through the quantisation.
+    As with the cache, a token attends to the dequantised keys and values of other tokens, and to itself without
+    quantisation. The gradient of the quantisation is the identity.
 
     Examples:
         >>> config = RotateKVAttention.Config(kind="rotatekv", bits=4)
@@ -31,17 +31,17 @@ class RotateKVAttention(HSTUAttention):
         kind: Literal["rotatekv"]
         """The attention kind."""
         bits: Literal[2, 3, 4, 8] = 2
-        """The bits of a channel of a key or value."""
+        """The number of bits per channel of a key or value."""
         head_group: Literal[1, 2, 4] = 2
-        """The number of heads that are rotated and coded together."""
+        """The number of heads that are rotated and quantised together."""
         quant_group: int = Field(64, ge=1)
         """The number of channels that share a scale and a zero point."""
         sparsity: float = Field(0.0, ge=0, le=0.9)
-        """The share of a rotated key's channels that are left out, the smallest of each token."""
+        """The share of a rotated key's channels that are set to zero: the smallest ones of each token."""
         sink_tokens: int = Field(0, ge=0)
-        """The number of first tokens of a sequence that are kept as they are."""
+        """The number of tokens at the beginning of a sequence that are not quantised."""
         clip: float = Field(1.0, gt=0, le=1)
-        """The share of a group's range that its codes cover."""
+        """The share of the range of a group's values that the codes cover."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
@@ -54,8 +54,8 @@ class RotateKVAttention(HSTUAttention):
             super().check_heads(sizes, ranks)
             if sizes.num_heads // ranks % self.head_group:
                 raise ValueError(
-                    f"model.attention.head_group={self.head_group}: each of parallel.context={ranks} ranks would have "
-                    f"{sizes.num_heads // ranks} heads, which are no whole groups"
+                    f"model.attention.head_group={self.head_group} does not divide the heads of a rank, "
+                    f"{sizes.num_heads // ranks} with parallel.context={ranks}"
                 )
 
         def cache_options(self) -> dict:
@@ -67,10 +67,10 @@ class RotateKVAttention(HSTUAttention):
 
     def paged(self) -> PagedForm:
         if self.config.bits == 3:
-            raise ValueError("has bits=3, pages have 2, 4 or 8")
+            raise ValueError("has bits=3, but pages take 2, 4 or 8 bits")
         codes = self.config.cache_options()
         if sparsity := codes.pop("sparsity"):
-            raise ValueError(f"has sparsity={sparsity}, pages have none")
+            raise ValueError(f"has sparsity={sparsity}, which pages do not support")
         return self.biased_form(codes={"dtype": torch.float32, **codes})
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:

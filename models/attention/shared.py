@@ -1,4 +1,4 @@
-"""Define what several kinds share: tables of a relative bias, the normaliser of the SiLU kinds, shared key heads.
+"""Define base classes of attention kinds: relative biases, the normaliser of SiLU attention, shared key heads.
 
 Letters: N normaliser, H heads, Hkv key/value heads.
 """
@@ -22,11 +22,10 @@ from models.protocols import RunOptions
 # Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
 FlashBackend = Literal["auto", "triton", "reference", "cute"]
 
-# Channels of all key heads of a layer together: of few heads at least, if possible; of many, padded, at most.
-FEW_CHANNELS, MANY_CHANNELS = 64, 256
+FEW_CHANNELS = 64  # channels that `few_kv_heads` have in total, at least if possible
+MANY_CHANNELS = 256  # padded channels that `many_kv_heads` have in total, at most
 
-# Entries that the published HSTU adds to max_seq_len in its normaliser and bias tables.
-EXTRA_POSITIONS = 11
+EXTRA_POSITIONS = 11  # the published HSTU adds it to max_seq_len in its normaliser and bias tables
 
 
 def check_flash_backend(backend: str, dropout: float) -> None:
@@ -36,13 +35,13 @@ def check_flash_backend(backend: str, dropout: float) -> None:
 
 
 def check_16_bits(backend: str, run: RunOptions) -> None:
-    """Raise ValueError unless the run computes in 16 bits, as this backend does."""
+    """Raise ValueError unless the run computes in 16 bits, as the backend requires."""
     if run.train.autocast != "bf16":
-        raise ValueError(f"{BACKEND}={backend} takes 16 bits: set train.autocast to bf16, or use backend=triton")
+        raise ValueError(f"{BACKEND}={backend} computes in 16 bits: set train.autocast to bf16, or use backend=triton")
 
 
 def check_cute(run: RunOptions, device: torch.device, window_size: int = 0) -> None:
-    """Raise ValueError if FlashAttention-4 cannot run on the device, or not with the options of the run."""
+    """Raise ValueError unless FlashAttention-4 supports the device and the options of the run."""
     check_available(BACKEND, device)
     check_16_bits("cute", run)
     if run.parallel.context > 1 and window_size and context_by(run) == "ring":
@@ -50,12 +49,12 @@ def check_cute(run: RunOptions, device: torch.device, window_size: int = 0) -> N
 
 
 def new_table(size: int) -> nn.Parameter:
-    """Create a table of a bias with `size` entries."""
+    """Return a new bias table of `size` entries."""
     return nn.Parameter(nn.init.normal_(torch.empty(size), std=0.02))
 
 
 def relative_bias(position: Tensor | None, time: Tensor | None, batch: Batch) -> RelativeBias | None:
-    """Return the bias of these tables with the batch's times; None without tables."""
+    """Return the bias by these tables and the batch's times; None without tables."""
     if position is None and time is None:
         return None
     return RelativeBias(position, time, batch.timestamps, batch.query_timestamps)
@@ -84,9 +83,9 @@ class BiasedAttention(AttentionKind):
         position_bias: bool = True
         """Whether a learned bias by the distance in positions is added to the scores."""
         time_bias: TimeBias = "auto"
-        """Whether a learned bias by the distance in time is added; `auto` adds it where the data have times."""
+        """Whether a learned bias by the distance in time is added; `auto`: if the data have times."""
         num_time_buckets: int = Field(128, ge=1, le=10_000)
-        """The number of buckets of distances in time, which grow logarithmically."""
+        """The number of buckets of distances in time; their widths grow exponentially."""
 
         def for_data(self, dataset: Dataset) -> Self:
             names = [name for name in self.time_options() if getattr(self, name) == "auto"]
@@ -110,23 +109,21 @@ class BiasedAttention(AttentionKind):
         return relative_bias(self.position_bias, self.time_bias, batch)
 
     def biased_form(self, **others: Any) -> PagedForm:
-        """Return the form in pages with these tables."""
+        """Return a `PagedForm` with the bias tables."""
         return PagedForm(position=self.position_bias, time=self.time_bias, **others)
 
 
 class HSTUAttention(BiasedAttention):
-    """Base of the SiLU kinds: a position table of max_seq_len + 11 entries, and `normalizer`, by default the same
-    number.
-    """
+    """Base of SiLU attention: a position table of max_seq_len + 11 entries, and `normalizer`."""
 
     class Config(BiasedAttention.Config):
         scale: float = 1.0
         """The factor of the products of queries and keys."""
         normalizer: int | None = Field(None, ge=1)
-        """The divisor of the sum over tokens; absent, max_seq_len + 11, as published. Where max_seq_len is in the
-        thousands, a smaller one keeps the outputs of a sequence's first tokens above the epsilon of the norm behind."""
+        """The divisor of the sum over tokens; absent, max_seq_len + 11, as published. With a max_seq_len in the
+        thousands, a smaller divisor keeps outputs of first tokens larger than the epsilon of the following norm."""
         backend: Literal["auto", "triton", "reference"] = "auto"
-        """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
+        """The implementation. `auto`: Triton kernels for CUDA tensors, the reference for CPU tensors."""
 
     config: Config
 
@@ -140,11 +137,11 @@ class HSTUAttention(BiasedAttention):
 
 
 class SharedKeys(AttentionKind):
-    """Kinds whose key and value heads may each serve several heads of queries (arXiv 2305.13245)."""
+    """Base of grouped-query attention: several query heads may share a key and value head (arXiv 2305.13245)."""
 
     class Config(AttentionKind.Config):
         num_kv_heads: int | None = Field(None, ge=1)
-        """The number of heads of keys and values; absent, one for each head of queries."""
+        """The number of key and value heads; absent, the number of query heads."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
@@ -164,15 +161,14 @@ class SharedKeys(AttentionKind):
 
 
 class FewKeys(SharedKeys):
-    """Kinds that gather keys and values, and are the faster the fewer heads of these there are."""
+    """Base of kinds that gather keys and values, and so are faster with fewer key and value heads."""
 
     class Config(SharedKeys.Config):
         num_kv_heads: AutoCount | None = "auto"  # type: ignore[assignment]  # a number or auto
-        """The number of heads of keys and values; null: as many as there are heads of queries; `auto`: the same where
-        the kind is fast enough with them, else fewer."""
+        """The number of key and value heads; null: the number of query heads; `auto`: fewer if that would be slow."""
 
         def default_kv_heads(self, sizes: LayerSizes) -> int:
-            """Return what `auto` means."""
+            """Return the value of num_kv_heads for `auto`."""
             raise NotImplementedError
 
         def for_model(self, sizes: LayerSizes) -> Self:
@@ -185,18 +181,18 @@ class FewKeys(SharedKeys):
 
 
 def padded_channels(sizes: LayerSizes) -> int:
-    """Return the channels of a key head in a kernel's tile."""
+    """Return the number of channels of a key head, padded as in a kernel's tile."""
     return padded_head(max(sizes.attention_dim, sizes.linear_dim))
 
 
 def many_kv_heads(sizes: LayerSizes) -> int:
-    """Return the most key heads with up to MANY_CHANNELS padded channels together, at least one."""
+    """Return the greatest number of key heads with at most MANY_CHANNELS padded channels in total, at least one."""
     heads = [n for n in range(1, sizes.num_heads + 1) if sizes.num_heads % n == 0]
     return max((n for n in heads if n * padded_channels(sizes) <= MANY_CHANNELS), default=1)
 
 
 def few_kv_heads(sizes: LayerSizes) -> int:
-    """Return the fewest key heads with FEW_CHANNELS channels together, else as `many_kv_heads`."""
+    """Return the least number of key heads with FEW_CHANNELS channels in total; `many_kv_heads` if there is none."""
     most, size = many_kv_heads(sizes), min(sizes.attention_dim, sizes.linear_dim)
     heads = (n for n in range(1, most + 1) if sizes.num_heads % n == 0)
     return next((n for n in heads if n * size >= FEW_CHANNELS), most)

@@ -14,14 +14,7 @@ from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.core.mask import Mask, pairs
 from models.attention.contract import BACKEND, AuxLoss, LayerSizes, PagedForm
-from models.attention.shared import (
-    BiasedAttention,
-    FlashBackend,
-    SharedKeys,
-    TimeBias,
-    check_cute,
-    check_flash_backend,
-)
+from models.attention.shared import BiasedAttention, FlashBackend, SharedKeys, TimeBias, check_cute, check_flash_backend
 from models.protocols import RunOptions
 
 
@@ -46,20 +39,20 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         position_bias: bool = False
         """Whether a learned bias by the distance in positions is added to the scores."""
         time_bias: TimeBias = False
-        """Whether a learned bias by the distance in time is added; `auto` adds it where the data have times."""
+        """Whether a learned bias by the distance in time is added; `auto`: if the data have times."""
         backend: FlashBackend = "auto"
         """The implementation; `cute` is FlashAttention-4, which needs the extra `cute`."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
             if self.backend != "auto" and (self.position_bias or self.time_bias):
-                raise ValueError(f"backend={self.backend} has no position_bias and time_bias: leave it out")
+                raise ValueError(f"backend={self.backend} takes no position_bias or time_bias: leave backend out")
             check_flash_backend(self.backend, self.dropout)
 
         def check_run(self, run: RunOptions) -> None:
             super().check_run(run)
             if self.backend == "cute" and run.data.features and run.data.features.user_tokens:
-                raise ValueError(f"{BACKEND}=cute has no data.features.users.as=tokens: use backend=triton, or as=sum")
+                raise ValueError(f"{BACKEND}=cute takes no data.features.users.as=tokens: use triton, or as=sum")
 
         def check_device(self, run: RunOptions, device: torch.device) -> None:
             if self.backend == "cute":
@@ -87,10 +80,10 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         return self.padded(q, k, v, batch), {}
 
     def padded(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Compute attention [T, H, V] with torch's own operator, over sequences padded to one length."""
+        """Compute attention [T, H, V] with F.scaled_dot_product_attention on padded sequences."""
         # On a GPU, padding to max_seq_len saves the host from waiting for the batch's longest length.
         longest, one = self.sizes.max_seq_len, batch.num_sequences == 1 and not q.is_cuda
-        if not q.is_cuda:  # of one sequence without a look at values, which torch.export does not have
+        if not q.is_cuda:  # for one sequence without reading lengths, which torch.export cannot do
             longest = batch.num_tokens if one else int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
 
         def pad(y: Tensor) -> Tensor:  # [T, ...] -> [B, longest, ...]
@@ -100,7 +93,7 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
                 return jagged_to_padded(y, batch.seq_offsets, longest)
             return jagged_to_padded(y.flatten(1), batch.seq_offsets, longest).unflatten(-1, y.shape[1:])
 
-        # Sequences start at 0, so the causal mask alone hides the padding behind them.
+        # Padding is at the end of sequences, so the causal mask hides it.
         mask = self.mask(batch, longest, q, pad)
         out = F.scaled_dot_product_attention(
             pad(q).transpose(1, 2),
@@ -117,8 +110,7 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         return out.unflatten(-1, (q.shape[1], v.shape[2]))
 
     def mask(self, batch: Batch, longest: int, q: Tensor, pad: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return the relative bias as an additive mask [B or 1, 1, longest, longest], -inf for invisible keys; None if
-        the causal mask is all.
+        """Return the bias plus -inf for masked keys, [B or 1, 1, longest, longest]; None if a causal mask is enough.
 
         pad: [T] -> [B, longest].
         """

@@ -1,4 +1,4 @@
-"""Spread attention over the ranks that share sequences (parallel.context): by a ring or by heads.
+"""Divide attention over the ranks that share sequences (parallel.context), in a ring or by heads.
 
 Letters: T tokens of this rank, E embedding size, H heads, Hkv key/value heads, D query/key and V value head size.
 """
@@ -14,8 +14,8 @@ from models.protocols import RunOptions
 def context_by(run: RunOptions) -> str:
     """Return how the ranks of parallel.context share sequences, `ring` or `heads`.
 
-    parallel.context_by sets it; `auto` is heads if the attention of all layers can be spread so, otherwise the ring if
-    that is possible. ValueError, naming the option, if it is not.
+    With parallel.context_by=auto, `heads` if the attention of all layers supports it, otherwise `ring`. ValueError if
+    the attention of a layer does not support the result.
     """
     way = run.parallel.context_by
     faults = {name: fault_of(run, name) for name in ("heads", "ring")}
@@ -27,11 +27,11 @@ def context_by(run: RunOptions) -> str:
 
 
 def fault_of(run: RunOptions, way: str) -> str | None:
-    """Return why parallel.context cannot spread the attention of all layers in this way; None if it can."""
+    """Return why ranks cannot share sequences in this way (`ring` or `heads`); None if they can."""
     for attention in run.model.attention:
         if way not in attention.context_by:
             possible = " or ".join(attention.context_by) or "neither ring nor heads"
-            return f"model.attention.kind={attention.kind} takes {possible}"
+            return f"model.attention.kind={attention.kind} supports {possible}"
         if way == "heads":
             try:
                 attention.check_heads(run.model.layer_sizes, run.parallel.context)
@@ -43,7 +43,7 @@ def fault_of(run: RunOptions, way: str) -> str | None:
 def attend(
     attention: AttentionKind, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """Call an attention module; by heads with all tokens of this rank's part of the heads.
+    """Call an attention module; if ranks divide the heads, with all tokens and this rank's heads.
 
     x [T, E], q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).
     """

@@ -1,1 +1,1 @@
-"""The tasks, that is what a run predicts, and their options."""
+"""Define the tasks of runs and their options."""

@@ -1,6 +1,6 @@
-"""Build the task that `task.kind` names; a task is a file and an entry in TASKS.
+"""Define TASKS, the tasks by their names in `task.kind`.
 
-A task may also be defined outside this package: it is then named by its path, `my_package.my_module:MyTask`.
+A task that is defined outside this package is named by its path, `my_package.my_module:MyTask`.
 """
 
 from typing import Annotated
@@ -20,5 +20,5 @@ TaskConfig = Annotated[SerializeAsAny[Task.Config], BeforeValidator(TASK_KINDS.r
 
 
 def build_task(config: TaskOptions, ranks: RankGroup | None = None) -> Task:
-    """Build the task that `config.task.kind` names; ranks: those that evaluate the run together."""
+    """Build the task `config.task.kind`; ranks: the ranks that evaluate the run together."""
     return TASK_KINDS.class_of(config.task.kind)(config, ranks)

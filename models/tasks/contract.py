@@ -1,4 +1,4 @@
-"""Define the interface of tasks, through which train.py, eval.py and reports handle what a run predicts.
+"""Define the interface of tasks, which all programs use.
 
 Letters: T tokens, E embedding size.
 """
@@ -28,12 +28,12 @@ from models.protocols import RankGroup, RunOptions
 
 
 class Served(NamedTuple):
-    """The form in which a service has a user's events as tokens, and what it answers (serving/).
+    """The tokens and results of a task that is served (serving/).
 
-    tokens_per_event  1, the event's (with its action where there are candidates), or 2, the item's and the action's
-    candidates        tokens of a sequence that are left for the items that a request names and whose scores it gets,
-                      each a token behind the user's; with 0 all items are ranked by the last token's output
-    splits            the splits whose targets all have an earlier event, which a service needs to answer
+    tokens_per_event  1 token for an event (including its action if there are candidates), or 2, for item and action
+    candidates        the number of tokens at the end of a sequence for items to score; 0 if all items are ranked by the
+                      output of the last token
+    splits            the splits in which every target has an earlier event, which a service requires
     """
 
     tokens_per_event: int = 1
@@ -42,7 +42,7 @@ class Served(NamedTuple):
 
 
 class TaskOptions(RunOptions, Protocol):
-    """Declare a run's configuration as a task reads it."""
+    """Declare a run's configuration as tasks read it."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -53,13 +53,11 @@ class TaskOptions(RunOptions, Protocol):
 class Task:
     """Base of the tasks. A task is built from a run's configuration and has no state that changes between calls.
 
-    `Config` has its options, `task:` in a configuration.
-
-    headline  the metrics that training prints after an evaluation
-    plotted   the metrics that a report plots over the epochs
-    plotted_baseline  what `baseline` is called in these plots
-    ranks     the ranks that evaluate together, each calling the same methods; None for a single process
-    layout    how the tokens of ranking are laid out; None for other tasks
+    headline          the metrics that training prints after an evaluation
+    plotted           the metrics that a report plots over the epochs
+    plotted_baseline  the name of the baseline in these plots
+    ranks             the ranks that evaluate together and call the same methods; None for a single process
+    layout            the layout of a sequence's tokens in ranking; None for other tasks
     """
 
     layout: Layout | None = None
@@ -68,12 +66,12 @@ class Task:
     plotted_baseline: str = "baseline"
 
     class Config(Options):
-        """The task's options, and what holds of its runs: which options, programs and services they have.
+        """The task's options, `task:` in a configuration, and which options and programs its runs support.
 
-        formats         the formats of raw data; all but that of the memory task
-        protocols       the protocols by which `splits` can divide the data
-        unsupported     options, by their dotted names, that a run of this task leaves at their default
-        embeds_actions  whether the model has a table of actions, without model.action_embedding too
+        formats         the supported values of data.format
+        protocols       the supported values of data.protocol
+        unsupported     the dotted names of options that must have their default
+        embeds_actions  whether the model has an action table even without model.action_embedding
         """
 
         formats: ClassVar[frozenset[str]] = frozenset(FORMATS) - {"recall"}
@@ -87,30 +85,30 @@ class Task:
         embeds_actions: ClassVar[bool] = False
 
         kind: str
-        """The task: one of the table below, or a class of your own as `module:Class`."""
+        """The task: one of the table below, or the path of your class, `module:Class`."""
 
         @property
         def has_item_loss(self) -> bool:
-            """Whether the training loss is that of `loss:`, over items: what ranks then draw and look up."""
+            """Whether the training loss is that of `loss:`, over items."""
             return "loss" not in self.unsupported
 
         def check_lists(self) -> None:
-            """Raise ConfigError unless a user's last output ranks all items, of which programs then write lists."""
+            """Raise ConfigError unless a user's last output ranks all items, which programs need to write lists."""
             raise ConfigError(
-                f"task.kind={self.kind} ranks no items: --predict, --recommend, --export-items and --sampled are for "
-                "tasks that do, such as retrieval"
+                f"task.kind={self.kind} does not rank items: --predict, --recommend, --export-items and --sampled are "
+                "for tasks that do, such as retrieval"
             )
 
         def served(self) -> Served | None:
-            """Return how the task is served; None if it cannot be."""
+            """Return how the task is served; None if it cannot be served."""
             return None
 
         def judged_by(self) -> dict[str, Any]:
-            """Return the options that must agree where runs are compared, those of what is learned left out."""
+            """Return the options that must be equal to compare runs: all except those of training."""
             return self.model_dump(mode="json")
 
         def metric_names(self) -> list[str]:
-            """Return the metrics of an evaluation; the first one chooses the best weights by default."""
+            """Return the metrics of an evaluation; by default the first one selects the best weights."""
             raise NotImplementedError
 
         def has_metric(self, name: str) -> bool:
@@ -118,20 +116,18 @@ class Task:
             return name in self.metric_names()
 
         def less_is_better(self, metric: str) -> bool:
-            """Return whether the best value of the metric is the least one."""
+            """Return whether a lower value of the metric is better."""
             return False
 
         def check_run(self, run: RunOptions) -> None:
             data = run.data
             if data.format in FORMATS and data.format not in self.formats:
                 raise ValueError(
-                    f"task.kind={self.kind} on data.format={data.format}: task and format recall belong together"
+                    f"task.kind={self.kind} does not support data.format={data.format}: task recall needs format recall"
                 )
             if data.protocol not in self.protocols:
-                raise ValueError(
-                    f"data.protocol={data.protocol} is not for task.kind={self.kind}, which takes "
-                    + ", ".join(self.protocols)
-                )
+                expected = ", ".join(self.protocols)
+                raise ValueError(f"data.protocol={data.protocol}: task.kind={self.kind} expects one of {expected}")
             for name in self.unsupported:
                 parent, _, option = name.rpartition(".")
                 part: Any = attrgetter(parent)(run) if parent else run
@@ -143,13 +139,13 @@ class Task:
         self.ranks = ranks if ranks is not None and ranks.engine else None
 
     def check_data(self, dataset: Dataset) -> None:
-        """Raise ConfigError unless the data set has what the task needs."""
+        """Raise ConfigError if the data set does not fit the task."""
 
     def check_metric(self, dataset: Dataset, split: Split) -> None:
-        """Raise ConfigError unless `config.best_metric` has a value on the split, by which weights will be chosen."""
+        """Raise ConfigError unless `config.best_metric` has a value on the split, which selects the best weights."""
 
     def splits(self, dataset: Dataset) -> Splits:
-        """Return the samples of training and evaluation under the run's protocol."""
+        """Return the samples of training and evaluation by the run's protocol."""
         c = self.config.data
         return make_splits(
             dataset,
@@ -162,11 +158,11 @@ class Task:
         )
 
     def batches(self, dataset: Dataset, split: Split, **options) -> Batches:
-        """Return the batches of a split; options as `Batches` takes them."""
+        """Return the batches of a split; options: those of `Batches`."""
         return Batches(dataset, split, **options)
 
     def head(self) -> nn.Module | None:
-        """Return the task's own module of the model, `model.task_head`, or None."""
+        """Return the module `model.task_head`, or None."""
         return None
 
     def loss(
@@ -180,66 +176,71 @@ class Task:
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
         """Return (training loss, auxiliary losses by name) of the outputs `out` [T, E] of `SequenceModel.raw_output`.
 
-        batch: the batch that gave the outputs; whole: the same, or the whole batch if `batch` is a rank's part of it.
-        dtype: the type of matrix products on a GPU; None for that of the weights. share: for a rank that shares the
-        batch with others, whose results are then its shares of the sums. The computation must not wait for the device.
+        The computation must not wait for the device.
+
+        Args:
+            model: the model.
+            out: [T, E].
+            batch: the batch of the outputs.
+            whole: the same, or the whole batch if `batch` is a rank's part of it.
+            dtype: the dtype of matrix products on a GPU; None: that of the weights.
+            share: given if ranks share the batch; the results are then this rank's shares of the sums.
         """
         raise NotImplementedError
 
     def candidate_scores(self, model: SequenceModel, out: Tensor) -> Tensor:
-        """Return what a service answers for candidates with the outputs `out` [M, E]: [M, A]; see `Served`."""
+        """Return the scores [M, A] of candidates with outputs [M, E], for a service (`Served.candidates`)."""
         raise NotImplementedError
 
     def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
-        """Compute the metrics on a split's batches, `config.best_metric` and those of `headline` and `plotted` among
-        them; puts the model into evaluation mode.
+        """Put the model into evaluation mode and compute metrics on a split's batches.
+
+        These include `config.best_metric` and the metrics of `headline` and `plotted`.
         """
         raise NotImplementedError
 
     def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:
-        """Compute the metrics of the task's baseline on a split, which a report plots beside the model's over the
-        epochs.
-        """
+        """Compute the metrics of the task's baseline on a split, for the plots of a report."""
         return {}
 
     def baselines(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, dict[str, Any]]:
-        """Compute the results of models without a network on a split: name -> `metrics`, `settings` by name, and
-        `judged`, an array that `judge` adds to its own.
+        """Compute the results of models without a network on a split, by name.
+
+        A result has `metrics`, `settings` by name, and `judged`, an array for the arrays `judged` of `judge`.
         """
         return {}
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """Compute the JSON content of a report on one split: the model beside a baseline, and metrics by groups.
+        """Compute the JSON content of a report on a split: metrics of the model and a baseline, and metrics by groups.
 
-        The result also has `judged`, arrays by name that `user_values` and `breakdowns` need: the model's result for
-        each user or event, and `events`, the indices in the data set of the evaluated events.
+        The result also has `judged`, the arrays by name that `user_values` and `breakdowns` read: the model's results
+        for each user or event, and `events`, the indices of the evaluated events in the data set.
         """
         raise NotImplementedError
 
     def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return (users [M], metric -> values [M]) from the arrays `judged` of `judge`: a metric is the mean of its
-        values.
+        """Return (users [M], metric -> values [M]) from the arrays `judged` of `judge`.
 
-        The main metric, `config.best_metric`, is included. Metrics that are no ratios of means over users are left out.
+        A metric is the mean of its values. `config.best_metric` is included; metrics that are not such means are not.
         """
         raise NotImplementedError
 
     def baseline_values(self, judged: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the main metric's values [M] of each baseline, for the users of `user_values`."""
+        """Return the values [M] of `config.best_metric` of each baseline, for the users of `user_values`."""
         return {}
 
     def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
-        """Return the main metric by groups of users or events: title -> name of the group -> value."""
+        """Return `config.best_metric` by groups of users or events: title -> name of the group -> value."""
         return {}
 
     def protocol_lines(self, result: dict) -> list[str]:
-        """Return sentences that say which data and protocol the figures of `judge` come from."""
+        """Return sentences that describe the data and the protocol of the result of `judge`."""
         raise NotImplementedError
 
     def tables(self, result: dict) -> list[Table]:
-        """Return the tables of a report on the result of `judge`, the main one first."""
+        """Return the tables of a report on the result of `judge`, the main table first."""
         raise NotImplementedError
 
     def plots(self, result: dict) -> dict[str, bytes]:
-        """Return the task's own plots of the result of `judge`, PNG images by the name of their file."""
+        """Return more plots of the result of `judge`, PNG images by file name."""
         return {}

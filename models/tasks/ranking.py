@@ -42,22 +42,22 @@ from models.tasks.contract import Served, Task
 
 
 class ActionConfig(Options):
-    """One kind of action: a flag of the data set by its name, or values of the action column."""
+    """A kind of action: a flag of the data set, or values of the action column."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=60)
-    """The action's name in reports and, without `at_least`, the name of one of the data set's flags."""
+    """The action's name in reports; without `at_least`, it must be the name of a flag of the data set."""
     at_least: float | None = None
-    """The least value of the action column that counts as the action, in the column's own units (4 stars)."""
+    """The least value of the action column that counts as the action, in units of the column (4 for 4 stars)."""
     weight: float = Field(1.0, gt=0)
     """The factor of the action's loss."""
 
 
 class ActionHeads(nn.Module):
-    """Compute a logit for each kind of action from an output: [T, E] -> [T, A], with one head of one or two layers
-    each; hidden_dim: 0 for one layer.
+    """Compute a logit for each kind of action, [T, E] -> [T, A], by a head of one layer (hidden_dim=0) or two layers.
 
-    experts: K hidden layers that all actions share, in place of one each; an action's gate mixes them. Source: Ma et
-    al., Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts, KDD 2018.
+    experts: the number of hidden layers that all actions share, mixed by a gate of each action; with 0 each action has
+    its hidden layer. Source: Ma et al., Modeling Task Relationships in Multi-task Learning with Multi-gate
+    Mixture-of-Experts, KDD 2018.
     """
 
     def __init__(self, count: int, hidden_dim: int, dropout: float, embedding_dim: int, experts: int = 0):
@@ -91,9 +91,11 @@ class ActionHeads(nn.Module):
 
 @dataclass
 class Predictions:
-    """The scored events of a split, in the data set's order.
+    """The scored events of a split in the data set's order.
 
-    events [M] int64, indices in the data set; probabilities [M, A] float32; labels [M, A] bool
+    events         [M] int64, indices in the data set
+    probabilities  [M, A] float32
+    labels         [M, A] bool
     """
 
     events: np.ndarray
@@ -102,8 +104,9 @@ class Predictions:
 
 
 class Ranking(Task):
-    """Predict the actions that the user takes on an item, from earlier items and their actions: a token without its
-    action predicts, one with it is only an input.
+    """Predict the actions that the user takes on an item, from earlier items and their actions.
+
+    Predictions are the outputs of tokens that do not include their actions; other tokens are only inputs.
     """
 
     class Config(Task.Config):
@@ -118,27 +121,27 @@ class Ranking(Task):
         kind: Literal["ranking"]
         """The task."""
         actions: list[ActionConfig] = Field(min_length=1)
-        """The actions that are predicted."""
+        """The actions to predict."""
         layout: Literal["interleaved", "targets"] = "interleaved"
-        """`interleaved`: an event has a token for its item and one for its action, and all items predict. `targets`: an
-        event is one token, and the last ones of a sequence are candidates, which predict and do not see one another."""
+        """`interleaved`: an event has a token for its item, which predicts, and one for its action. `targets`: an event
+        is one token, and a sequence ends with candidates, which predict and do not attend to each other."""
         num_targets: int = Field(16, ge=1)
-        """With `targets`, the candidates of a training sequence, behind up to max_seq_len - num_targets events; an
-        evaluation has one."""
+        """With `targets`, the number of candidates of a training sequence, which follow up to max_seq_len - num_targets
+        events; evaluation has one candidate."""
         hidden_dim: int = Field(0, ge=0)
-        """The hidden size of each action's head, a network of two layers; 0 is one layer."""
+        """The hidden size of each action's head, a network of two layers; 0: one layer."""
         experts: int = Field(0, ge=0, le=1000)
-        """The number of hidden layers that all actions share, mixed by a gate of each action; 0: each has its own."""
+        """The number of hidden layers that actions share, mixed by a gate for each action; 0: one per action."""
         dropout: float = Field(0.0, ge=0, lt=1)
-        """The dropout of the heads' hidden layer."""
+        """The dropout of the heads' hidden layers."""
 
         @model_validator(mode="after")
         def _named_once(self):
             names = [action.name for action in self.actions]
             if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(f"actions: {', '.join(twice)} named twice")
+                raise ValueError(f"actions: expected each name once, got {', '.join(twice)} twice")
             if self.experts and not self.hidden_dim:
-                raise ValueError("experts: hidden layers, whose size hidden_dim is missing")
+                raise ValueError("experts: expected hidden_dim, the size of the experts, got 0")
             if self.layout != "targets" and self.num_targets != type(self).model_fields["num_targets"].default:
                 raise ValueError(f"num_targets is for layout=targets, got layout={self.layout}")
             return self
@@ -147,9 +150,7 @@ class Ranking(Task):
             return {"kind": self.kind, "actions": [a.model_dump(exclude={"weight"}) for a in self.actions]}
 
         def metric_names(self) -> list[str]:
-            """Return the mean of each metric over the actions and, if there are several, each action's own
-            `action/metric`.
-            """
+            """Return the means of metrics over actions; with several actions also `action/metric` for each action."""
             by_action = [f"{action.name}/{name}" for action in self.actions for name in binary_metrics.NAMES]
             return [*binary_metrics.NAMES, *(by_action if len(self.actions) > 1 else [])]
 
@@ -158,12 +159,12 @@ class Ranking(Task):
 
         def check_lists(self) -> None:
             raise ConfigError(
-                f"task.kind={self.kind} scores the items that it is given: --predict, --recommend, --export-items, "
-                "and --sampled are for retrieval; Recommender.score and POST /scores score items (docs/serving.md)"
+                f"task.kind={self.kind} scores given items: --predict, --recommend, --export-items and --sampled are "
+                "for retrieval; Recommender.score and POST /scores score items (docs/serving.md)"
             )
 
         def served(self) -> Served:
-            # A user's first event is scored in training, without a history that a service could know.
+            # Training also scores a user's first event, for which a service has no history.
             each, left = (1, self.num_targets) if self.layout == "targets" else (2, 1)
             return Served(each, left, splits=("valid", "test"))
 
@@ -171,24 +172,24 @@ class Ranking(Task):
             super().check_run(run)
             if run.best_metric.rpartition("/")[2] == "calibration":
                 raise ValueError(
-                    f"eval.best_metric: {run.best_metric} is best at 1, not at its greatest or least value: choose "
-                    "weights by another one"
+                    f"eval.best_metric: {run.best_metric} is best at 1, not at its greatest or least value: set "
+                    "another metric"
                 )
             longest = run.model.max_seq_len
             if self.layout == "interleaved":
                 if longest < 2:
-                    raise ValueError("model.max_seq_len counts tokens, two for each event: ranking needs at least 2")
+                    raise ValueError("model.max_seq_len: expected at least 2, the tokens of an event, got 1")
                 return
             if longest <= self.num_targets:
                 raise ValueError(
-                    f"model.max_seq_len={longest} counts events, of which task.num_targets={self.num_targets} are "
-                    "candidates: expected more"
+                    f"model.max_seq_len={longest}: expected more than task.num_targets={self.num_targets}, the events "
+                    "that are candidates"
                 )
             for kind in (attention.kind for attention in run.model.attention):
                 if not ATTENTION_KINDS.class_of(kind).candidates:
                     raise ValueError(
-                        f"task.layout=targets: model.attention.kind={kind} has no candidates that do not see one "
-                        "another: use dense, or layout=interleaved"
+                        f"task.layout=targets: model.attention.kind={kind} does not support candidates: use dense, or "
+                        "layout=interleaved"
                     )
 
     headline = ("auc", "gauc", "log_loss")
@@ -211,11 +212,11 @@ class Ranking(Task):
 
     def check_data(self, dataset: Dataset) -> None:
         if dataset.actions is None:
-            raise ConfigError(f"task: {dataset.name} has no actions, which ranking predicts")
+            raise ConfigError(f"task: ranking predicts actions, but {dataset.name} has none")
         self.label_table(dataset)
 
     def check_metric(self, dataset: Dataset, split: Split) -> None:
-        # Whether a metric has a value depends on labels and users alone, not on what is predicted.
+        # Whether a metric has a value depends on labels and users, not on predictions.
         assert split.scored is not None and dataset.actions is not None
         counts = split.end - split.scored
         events = np.repeat(split.end - np.cumsum(counts), counts) + np.arange(counts.sum())
@@ -223,12 +224,12 @@ class Ranking(Task):
         metric = self.config.best_metric
         if not np.isfinite(self.metrics(np.full(labels.shape, 0.5), labels, dataset.users_of(events))[metric]):
             raise ConfigError(
-                f"eval.best_metric: {metric} has no value in the validation split of these data: it needs events with "
-                f"and without the action{', of the same user' if metric.endswith('gauc') else ''}"
+                f"eval.best_metric: {metric} has no value in the validation split: it needs events with and without "
+                f"the action{', of the same user' if metric.endswith('gauc') else ''}"
             )
 
     def label_table(self, dataset: Dataset) -> np.ndarray:
-        """Return [codes, A] int8: the kinds of action that each action code of the data set stands for."""
+        """Return [codes, A] int8, whether each action code of the data set counts as each kind of action."""
         return label_table(dataset, self.config.data.format, {action.name: action.at_least for action in self.actions})
 
     def splits(self, dataset: Dataset) -> Splits:
@@ -236,7 +237,7 @@ class Ranking(Task):
         return ranking_splits(dataset, c.protocol, self.layout, train_on_valid=c.train_on_valid)
 
     def batches(self, dataset: Dataset, split: Split, **options) -> RankingBatches:
-        options.pop("with_seen", None)  # ranking filters no seen items
+        options.pop("with_seen", None)  # ranking does not filter seen items
         batches = RankingBatches if self.layout.targets is None else TargetBatches
         return batches(dataset, split, label_table=self.label_table(dataset), **options)
 
@@ -253,7 +254,7 @@ class Ranking(Task):
         dtype: torch.dtype | None,
         share: Share | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """Compute the mean binary cross-entropy over the scored tokens, summed over the actions by their weights."""
+        """Compute the binary cross-entropy: the mean over scored tokens, then the weighted sum over actions."""
         assert isinstance(batch, RankingBatch)
         labels = batch.labels
         scored = labels >= 0
@@ -261,7 +262,7 @@ class Ranking(Task):
         losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0).to(logits), reduction="none")
         count = scored.sum(0) if share is None else share.ranks.sum(scored.sum(0))
         means = torch.where(scored, losses, 0).sum(0) / count.clamp(min=1)
-        # Without a tensor from the host, whose copy cannot be captured in a CUDA graph.
+        # A tensor of weights would be copied from the host, which a CUDA graph cannot capture.
         loss = torch.stack([action.weight * mean for action, mean in zip(self.actions, means)]).sum()
         if len(self.actions) == 1:
             return loss, {}
@@ -288,7 +289,7 @@ class Ranking(Task):
             tensors = (batch.events[scored], scores.float(), batch.labels[scored] > 0)
             parts.append(tuple(x.cpu().numpy() for x in tensors))
         if self.ranks is not None:
-            parts = [part for of_rank in self.ranks.all_gather(parts) for part in of_rank]
+            parts = [part for gathered in self.ranks.all_gather(parts) for part in gathered]
         events, probabilities, labels = (np.concatenate(x) for x in zip(*parts))
         order = np.argsort(events)
         return Predictions(events[order], probabilities[order], labels[order])
@@ -298,14 +299,12 @@ class Ranking(Task):
         return self.metrics(predictions.probabilities, predictions.labels, batches.dataset.users_of(predictions.events))
 
     def metrics(self, probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, float]:
-        """Compute all of `config.task.metric_names()` of probabilities [M, A] against labels [M, A]; users: [M]."""
+        """Compute `config.task.metric_names()` for probabilities [M, A] and labels [M, A]; users: [M]."""
         values = mean_over_actions(binary_metrics.binary_metrics, self.names, probabilities, labels, users)
         return {name: float(value) for name, value in values.items()}
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """Compute metrics of the model and the baseline, the difference of their AUCs, curves, and metrics by history
-        length.
-        """
+        """Compute metrics of the model and a baseline, their difference of AUCs, curves, and metrics by history."""
         predictions = self.predictions(model, batches)
         users = dataset.users_of(predictions.events)
         baseline = predicted_by_history(dataset, self.label_table(dataset), splits.train_end, predictions.events)

@@ -1,4 +1,4 @@
-"""Define the task `recall`: when an item returns, predict the item that followed it before (data/recall.py).
+"""Define the task `recall`: when an item is repeated, predict the item that followed it before (data/recall.py).
 
 Letters: T tokens, E embedding size, I items, M recalls of a split.
 """
@@ -27,8 +27,11 @@ CHUNK = 2**24  # scores computed at a time
 
 
 class Recalls(NamedTuple):
-    """The recalls of a split: events [M] int64, indices in the data set; codes [M], the number of the recall's distance
-    group, from 1; right [M] bool, whether the target scored highest.
+    """The recalls of a split.
+
+    events  [M] int64, indices in the data set
+    codes   [M], the number of each recall's distance group, from 1
+    right   [M] bool, whether the target has the highest score
     """
 
     events: np.ndarray
@@ -37,8 +40,9 @@ class Recalls(NamedTuple):
 
 
 class Recall(Retrieval):
-    """Predict what followed an item when it was shown, the generated task of data/recall.py: retrieval in which only
-    recalls are targets, judged by the share of targets that score highest.
+    """Predict the item that followed an earlier occurrence of the current item, on generated data (data/recall.py).
+
+    This is retrieval with recalls as the only targets; the metric is the share of targets with the highest score.
     """
 
     class Config(Retrieval.Config):
@@ -54,9 +58,6 @@ class Recall(Retrieval):
         """The task."""
 
         def metric_names(self) -> list[str]:
-            """Return accuracy, the share of recalls whose target scores highest, and worst, that share at the worst
-            distance.
-            """
             return ["accuracy", "worst"]
 
         def has_metric(self, name: str) -> bool:
@@ -69,27 +70,27 @@ class Recall(Retrieval):
             return None
 
     def __init__(self, config: TaskOptions, ranks: RankGroup | None = None):
-        Task.__init__(self, config, ranks)  # without retrieval's choice of metrics
+        Task.__init__(self, config, ranks)  # not Retrieval's, which sets its metrics
         self.headline = self.plotted = ("accuracy", "worst")
 
     def check_data(self, dataset: Dataset) -> None:
         longest = int(np.diff(dataset.user_offsets).max()) - 1
         if self.config.model.max_seq_len < longest:
             raise ConfigError(
-                f"model.max_seq_len={self.config.model.max_seq_len}: expected at least {longest}, a sequence's inputs: "
-                "the item to recall may be the first one"
+                f"model.max_seq_len={self.config.model.max_seq_len}: expected at least {longest}, the inputs of a "
+                "sequence, since the item to recall may be the first one"
             )
 
     def splits(self, dataset: Dataset) -> Splits:
         return recall_splits(dataset, self.config.data.valid_fraction, self.config.data.test_fraction)
 
     def batches(self, dataset: Dataset, split: Split, **options) -> RecallBatches:
-        options.pop("with_seen", None)  # recall filters no seen items
+        options.pop("with_seen", None)  # recall does not filter seen items
         return RecallBatches(dataset, split, **options)
 
     @torch.no_grad()
     def recalls(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> Recalls:
-        """Judge each recall of a split: right if the target's score is above that of all other items."""
+        """Evaluate each recall of a split: it is right if the target's score is above those of all other items."""
         model.eval()
         device, autocast = batches.device.type, self.config.train.autocast == "bf16"
         items = normalized_items(model.item_weight.detach())
@@ -103,7 +104,7 @@ class Recall(Retrieval):
                 target_scores = scores.gather(1, targets)
                 assert isinstance(batch, RecallBatch)
                 events.append(batch.events[part])
-                # With equal scores no item is the highest, and NaN is never the highest.
+                # Neither a tie nor NaN is right.
                 right.append((scores >= target_scores).sum(1) == 1)
         where = torch.cat(events).cpu().numpy()
         assert batches.dataset.actions is not None
@@ -117,11 +118,11 @@ class Recall(Retrieval):
         return {"accuracy": level, "worst": level}
 
     def random_level(self) -> float:
-        """Return the accuracy of a guess among the values."""
+        """Return the accuracy of a random guess."""
         return 1 / (self.config.data.recall or RecallOptions()).num_values
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """Compute the accuracy over all recalls, at the worst distance and at each distance, beside that of a guess."""
+        """Compute the accuracy over all recalls, at the worst and at each distance, and that of a random guess."""
         recalls = self.recalls(model, batches)
         distances = {name: place for place, name in enumerate(dataset.action_names or ()) if place}
         users = dataset.users_of(recalls.events)
@@ -162,6 +163,6 @@ class Recall(Retrieval):
 
 
 def metrics(recalls: Recalls) -> dict[str, float]:
-    """Return the accuracy over all recalls, and the lowest accuracy at any distance."""
+    """Return the accuracy over all recalls, and `worst`, the lowest accuracy at any distance."""
     right, counts = (np.bincount(recalls.codes, weights)[1:] for weights in (recalls.right, None))
     return {"accuracy": float(right.sum() / counts.sum()), "worst": float((right / counts).min())}

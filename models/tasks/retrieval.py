@@ -1,4 +1,4 @@
-"""Define the task `retrieval`: predict the next item among all items, evaluated by full ranking over the catalogue."""
+"""Define the task `retrieval`: predict the next item, evaluated by ranking the whole catalogue."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -33,19 +33,21 @@ from evaluation.report import Table
 from evaluation.scores import FILTERS, Scores, best_items, popularity_scorer, rank_targets, seen_by
 from models.attention.contract import AuxLoss
 from models.hstu import SequenceModel
-from models.losses import Share, head_loss, own_items, repeats_of
+from models.losses import Share, excluded_items, head_loss, repeats_of
 from models.protocols import RankGroup
 from models.tasks.contract import Served, Task, TaskOptions
 from models.tasks.scoring import model_scorer
 
-BASELINE = "baseline "  # begins the names of the baselines' arrays in `judged`
-JUDGES, CHOOSES = 2_000, "NDCG@10"  # how many validation samples choose the baselines' settings, and by which metric
-LISTED, LIST_LENGTH = 10_000, 10  # the number of users whose recommendation lists a report describes, and their length
+BASELINE = "baseline "  # the prefix of the names of baselines in `judged`
+# The number of validation samples and the metric by which settings of baselines are chosen.
+TUNING_SAMPLES, TUNING_METRIC = 2_000, "NDCG@10"
+# The number and the length of the recommendation lists that a report describes.
+LISTED, LIST_LENGTH = 10_000, 10
 ON_TERMINAL = ("HR@1", "HR@10", "HR@50", "NDCG@10", "MRR")
 
 
 class Retrieval(Task):
-    """Predict the next item among all items: a token's output is scored against them, its target is the next one."""
+    """Predict the next item: each token's output is scored against all items, and the target is the item after it."""
 
     class Config(Task.Config):
         unsupported: ClassVar[tuple[str, ...]] = ("data.train_on_valid",)
@@ -78,7 +80,7 @@ class Retrieval(Task):
 
     def check_data(self, dataset: Dataset) -> None:
         if dataset.num_items == 1:
-            raise ConfigError(f"{shown(dataset.name, 200)}: has one item, so that there is nothing to rank")
+            raise ConfigError(f"{shown(dataset.name, 200)}: expected at least two items to rank, got one")
         best = self.config.best_metric
         if best.startswith(("HR@", "Recall@")) and cutoff(best) >= dataset.num_items and self.config.eval.every:
             raise ConfigError(f"eval.best_metric: {best} is 1 for any model of {dataset.num_items} items")
@@ -93,13 +95,13 @@ class Retrieval(Task):
         share: Share | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
         part, c, longest = None if batch.cut is None else batch.cut.index, self.config, self.config.model.max_seq_len
-        excluded, repeats = own_items(c.loss, batch, longest), repeats_of(model, batch, longest)
+        excluded, repeats = excluded_items(c.loss, batch, longest), repeats_of(model, batch, longest)
         return head_loss(model, c.loss, out, whole.target_ids, dtype, part, share, excluded, repeats)
 
     def _judged(
         self, score: Callable[[Batch], Scores], batches: Batches, names: Sequence[str] | None = None
     ) -> tuple[dict[str, float], np.ndarray]:
-        """Return (metrics, ranks) of the targets of a split under eval.filter_seen."""
+        """Return (metrics, ranks) of the targets of a split with eval.filter_seen."""
         (ranks,) = rank_targets(score, batches.epoch(0), filters=[self.config.eval.filter_seen])
         return ranking_metrics(ranks, names or self.names, Rankings.of(batches.split)), ranks
 
@@ -115,10 +117,10 @@ class Retrieval(Task):
         arrays = cached_arrays(self.config.data, dataset, f"baselines-{VERSION}", known, lambda: fit(dataset, splits))
         models = Baselines(arrays, again=self.config.eval.filter_seen != "history")
         if splits.valid is not None:
-            some = np.unique(np.linspace(0, len(splits.valid) - 1, JUDGES).astype(np.int64))
+            some = np.unique(np.linspace(0, len(splits.valid) - 1, TUNING_SAMPLES).astype(np.int64))
             options = {"batch_size": self.config.eval.batch_size, "shuffle": False, "with_seen": True}
-            judges = self.batches(dataset, splits.valid.select(some), device=batches.device, **options)
-            models.choose(lambda score: self._judged(score, judges, [CHOOSES])[0][CHOOSES])
+            samples = self.batches(dataset, splits.valid.select(some), device=batches.device, **options)
+            models.choose(lambda score: self._judged(score, samples, [TUNING_METRIC])[0][TUNING_METRIC])
         results = {}
         for name in models.names:
             metrics, ranks = self._judged(models.scorer(name), batches)
@@ -126,10 +128,10 @@ class Retrieval(Task):
         return results
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """Compute metrics with and without filtering seen items, of the model and of popularity, and by history length.
+        """Compute metrics of the model and of popularity with and without seen items, and metrics by groups.
 
-        The result also describes the model's recommendation lists: the share of the catalogue in them, how rare their
-        items are, and some lists in original ids.
+        The result also describes the model's recommendation lists: their share of the catalogue, the popularity of
+        their items, and some lists in original ids.
         """
         config, chosen = self.config, getattr(splits, split)
         counts, main = train_item_counts(dataset, splits), self.config.eval.filter_seen
@@ -159,11 +161,11 @@ class Retrieval(Task):
                 targets = counts[dataset.items[events]]
                 result["by_popularity"] = metrics_by_popularity(ranks[main], targets, self.names, rankings)
                 weighted = weighted_ndcg(ranks[main], targets, LIST_LENGTH)
-                of_users = {"users": chosen.users, "events": events, "events_before": history}
-                result["judged"] = of_users | {"ranking": rankings.ranking, "target_count": targets} | ranks
+                arrays = {"users": chosen.users, "events": events, "events_before": history}
+                result["judged"] = arrays | {"ranking": rankings.ranking, "target_count": targets} | ranks
         result["baselines"] = self.baselines(dataset, splits, split, batches)
-        for name, of_baseline in result["baselines"].items():
-            result["judged"][f"{BASELINE}{name}"] = of_baseline.pop("judged")
+        for name, baseline in result["baselines"].items():
+            result["judged"][f"{BASELINE}{name}"] = baseline.pop("judged")
         described = ranking_report.described_lists(dataset, chosen, np.concatenate(lists), counts)
         described["lists"]["weighted_ndcg"] = weighted
         return result | described
@@ -174,19 +176,15 @@ class Retrieval(Task):
 
     def baseline_values(self, judged: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         main, metric = self.config.eval.filter_seen, self.config.best_metric
-        of_baselines = {
-            key.removeprefix(BASELINE): judged | {main: ranks}
+        return {
+            key.removeprefix(BASELINE): self.user_values(judged | {main: ranks})[1][metric]
             for key, ranks in judged.items()
             if key.startswith(BASELINE)
         }
-        return {name: self.user_values(ranks)[1][metric] for name, ranks in of_baselines.items()}
 
     def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
-        ranks, best, rankings = (
-            judged[self.config.eval.filter_seen],
-            [self.config.best_metric],
-            Rankings.from_judged(judged),
-        )
+        ranks, rankings = judged[self.config.eval.filter_seen], Rankings.from_judged(judged)
+        best = [self.config.best_metric]
         by_length = metrics_by_length(ranks, judged["events_before"], best, rankings)
         by_popularity = metrics_by_popularity(ranks, judged["target_count"], best, rankings)
         return {

@@ -1,4 +1,4 @@
-"""Score items by a trained model: each user's last output with the whole catalogue.
+"""Score all items by the last output of each user.
 
 Letters: B users, I items, E embedding size.
 """
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from data.batch import Batch
 from data.earlier import Earlier
 from evaluation import scores
 from evaluation.scores import Scores
+from models.heads import normalized
 from models.hstu import SequenceModel
 from models.protocols import RankGroup
 from models.repeats import add_terms
@@ -21,17 +21,18 @@ from models.repeats import add_terms
 
 def normalized_items(item_weight: Tensor) -> Tensor:
     """Normalise each row to length one: [I, E] -> [I, E]."""
-    return F.normalize(item_weight.float(), dim=-1, eps=1e-6)
+    return normalized(item_weight.float())
 
 
 @torch.no_grad()
 def repeat_terms(model: SequenceModel, out: Tensor, batch: Batch) -> tuple[Tensor, Tensor] | None:
-    """Return (items [B, N], what is added to their scores [B, N]) of the outputs [B, E] of length one at the last
-    tokens of a batch whose sequences have up to N tokens; None if the model has no such term.
+    """Return (items [B, N], the terms of their scores [B, N]) as `RepeatTerm` does, or None if the model has none.
+
+    out: [B, E] of length one, the outputs of the last tokens of the batch, whose sequences have up to N tokens.
     """
     if model.repeats is None:
         return None
-    # On a GPU the limit saves the host from waiting for the batch's longest length.
+    # On a GPU, max_seq_len saves the host from waiting for the batch's longest length.
     longest = len(model.embedding.position)
     if not batch.seq_offsets.is_cuda:
         longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
@@ -39,10 +40,10 @@ def repeat_terms(model: SequenceModel, out: Tensor, batch: Batch) -> tuple[Tenso
 
 
 def output_scorer(model: SequenceModel, ranks: RankGroup | None = None) -> Callable[..., Scores]:
-    """Return a function that scores outputs [B, E] of length one with every item, fp32: the cosine, or the head's
-    score. Its second argument is the batch at whose last tokens the outputs are, for a model with a term of repeats.
+    """Return a function (outputs [B, E] of length one, batch) -> fp32 scores of all items, cosines or by the head.
 
-    ranks: set if each of them, given the same outputs, computes the scores of its share of the items.
+    The batch, whose last tokens have the outputs, is needed for a model with a term of repeats. ranks: given if each
+    rank computes the scores of its share of the items, for the same outputs.
     """
     with torch.no_grad():
         if ranks is None:
@@ -51,14 +52,15 @@ def output_scorer(model: SequenceModel, ranks: RankGroup | None = None) -> Calla
         else:
             num_items = model.embedding.num_items
             first, last = ranks.share(num_items)
-            of_all = model.embedding.items_between if model.targets is None else lambda a, b: model.item_table[a:b]
-            table = of_all(first, last).detach()
+            sharded = model.targets is None
+            table = model.embedding.items_between(first, last) if sharded else model.item_table[first:last]
+            table = table.detach()
 
     @torch.no_grad()
     def prepared(rows: Tensor) -> Any:
         return normalized_items(rows) if model.head is None else model.head.items(rows)
 
-    # A small catalogue is prepared once, a large one tile by tile: prepared, it would be a second table.
+    # A large catalogue is prepared in tiles, since the result is as large as the table.
     all_prepared = prepared(table) if table.numel() <= 4 * scores.TILE else None
 
     def score(out: Tensor, batch: Batch | None = None) -> Scores:
@@ -81,9 +83,9 @@ def output_scorer(model: SequenceModel, ranks: RankGroup | None = None) -> Calla
 def model_scorer(
     model: SequenceModel, autocast: bool = False, ranks: RankGroup | None = None
 ) -> Callable[[Batch], Scores]:
-    """Return a function that scores each sequence's last output with every item. Puts the model into eval mode.
+    """Put the model into eval mode and return a function batch -> scores of all items by each sequence's last output.
 
-    ranks: the ranks that are given the same batches; each computes the outputs of its share of the sequences.
+    ranks: the ranks that call the function with the same batches; each computes the outputs of its share of sequences.
     """
     model.eval()
     scores_of = output_scorer(model, ranks)
@@ -91,10 +93,10 @@ def model_scorer(
     @torch.no_grad()
     def score(batch: Batch) -> Scores:
         begin, end = (0, batch.num_sequences) if ranks is None else ranks.share(batch.num_sequences)
-        own_part = batch if ranks is None else ranks.sequences(batch)
+        local_batch = batch if ranks is None else ranks.sequences(batch)
         with torch.autocast(batch.item_ids.device.type, torch.bfloat16, enabled=autocast):
-            out, _ = model(own_part)
-        out = out[own_part.seq_offsets[1:] - 1]
+            out, _ = model(local_batch)
+        out = out[local_batch.seq_offsets[1:] - 1]
         if ranks is not None:
             all_outputs = out.new_zeros(batch.num_sequences, out.shape[1])
             all_outputs[begin:end] = out[: end - begin]

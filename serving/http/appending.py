@@ -49,7 +49,7 @@ class Plan:
 def planned(recommender: Recommender, ids: EventIds, requests: Sequence[Events]) -> list[Plan]:
     """Return plans of the valid requests that fit into the limits; set the errors of the others.
 
-    Of two events with the same user and id, the second one is repeated, even if both are in `requests`.
+    The second of two events with the same user and id is repeated, even if both are in `requests`.
     """
     plans: list[Plan] = []
     names: set[tuple[str, str | None]] = set()

@@ -1,4 +1,4 @@
-"""Features of users as tokens in front of a sequence: who sees them, and what they change."""
+"""Check features of users as tokens at the front of a sequence: which outputs they change."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def changed(x, value, *index):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_users_features_change_each_of_their_outputs_and_no_others(kind):
-    """Check each feature, also behind a window, in one layer."""
+    """Check each feature in one layer, also with a window."""
     model, batch = make_model(kind), batch_of()
     out = model(batch)[0]
     for feature in (0, 1):
@@ -58,8 +58,8 @@ def test_a_users_features_change_each_of_their_outputs_and_no_others(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_later_is_seen(kind):
-    """An event changes outputs from its own place on: context tokens do not see it."""
+def test_no_later_event_changes_an_output(kind):
+    """An event changes outputs from its position on; context tokens do not attend to it."""
     model, batch = make_model(kind, num_layers=2), batch_of()
     out = model(batch)[0]
     for field, value in (("item_ids", 39), ("query_timestamps", 10**9)):
@@ -75,7 +75,7 @@ def test_softmax_of_jagged_sequences_is_that_of_padded_ones():
 
 @pytest.mark.gpu
 def test_softmax_on_a_gpu():
-    """Jagged there, padded on the CPU: the same outputs and gradients."""
+    """The jagged GPU kernel and padded attention on the CPU have the same outputs and gradients."""
     model, batch = make_model("softmax", attention=SHARED_KEYS, num_layers=2).float(), batch_of()
     outputs, grads = [], []
     for device in ("cpu", "cuda"):
@@ -90,7 +90,7 @@ def test_softmax_on_a_gpu():
 
 @pytest.mark.parametrize("kind", ["dense", "dense with a window", "dense with rotary"])
 def test_users_without_values_add_nothing_to_a_sum(kind):
-    """Their tokens are zeros; events have the distances and times that they have alone."""
+    """Tokens of users without values are zeros; biases of events are as without context tokens."""
     model, batch = make_model(kind), batch_of(features=[(-1, -1)] * 4)
     alone = make_model(kind, None)
     weights = {name: x for name, x in model.state_dict().items() if not name.startswith("embedding.context")}
@@ -112,7 +112,7 @@ def test_the_tables_learn_and_padding_changes_nothing():
     torch.testing.assert_close(model.eval()(padded)[0][:24], model(batch)[0])
 
 
-def test_positions_begin_behind_the_context():
+def test_positions_begin_after_the_context():
     wider, places = batch_of().with_context(2)
     assert wider.positions[:9].tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 0]
     assert wider.seq_offsets.tolist() == [0, 7, 9, 23, 32] and wider.context_counts.tolist() == [2] * 4

@@ -1,4 +1,4 @@
-"""Features in a model: what they add, what training may not see of items without a training event, cold items."""
+"""Check features in a model: their sums, items without a training event, and causality."""
 
 import itertools
 from dataclasses import replace
@@ -69,7 +69,7 @@ def configured(**changes):
 
 
 def prepared(config, dataset):
-    """Return (data set with its rows, splits, what is known of features, task)."""
+    """Return (data set with its rows, splits, feature vocabulary, task)."""
     task = build_task(config)
     splits = task.splits(dataset)
     known = fit_features(dataset, splits.train_end, config.data.features)
@@ -115,7 +115,7 @@ def with_cold_items(dataset: Dataset, seed: int) -> Dataset:
     ("loss", "head"), [*((loss, "dot") for loss in LOSSES), ("cross_entropy", "mol"), ("sampled_softmax", "mol")]
 )
 def test_items_without_a_training_event_change_no_training_loss(loss, head):
-    """Must-hold: neither their presence nor their features, to the last bit, whatever is drawn."""
+    """Must-hold: losses are bit-identical with and without these items, for all losses."""
     model = CONFIG["model"] | {"dropout": 0.2, "id_dropout": 0.2}
     config = configured(loss=LOSSES[loss], model=model | ({"head": MOL} if head == "mol" else {}))
     dataset = with_made_up_features(generate(**SIZES))
@@ -140,14 +140,18 @@ def test_an_item_is_its_row_and_the_means_of_its_features():
                 expected[item] += table[rows[begin:end]].mean(0)
     torch.testing.assert_close(model.item_table, expected)
     ids = torch.tensor([5, 0, 5, dataset.num_items - 1])
-    torch.testing.assert_close(model.embedding.item_rows(ids), expected[ids])  # few: their own rows are summed
+    torch.testing.assert_close(
+        model.embedding.item_rows(ids), expected[ids]
+    )  # few items: only their features are summed
     ids = torch.arange(dataset.num_items).repeat(20)
-    torch.testing.assert_close(model.embedding.item_rows(ids), expected[ids])  # many: by way of the catalogue
-    # To the bit: a request of a service sums few, the run's evaluation many.
+    torch.testing.assert_close(
+        model.embedding.item_rows(ids), expected[ids]
+    )  # many items: the features of the catalogue are summed
+    # Bit by bit, since a service scores few items and evaluation many.
     each = torch.cat([model.embedding.item_rows(torch.tensor([item])) for item in range(dataset.num_items)])
     assert torch.equal(each, model.item_table) and torch.equal(each.repeat(20, 1), model.embedding.item_rows(ids))
     assert model.embedding.item_rows(ids[:0]).shape == (0, 16)
-    model.train()  # the catalogue of a loss is what training saw
+    model.train()  # the loss is over items with a training event
     torch.testing.assert_close(model.item_table, expected[torch.from_numpy(known.trained)])
 
 
@@ -162,7 +166,7 @@ def test_features_that_no_trained_item_has(loss):
 
 @pytest.mark.parametrize("repeats", [1, 60])
 def test_id_dropout_leaves_the_features(repeats):
-    """Each of the items drawn is itself or its features alone, whether few are drawn or many."""
+    """An item's representation is either complete or only its features, for few items and for many."""
     config = configured(model=CONFIG["model"] | {"id_dropout": 0.5})
     dataset = with_cold_items(with_made_up_features(generate(**SIZES)), 1)
     _, _, known, _ = prepared(config, dataset)
@@ -176,13 +180,13 @@ def test_id_dropout_leaves_the_features(repeats):
     assert alone.any() and not alone.all()
     torch.testing.assert_close(rows, torch.where(alone[:, None], features, whole))
     assert len(every) == len(model.embedding.items.trained)
-    rows.sum().backward()  # those that are left out teach their ids' rows nothing
+    rows.sum().backward()  # dropped rows have no gradient
     counts = torch.zeros(dataset.num_items).index_add_(0, ids, (~alone).float())
     torch.testing.assert_close(model.item_weight.grad, counts[:, None].expand(-1, 16))
 
 
-def test_padding_may_show_an_item_that_training_never_saw():
-    """The padding of captured steps shows item 0; that it has no training event changes nothing."""
+def test_padding_with_an_item_without_a_training_event():
+    """Padding of captured steps has item 0, which may have no training event."""
     dataset, splits, known, task = prepared(configured(), with_cold_items(with_made_up_features(generate(**SIZES)), 1))
     model = model_of(configured(), dataset, known).train()
     assert not known.trained[0]
@@ -195,7 +199,7 @@ def test_padding_may_show_an_item_that_training_never_saw():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_drawn_rows_give_the_loss_of_the_whole_catalogue(shared):
-    """And its gradients: negatives that repeat, that are the target of another token, that are the token's own."""
+    """Also its gradients; negatives include repeated ones, targets of other tokens and the token's target."""
     config = configured(loss=LOSSES["mixed_negatives"] | ({"negatives": "shared"} if shared else {}))
     dataset = with_cold_items(with_made_up_features(generate(**SIZES)), 1)
     _, _, known, _ = prepared(config, dataset)
@@ -212,8 +216,8 @@ def test_drawn_rows_give_the_loss_of_the_whole_catalogue(shared):
     ]
     torch.testing.assert_close(*losses)
     parameters = list(model.embedding.tables.parameters()) + list(model.embedding.items.parameters())
-    for mine, expected in zip(*(torch.autograd.grad(loss, parameters) for loss in losses)):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-7)
+    for actual, expected in zip(*(torch.autograd.grad(loss, parameters) for loss in losses)):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_calendar():
@@ -230,8 +234,8 @@ RANKING = {
 
 
 @pytest.mark.parametrize("known_at", ["before", "after"])
-def test_what_ranking_knows_of_an_event_before_the_user_acts(known_at):
-    """A feature known after the action changes no prediction up to its event's own; one known before, that too."""
+def test_features_of_an_event_that_ranking_predicts_from(known_at):
+    """A feature changes predictions of later events, and of its event only if it is known before the action."""
     columns = {"device": {"kind": "category", "known": known_at}}
     data = RANKING["data"] | {"features": {"events": {"columns": columns}}}
     config = configured(**RANKING | {"data": data})
@@ -254,8 +258,8 @@ def test_what_ranking_knows_of_an_event_before_the_user_acts(known_at):
 
 
 @pytest.mark.parametrize("known_at", ["before", "after"])
-def test_what_a_candidate_knows_of_events(known_at):
-    """The features of the history, and its own if they are known before the user acts; none of other candidates."""
+def test_features_that_a_candidate_reads(known_at):
+    """These are the history's and, if known before the user acts, the candidate's, but not other candidates'."""
     columns = {"device": {"kind": "category", "known": known_at}}
     data = RANKING["data"] | {"features": {"events": {"columns": columns}}}
     layout = RANKING["task"] | {"layout": "targets", "num_targets": 4}
@@ -278,7 +282,7 @@ def test_what_a_candidate_knows_of_events(known_at):
     assert changed(2) == [True] * 4
 
 
-def test_retrieval_knows_no_feature_of_a_later_event():
+def test_retrieval_reads_no_feature_of_a_later_event():
     config, dataset = configured(), with_made_up_features(generate(**SIZES))
     dataset, splits, known, task = prepared(config, dataset)
     model = model_of(config, dataset, known).eval()
@@ -289,12 +293,12 @@ def test_retrieval_knows_no_feature_of_a_later_event():
     assert torch.equal(after[:4], before[:4]) and (after[4:] != before[4:]).any(1).all()
     other = model(replace(batch, user_features=batch.user_features % 3 + 1))[0]
     assert (other != before).any(1).all()
-    with pytest.raises(ValueError, match="the model has 1 features of users, the batch 0"):
+    with pytest.raises(ValueError, match="the model expects 1 features of users, got a batch with 0"):
         model(replace(batch, user_features=None))
 
 
-def test_ranking_knows_features_of_users_and_items():
-    """Another feature of a user changes all predictions, one of an item those from its first event on."""
+def test_ranking_reads_features_of_users_and_items():
+    """A user's feature changes all predictions, an item's feature those from its first event on."""
     config, dataset = configured(**RANKING), with_made_up_features(generate(**SIZES, actions=True))
     dataset, splits, known, task = prepared(config, dataset)
     model = model_of(config, dataset, known).eval()
@@ -343,7 +347,7 @@ def test_ranking_trains_all_tables():
                 "parallel": {"context": 2, "context_by": "ring"},
                 "model": CONFIG["model"] | {"attention": {"kind": "ring"}},
             },
-            "data.features: not with parallel.context_by=ring",
+            "data.features: not supported with parallel.context_by=ring",
         ),
     ],
 )
@@ -354,7 +358,7 @@ def test_options_that_do_not_fit(changes, message):
 
 @pytest.mark.parametrize("zone", ["Europe/Berlin", "America/St_Johns", "Asia/Kolkata", "Pacific/Apia", "UTC"])
 def test_calendar_of_a_time_zone(zone):
-    """The clock of a zone, also around the changes of summer time and where a zone has moved over the date line."""
+    """Local times, also at changes of summer time and of a zone that crossed the date line."""
     starts, _ = offsets_of(zone)
     near = (starts[:, None] + np.array([-3600, -1, 0, 1, 3600])).ravel()
     times = np.concatenate([near[(near >= 0) & (near < 2**33)], np.random.default_rng(0).integers(0, 2**32, 500)])
@@ -365,7 +369,7 @@ def test_calendar_of_a_time_zone(zone):
     assert calendar_rows("weekday", clock).tolist() == [moment.weekday() for moment in moments]
 
 
-def test_zone_that_is_none():
+def test_unknown_time_zones_raise():
     with pytest.raises(
         DataError, match=r"data.time_zone: expected a time zone .* got 'Europe/Berln', did you mean Europe/Berlin\?"
     ):

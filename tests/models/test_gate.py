@@ -1,4 +1,4 @@
-"""GateModel: shapes, range, that the heads share one network; and the kernels in the interpreter and on a GPU."""
+"""Check GateModel and its kernels, in the interpreter and on a GPU."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from models.gate import GateModel
 from tests.random.cases.query_gates import compare, inputs, kernel, reference
 
 
-def test_gates_are_the_stated_network():
+def test_gates_equal_the_network():
     torch.manual_seed(0)
     gate = GateModel(in_features=6, hidden_dim=5)
     q = torch.randn(7, 3, 6)
@@ -91,7 +91,7 @@ def test_the_same_bits_in_every_run():
 
 
 @pytest.mark.gpu
-def test_the_model_takes_the_kernel():
+def test_model_uses_the_kernel():
     gate, q = GateModel(64, 32).cuda(), torch.randn(500, 4, 64, device="cuda")
     for actual, expected in zip(gate(q), gate.layers(q).unbind(-1)):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

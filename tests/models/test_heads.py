@@ -1,4 +1,4 @@
-"""The mixture of logits: by hand, in chunks as whole, and through training, evaluation and predictions."""
+"""Check the mixture of logits against plain formulas, in chunks, and in training, evaluation and predictions."""
 
 import dataclasses
 import json
@@ -75,7 +75,7 @@ def test_item_dropout_leaves_gates_and_evaluation():
 
 
 def test_item_dropout_of_the_dot_head_is_on_targets_in_training_alone():
-    """A training loss is that of items of which the dropout was drawn; inputs and evaluation have them all."""
+    """The training loss is that of the items after dropout; inputs and evaluation have no item dropout."""
     batch, loss = dataclasses.replace(make_batch([4, 3]), target_ids=torch.arange(7)), LossConfig(kind="cross_entropy")
     model = make_model("dense", embedding_dim=64, head={"kind": "dot", "item_dropout": 0.5})
     plain = make_model("dense", embedding_dim=64)
@@ -91,7 +91,7 @@ def test_item_dropout_of_the_dot_head_is_on_targets_in_training_alone():
 
 
 def test_separate_targets_are_learned_and_scored_by():
-    """The table of inputs has gradients from inputs alone, that of targets from the loss; scores are by the latter."""
+    """The input table has gradients from inputs only, the target table from the loss; scores are by targets."""
     batch = make_batch([4, 3])
     model = make_model("dense", head={"kind": "dot", "separate_targets": True}).train()
     assert torch.equal(model.item_weight, make_model("dense").item_weight)
@@ -107,9 +107,9 @@ def test_separate_targets_are_learned_and_scored_by():
 @pytest.mark.parametrize("sampled", [0, 1, 5])
 @pytest.mark.parametrize("chunk", [2**21, 1])
 def test_loss_and_gradients(monkeypatch, sampled, chunk):
-    """In chunks of any size: the plain loss over scores taken all at once, and its gradients.
+    """Compare with the plain loss over all scores, and its gradients, for chunks of any size.
 
-    One negative for each output: fewer than there are items, which are then prepared for the chunk alone.
+    With one negative per output there are fewer negatives than items, and each chunk prepares its items.
     """
     monkeypatch.setitem(heads.CHUNK, "cpu", chunk)
     head, out, items, targets = setup()
@@ -144,7 +144,7 @@ def test_loss_and_gradients(monkeypatch, sampled, chunk):
 
 def test_dropout_renormalises_in_training_alone():
     head, out, items, _ = setup(dropout=0.5)
-    # With every cosine alike the score is the sum of the weights times their one logit.
+    # If all cosines are equal, the score is the sum of the weights times this logit.
     queries, items = head.queries(out), head.items(items)
     alike = torch.ones_like(queries.components[..., :1])
     queries = queries._replace(components=F.pad(alike, (0, 3)))
@@ -173,5 +173,5 @@ def test_a_model_with_the_head(tmp_path, loss):
     assert len(table) == 5 * table["user"].n_unique()
 
 
-def test_no_balanced_cross_entropy_with_it(tmp_path):
-    fails(start(tmp_path / "run", SMALL, "loss.kind=bce"), "loss.kind=bce is not for model.head.kind=mol")
+def test_bce_raises(tmp_path):
+    fails(start(tmp_path / "run", SMALL, "loss.kind=bce"), "loss.kind=bce is not supported by model.head.kind=mol")

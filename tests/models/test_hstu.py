@@ -1,4 +1,4 @@
-"""The HSTU and transformer models against padded implementations written here, and what a position may see."""
+"""Check the HSTU and transformer models against padded implementations, their causality and their padding."""
 
 import dataclasses
 import math
@@ -107,7 +107,7 @@ def test_hstu_layers_equal_padded_implementation():
 
 
 @pytest.mark.parametrize("kind", ["dense", "softmax"])
-def test_rotary_knows_differences_of_times_alone(kind):
+def test_rotary_depends_on_differences_of_times_only(kind):
     changes = {"position_bias": False, "time_bias": False} if kind == "dense" else {}
     attention = KINDS[kind]["attention"] | changes
     model = make_model(kind, attention=attention, rotary={"position": False, "time": True})
@@ -116,7 +116,7 @@ def test_rotary_knows_differences_of_times_alone(kind):
     later = dataclasses.replace(
         batch, timestamps=batch.timestamps + 10**9, query_timestamps=batch.query_timestamps + 10**9
     )
-    # The last token's query comes later: only its own output may change.
+    # A later query of the last token may change only its output.
     query_times = batch.query_timestamps.clone()
     query_times[8] += 10**6
     x = torch.randn(15, 8, generator=torch.Generator().manual_seed(1)).double()
@@ -128,7 +128,7 @@ def test_rotary_knows_differences_of_times_alone(kind):
     assert not torch.allclose(run_layers(blind, x, batch), out, atol=1e-4)
 
 
-def test_swiglu_behind_an_hstu_layer():
+def test_swiglu_after_an_hstu_layer():
     model, batch = make_model("dense", feed_forward_dim=6), make_batch([5])
     x, layer = torch.randn(5, 8).double(), model.layers[0]
     added = layer.feed_forward
@@ -181,7 +181,7 @@ def test_pre_norm_equals_torch_attention():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_after_t_reaches_t(kind):
-    """Changes every event after t, but for the time of event t + 1: a query stands at the time it predicts for."""
+    """Change every event after t except the time of event t + 1, which is the time of the query."""
     model, batch = make_model(kind), make_batch([9, 6])
     before, _ = model(batch)
     for t in (0, 4, 7):
@@ -218,7 +218,7 @@ def test_targets_do_not_reach_the_output():
     ids=["dense", "bsa"],
 )
 def test_layers_share_the_plans_that_fit_them(attention, changes, passes, monkeypatch):
-    """Four layers, of which two differ each in an option that a plan depends on, make three plans in every pass."""
+    """Four layers with three different values of options that plans depend on make three plans in every pass."""
     pytest.importorskip("triton")
     keys, once = [], Batch.once
     monkeypatch.setattr(Batch, "once", lambda self, key, make: once(self, key, lambda: keys.append(key) or make()))
@@ -226,7 +226,7 @@ def test_layers_share_the_plans_that_fit_them(attention, changes, passes, monkey
     torch.manual_seed(0)
     model = SequenceModel(ModelConfig.model_validate(CONFIG | {"num_layers": 4, "attention": layers}), NUM_ITEMS)
     batch = make_batch([5, 3])
-    for _ in range(passes):  # nothing is kept from one pass to the next
+    for _ in range(passes):  # plans are not kept for the next pass
         keys.clear()
         actual, _ = model.raw_output(batch)
         assert len(keys) == 3
@@ -236,7 +236,7 @@ def test_layers_share_the_plans_that_fit_them(attention, changes, passes, monkey
 
 
 INDEXER = ("index_query.weight", "index_key.weight", "index_weight.weight", "tables.position", "tables.time")
-# A softmax over one key does not depend on the query, nor any softmax on what all keys have in common.
+# A softmax over one key does not depend on the query, and no softmax depends on a term that all keys have.
 FLAT = {
     ("softmax", "[1]"): ("query.weight", "query.bias", "key.weight", "key.bias"),
     ("softmax", "[3, 12, 1]"): ("key.bias",),
@@ -283,7 +283,7 @@ def test_batches_without_tokens_train(kind, sequences):
     ],
 )
 def test_bsa_warns_where_dense_is_faster(group, biased, length, expected, monkeypatch):
-    """A line of the log; figures of a GPU stand in it only where there is one."""
+    """Check the warning, which has measured lengths only if there is a GPU."""
     warnings = []
     monkeypatch.setattr("models.attention.bsa.log.warning", lambda text, *values: warnings.append(text % values))
     for gpu in (True, False):
@@ -328,8 +328,8 @@ def test_action_embedding_changes_the_output():
     assert model.embedding.tables.embeddings["action"].weight.shape == (3, 8)
 
 
-def test_inputs_may_have_a_dropout_of_their_own():
-    """With two layers' dropout at 0 what is random is the input's, and the other way round."""
+def test_input_dropout():
+    """Check the input's dropout without that of layers, and the reverse."""
     batch = make_batch([5, 3])
     for options, inputs, layers in (
         ({"dropout": 0.5}, 0.5, 0.5),

@@ -1,4 +1,4 @@
-"""Losses against sums written out, both ways to the logits, and their gradients."""
+"""Check losses and their gradients against plain sums, with logits of the whole catalogue and of gathered rows."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from models import chunks, losses
-from models.losses import own_items, sampled_loss, training_loss
+from models.losses import excluded_items, sampled_loss, training_loss
 from models.options import LossConfig
 from tests.models.test_hstu import NUM_ITEMS, make_batch
 
@@ -32,8 +32,8 @@ def by_hand(c, out, items, targets):
     if c.kind == "in_batch":
         negatives = targets[torch.randint(2**62, (*rows, 5)) % T]
     elif c.kind == "mixed_negatives":
-        of_batch = targets[torch.randint(2**62, (*rows, 2)) % T]
-        negatives = torch.cat([of_batch, torch.randint(I, (*rows, 3))], -1)
+        in_batch = targets[torch.randint(2**62, (*rows, 2)) % T]
+        negatives = torch.cat([in_batch, torch.randint(I, (*rows, 3))], -1)
     else:
         negatives = torch.randint(I, (*rows, 5))
     if c.negatives == "block":
@@ -92,8 +92,8 @@ def test_label_smoothing_spreads_a_share_of_the_target(inputs, device):
     plain, smooth = (config("cross_entropy", temperature=0.5, label_smoothing=share) for share in (0.0, 0.3))
     logits = out @ (items / items.norm(dim=1, keepdim=True)).T / 0.5
     logs = logits.log_softmax(1)
-    of_target = logs[torch.arange(T), targets]
-    for chosen, expected in ((plain, of_target), (smooth, 0.7 * of_target + 0.3 * logs.mean(1))):
+    target_logs = logs[torch.arange(T), targets]
+    for chosen, expected in ((plain, target_logs), (smooth, 0.7 * target_logs + 0.3 * logs.mean(1))):
         actual = training_loss(chosen, out.to(device), items.to(device), targets.to(device))
         torch.testing.assert_close(actual.cpu(), -expected.mean(), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="label_smoothing is for kind=cross_entropy"):
@@ -103,7 +103,7 @@ def test_label_smoothing_spreads_a_share_of_the_target(inputs, device):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_learned_temperature_gets_its_gradient(inputs, kind, device):
-    """Against the slope of the loss between two temperatures beside it."""
+    """Compare the gradient with a finite difference."""
     out, items, targets = (x.detach().to(device) for x in inputs)
 
     def loss(temperature):
@@ -121,8 +121,8 @@ def test_a_learned_temperature_gets_its_gradient(inputs, kind, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["per_position", "block", "shared"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_a_gpu_as_on_a_cpu(inputs, kind, form, monkeypatch):
-    """The operator against the chunks, with the same negatives."""
+def test_gpu_equals_cpu(inputs, kind, form, monkeypatch):
+    """Compare the operator with the chunked loss for the same negatives."""
     out, items, targets = inputs
     targets = F.pad(targets, (0, 3), value=-1)
     out = F.pad(out.detach(), (0, 0, 0, 3))
@@ -138,7 +138,7 @@ def test_on_a_gpu_as_on_a_cpu(inputs, kind, form, monkeypatch):
         x, y = out.to(device).requires_grad_(), items.detach().to(device).requires_grad_()
         loss = training_loss(chosen, x, y, targets.to(device))
         results.append([z.detach().cpu() for z in (loss, *torch.autograd.grad(loss, (x, y)))])
-    # The operator's gradient of `out` is through its norm too.
+    # The operator normalises `out`.
     along = (results[0][1] * out).sum(1, keepdim=True) * out
     results[0][1] -= along if kind != "bce" else 0
     for a, b in zip(*results):
@@ -146,12 +146,12 @@ def test_on_a_gpu_as_on_a_cpu(inputs, kind, form, monkeypatch):
 
 
 def test_mixed_negatives_need_both_kinds():
-    with pytest.raises(ValueError, match="leaves none of one kind"):
+    with pytest.raises(ValueError, match="must leave at least one in-batch and one uniform negative"):
         config("mixed_negatives", in_batch_share=0.05)
 
 
 def test_negative_equal_to_the_positive_does_not_count():
-    # One item only: every negative is the positive, and the positive alone has probability one.
+    # With a single item, all negatives equal the positive, which then has probability one.
     out, items = torch.ones(3, 1), torch.ones(1, 1)
     loss = training_loss(config("sampled_softmax"), out, items, torch.zeros(3, dtype=torch.long))
     assert loss.item() == 0
@@ -165,7 +165,7 @@ def test_no_second_derivative(inputs, monkeypatch):
         torch.autograd.grad(loss, out, create_graph=True)
 
 
-def test_untrained_loss_is_that_of_chance():
+def test_untrained_loss_is_that_of_a_uniform_distribution():
     out, items = F.normalize(torch.randn(200, 16), dim=-1), torch.randn(5000, 16)
     loss = training_loss(config("sampled_softmax", temperature=100.0), out, items, torch.randint(5000, (200,)))
     assert loss.item() == pytest.approx(math.log(6), rel=1e-2)
@@ -191,7 +191,7 @@ def test_padding_does_not_count(inputs, kind, form):
 @pytest.mark.parametrize("form", ["per_position", "block", "shared"])
 @pytest.mark.parametrize("kind", ["in_batch", "mixed_negatives"])
 def test_negatives_of_the_batch_are_targets_wherever_tokens_have_none(kind, form):
-    """A token may have no target without being padding: none of its like is drawn, and every target can be."""
+    """Tokens without a target that are not padding are never drawn; every target can be."""
     targets = torch.tensor([-1, 3, -1, -1, 7, 5, -1, 3, -1])
     chosen = config(kind, negatives=form, in_batch_share=0.6)
     drawn = set()
@@ -230,14 +230,14 @@ def test_a_bf16_table_gets_a_bf16_gradient(inputs, kind):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("which", ["history", "sequence"])
 def test_items_of_the_user_do_not_compete(which, smoothing, device, monkeypatch):
-    """Against logits of the other items alone, one position at a time; a target may have come before."""
+    """Compare with logits of the remaining items, one position at a time; targets may be repeated items."""
     monkeypatch.setitem(chunks.CHUNK, device, 3 * NUM_ITEMS)
     batch = make_batch([5, 1, 4])
     batch.target_ids[2], batch.target_ids[7] = batch.item_ids[1], -1
     out = F.normalize(torch.randn(10, E), dim=-1).to(device).requires_grad_()
     items = torch.randn(NUM_ITEMS, E).to(device).requires_grad_()
     chosen = config("cross_entropy", exclude=which, temperature=0.5, label_smoothing=smoothing)
-    excluded = own_items(chosen, batch, 6).to(device)
+    excluded = excluded_items(chosen, batch, 6).to(device)
     targets = batch.target_ids.to(device)
     actual = sampled_loss(chosen, out, items, targets, None, excluded=excluded)
     total = 0.0

@@ -1,4 +1,4 @@
-"""Recomputed layers: the same bits, dropout included, and fewer saved bytes."""
+"""Check that recomputed layers have the same bits, dropout included, and save fewer bytes."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ LENGTHS = [5, 1, 12, 7]
 
 
 def trained(config, recompute):
-    """Return (loss, auxiliary losses, gradients, the generator's next number; bytes saved beside the weights)."""
+    """Return (loss, auxiliary losses, gradients, the generator's next number; bytes saved without the weights)."""
     torch.manual_seed(0)
     model = SequenceModel(ModelConfig.model_validate(config | {"dropout": 0.3}), NUM_ITEMS).train()
     model.recompute = recompute

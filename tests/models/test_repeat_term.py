@@ -1,4 +1,4 @@
-"""The term of repeats against a loop over a user's events: in scores, in the loss and its gradients, and in serving."""
+"""Check the term of repeats against a loop over a user's events: in scores, in the loss and in serving."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from data.earlier import Earlier
 from models import chunks
 from models.hstu import SequenceModel
-from models.losses import head_loss, own_items, repeats_of
+from models.losses import excluded_items, head_loss, repeats_of
 from models.options import LossConfig, ModelConfig
 from models.repeats import COUNT_OCTAVES, EVENT_OCTAVES, TIME_OCTAVES, RepeatTerm
 from models.tasks.scoring import model_scorer
@@ -26,7 +26,7 @@ def bucket(number, octaves):
 
 
 def by_hand(term, out, items, times, at):
-    """Return the terms by item after the events `items` at `times`, for a next event at the time `at`."""
+    """Return the term of each item after the events `items` at `times`, for a query at time `at`."""
     weights, terms, last = term.weights(out * len(out) ** 0.5), {}, len(items) - 1
     earlier = [place for place in range(last) if items[place] == items[-1]][::-1][:2]
     for item in set(items):
@@ -113,7 +113,7 @@ def test_loss_and_gradients(exclude, monkeypatch):
     model, batch = model_of(), few_items(make_batch(LENGTHS))
     loss_config = LossConfig(kind="cross_entropy", exclude=exclude, temperature=0.3)
     out = torch.randn(batch.num_tokens, 8, requires_grad=True)
-    excluded, repeats = own_items(loss_config, batch, 12), repeats_of(model, batch, 12)
+    excluded, repeats = excluded_items(loss_config, batch, 12), repeats_of(model, batch, 12)
     loss, _ = head_loss(model, loss_config, out, batch.target_ids, excluded=excluded, repeats=repeats)
     inputs = [out, model.item_weight, *model.repeats.parameters()]
     actual = torch.autograd.grad(loss, inputs)
@@ -144,7 +144,7 @@ def test_a_new_term_is_nothing():
 
 @pytest.mark.parametrize("slide", [1, 3])
 def test_served_scores_have_the_term(slide):
-    """The term sees the latest max_seq_len events, also where the window that attention sees has slid."""
+    """The term depends on the latest max_seq_len events, also after attention's window has slid."""
     config = make_config(head={"kind": "dot", "repeats": 3}, loss={"kind": "cross_entropy"}, max_seq_len=8)
     model = make_model(config)
     drawn(model.repeats)

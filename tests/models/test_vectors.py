@@ -1,4 +1,4 @@
-"""Vectors in a model: what they add, how they are trained, items without ids, no trace of items outside of training."""
+"""Check vectors in a model: their projection, its gradient, items without ids and without a training event."""
 
 from dataclasses import replace
 
@@ -73,10 +73,10 @@ def test_an_item_is_its_row_its_features_and_its_projected_vector(tables, id_dro
     else:
         assert model.embedding.tables is None and not any("embeddings.item" in name for name in model.state_dict())
     torch.testing.assert_close(model.item_table, expected)
-    for ids in (torch.tensor([5, 3, 5]), torch.arange(dataset.num_items).repeat(9)):  # drawn, and by the catalogue
+    for ids in (torch.tensor([5, 3, 5]), torch.arange(dataset.num_items).repeat(9)):  # few items, and all
         torch.testing.assert_close(model.embedding.item_rows(ids), expected[ids])
     model.train()
-    torch.testing.assert_close(model.embedding.items.of_all(), (expected - with_ids(model))[known.trained])
+    torch.testing.assert_close(model.embedding.items(), (expected - with_ids(model))[known.trained])
 
 
 def with_ids(model):
@@ -85,7 +85,7 @@ def with_ids(model):
 
 @pytest.mark.parametrize("at_once", [models.vectors.AT_ONCE_ON_A_CPU, 1, 12])
 def test_gradient_of_the_projection(monkeypatch, at_once):
-    """In one part, of one row each, of two."""
+    """Check chunks of all rows, of one row and of two rows."""
     monkeypatch.setattr(models.vectors, "AT_ONCE_ON_A_CPU", at_once)
     vectors = ItemVectors(vectors_of(4, without=[1]), 5)
     items, scale = torch.tensor([0, 3, 3, 1, 2]), torch.randn(5, 5)
@@ -103,7 +103,7 @@ def test_gradient_of_the_projection(monkeypatch, at_once):
     [("cross_entropy", 0.2), ("sampled_softmax", 0.2), ("mixed_negatives", 1.0), ("cross_entropy", 1.0)],
 )
 def test_vectors_of_items_without_a_training_event_change_no_training_loss(loss, id_dropout):
-    """Must-hold: neither their presence nor their vectors, to the last bit."""
+    """Must-hold: losses are bit-identical with and without these items."""
     model = CONFIG["model"] | {"dropout": 0.2, "id_dropout": id_dropout, "vector_correction": 2}
     config = configured(loss=LOSSES[loss], data=DATA, model=model)
     dataset = with_vectors(generate(**SIZES))
@@ -113,16 +113,16 @@ def test_vectors_of_items_without_a_training_event_change_no_training_loss(loss,
         assert actual == expected
         weights = dict(after.named_parameters())
         for name, weight in before.named_parameters():
-            of_items = name.endswith((".correction", "item.weight"))
-            rows = [one.trained if of_items else slice(None) for one in (known, known_before)]
-            if "brand" not in name:  # whose table has a row for a value that only new items have
+            per_item = name.endswith((".correction", "item.weight"))
+            rows = [one.trained if per_item else slice(None) for one in (known, known_before)]
+            if "brand" not in name:  # its table has a row for a value that only new items have
                 assert torch.equal(weights[name][rows[0]], weight[rows[1]]), name
         (vectors,) = after.embedding.items.vectors
         assert not vectors.correction[~known.trained].any() and vectors.correction[known.trained].any()
 
 
 def test_training_with_vectors_alone():
-    """Without ids and without other features; items without a vector are at zero."""
+    """Train without ids and other features; items without a vector are zero."""
     data = DATA | {"features": {"items": {"format": "npy", "path": "x", "columns": {"title": "vector"}}}}
     config = configured(loss=LOSSES["cross_entropy"], data=data, model=CONFIG["model"] | {"id_dropout": 1.0})
     dataset = with_vectors(generate(**SIZES), tables=False, without=[0])
@@ -142,14 +142,17 @@ def test_ranking_with_vectors_alone():
     ("changes", "message"),
     [
         ({"model": CONFIG["model"] | {"id_dropout": 1.0}}, "model.id_dropout: needs data.features.items"),
-        ({"model": CONFIG["model"] | {"vector_correction": 2}}, "model.vector_correction: needs a vector among"),
+        (
+            {"model": CONFIG["model"] | {"vector_correction": 2}},
+            "model.vector_correction: needs a column of kind vector",
+        ),
         (
             {
                 "data": DATA,
                 "model": CONFIG["model"] | {"id_dropout": 1.0},
                 "parallel": {"embedding": "row_wise", "data": 2},
             },
-            "model.id_dropout=1: leaves no table of items",
+            "model.id_dropout=1: not supported with parallel.embedding",
         ),
     ],
 )

@@ -249,10 +249,10 @@ def test_features_of_users_as_tokens(finished_run, tmp_path, capsys):
     a, b = recommender.score(["a", "b"], [["1", "2"]] * 2, 10**6)
     np.testing.assert_allclose(a, b, atol=1e-6)
     with pytest.raises(
-        ConfigError, match=r"data\.features\.users\.as=tokens: model\.attention\.kind=htree has no tokens"
+        ConfigError, match=r"data\.features\.users\.as=tokens: model\.attention\.kind=htree does not support"
     ):
         load_config(finished_run / "run.yaml", [options[0], "model.attention.kind=htree"])
-    with pytest.raises(ConfigError, match=r"model\.attention\.backend=cute has no data\.features\.users\.as=tokens"):
+    with pytest.raises(ConfigError, match=r"model\.attention\.backend=cute takes no data\.features\.users\.as=tokens"):
         load_config(finished_run / "run.yaml", [options[0], "model.attention={kind: softmax, backend: cute}"])
     with pytest.raises(ConfigError, match=r"data\.features\.users\.as: .*sum.*tokens"):
         load_config(finished_run / "run.yaml", ["data.features.users.as=token"])

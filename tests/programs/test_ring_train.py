@@ -109,7 +109,7 @@ def test_the_number_of_processes_must_fit(tmp_path):
     ("overrides", "message"),
     [
         (["parallel.context=3"], "model.num_heads=2 must be a multiple of parallel.context=3"),
-        (["parallel.context=2", "model.head={kind: mol}", *KINDS["hstu"]], "heads other than dot"),
+        (["parallel.context=2", "model.head={kind: mol}", *KINDS["hstu"]], "not supported by model.head.kind=mol"),
         (["model.attention={kind: ring, inner: softmax, time_bias: true}"], "for inner=hstu"),
         (["model.attention={kind: ring, inner: hstu, dropout: 0.1}"], "for inner=softmax"),
     ],

@@ -34,7 +34,7 @@ def test_sizes_that_do_not_fit_the_data():
     assert not advice.data_warnings(config(), data(20, 30))
     assert "model.max_seq_len=1,000,000" in advice.data_warnings(config(length=1_000_000), data(20, 30))[0]
     assert "a single user" in advice.data_warnings(config(), data(20))[0]
-    with pytest.raises(ConfigError, match="shop: has one item"):
+    with pytest.raises(ConfigError, match="shop: expected at least two items to rank, got one"):
         Retrieval.check_data(SimpleNamespace(config=config()), data(20, 30, items=1))
 
 

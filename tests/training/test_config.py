@@ -158,7 +158,7 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
         ),
         (
             "model.attention={kind: softmax, backend: triton, position_bias: true}",
-            "model.attention.backend=triton has no position_bias and time_bias: leave it out",
+            "model.attention.backend=triton takes no position_bias or time_bias: leave backend out",
         ),
         (
             "model.attention={kind: ring, inner: hstu, backend: cute}",
@@ -167,7 +167,7 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
         ("model.attention={kind: ring, inner: softmax, backend: cute, dropout: 0.1}", "backend=cute has no dropout"),
         (
             "model.attention={kind: dense, backend: hopper}",
-            "model.attention.backend=hopper takes heads of 64, 128 or 256, got ",
+            "model.attention.backend=hopper takes heads of one size, 64, 128 or 256, got ",
         ),
         ("model.attention={kind: dense, backend: cute}", "model.attention.backend: input should be 'auto', 'triton'"),
         ("trian.lr=1", "trian: unknown key, did you mean train"),
@@ -177,7 +177,7 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
         ("model.num_heads=3", "embedding_dim=8 is not divisible by num_heads=3"),
         ("model.block=transformer", "model: block=transformer needs feed_forward_dim"),
         ("train.residual=bfloat16", "train.residual=bfloat16: needs train.autocast=bf16"),
-        ("model.rotary={time: false}", "model.rotary: turns by nothing: set position or time to true"),
+        ("model.rotary={time: false}", "model.rotary: set position or time to true, or leave rotary out"),
         ("eval.best_metric=HR@0", "eval.best_metric: HR@0 is none of"),
         ("train.lr", "expected key=value"),
         ("name.x=1", "name.x: no such key"),
@@ -242,8 +242,11 @@ def test_matmul_precision_reaches_torch_and_the_kernels():
         torch.set_float32_matmul_precision(before)
 
 
-# Kinds that not all head sizes fit: RoPE needs pairs of channels, and the Hadamard transform powers of two.
-REFUSED_HEADS = {"htree": "the heads have 25: make it even", "rotatekv": "must divide the number of heads|Hadamard"}
+# Errors of kinds that do not support a head size of 25 or the number of heads.
+REFUSED_HEADS = {
+    "htree": "even number of channels per head, got 25",
+    "rotatekv": "must divide the number of heads|Hadamard",
+}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -64,7 +64,7 @@ def look_up_items(embedding: InputEmbedding, batch: Batch, share: Share) -> Prep
         # row may be added.
         ids_to_look_up += [torch.where(batch.target_ids < 0, batch.item_ids, batch.target_ids), items_drawn]
     ids, rows = torch.unique(torch.cat(ids_to_look_up), return_inverse=True)
-    inputs, items = embedding.of_looked_up(ids, rows[: batch.num_tokens])
+    inputs, items = embedding.look_up_items(ids, rows[: batch.num_tokens])
     if drawn is None:
         return Prepared(share, inputs)
     target_rows, negative_rows = rows[batch.num_tokens :].split([len(targets), drawn.ids.numel()])

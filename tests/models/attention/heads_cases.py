@@ -1,4 +1,4 @@
-"""Models by heads over ranks: their cases, and what a rank computes of a batch; over NCCL, started by torchrun."""
+"""Define cases of models with heads divided over ranks, and compare ranks of torchrun with one GPU."""
 
 import dataclasses
 import os
@@ -42,7 +42,7 @@ KINDS = {
     "ring of softmax": {"attention": {"kind": "ring", "inner": "softmax", "num_kv_heads": 12}},
     "ring of hstu": {"attention": {"kind": "ring", "inner": "hstu", "position_bias": True, "time_bias": True}},
 }
-# What only two ranks can divide: whole groups of heads.
+# Cases whose groups of heads only two ranks can divide.
 OF_TWO = {
     "softmax, shared keys": {"attention": {"kind": "softmax", "num_kv_heads": 2, "position_bias": True}},
     "rotatekv, groups": WIDE | {"attention": {"kind": "rotatekv", "bits": 2, "head_group": 2, "sink_tokens": 1}},
@@ -61,7 +61,7 @@ def model_of(case: str, dtype=torch.float64) -> SequenceModel:
     config = ModelConfig.model_validate(SIZES | (KINDS | OF_TWO)[case])
     context = {"features": USERS, "user_tokens": True} if "context" in case else {}
     model = SequenceModel(config, NUM_ITEMS, **context).to(dtype)
-    # Outputs of a new model hardly depend on its attention.
+    # Make outputs depend on attention, which they hardly do in a new model.
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return model
@@ -91,7 +91,7 @@ def results(case: str, rank: int = 0, world: int = 1, device="cpu", dtype=torch.
     batch = ranks.cut(batch_of(case).to(device), model.num_context)
     share = ranks.part_of_context if world > 1 else None
     out, losses = model.raw_output(batch, share=share)
-    # Each event has weights of its own; context tokens have none.
+    # Random weights for events, none for context tokens.
     events = torch.arange(sum(LENGTHS), device=device) if batch.cut is None else batch.cut.index
     if batch.num_context:
         sequence = torch.bucketize(events, batch.cut.uncut.seq_offsets[1:], right=True)

@@ -1,4 +1,4 @@
-"""A new attention kind is a class and an entry in ATTENTION: one made up here trains, logs, resumes and is judged."""
+"""Check that a new attention kind, a class and an entry in ATTENTION, trains, logs, resumes and is evaluated."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ PHASES = []  # batch.phase of every call of a layer
 
 
 class ToyAttention(AttentionKind):
-    """Every token attends to itself, by one key/value head; after a warm-up a gate on the layer's input joins in."""
+    """Every token attends to itself with one key/value head; after a warm-up, a gate of the layer's input is added."""
 
     class Config(AttentionKind.Config):
         kind: Literal["toy"]
@@ -123,7 +123,7 @@ def test_errors_in_its_options_have_their_path(override, message):
     assert message in str(error.value)
 
 
-def test_it_trains_is_logged_resumed_and_judged(tmp_path, monkeypatch):
+def test_it_trains_logs_resumes_and_evaluates(tmp_path, monkeypatch):
     settings = ["data.synthetic={num_users: 200, num_items: 80, mean_length: 15}", "model.attention.kind=toy"]
     settings += ["model.attention.weight=2.0", "model.max_seq_len=20", "model.embedding_dim=16", "train.epochs=4"]
     settings += ["train.batch_size=16", "device=cpu", "threads=1", "train.checkpoint_seconds=1000"]
@@ -131,7 +131,7 @@ def test_it_trains_is_logged_resumed_and_judged(tmp_path, monkeypatch):
     assert train.main(arguments) == 0
     history = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     sizes = [line["gate_size"] for line in history]
-    # Its weight drives it down, below what was gained elsewhere by it.
+    # The weighted loss decreases.
     assert len(sizes) == 4 and 0 < sizes[-1] < 0.5 * sizes[0]
     assert load_config(tmp_path / "run" / "config.yaml").model.attention[0].weight == 2.0
     # 13 steps an epoch, 2 layers: training and the evaluation after the first epoch in the warm-up, then past it.
@@ -139,7 +139,7 @@ def test_it_trains_is_logged_resumed_and_judged(tmp_path, monkeypatch):
     assert PHASES.index(20) == 2 * (20 + 1)
     assert evaluation.main([str(tmp_path / "run")]) == 0 and PHASES[-1] == sys.maxsize
 
-    # Stopped in the middle of an epoch (and of the warm-up), it goes on to the same end.
+    # A run that is stopped within an epoch (and the warm-up) and resumed has the same result.
     class StopAt(Interrupts):
         signal = property(lambda self: 15 if len(PHASES) == 2 * 6 else 0, lambda self, value: None)
 
@@ -155,7 +155,7 @@ def test_it_trains_is_logged_resumed_and_judged(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("epochs", "weights", "epoch"), [(4, "best", 3), (1, "step-00000013", 1)])
 def test_nothing_is_chosen_before_the_last_phase(tmp_path, monkeypatch, epochs, weights, epoch):
-    """The warm-up's model, which is another one, has the best figure; the others' best comes in the third epoch."""
+    """The best metric in the warm-up is ignored; the best one after it is in the third epoch."""
     figures = iter([0.9, 0.3, 0.5, 0.4])
     whole = Retrieval.evaluate
     monkeypatch.setattr(Retrieval, "evaluate", lambda *arguments: whole(*arguments) | {"NDCG@10": next(figures)})

@@ -1,4 +1,4 @@
-"""The attention kind `indexer`: what learns from which loss, its warm-up, its configuration, what it learns."""
+"""Check the attention kind `indexer`: its loss and gradients, its warm-up, its configuration, and its training."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ def layer_inputs(batch):
     return [torch.randn(batch.num_tokens, *shape, generator=generator, requires_grad=True) for shape in shapes]
 
 
-def test_the_indexer_and_the_model_learn_apart():
+def test_indexer_and_model_have_separate_losses():
     layer, batch = make_layer(top_k=4), make_batch([9, 0, 17])
     layer_input = layer_inputs(batch)
     out, aux = layer(*layer_input, batch)
@@ -56,24 +56,24 @@ def test_padding_and_weight_of_the_loss():
 @pytest.mark.parametrize("phase", [0, 100])
 @pytest.mark.parametrize("group", [1, 4])
 def test_parts_of_a_batch_share_its_loss(group, phase):
-    """A rank's loss counts as many times as its `num_terms` says, or else as its tokens."""
+    """The weight of a rank's loss is `num_terms` or, without it, its number of tokens."""
     layer, batch = make_layer(top_k=4, warmup_steps=100, selection_group=group), make_batch([9, 0, 1, 17, 6])
     batch = replace(batch, phase=phase)
     layer_input, split = layer_inputs(batch), 10
     shared = replace(batch, whole=Whole(0, 33, 1.0))
     parts = shared.sequences(0, 3), shared.sequences(3, 5).padded(30, 4, 9)
     padding = [x[:7] for x in layer_input]
-    of_parts = (
+    inputs = (
         [x[:split] for x in layer_input],
         [torch.cat([x[split:], more]) for x, more in zip(layer_input, padding)],
     )
     total = number = 0.0
-    for rows, part in zip(of_parts, parts):
+    for rows, part in zip(inputs, parts):
         loss = layer(*rows, part)[1]["indexer_loss"]
         count = part.real.sum() if loss.num_terms is None else loss.num_terms
         total, number = total + count * loss.value, number + count
     torch.testing.assert_close(total / number, layer(*layer_input, batch)[1]["indexer_loss"].value)
-    assert number == (33 if group == 1 else 2 + 4 + 1)  # a group's choice is among earlier tokens
+    assert number == (33 if group == 1 else 2 + 4 + 1)  # a group chooses among earlier tokens
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -92,20 +92,20 @@ def test_the_warm_up_is_dense(group):
     assert not torch.allclose(layer(*layer_input, batch)[0], dense)
     alone = make_layer(top_k=40, selection_group=1)
     alone.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(alone(*layer_input, batch)[0], dense)  # each token sees all before it, whoever chose
+    torch.testing.assert_close(alone(*layer_input, batch)[0], dense)  # each token attends to all before it
 
 
-def test_a_warm_up_too_large_is_refused(monkeypatch):
+def test_too_large_warm_up_raises(monkeypatch):
     monkeypatch.setattr("models.attention.indexer.MOST_INDICES", 100)
     layer, batch = make_layer(top_k=3, warmup_steps=1, selection_group=2), make_batch([9, 17])
     batch.phase = 0
-    with pytest.raises(ValueError, match=r"15 choices among 17 tokens in a warm-up step exceed the 100 "):
+    with pytest.raises(ValueError, match=r"a warm-up step with 15 groups of up to 17 tokens exceeds 100 "):
         layer(*layer_inputs(batch), batch)
 
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_key_heads(group):
-    """Each key head with its query heads is attention by itself over the same choice; the loss is one for all."""
+    """Key heads are independent attention over the same chosen tokens; the loss is a mean over them."""
     torch.manual_seed(0)
     config = IndexerAttention.Config(kind="indexer", top_k=4, selection_group=group, num_kv_heads=2, index_dim=8)
     layer, batch = IndexerAttention(config, LayerSizes(6, 8, 5, 16, 40)).train().double(), make_batch([9, 0, 17])
@@ -123,15 +123,15 @@ def test_key_heads(group):
     ]
     torch.testing.assert_close(out, torch.cat(apart, 1))
     weights = torch.randn_like(out)
-    of_layer, of_apart = (torch.autograd.grad((y * weights).sum(), (q, k, v)) for y in (out, torch.cat(apart, 1)))
-    torch.testing.assert_close(of_layer, of_apart)
+    actual, expected = (torch.autograd.grad((y * weights).sum(), (q, k, v)) for y in (out, torch.cat(apart, 1)))
+    torch.testing.assert_close(actual, expected)
     # The gradient pi - p of the loss is linear in p, the mean over heads, so it is the mean over key heads.
     losses = [
         indexer_loss(q[:, 3 * n : 3 * n + 3], k[:, n], scores, indices, batch.seq_offsets, **shared) for n in range(2)
     ]
     parameters = [p for name, p in layer.named_parameters() if name.startswith("index_")]
-    (of_layer, of_apart) = (torch.autograd.grad(y, parameters) for y in (aux["indexer_loss"].value, sum(losses) / 2))
-    torch.testing.assert_close(of_layer, of_apart)
+    actual, expected = (torch.autograd.grad(y, parameters) for y in (aux["indexer_loss"].value, sum(losses) / 2))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_default_key_heads(heads, size, value_size, expected):
         config = ATTENTION[kind].Config(kind=kind).for_model(sizes)
         assert config.num_kv_heads == key_heads and config.for_model(LayerSizes(1, 7, 7, 7, length)) == config
         assert ATTENTION[kind].kv_heads(config, heads) == key_heads
-        if kind == "indexer":  # with a choice for each token as a long tree
+        if kind == "indexer":  # without groups, as for a long tree
             config.check_model(sizes)
             single = ATTENTION[kind].Config(kind=kind, selection_group=1).for_model(sizes)
             assert single.num_kv_heads == expected[2]
@@ -187,7 +187,7 @@ def test_defaults_follow_the_length(length, top_k, group):
         ({"top_k": 3000, "backend": "reference"}, None),
     ],
 )
-def test_the_configuration_knows_the_kernels_limit(change, message):
+def test_configurations_beyond_the_kernels_limits_raise(change, message):
     from models.options import ModelConfig
 
     assert ATTENTION["indexer"] is IndexerAttention
@@ -199,7 +199,7 @@ def test_the_configuration_knows_the_kernels_limit(change, message):
             ModelConfig.model_validate(config)
 
 
-def test_key_heads_wider_than_the_kernels_are_refused():
+def test_too_wide_key_heads_raise():
     sizes = LayerSizes(4, 130, 64, 320, 100)
     config = IndexerAttention.Config(kind="indexer", num_kv_heads=4).for_model(sizes)
     with pytest.raises(
@@ -211,15 +211,15 @@ def test_key_heads_wider_than_the_kernels_are_refused():
 
 @pytest.fixture
 def one_thread():
-    """For many steps on small tensors, where threads would wait for each other longer than they work."""
+    """Use one thread, which is faster for small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def test_the_indexer_finds_what_was_planted(one_thread):
-    """In the first half of a sequence stand 8 tokens of each topic, in the second half queries for a topic.
+def test_indexer_finds_tokens_of_the_same_topic(one_thread):
+    """The first half of a sequence has 8 tokens of each topic, the second half has queries for a topic.
 
     These 8 are what the attention weighs most. The indexer sees random codes of topic and role, and has to learn which
     keys they mean.

@@ -1,4 +1,4 @@
-"""An attention kind from outside the package, named by its path: it trains, is stored with the run and evaluates."""
+"""Check an attention kind from outside the package, named by its path: training, evaluation, serving and errors."""
 
 import json
 import re
@@ -57,7 +57,7 @@ class MyDense(DenseAttention):
 
 
 class Doubled(DenseAttention):
-    """Twice dense attention, of which the form in pages of dense knows nothing."""
+    """Twice dense attention, which the `paged` of dense does not compute."""
 
     class Config(DenseAttention.Config):
         kind: Literal["doubled"]
@@ -115,7 +115,7 @@ def recommender(attention):
 
 
 @pytest.mark.parametrize("name", ["LastAttention", "Doubled"])
-def test_a_service_refuses_it_by_name(package, name):
+def test_service_error_has_its_name(package, name):
     path = f"my_package.my_module:{name}"
     with pytest.raises(ServingError, match=rf"^layer 0 \({path}\) cannot be served: "):
         recommender({"kind": path})
@@ -131,8 +131,8 @@ def test_a_service_serves_a_subclass_as_its_base(package):
     np.testing.assert_array_equal(*answers)
 
 
-def test_it_sees_no_tokens_of_other_processes(package):
-    with pytest.raises(ConfigError, match=r"kind=my_package\.my_module:LastAttention takes neither ring nor heads"):
+def test_it_does_not_support_parallel_context(package):
+    with pytest.raises(ConfigError, match=r"kind=my_package\.my_module:LastAttention supports neither ring nor heads"):
         load_config(CONFIG, [f"model.attention.kind={PATH}", "parallel.context=2"])
 
 
@@ -150,7 +150,7 @@ def test_the_example_of_contributing_trains(tmp_path, package):
         load_config(CONFIG, [*SMALL, kind, "model.attention.window_size=30"])
 
 
-def test_it_stands_in_lists_beside_others(package, tmp_path):
+def test_it_mixes_with_other_kinds_in_a_list(package, tmp_path):
     config = load_config(CONFIG, [f"model.attention=[{{kind: dense}}, {{kind: '{PATH}', share: 0.75}}]"])
     assert [(one.kind, getattr(one, "share", None)) for one in config.model.attention] == [
         ("dense", None),
@@ -196,7 +196,7 @@ def test_errors_are_one_line(package, override, message):
 
 
 @pytest.mark.parametrize(("module", "reason"), [("broken", "of the module itself"), ("needy", "a_module_that_is_not_")])
-def test_a_fault_inside_of_the_module_keeps_its_traceback(package, module, reason):
+def test_error_inside_the_module_has_its_traceback(package, module, reason):
     with pytest.raises(ImportError, match=f"importing my_package.{module} failed: .*{reason}") as error:
         load_config(CONFIG, [f"model.attention.kind=my_package.{module}:X"])
     files = [Path(frame.filename).name for frame in traceback.extract_tb(error.value.__cause__.__traceback__)]

@@ -1,4 +1,4 @@
-"""The ring attention kind of one process is the kind that it spreads; a cut batch is its parts; the GPU's softmax."""
+"""Check the attention kind `ring` in one process, the division of a batch among ranks, and softmax on a GPU."""
 
 import pytest
 import torch
@@ -43,20 +43,20 @@ def test_a_window_of_the_softmax():
     assert changed.nonzero().flatten().tolist() == [4, 5, 6, 7, 8]
 
 
-def test_a_cut_batch_is_its_parts():
+def test_parts_of_a_divided_batch():
     batch, parts = more(make_batch(LENGTHS), [2, 0, 1, 3]), []
     for rank in range(2):
         ranks = Ranks.__new__(Ranks)
         ranks.context, ranks.context_group, ranks.context_rank = 2, None, rank
         parts.append(ranks.cut(batch))
-        mine = parts[-1]
-        assert mine.cut.plan.tokens[rank] == mine.num_tokens == int(mine.seq_offsets[-1])
+        part = parts[-1]
+        assert part.cut.plan.tokens[rank] == part.num_tokens == int(part.seq_offsets[-1])
         for name in ("item_ids", "timestamps", "target_ids", "query_timestamps", "real", "tags"):
-            assert torch.equal(getattr(mine, name), getattr(batch, name)[mine.cut.index])
+            assert torch.equal(getattr(part, name), getattr(batch, name)[part.cut.index])
         for name in ("users", "weight", "words", "word_offsets"):
-            assert torch.equal(getattr(mine, name), getattr(batch, name))
-        assert torch.equal(mine.positions, batch.positions[mine.cut.index])
-        assert torch.equal(mine.origins, batch.origins)
+            assert torch.equal(getattr(part, name), getattr(batch, name))
+        assert torch.equal(part.positions, batch.positions[part.cut.index])
+        assert torch.equal(part.origins, batch.origins)
     assert sorted(torch.cat([p.cut.index for p in parts]).tolist()) == list(range(sum(LENGTHS)))
     assert isinstance(parts[0], MoreBatch) and abs(parts[0].num_tokens - parts[1].num_tokens) <= len(LENGTHS)
 
@@ -64,7 +64,7 @@ def test_a_cut_batch_is_its_parts():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_the_softmax_kind_on_a_gpu(dropout):
-    """Jagged on a GPU, padded on the CPU: the same, but for the drawn mask."""
+    """The jagged GPU kernel equals padded attention on the CPU, except for the random dropout mask."""
     model = model_of({"kind": "softmax", "dropout": dropout, "num_kv_heads": 1}, torch.float32)
     batch = make_batch(LENGTHS)
     expected = model.eval()(batch)[0]

@@ -1,4 +1,4 @@
-"""Attention by heads over gloo: every kind equals one process; which way ranks share sequences, and what is refused."""
+"""Check attention with heads divided over ranks (gloo), the choice of `context_by`, and its errors."""
 
 import subprocess
 import sys
@@ -55,14 +55,17 @@ def test_auto_is_heads_where_they_can_be_divided(overrides, way):
     ("overrides", "message"),
     [
         (["parallel.context=3"], r"context_by=heads: model\.num_heads=2 must be a multiple of parallel\.context=3"),
-        (["parallel.context_by=ring"], r"context_by=ring: model\.attention\.kind=dense takes heads"),
+        (["parallel.context_by=ring"], r"context_by=ring: model\.attention\.kind=dense supports heads"),
         (["model.attention={kind: softmax, num_kv_heads: 1}"], r"num_kv_heads=1 must be a multiple of"),
-        (["model.attention={kind: rotatekv, head_group: 2}"], r"head_group=2: each of parallel\.context=2 ranks would"),
+        (
+            ["model.attention={kind: rotatekv, head_group: 2}"],
+            r"head_group=2 does not divide the heads of a rank, 1 with",
+        ),
         (["parallel.context=3", RING, "parallel.context_by=heads"], r"model\.num_heads=2 must be a multiple"),
-        (["model.head={kind: mol}"], "heads other than dot"),
+        (["model.head={kind: mol}"], r"parallel\.context=2 is not supported by model\.head\.kind=mol"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_name(overrides, message):
+def test_attention_that_cannot_be_divided_raises(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(CONFIG, ["parallel.context=2", *overrides])
 

@@ -1,4 +1,4 @@
-"""Check metrics of which less is better, metrics without a value, and a best metric that is changed at resume."""
+"""Check metrics that are better if lower, metrics without a value, and a changed best metric of a resumed run."""
 
 import json
 
@@ -65,15 +65,15 @@ def test_the_least_log_loss_is_the_best(place):
     assert best["value"] == min(losses)
 
 
-def test_a_metric_without_a_value_is_refused_before_training(place):
+def test_metric_without_a_value_raises_before_training(place):
     done = run("train.py", place / "auc.yaml", "--run", place / "gauc", "eval.best_metric=gauc")
     assert done.returncode == 2 and not (place / "gauc" / "metrics.jsonl").exists()
-    assert "eval.best_metric: gauc has no value in the validation split of these data" in done.stderr
+    assert "eval.best_metric: gauc has no value in the validation split: it needs" in done.stderr
     done = run("train.py", place / "auc.yaml", "--run", place / "off", "eval.best_metric=calibration")
     assert done.returncode == 2 and "eval.best_metric: calibration is best at 1" in done.stderr
 
 
-def test_files_are_json_and_a_run_without_a_value_goes_on(place):
+def test_files_are_json_and_a_run_without_a_value_resumes(place):
     folder = place / "runs" / "auc"
     assert all(line["gauc"] is None for line in lines_of(folder))
     assert strict((folder / "result.json").read_text())["model"]["gauc"] is None
@@ -100,7 +100,7 @@ def test_another_best_metric_at_resume_is_compared_with_its_own_values(place):
     assert done.returncode == 0, done.stderr
     losses = {line["epoch"]: line["log_loss"] for line in lines_of(folder)}
     best = strict((folder / "best" / "state.json").read_text())
-    # Only the weights of the best one by AUC of the earlier epochs are there.
+    # Only the weights of the best earlier epoch by AUC are stored.
     assert best["value"] == losses[best["epoch"]] == min(losses[before["epoch"]], losses[4])
 
 
@@ -114,7 +114,7 @@ def test_a_search_takes_the_least_loss():
     assert search.best().number == 0
 
 
-def test_nulls_replace_what_json_lacks():
+def test_nulls_replace_numbers_that_json_does_not_have():
     assert with_nulls({"a": [1.5, float("nan"), (float("inf"),)], "b": "nan", "c": 2}) == {
         "a": [1.5, None, [None]], "b": "nan", "c": 2,
     }  # fmt: skip

@@ -41,7 +41,7 @@ def place(tmp_path_factory):
         del sys.modules[name]
 
 
-def test_it_trains_and_is_judged(place):
+def test_it_trains_and_evaluates(place):
     run = place / "one"
     config = load_config(run / "config.yaml")
     assert yaml.safe_load((run / "config.yaml").read_text())["task"] == {"kind": KIND, "weight": 2.0}
@@ -55,7 +55,7 @@ def test_it_trains_and_is_judged(place):
 
 
 def test_it_resumes(place, tmp_path):
-    """A run that goes on for another epoch ends as one that was begun with as many."""
+    """A run that is resumed for another epoch equals one that was started with as many epochs."""
     options = [str(place / "run.yaml"), f"data.cache_dir={place / 'cache'}", "eval.test=false"]
     assert train.main([*options, "train.epochs=1", "--run", str(tmp_path / "short")]) == 0
     assert train.main(["--resume", str(tmp_path / "short"), "train.epochs=2"]) == 0
@@ -77,19 +77,19 @@ def test_it_is_compared(place, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("program", "options", "message"),
     [
-        (evaluation, ["--predict", "out.csv"], f"task.kind={KIND} ranks no items: --predict, --recommend, "),
-        (evaluation, ["--export-items", "out"], f"task.kind={KIND} ranks no items: "),
-        (evaluation, ["--sampled", "10"], f"task.kind={KIND} ranks no items: "),
+        (evaluation, ["--predict", "out.csv"], f"task.kind={KIND} does not rank items: --predict, --recommend, "),
+        (evaluation, ["--export-items", "out"], f"task.kind={KIND} does not rank items: "),
+        (evaluation, ["--sampled", "10"], f"task.kind={KIND} does not rank items: "),
         (evaluation, ["--serve"], f"task.kind={KIND} cannot be served"),
         (serve, [], f"task.kind={KIND} cannot be served"),
     ],
 )
-def test_programs_refuse_it_by_name(place, capsys, program, options, message):
+def test_errors_of_programs_have_its_name(place, capsys, program, options, message):
     assert program.main([str(place / "one"), *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_service_refuses_it_by_name(place):
+def test_service_error_has_its_name(place):
     with pytest.raises(ServingError, match=f"^task.kind={KIND} cannot be served"):
         Recommender.load(place / "one")
 
@@ -104,9 +104,12 @@ def test_a_service_refuses_it_by_name(place):
         ("parallel.embedding=row_wise", f"parallel.embedding: not supported by task.kind={KIND}, leave it out"),
         (
             "data.protocol=last_tenth",
-            f"data.protocol=last_tenth is not for task.kind={KIND}, which takes leave_one",
+            f"data.protocol=last_tenth: task.kind={KIND} expects one of leave_one",
         ),
-        ("data.format=recall", f"task.kind={KIND} on data.format=recall: task and format recall belong together"),
+        (
+            "data.format=recall",
+            f"task.kind={KIND} does not support data.format=recall: task recall needs format recall",
+        ),
         ("eval.best_metric=NDCG@10", "eval.best_metric: NDCG@10 is none of accuracy"),
         ("task.wieght=2.0", "task.wieght: unknown key, did you mean weight?"),
         ("task.weight=0.0", "task.weight: input should be greater than 0"),
@@ -116,12 +119,12 @@ def test_a_service_refuses_it_by_name(place):
         ("task.kind=parity", "unknown task parity, known: retrieval, ranking, recall, or a path like my_module:MyTask"),
     ],
 )
-def test_configurations_that_it_does_not_support(place, override, message):
+def test_invalid_configurations_raise(place, override, message):
     with pytest.raises(ConfigError) as error:
         load_config(place / "run.yaml", [override])
     assert message in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
-def test_another_kind_starts_from_its_own_options(place):
+def test_another_kind_has_its_default_options(place):
     config = load_config(place / "run.yaml", ["task.kind=retrieval"])
     assert config.task.model_dump() == {"kind": "retrieval"}

@@ -1,4 +1,4 @@
-"""The task `ranking`: what a prediction may see, its labels, its configuration, and a run from YAML to report."""
+"""Check the task `ranking`: causality, labels, configuration, and a run from YAML to report."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_a_flipped_action_changes_later_predictions_alone(attention):
     model = model_of(config, dataset)
     split = Split(np.array([0]), np.array([0]), np.array([15]), np.array([0]))
     (batch,) = task.batches(dataset, split, batch_size=1, shuffle=False).epoch(0)
-    # Zero output weights would hide everything.
+    # With output weights of zero, no input would change a prediction.
     for name, weight in model.named_parameters():
         if "position_bias" in name or "time_bias" in name:
             torch.nn.init.normal_(weight, std=0.5)
@@ -77,7 +77,7 @@ def test_a_flipped_action_changes_later_predictions_alone(attention):
         assert (after[event + 1 :] != before[event + 1 :]).all()
 
 
-def test_an_action_of_an_item_token_is_never_looked_at():
+def test_actions_of_item_tokens_change_no_output():
     config, dataset = configured(), generate(**SYNTHETIC)
     model = model_of(config, dataset)
     split = Split(np.array([0]), np.array([0]), np.array([15]), np.array([0]))
@@ -90,7 +90,7 @@ def test_an_action_of_an_item_token_is_never_looked_at():
 TARGETS = CONFIG["task"] | {"layout": "targets", "num_targets": 5}
 
 
-def test_a_candidate_sees_the_history_and_itself_alone():
+def test_candidates_attend_to_the_history_and_themselves():
     model_config = CONFIG["model"] | {"max_seq_len": 20, "rotary": {"position": True, "time": True}}
     config, dataset = configured(task=TARGETS, model=model_config), generate(**SYNTHETIC)
     model, task = model_of(config, dataset), build_task(config)
@@ -111,20 +111,20 @@ def test_a_candidate_sees_the_history_and_itself_alone():
         return logits(replace(batch, **values))
 
     before = logits(batch)
-    # Tokens 10 to 14 are the first user's candidates: neither their actions nor another one's item is seen.
+    # Tokens 10 to 14 are the first user's candidates, which depend neither on their actions nor on each other.
     assert torch.equal(changed(slice(10, 15), actions=1 - batch.actions[10:15], labels=0), before)
     other = changed(11, item_ids=(batch.item_ids[11] + 1) % 30)
     assert other[1] != before[1] and torch.equal(other[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
     history = changed(4, actions=1 - batch.actions[4])
     assert (history[:5] != before[:5]).all() and torch.equal(history[5:], before[5:])
-    # Each by itself has the same score as in the company of others.
+    # A candidate alone has the same score as among others.
     single = Split(split.users[:1], split.begin[:1], split.scored[:1] + 1, split.scored[:1])
     (one,) = task.batches(dataset, single, batch_size=1, shuffle=False).epoch(0)
     torch.testing.assert_close(logits(one), before[:1])
 
 
 def test_candidates_are_trained_on_the_actions_of_the_history():
-    """Every second user likes everything, which only earlier actions tell."""
+    """Every second user likes all items, which only earlier actions show."""
     config, dataset = configured(task=TARGETS), generate(**SYNTHETIC)
     users = np.repeat(np.arange(60), np.diff(dataset.user_offsets))
     dataset, task = replace(dataset, actions=(users % 2).astype(np.int32)), build_task(config)
@@ -139,7 +139,7 @@ def test_candidates_are_trained_on_the_actions_of_the_history():
     assert task.evaluate(model, test)["auc"] > 0.99
 
 
-def test_experts_are_shared_and_mixed_by_the_actions_own_gates():
+def test_experts_are_shared_and_mixed_by_a_gate_for_each_action():
     heads = ActionHeads(2, 6, 0.0, 8, experts=3)
     torch.nn.init.normal_(heads.gates)
     out = torch.randn(5, 8)
@@ -175,31 +175,34 @@ def test_the_loss_is_the_mean_over_scored_events_by_hand():
     [
         (
             "data.protocol=leave_one_out",
-            "data.protocol=leave_one_out is not for task.kind=ranking, which takes last_tenth, all",
+            "data.protocol=leave_one_out: task.kind=ranking expects one of last_tenth, all",
         ),
         (
             "task={kind: retrieval}",
-            "data.protocol=last_tenth is not for task.kind=retrieval, which takes leave_one_out, ",
+            "data.protocol=last_tenth: task.kind=retrieval expects one of leave_one_out, ",
         ),
         ("loss.kind=bce", "loss: not supported by task.kind=ranking, leave it out"),
         ("model.head={kind: mol}", "model.head: not supported by task.kind=ranking, leave it out"),
         ("eval.best_metric=NDCG@10", "eval.best_metric: NDCG@10 is none of auc, gauc"),
-        ("model.max_seq_len=1", "model.max_seq_len counts tokens, two for each event"),
-        ("task.experts=2", "experts: hidden layers, whose size hidden_dim is missing"),
+        ("model.max_seq_len=1", "model.max_seq_len: expected at least 2, the tokens of an event, got 1"),
+        ("task.experts=2", "experts: expected hidden_dim, the size of the experts, got 0"),
         ("task.num_targets=3", "num_targets is for layout=targets, got layout=interleaved"),
         (
             f"task={json.dumps(TARGETS | {'num_targets': 40})}",
-            "model.max_seq_len=40 counts events, of which task.num_targets=40 are candidates",
+            "model.max_seq_len=40: expected more than task.num_targets=40, the events that are",
         ),
         (
             [f"task={json.dumps(TARGETS)}", "model.attention.kind=softmax"],
-            "task.layout=targets: model.attention.kind=softmax has no candidates",
+            "task.layout=targets: model.attention.kind=softmax does not support candidates",
         ),
         ("task.actions=[]", "task.actions"),
-        ("task.actions=[{name: a, at_least: 1}, {name: a, at_least: 0}]", "a named twice"),
+        (
+            "task.actions=[{name: a, at_least: 1}, {name: a, at_least: 0}]",
+            "actions: expected each name once, got a twice",
+        ),
     ],
 )
-def test_configurations_that_cannot_be(tmp_path, override, message):
+def test_invalid_configurations_raise(tmp_path, override, message):
     path = tmp_path / "t.yaml"
     path.write_text(json.dumps(CONFIG))
     with pytest.raises(ConfigError, match="(?s).*".join(message.split("...")).replace("[", r"\[")):
@@ -213,11 +216,11 @@ def test_configurations_that_cannot_be(tmp_path, override, message):
         ({"name": "liked", "at_least": 5}, "task.actions: liked is 0 in every event of synthetic"),
     ],
 )
-def test_actions_that_the_data_do_not_have(action, message):
+def test_actions_that_are_not_in_the_data_raise(action, message):
     task = build_task(configured(task={"kind": "ranking", "actions": [action]}))
     with pytest.raises(ConfigError, match=message):
         task.check_data(generate(**SYNTHETIC))
-    with pytest.raises(ConfigError, match="synthetic has no actions, which ranking predicts"):
+    with pytest.raises(ConfigError, match="ranking predicts actions, but synthetic has none"):
         task.check_data(generate(**SYNTHETIC | {"actions": False}))
 
 
@@ -283,11 +286,11 @@ def test_batches_of_any_size_predict_alike(layout):
     assert (predictions[0].labels[:, 0] == (dataset.actions[predictions[0].events] == 1)).all()
 
 
-def test_outputs_of_retrieval_are_refused(tmp_path, capsys):
+def test_outputs_of_retrieval_raise(tmp_path, capsys):
     path, run = tmp_path / "t.yaml", tmp_path / "run"
     path.write_text(json.dumps(CONFIG | {"train": CONFIG["train"] | {"epochs": 1}}))
     assert train.main([str(path), "--run", str(run)]) == 0
     for option in (["--sampled", "5"], ["--predict", str(tmp_path / "p.csv")]):
         capsys.readouterr()
         assert evaluation.main([str(run), *option]) == 2
-        assert "task.kind=ranking scores the items that it is given" in capsys.readouterr().err
+        assert "task.kind=ranking scores given items" in capsys.readouterr().err

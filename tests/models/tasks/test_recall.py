@@ -1,4 +1,4 @@
-"""The task `recall`: what counts as right, and a run from YAML to report."""
+"""Check the task `recall`: its metric, and a run from YAML to report."""
 
 import json
 
@@ -35,7 +35,7 @@ CONFIG = {
 
 
 class Oracle(torch.nn.Module):
-    """Stand-in for a model that knows targets of recalls at distances up to 4, and where `all` is true all others."""
+    """Predict the targets of recalls at distances up to 4 or, with `everything`, of all recalls."""
 
     def __init__(self, dataset, everything, tied=False):
         super().__init__()
@@ -48,7 +48,7 @@ class Oracle(torch.nn.Module):
         return torch.ones_like(out) if self.tied else out, {}
 
 
-def test_what_is_right():
+def test_accuracy_of_an_oracle():
     config = RunConfig.model_validate(CONFIG)
     task, dataset = build_task(config), generate_recall(**RECALL)
     splits = task.splits(dataset)
@@ -77,9 +77,7 @@ def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monke
     (tmp_path / "memory/interrupted").mkdir()
     memory.main([str(tmp_path / "memory"), "--out", str(tmp_path / "memory.jsonl")])
     without_dropout, other = (json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines())
-    assert (
-        without_dropout["by_distance"] == result["by_distance"] == other["by_distance"]
-    )  # no dropout when a model is judged
+    assert without_dropout["by_distance"] == result["by_distance"] == other["by_distance"]  # no dropout in evaluation
     assert (
         other["attention"]["dropout"] == 0.5
         and without_dropout["attention"]["dropout"] == 0
@@ -88,7 +86,7 @@ def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monke
     capsys.readouterr()
     memory.main(["--table", "--out", str(tmp_path / "memory.jsonl")])
     assert "| softmax judged with dropout=0.5 | " in capsys.readouterr().out
-    # Items that are no value of a recall are no training target: the loss has no gradient for what they follow.
+    # Only recalls are targets of training: outputs of other tokens have no gradient.
     config = RunConfig.model_validate(CONFIG)
     task, dataset = build_task(config), generate_recall(**RECALL)
     batch = next(task.batches(dataset, task.splits(dataset).train, batch_size=4).epoch(0))
@@ -100,19 +98,19 @@ def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monke
 @pytest.mark.parametrize(
     "override, complaint",
     [
-        ("task={kind: retrieval}", "task and format recall belong together"),
-        ("data.protocol=published", "data.protocol=published is not for task.kind=recall, which takes held_out_users"),
+        ("task={kind: retrieval}", "task.kind=retrieval does not support data.format=recall"),
+        ("data.protocol=published", "data.protocol=published: task.kind=recall expects one of held_out_users"),
         ("model.action_embedding=true", "not supported by task.kind=recall"),
     ],
 )
-def test_configurations_that_make_no_sense(tmp_path, override, complaint):
+def test_invalid_configurations_raise(tmp_path, override, complaint):
     path = tmp_path / "t.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
     with pytest.raises(ConfigError, match=complaint):
         load_config(path, [override])
 
 
-def test_a_model_that_cannot_see_the_beginning(tmp_path):
+def test_too_small_max_seq_len_raises(tmp_path):
     config = RunConfig.model_validate(CONFIG | {"model": CONFIG["model"] | {"max_seq_len": 58}})
     with pytest.raises(ConfigError, match=r"model\.max_seq_len=58: expected at least 59"):
         build_task(config).check_data(generate_recall(**RECALL))

@@ -1,4 +1,4 @@
-"""Check targets that repeat an earlier item: what each filter makes of them, in figures and in lists."""
+"""Check targets that repeat an earlier item with each filter, in metrics and in lists."""
 
 import csv
 import json
@@ -75,7 +75,7 @@ def ranks_in(path, targets):
 
 @pytest.mark.parametrize("name", ["again", "new"])
 @pytest.mark.parametrize("serve", [(), ("--serve", "--slide", "1", "--cache-bytes", "16777216")])
-def test_figures_are_those_of_the_lists(runs, name, serve):
+def test_metrics_agree_with_the_lists(runs, name, serve):
     history = history_of(runs, name)
     for how in FILTERS:
         options = ("--predict", runs / "lists.csv", "--top-k", NUM_ITEMS, "--overwrite", *serve)
@@ -99,19 +99,19 @@ def test_auto_follows_the_data_and_is_recorded(runs):
         assert config.eval.filter_seen == config.loss.exclude == how and config.model.head.repeats == patterns
         assert json.loads((runs / name / "result.json").read_text())["filter_seen"] == how
     assert "50.00% of the targets repeat an earlier item of their user." in (runs / "again" / "report.md").read_text()
-    # Given again, it is what it was for the run's own data, whatever the new data are.
+    # For other data, `auto` still has the value of the run's data.
     done = run("eval.py", runs / "again", "--data", runs / "new.csv", "eval.filter_seen=auto")
     assert done.returncode == 0, done.stderr
     result = json.loads((runs / "again" / "eval-test-of-new.csv.json").read_text())
     assert result["filter_seen"] == "none" and result["repeated"] == 0.0
-    # Without validation the last training events decide.
+    # Without a validation split, the last training events determine it.
     config = load_config(runs / "again.yaml", ["data.protocol=published"])
     assert open_data(config).config.eval.filter_seen == "none"
     assert run("train.py", "--resume", runs / "again", "train.epochs=3").returncode == 0
 
 
 def test_sampled_ranks_among_unseen_items(runs):
-    """There are 25 items, of which a user has seen 8: with the target aside, 16 are left."""
+    """A user has seen 8 of 25 items; without these and the target, 16 remain."""
     for count, warned in ((16, False), (20, True)):
         done = run("eval.py", runs / "new", "--sampled", count)
         assert done.returncode == 0, done.stderr
@@ -122,8 +122,8 @@ def test_sampled_ranks_among_unseen_items(runs):
 
 
 @pytest.mark.parametrize("name", ["again", "new"])
-def test_owned_items_follow_the_run_everywhere(runs, name):
-    """Lists with filter `none` may have the user's own items, lists with other filters never do."""
+def test_all_lists_follow_the_filter_of_the_run(runs, name):
+    """Lists with filter `none` may have seen items, lists with other filters never do."""
     history = history_of(runs, name)
     assert run("eval.py", runs / name, "--recommend", runs / "next.csv", "--top-k", NUM_ITEMS).returncode == 0
     lists = set(pl.read_csv(runs / "next.csv").filter(pl.col("user") == "u01")["item"])
@@ -148,8 +148,8 @@ def test_repeats_are_found_by_user():
 
 
 @pytest.mark.skipif(not (REAL / "ml-100k").exists(), reason="the data are not here")
-def test_movielens_has_no_repeats_so_its_ranks_are_those_of_before(tmp_path):
-    """The old rule, removing all items but the target, gives the same ranks."""
+def test_movielens_has_no_repeats(tmp_path):
+    """Removing all seen items except the target gives the same ranks as the filter."""
     config = load_config("configs/ml-100k-hstu.yaml", [f"data.path={REAL}/ml-100k", f"data.cache_dir={tmp_path}"])
     data = open_data(config)
     counts, test = np.bincount(data.dataset.items, minlength=data.dataset.num_items), data.splits.test

@@ -1,4 +1,4 @@
-"""Scores of a model over the catalogue, in tiles."""
+"""Check scores of a model over the catalogue in tiles."""
 
 import torch
 from torch.nn import functional as F
@@ -9,7 +9,7 @@ from tests.evaluation.test_scores import batch_of
 
 
 def test_a_tile_of_the_model_is_a_part_of_its_scores(monkeypatch):
-    """A tile has the same width wherever it begins: an item that stands twice has one score."""
+    """A tile has the same width wherever it begins: a duplicated item has one score."""
     table = torch.randn(90, 16, generator=torch.Generator().manual_seed(0))
     table[70] = table[10]
     out = F.normalize(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), dim=1)

@@ -25,7 +25,7 @@ NAMES = ["HR@5", "NDCG@10", "Recall@10", "MAP@10", "MRR"]
 
 
 def baskets(users=12, items=NUM_ITEMS, seed=0):
-    """Return a data set whose users meet up to three items at a time."""
+    """Return a data set with up to three events of a user at the same time."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(users):
@@ -35,7 +35,7 @@ def baskets(users=12, items=NUM_ITEMS, seed=0):
 
 
 def scores_by(history, num_items):
-    """Score items by the sum of the history's items, with ties."""
+    """Score items by a hash of the history, with ties."""
     return (np.arange(num_items) * 7 + sum(history) * 31) % 97
 
 
@@ -103,7 +103,7 @@ def test_all_targets_equal_a_plain_loop_on_movielens(hidden, tmp_path):
 
 @pytest.mark.parametrize("same_time", ["seen", "hidden"])
 def test_no_later_event_changes_a_score(same_time):
-    """Flip the items of all later events, with `hidden` also of those of the target's time: its scores stay."""
+    """Flipping the items of later events, with `hidden` also of events at the target's time, changes no score."""
     dataset, model = baskets(), make_model(make_config())
     options = {"max_seq_len": LONGEST, "test_fraction": 0.4, "targets": "all", "same_time": same_time}
     split = make_splits(dataset, "temporal", **options).test
