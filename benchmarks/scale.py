@@ -13,18 +13,23 @@
 The cases (CASES) and the options of each; --config measures another configuration. train.batch_size sequences for each
 rank, their lengths about as MovieLens 1M has them, cut at model.max_seq_len, or all of that length. The program prints
 a JSON line for each case: milliseconds of a step on the slowest rank (`queued`: the mean of --steps in a row; `median`:
-of steps that the host waits for), tokens of a step, the imbalance by predicted work, peak memory, versions. A case that
-fails leaves its traceback in its line, and the exit code is 1. benchmarks/scale_tables.py makes tables of the lines.
+of steps that the host waits for), tokens of a step, the imbalance by predicted work, peak memory, versions. --profile
+adds where the GPU's time goes in a step. A case that fails leaves its traceback in its line, and the exit code is 1.
+benchmarks/scale_tables.py makes tables of the lines.
 """
 
 import faulthandler
 import gc
 import json
+import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 import traceback
+from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -52,6 +57,15 @@ LARGE, SMALL = str(ROOT / "configs/ml-1m-hstu-large.yaml"), str(ROOT / "configs/
 LONG = "model={block: hstu, max_seq_len: 4096, embedding_dim: 256, num_layers: 4, num_heads: 4, dropout: 0.2, "
 LONG += "attention: {kind: dense}}"
 BF16, ROWS = "train.autocast=bf16", "parallel.embedding=row_wise"
+
+
+# The kind of a step by whether it is one of ranks, and whether it is captured in CUDA graphs.
+HOW = {
+    (False, False): "uncaptured",
+    (False, True): "captured",
+    (True, False): "shared",
+    (True, True): "shared, captured",
+}
 
 
 class Case(NamedTuple):
@@ -115,7 +129,50 @@ def part_of_batch(lengths: np.ndarray, mine: np.ndarray, items: int, rng: np.ran
     )
 
 
-def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def time_by_part(run: Callable[[], object], steps: int) -> dict:
+    """Profile run(), which takes `steps` steps, and return what the GPU does in one, in milliseconds.
+
+    span: from the first kernel's begin to the last one's end. compute: some kernel runs that is not NCCL's. messages:
+    some kernel of NCCL's runs; messages_alone: and no other. idle: no kernel runs. launches: the number of kernels and
+    copies. kernels: the 15 that take longest, by name.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    events = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    names: Counter[str] = Counter()
+    for event in events:
+        begin, took = event["ts"] / 1e3 / steps, event["dur"] / 1e3 / steps
+        spans["nccl" in event["name"]].append((begin, begin + took))
+        names[event["name"][:80]] += took
+    both = spans[True] + spans[False]
+    span, compute = max(end for _, end in both) - min(begin for begin, _ in both), covered(spans[False])
+    return {
+        "span": span,
+        "compute": compute,
+        "messages": covered(spans[True]),
+        "messages_alone": covered(both) - compute,
+        "idle": span - covered(both),
+        "launches": len(events) / steps,
+        "kernels": dict(names.most_common(15)),
+    }
+
+
+def measured(config: RunConfig, items: int, steps: int, longest: bool, profile: bool = False) -> dict:
     """Build the step of a configuration, run it on random batches and return its record."""
     ranks, device = Ranks(config), open_device(config)
     gpu = device.type == "cuda"
@@ -141,7 +198,7 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
         return time.monotonic()
 
     # Each padded size is run, captured, and replayed.
-    graphed = gpu and captures(config, ranks.world, ranks.by_heads)
+    graphed = gpu and captures(config, ranks.by_heads)
     for _ in range(2 if graphed else 1):
         losses.extend(float(step(batch)["loss"]) for batch in batches)
     if gpu:
@@ -156,6 +213,10 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
         for batch in batches:
             step(batch)
         queued.append((wait() - began) / steps)
+    parts = {}
+    if profile and gpu:
+        ranks.greatest(0)
+        parts = {"profile": time_by_part(lambda: deque(map(step, batches), maxlen=0), steps)}
     total = sum(batch.num_tokens if batch.whole is None else batch.whole.tokens for batch in batches)
     largest = max(batches, key=lambda batch: batch.num_tokens)
     return {
@@ -163,7 +224,7 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
         "steps": steps,
         "longest": longest,
         "ranks": ranks.world,
-        "how": "shared" if ranks.engine else "captured" if graphed else "uncaptured",
+        "how": HOW[ranks.engine, graphed],
         "queued": 1e3 * float(ranks.max(torch.tensor(min(queued)))),
         "median": 1e3 * float(ranks.max(torch.tensor(statistics.median(seconds)))),
         "tokens": total / steps,
@@ -174,6 +235,7 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool) -> dict:
         "before": before,
         "peaks": ranks.all_gather(torch.cuda.max_memory_allocated() - before if gpu else None),
         "reserved": ranks.all_gather(torch.cuda.max_memory_reserved() if gpu else None),
+        **parts,
         **environment(device),
     }
 
@@ -186,6 +248,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--longest", action="store_true", help="all sequences have max_seq_len tokens")
     parser.add_argument("--shared", action="store_true", help="on one rank: the step of several")
+    parser.add_argument("--profile", action="store_true", help="add where the GPU's time goes in a step")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which a case ends the program")
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
     options = parser.parse_intermixed_args()
@@ -213,6 +276,7 @@ def main() -> int:
                     options.items or case.items,
                     options.steps,
                     case.longest or options.longest,
+                    options.profile,
                 )
             except Exception:
                 record |= {"error": traceback.format_exc()[-4000:]}

@@ -3,8 +3,9 @@
     python benchmarks/scale_tables.py benchmarks/results/scale.jsonl
 
 Weak scaling is the tokens a second of each GPU of several, over those of one GPU with the same code (`shared`: the step
-of ranks). Memory is the peak of the first rank's tensors, predicted as by `train.py --plan` for its largest batch; a
-captured step allocates nothing when it is replayed, and is left out. The last line of a step counts.
+of ranks; `shared, captured`: in CUDA graphs). Memory is the peak of the first rank's tensors, predicted as by
+`train.py --plan` for its largest batch; a captured step allocates nothing when it is replayed, and is left out. The
+last line of a step counts.
 """
 
 import json
@@ -26,7 +27,7 @@ from training.ranks.processes import Ranks
 from training.report import markdown_table
 from training.step import build_step
 
-ONE_GPU = ("captured", "uncaptured", "shared")  # steps on one GPU: the plain one, and that of ranks
+PLAIN = ("captured", "uncaptured")  # the steps of one process
 
 
 def records(path: Path) -> dict[tuple[str, str, int], dict]:
@@ -37,10 +38,10 @@ def records(path: Path) -> dict[tuple[str, str, int], dict]:
 
 def scaling_rows(measured: dict[tuple[str, str, int], dict]) -> Iterator[list[str]]:
     """Yield the cells of each case that ran on several GPUs."""
-    for (case, _, ranks), several in measured.items():
+    for (case, how, ranks), several in measured.items():
         if ranks == 1:
             continue
-        ones = [measured.get((case, how, 1)) for how in ONE_GPU]
+        ones = [measured.get((case, kind, 1)) for kind in (*PLAIN, how)]
         times = ["" if one is None else f"{one['queued']:.2f}" for one in ones]
         efficiency = ""
         if (one := ones[-1]) is not None:
@@ -49,6 +50,7 @@ def scaling_rows(measured: dict[tuple[str, str, int], dict]) -> Iterator[list[st
         tokens, imbalance = f"{several['tokens'] / ranks:,.0f}", f"{several['imbalance']:.4f}"
         yield [
             case,
+            how,
             f"{several['items']:,}",
             tokens,
             *times,
@@ -62,7 +64,7 @@ def scaling_rows(measured: dict[tuple[str, str, int], dict]) -> Iterator[list[st
 def memory_rows(measured: dict[tuple[str, str, int], dict]) -> Iterator[list[str]]:
     """Yield the cells of each line that has a peak."""
     for (case, how, ranks), record in measured.items():
-        if how != "captured" and record["peaks"][0] is not None:
+        if "captured" not in how.split(", ") and record["peaks"][0] is not None:
             peak, expected = record["peaks"][0] / MIB, predicted(record) / MIB
             yield [case, how, f"{ranks}", f"{peak:,.0f}", f"{expected:,.0f}", f"{expected / peak:.3f}"]
 
@@ -98,8 +100,8 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="lines of benchmarks/scale.py")
     options = parser.parse_args()
     measured = records(options.file)
-    ones = [f"one GPU, {how} (ms)" for how in ONE_GPU]
-    headings = ["case", "items", "tokens of a GPU", *ones, "GPUs", "step (ms)", "weak scaling", "imbalance"]
+    ones = [f"one GPU, {how} (ms)" for how in (*PLAIN, "the same step")]
+    headings = ["case", "step", "items", "tokens of a GPU", *ones, "GPUs", "step (ms)", "weak scaling", "imbalance"]
     print("\n".join(markdown_table(headings, list(scaling_rows(measured)))) + "\n")
     headings = ["case", "step", "GPUs", "measured (MiB)", "predicted (MiB)", "ratio"]
     print("\n".join(markdown_table(headings, list(memory_rows(measured)))))

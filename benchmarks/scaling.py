@@ -5,7 +5,7 @@
     python benchmarks/scaling.py --nvlink 200 --memory 80          with another bandwidth, on GPUs of 80 GB
     python benchmarks/scaling.py --measured FILE                   with the exchange in lines of benchmarks/scale.py
 
-Nothing here has run on more than two GPUs. The parts of a step on one H200 (results/parts.jsonl), the loss
+Nothing here has run on more than four GPUs. The parts of a step on one H200 (results/parts.jsonl), the loss
 (results/catalogue_loss.jsonl), the rate of a copy and the exchange over NVLink (results/scale.jsonl, two H100s) are
 measured. The bandwidth of the network is from a datasheet, and REACHED is a guess of the share of it that a step
 reaches. No part overlaps another.

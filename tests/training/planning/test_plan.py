@@ -248,7 +248,7 @@ def test_weak_scaling_is_computed_from_tokens_per_gpu(tmp_path):
     path = tmp_path / "scale.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     (row,) = scale_tables.scaling_rows(scale_tables.records(path))
-    assert row == ["large", "10", "108", "4.00", "", "5.00", "2", "6.00", "90.0%", "1.0000"]
+    assert row == ["large", "shared", "10", "108", "4.00", "", "5.00", "2", "6.00", "90.0%", "1.0000"]
 
 
 def test_the_exchange_is_fitted_to_measurements(tmp_path):
