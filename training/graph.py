@@ -4,6 +4,7 @@ Letters: T tokens of the batch, B sequences.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -14,18 +15,21 @@ from data.errors import ConfigError
 from training.config import RunConfig
 
 
-def captures(config: RunConfig, world: int, by_heads: bool) -> bool:
+def captures(config: RunConfig, by_heads: bool) -> bool:
     """Return whether steps on a GPU are captured as CUDA graphs.
 
-    They are for one process, and for ranks that only share sequences by heads, whose messages have fixed sizes.
+    The messages between ranks must have fixed sizes: those of a ring and of a sharded item table do not.
     """
-    c = config.train
-    return c.cuda_graphs and not c.compile and not config.parallel.engine and (world == 1 or by_heads)
+    c, p = config.train, config.parallel
+    return c.cuda_graphs and not c.compile and not p.sharded and (p.context == 1 or by_heads)
 
 
 def padded_tokens(tokens: int) -> int:
-    """Round T up to one of eight sizes for each power of two, so that few graphs suffice for all batches."""
-    return -(-tokens // _granule(tokens)) * _granule(tokens)
+    """Round T up to one of eight sizes for each power of two, so that few graphs suffice for all batches.
+
+    The result is never 0: with tokens of padding, a rank without sequences has the same gradients as the others.
+    """
+    return max(1, -(-tokens // _granule(tokens))) * _granule(tokens)
 
 
 def padded_sequences(batch_size: int, longest: int) -> int:
@@ -71,6 +75,9 @@ class GraphedStep:
     def _run(self, batch: Batch) -> Losses:
         values = {name: padded_tokens(count) for name, count in batch.num_values.items()}
         key = padded_tokens(batch.num_tokens), batch.phase, *values.values()
+        if batch.whole is not None:  # targets are gathered from all ranks
+            whole = batch.whole._replace(tokens=padded_tokens(batch.whole.tokens))
+            batch, key = replace(batch, whole=whole), (*key, whole.tokens)
         if key in self.captured:
             self.captured[key][1].overwrite(batch, self.longest)
         else:

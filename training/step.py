@@ -44,7 +44,7 @@ def build_step(
     c, ranks = config.train, ranks or Ranks(config)
     if ranks.engine:
         return build_shared_step(config, model, device, average, ranks)
-    graphed = device.type == "cuda" and captures(config, ranks.world, ranks.by_heads)
+    graphed = device.type == "cuda" and captures(config, ranks.by_heads)
     optimizer = AdamW(
         model.parameters(),
         lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
@@ -76,7 +76,7 @@ def build_step(
             loss = loss + extra.weighted
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        loss = ranks.sum_gradients(model.parameters(), loss.detach())
+        (loss,) = ranks.sum_gradients(model.parameters(), loss.detach()[None], padded=graphed)
         norm = {}
         if c.clip_norm is not None:
             norm = {"grad_norm": torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm).detach()}

@@ -80,9 +80,8 @@ def plan(config: RunConfig, data: Data, build_step: Callable, gpu_bytes: int) ->
     data: the data of the run, on the CPU. build_step: the function of training/step.py. gpu_bytes: the memory of a GPU.
     """
     ranks, context = data_ranks(config), config.parallel.context
-    world = ranks * context
     by_heads = context > 1 and context_by(config) == "heads"
-    graphed = captures(config, world, by_heads)
+    graphed = captures(config, by_heads)
     counts = tokens_of_batches(config, data)
     tokens, sequences = largest_part(config, data, counts, ranks)
     if graphed:

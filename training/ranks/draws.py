@@ -44,19 +44,30 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
+CALLS = 2  # of Draws.below in a step, at most
+
+
+def write_bases(bases: Tensor, seed: int, step: int) -> None:
+    """Write the numbers of a step for the calls of `Draws.below` into `bases` [CALLS] int64."""
+    for call in range(CALLS):
+        bases[call].fill_(seed_of(seed, step, call + 1))
+
+
 @dataclass
 class Draws:
-    """Random numbers for the rows [T] of a training step; each call of `below` draws different numbers."""
+    """Random numbers for the rows [T] of a training step; each call of `below` draws different numbers.
 
-    seed: int
-    step: int
+    bases: [CALLS] int64, the result of `write_bases`. A captured step reads them when it is replayed.
+    """
+
+    bases: Tensor
     rows: Tensor
     calls: int = 0
 
     def below(self, limit: int | Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
         """Draw integers 0 .. limit - 1 of shape [T, K], which depend on the row, or [K], equal on all ranks."""
+        base = self.bases[self.calls]
         self.calls += 1
-        base = seed_of(self.seed, self.step, self.calls)
         columns = torch.arange(shape[-1], device=self.rows.device)
         rows = self.rows[:, None] + 1 if len(shape) == 2 else 0
         numbers = mixed(mixed(columns + base) + rows)

@@ -30,10 +30,10 @@ class Prepared(NamedTuple):
     inputs: Tensor | None = None
 
 
-def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: Batch, ranks: Ranks) -> Prepared:
+def prepare(model: SequenceModel, config: LossConfig | None, bases: Tensor, batch: Batch, ranks: Ranks) -> Prepared:
     """Draw a rank's negatives, and look up all items of the step if the table is sharded, before the forward pass.
 
-    config: the options of a loss over items; None for other losses.
+    config: the options of a loss over items; None for other losses. bases: see `Draws`.
     """
     embedding = model.embedding
     targets, drawn = batch.target_ids, None
@@ -44,11 +44,10 @@ def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: B
         pool = None
         if config.kind in ("in_batch", "mixed_negatives"):
             pool = gather_tokens(targets + 1, batch, ranks) - 1
-        assert batch.whole is not None and batch.rows is not None
+        assert batch.rows is not None
         # Positions in the same block of the whole batch get the same negatives.
         rows = batch.rows // BLOCK if config.negatives == "block" else batch.rows
-        draws = Draws(seed, batch.whole.step, rows)
-        drawn = draw_negatives(config, num_items, targets, pool, draws.below)
+        drawn = draw_negatives(config, num_items, targets, pool, Draws(bases, rows).below)
     share = Share(ranks, targets, drawn, ranks.sum((targets >= 0).sum()).clamp(min=1))
     return Prepared(share) if embedding.sharded is None else look_up_items(embedding, batch, share)
 

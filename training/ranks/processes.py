@@ -132,20 +132,24 @@ class Ranks:
         """Divide the weight of a loss that every rank of a context group computes by the number of these ranks."""
         return loss._replace(weighted=loss.weighted / self.context)
 
-    def sum_gradients(self, parameters: Iterable[Tensor], loss: Tensor) -> Tensor:
-        """Sum the parameters' gradients over the ranks, in place, and return the sum of the losses."""
+    def sum_gradients(self, parameters: Iterable[Tensor], losses: Tensor, padded: bool = False) -> Tensor:
+        """Sum the parameters' gradients over the ranks, in place, and return the sum of the losses [n].
+
+        padded: all ranks have tokens, so that a parameter without a gradient has none on any rank.
+        """
         if self.world == 1:
-            return loss
+            return losses
         gradients = []
         for p in parameters:
-            if p.requires_grad:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # None e.g. on a rank without tokens
+            if p.requires_grad and not (padded and p.grad is None):
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 gradients.append(p.grad)
-        flat = torch.cat([*(gradient.float().flatten() for gradient in gradients), loss.detach().float()[None]])
+        flat = torch.cat([*(gradient.float().flatten() for gradient in gradients), losses.detach().float()])
         dist.all_reduce(flat, group=self.group)
-        for gradient, total in zip(gradients, flat[:-1].split([x.numel() for x in gradients]), strict=True):
+        *totals, losses = flat.split([*(gradient.numel() for gradient in gradients), len(losses)])
+        for gradient, total in zip(gradients, totals, strict=True):
             gradient.copy_(total.view_as(gradient))
-        return flat[-1]
+        return losses
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the ranks, a new tensor without a gradient."""

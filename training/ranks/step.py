@@ -1,6 +1,7 @@
-"""Build a training step for several ranks: each has a part of the batch, and the dense weights are in DDP.
+"""Build a training step for several ranks, each with a part of the batch.
 
-Gradients are summed over ranks, not averaged: the loss is the sum of the ranks' shares.
+Gradients are summed over ranks, not averaged: the loss is the sum of the ranks' shares. In a captured step a single
+message has the gradients of all weights; otherwise DDP sends them during the backward pass.
 """
 
 import warnings
@@ -17,9 +18,9 @@ from models.options import ModelConfig
 from models.tasks.build import build_task
 from training.average import WeightAverage
 from training.config import RunConfig
-from training.graph import Losses, Step
+from training.graph import GraphedStep, Losses, Step, captures
 from training.optimizer import AdamW
-from training.ranks.draws import seed_of
+from training.ranks.draws import CALLS, seed_of, write_bases
 from training.ranks.losses import catalogue_share, prepare
 from training.ranks.processes import Ranks
 from training.ranks.tables import sharded_table
@@ -28,16 +29,18 @@ from training.ranks.tables import sharded_table
 class Shares(nn.Module):
     """Map a batch to (this rank's share of the loss, its shares of the auxiliary losses by name).
 
-    Model and loss are one module's forward pass, so that DDP synchronises all weights that the loss uses.
+    Model and loss are one module's forward pass, so that DDP synchronises all weights that the loss uses. bases: see
+    `Draws`.
     """
 
-    def __init__(self, config: RunConfig, model: SequenceModel, ranks: Ranks):
+    def __init__(self, config: RunConfig, model: SequenceModel, ranks: Ranks, bases: Tensor, graphed: bool):
         super().__init__()
         self.model, self.config, self.ranks, self.task = model, config, ranks, build_task(config)
+        self.bases, self.graphed = bases, graphed
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, device = self.config, batch.item_ids.device.type
-        share, inputs = prepare(self.model, c.loss if c.task.has_item_loss else None, c.seed, batch, self.ranks)
+        share, inputs = prepare(self.model, c.loss if c.task.has_item_loss else None, self.bases, batch, self.ranks)
         bf16 = c.train.autocast == "bf16"
         real = batch.real.sum()
         part_of_tokens = real / self.ranks.sum(real).clamp(min=1)
@@ -48,7 +51,8 @@ class Shares(nn.Module):
                 part = loss.num_terms / self.ranks.sum(loss.num_terms).clamp(min=1)
             return AuxLoss(part * loss.value, part * loss.weighted)
 
-        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        # In a captured step, autocast's cache of cast weights would outlive the step.
+        with torch.autocast(device, torch.bfloat16, enabled=bf16, cache_enabled=not self.graphed):
             out, shares = self.model.raw_output(batch, inputs, shared)
         dtype = torch.bfloat16 if bf16 else None
         if inputs is not None and c.task.has_item_loss and share.drawn is None:
@@ -65,19 +69,70 @@ def build_shared_step(
 
     The step returns the losses of the whole batch, and `imbalance` (see data/balance.py).
     """
-    c = config.train
+    c, gpu = config.train, device.type == "cuda"
+    graphed = gpu and captures(config, ranks.by_heads)
     table = sharded_table(model)
     shards = [] if table is None or table.parameter is None else [table.parameter]
     weights = [*model.parameters(), *shards]
-    optimizer = AdamW(weights, lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
+    optimizer = AdamW(
+        weights,
+        lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
+        betas=c.betas,
+        weight_decay=c.weight_decay,
+        capturable=graphed,
+    )
     if c.compile:
         for layer in model.layers:
             layer.compile(dynamic=True)
+    bases = torch.zeros(CALLS, dtype=torch.int64, device=device)
+    module = Shares(config, model, ranks, bases, graphed)
+    shares = module if graphed else in_ddp(module, config, ranks, device)
+
+    def train(batch: Batch) -> Losses:
+        loss, aux = shares(ranks.cut(batch, model.num_context))
+        optimizer.zero_grad(set_to_none=True)
+        (loss + sum(one.weighted for one in aux.values())).backward()
+        whole = loss.detach() + sum(one.weighted.detach() for one in aux.values())
+        values = {"loss": whole} | {name: one.value.detach() for name, one in aux.items()}
+        sums = torch.stack([value.float() for value in values.values()])
+        sums = ranks.sum_gradients(weights, sums, padded=True) if graphed else ranks.sum(sums)
+        losses = dict(zip(values, sums))
+        if c.clip_norm is not None or not graphed:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            if table is not None:  # with a fused optimiser the table has no gradient, and is not in the norm
+                norm = (norm**2 + ranks.sum(sum((p.grad.norm() ** 2 for p in shards), torch.zeros_like(norm)))).sqrt()
+            if c.clip_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(weights, c.clip_norm, norm)
+            losses["grad_norm"] = norm.detach()
+        optimizer.step()
+        if average is not None:
+            average.update()
+        return losses
+
+    run = GraphedStep(train, batch_size=c.batch_size, longest=config.model.max_seq_len) if graphed else train
+
+    def step(batch: Batch) -> Losses:
+        assert batch.whole is not None
+        # Dropout masks depend on the step and the rank, so that checkpoints need no generator's state.
+        seed = seed_of(config.seed, batch.whole.step, ranks.rank)
+        torch.default_generator.manual_seed(seed)
+        if gpu:  # on a CPU, torch.manual_seed would store a call for CUDA, with a traceback
+            torch.cuda.manual_seed(seed)
+        write_bases(bases, config.seed, batch.whole.step)
+        if table is not None:
+            table.begin_step(optimizer.param_groups[0]["lr"], batch.whole.step)
+        return run(batch) | {"imbalance": torch.tensor(batch.whole.imbalance)}
+
+    return optimizer, step
+
+
+def in_ddp(module: Shares, config: RunConfig, ranks: Ranks, device: torch.device) -> nn.Module:
+    """Return the module in DistributedDataParallel, which sums gradients over the ranks."""
     with warnings.catch_warnings():
         # Torch 2.13 deprecates broadcast_buffers, and torch 2.11 has no other name for it.
         warnings.simplefilter("ignore", FutureWarning)
         shares = ranks.data_parallel(
-            Shares(config, model, ranks),
+            module,
             device_ids=None if device.type == "cpu" else [torch.cuda.current_device()],
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
@@ -85,34 +140,7 @@ def build_shared_step(
             find_unused_parameters=any(attention.phase_ends() for attention in config.model.attention),
         )
     shares.register_comm_hook(ranks.group, summed)
-
-    def step(batch: Batch) -> Losses:
-        assert batch.whole is not None
-        # Dropout masks depend on the step and the rank, so that checkpoints need no generator's state.
-        seed = seed_of(config.seed, batch.whole.step, ranks.rank)
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":  # on a CPU, torch.manual_seed would store a call for CUDA, with a traceback
-            torch.cuda.manual_seed(seed)
-        if table is not None:
-            table.begin_step(optimizer.param_groups[0]["lr"], batch.whole.step)
-        loss, aux = shares(ranks.cut(batch, model.num_context))
-        optimizer.zero_grad(set_to_none=True)
-        (loss + sum(one.weighted for one in aux.values())).backward()
-        whole = loss.detach() + sum(one.weighted.detach() for one in aux.values())
-        values = {"loss": whole} | {name: one.value.detach() for name, one in aux.items()}
-        sums = ranks.sum(torch.stack([value.float() for value in values.values()]))
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        if table is not None:  # with a fused optimiser the table has no gradient, and is not in the norm
-            norm = (norm**2 + ranks.sum(sum((p.grad.norm() ** 2 for p in shards), torch.zeros_like(norm)))).sqrt()
-        if c.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(weights, c.clip_norm, norm)
-        optimizer.step()
-        if average is not None:
-            average.update()
-        imbalance = torch.tensor(batch.whole.imbalance)
-        return dict(zip(values, sums)) | {"grad_norm": norm.detach(), "imbalance": imbalance}
-
-    return optimizer, step
+    return shares
 
 
 def summed(group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -2,19 +2,27 @@
 
 import torch
 
-from training.ranks.draws import Draws, mixed, seed_of
+from training.ranks.draws import CALLS, Draws, mixed, seed_of, write_bases
+
+
+def draws_of(seed: int, step: int, rows: torch.Tensor) -> Draws:
+    bases = torch.zeros(CALLS, dtype=torch.int64)
+    write_bases(bases, seed, step)
+    return Draws(bases, rows)
 
 
 def test_draws_depend_only_on_the_row():
     rows = torch.randperm(1000)
-    whole = Draws(7, 3, torch.arange(1000)).below(97, (1000, 16))
-    part = Draws(7, 3, rows[:300]).below(97, (300, 16))
+    whole = draws_of(7, 3, torch.arange(1000)).below(97, (1000, 16))
+    part = draws_of(7, 3, rows[:300]).below(97, (300, 16))
     assert torch.equal(part, whole[rows[:300]]) and whole.min() == 0 and whole.max() == 96
-    shared = [Draws(7, 3, rows[:count]).below(10**9, (50,)) for count in (1, 300)]
+    shared = [draws_of(7, 3, rows[:count]).below(10**9, (50,)) for count in (1, 300)]
     assert torch.equal(*shared) and shared[0].unique().numel() == 50
-    other = [Draws(8, 3, rows), Draws(7, 4, rows)]
-    assert all((one.below(10**9, (1000, 16)) == Draws(7, 3, rows).below(10**9, (1000, 16))).sum() < 3 for one in other)
-    draws = Draws(7, 3, rows)
+    other = [draws_of(8, 3, rows), draws_of(7, 4, rows)]
+    assert all(
+        (one.below(10**9, (1000, 16)) == draws_of(7, 3, rows).below(10**9, (1000, 16))).sum() < 3 for one in other
+    )
+    draws = draws_of(7, 3, rows)
     assert (draws.below(10**9, (1000, 2)) == draws.below(10**9, (1000, 2))).sum() < 3
     # Uniform: the chi-square statistic of 97 bins and 16,000 numbers is within five standard deviations.
     counts = torch.bincount(whole.flatten(), minlength=97).double()

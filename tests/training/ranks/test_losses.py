@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from data.batch import Batch, Whole
+from data.batch import Batch
 from models import embedding
 from models.losses import Negatives, Share
 from models.options import LossConfig
@@ -39,7 +39,6 @@ def test_a_rank_draws_the_negatives_of_its_blocks_in_the_whole_batch():
     for rows in (torch.arange(300), torch.tensor([256, 3, 127, 128])):
         zeros = torch.zeros(len(rows), dtype=torch.long)
         batch = Batch(zeros, zeros, zeros, zeros, torch.tensor([0, len(rows)]), torch.tensor([0]), rows=rows)
-        batch.whole = Whole(step=5, tokens=300, imbalance=1.0)
-        drawn.append(prepare(model, config, 7, batch, ranks).share.drawn.per_position(len(rows)))
+        drawn.append(prepare(model, config, torch.tensor([11, 12]), batch, ranks).share.drawn.per_position(len(rows)))
     assert torch.equal(drawn[1], drawn[0][[256, 3, 127, 128]])
     assert torch.equal(drawn[0][0], drawn[0][127]) and not torch.equal(drawn[0][127], drawn[0][128])
