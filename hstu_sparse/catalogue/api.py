@@ -52,9 +52,10 @@ def catalogue_loss(
     repeatedly, and a row without a valid negative counts 0.
 
     In Triton nothing of size T x I is ever written, and forward saves only numbers for each token and item, and with
-    negatives [T, K] at most their logits. Gradients have the same bits in every run, except the table's with negatives
-    [T, K]: entries are added by atomics, in no order, unless I is small beside K * E, the table has over 2^28 numbers
-    or torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients: docs/catalogue_loss.md.
+    negatives [T, K] at most their logits and what dout is computed from. Gradients have the same bits in every run,
+    except the table's with negatives [T, K]: entries are added by atomics, in no order, unless I is small beside K * E,
+    the table has over 2^28 numbers or torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients:
+    docs/catalogue_loss.md.
 
     Args:
         out: [T, E], fp16, bf16 or fp32 (the reference also fp64); E up to 512 in Triton.

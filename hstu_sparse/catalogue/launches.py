@@ -258,7 +258,9 @@ class _Call:
 
 
 def _forward(*arguments):
-    """Return the loss, then lse, row_scale, item_scale, positive, inverse_count and picked, saved for backward."""
+    """Return the loss, then lse, row_scale, item_scale, positive, inverse_count, picked, pull and along, saved for
+    backward.
+    """
     call = _Call(Arguments(*arguments))
     return _forward_per_token(call) if call.per_token else forward_products(call)
 
@@ -297,18 +299,21 @@ def forward_products(call: _Call):
         splits, SAMPLED=ids is not None,
     )  # fmt: skip
     loss, inverse_count = call.mean(parts) if call.reduced else (losses, call.new(1).fill_(1.0))
-    return loss, lse, row_scale, item_scale, positive, inverse_count, call.new(0)
+    return loss, lse, row_scale, item_scale, positive, inverse_count, call.new(0), call.new(0), call.new(0)
 
 
 def _forward_per_token(call: _Call):
     lse, parts = call.new(call.T), call.new(call.T, 2)
     table, item_scale = call.gathered()
-    positive, picked = (call.new(call.T), call.new(call.T, call.K)) if call.small else (None, None)
+    positive = picked = pull = along = None
+    if call.small:
+        positive, picked, along = call.new(call.T), call.new(call.T, call.K), call.new(call.T)
+        pull = torch.empty_like(call.out, memory_format=torch.contiguous_format)
     if call.T:
         run(
             sampled.catalogue_loss_sampled_fwd_kernel, call.T,
             call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
-            call.temperature, lse, positive, picked, parts, call.scale, math.log(max(1, call.K)), call.K,
+            call.temperature, lse, positive, picked, pull, along, parts, call.scale, math.log(max(1, call.K)), call.K,
             WIDTH=table.shape[1], **call.sizes, **call.drawn,
         )  # fmt: skip
     loss, inverse_count = call.mean(parts) if call.reduced else (parts[:, 0].contiguous(), call.new(1).fill_(1.0))
@@ -316,27 +321,27 @@ def _forward_per_token(call: _Call):
     row_scale = call.new(0 if call.normalize else 1)
     if call.T and not call.normalize:
         row_scale = call.scales(call.out[:1], call.scale, call.temperature)
-    if not call.small:
-        positive, picked = call.new(0), call.new(0)
-    return loss, lse, row_scale, call.new(0), positive, inverse_count, picked
+    saved = (x if x is not None else call.new(0) for x in (positive, inverse_count, picked, pull, along))
+    return loss, lse, row_scale, call.new(0), *saved
 
 
 def _backward(grad, *inputs):
     """Return the gradients of out, items and, if it is a tensor, temperature."""
-    *arguments, lse, row_scale, item_scale, positive, inverse_count, picked = inputs
+    *arguments, lse, row_scale, item_scale, positive, inverse_count, picked, pull, along = inputs
     call = _Call(Arguments(*arguments))
     if not call.T:
         inputs = (call.out, call.items, call.temperature)
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
     dout = torch.empty_like(call.out, memory_format=torch.contiguous_format)
-    along = call.new(call.T)
     grad, weights = call.token_weights(grad)
     if call.small:
-        ditems = small.backward(call, grad, lse, positive, inverse_count, picked, dout, along, weights)
+        ditems = small.backward(call, grad, lse, positive, inverse_count, picked, pull, dout, weights)
+        along = along if weights is None else along * weights
     elif call.per_token:
+        along = call.new(call.T)
         ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along, weights)
     else:
-        above = Above(grad, inverse_count, weights)
+        above, along = Above(grad, inverse_count, weights), call.new(call.T)
         ditems = backward_products(call, above, lse, row_scale, item_scale, positive, dout, along)
     gradients = [dout, ditems]
     if call.temperature is not None:
@@ -480,10 +485,11 @@ def _fake(*arguments):
     if negatives is not None and negatives.dim() == 2 and block == 1:
         uses_products = small.takes_products(W, negatives.shape[1], out.shape[1], out.dtype)
         positive, picked = (empty(T), empty(*negatives.shape)) if uses_products else (empty(0), empty(0))
-        return loss, empty(T), empty(0 if normalize else 1), empty(0), positive, empty(1), picked
+        pull, along = (out.new_empty(out.shape), empty(T)) if uses_products else (empty(0), empty(0))
+        return loss, empty(T), empty(0 if normalize else 1), empty(0), positive, empty(1), picked, pull, along
     if negatives is not None:
         W = negatives.shape[0] if block == 1 else negatives.shape[0] * _padded(negatives.shape[1])
-    return loss, empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), empty(0)
+    return loss, empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), empty(0), empty(0), empty(0)
 
 
 _SCHEMA = (
@@ -491,5 +497,5 @@ _SCHEMA = (
     "bool normalize, float label_smoothing, bool reduced, int block"
 )
 catalogue_loss_operator = Operator(
-    "catalogue_loss", _SCHEMA, _forward, _backward, _fake, "out items temperature", outputs=7
+    "catalogue_loss", _SCHEMA, _forward, _backward, _fake, "out items temperature", outputs=9
 )

@@ -40,6 +40,13 @@ def _token(t, out, out_stride, targets, table, temperature, scale, E: tl.constex
 
 
 @triton.jit
+def _along(x, projection):
+    """Return the part of a vector along the row x [1, PAD_E], from its product with x; 0 for a row of nearly 0."""
+    square = tl.sum(x * x, 1)
+    return x * tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)[:, None]
+
+
+@triton.jit
 def _drawn(t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH: tl.constexpr,
            PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Return (rows [ROWS, PAD_E], their scales, corrected logits) of a token's negatives first .. first + ROWS."""
@@ -60,41 +67,60 @@ def _drawn(t, first, x, factor, target, negatives, log_q, table, item_scale, log
 
 @triton.jit(do_not_specialize=["K", "scale", "log_k"])
 def catalogue_loss_sampled_fwd_kernel(
-    out, out_stride, targets, negatives, log_q, table, item_scale, temperature, lse, positive, picked, parts, scale,
-    log_k, K, E: tl.constexpr, WIDTH: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+    out, out_stride, targets, negatives, log_q, table, item_scale, temperature, lse, positive, picked, pull, along,
+    parts, scale, log_k, K, E: tl.constexpr, WIDTH: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute lse [T] of a token's target and negatives, and its loss and 1 in parts [T, 2] (0 and 0 without a target).
 
-    For small.py also write the logits, positive [T] and picked [T, K], -inf for negatives that do not count.
+    For small.py also write the logits, positive [T] and picked [T, K], -inf for negatives that do not count; along [T],
+    the sum of logit times its gradient; and pull [T, E], the output's gradient less the factors that backward has.
     """
     t = tl.program_id(0)
     zero = tl.arange(0, 1)
+    e = tl.arange(0, PAD_E)[None, :]
     if tl.load(targets + t) < 0:
         tl.store(parts + 2 * t, 0.0)
         tl.store(parts + 2 * t + 1, 0.0)
+        if pull is not None:
+            tl.store(along + t, 0.0)
+            nothing = tl.zeros([1, PAD_E], tl.float32).to(pull.dtype.element_ty)
+            tl.store(pull + t.to(tl.int64) * E + e, nothing, e < E)
         return
-    x, factor, target, _y, _y_scale, logit = _token(
+    x, factor, target, y, y_scale, logit = _token(
         t, out, out_stride, targets, table, temperature, scale, E, WIDTH, PAD_E, NORMALIZE
     )
     # A maximum and a sum for each row of the tile, merged at the end: otherwise threads of different rows would
     # synchronise in every iteration.
     top = tl.zeros([ROWS], tl.float32) + logit
     total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PAD_E], tl.float32)
     for first in range(0, K, ROWS):
-        logits = _drawn(
+        rows, scales, logits = _drawn(
             t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH, PAD_E, NORMALIZE, ROWS
-        )[2]
+        )
         if picked is not None:
             k = first + tl.arange(0, ROWS)
             tl.store(picked + t.to(tl.int64) * K + k, logits, k < K)
         higher = tl.maximum(top, logits)
-        total = total * tl.exp2(top - higher) + tl.exp2(logits - higher)
+        shrink, weights = tl.exp2(top - higher), tl.exp2(logits - higher)
+        total = total * shrink + weights
+        if pull is not None:
+            acc = acc * shrink[:, None] + rows * (weights * scales)[:, None]
         top = higher
     most = tl.max(top, 0)
     log_sum = most + tl.log2(tl.exp2(logit - most) + tl.sum(total * tl.exp2(top - most), 0))
     tl.store(lse + t + zero, log_sum)
     if positive is not None:
         tl.store(positive + t + zero, logit)
+    if pull is not None:
+        of_negatives = tl.sum(acc * tl.exp2(top - log_sum)[:, None], 0)[None, :]
+        direction = of_negatives + y * ((tl.exp2(logit - log_sum) - 1.0) * y_scale)[:, None]
+        projection = tl.sum(x * direction, 1)
+        tl.store(along + t + zero, projection * factor * LN2)
+        if NORMALIZE:
+            direction -= _along(x, projection)
+        tl.store(pull + t.to(tl.int64) * E + e, direction.to(pull.dtype.element_ty), e < E)
     tl.store(parts + 2 * t + zero, (log_sum - logit) * LN2)
     tl.store(parts + 2 * t + 1, 1.0)
 
@@ -163,8 +189,7 @@ def catalogue_loss_sampled_bwd_dout_kernel(
     projection = tl.sum(x * total, 1)
     tl.store(along + t + zero, projection * factor * LN2)
     if NORMALIZE:
-        square = tl.sum(x * x, 1)
-        total -= x * tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)[:, None]
+        total -= _along(x, projection)
     total *= (factor * LN2 * tl.load(grad).to(tl.float32) * tl.load(inverse_count))[:, None]
     address = dout + t.to(tl.int64) * E + e[None, :]
     tl.store(address, total.to(dout.dtype.element_ty), (e < E)[None, :])

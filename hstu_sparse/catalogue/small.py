@@ -1,13 +1,13 @@
 """Compute the gradients of each token's negatives over a small catalogue as products with all items.
 
-Letters: T tokens, I items, E embedding size, K negatives. R rows: the number of tokens whose logits are in memory at a
-time. Logits are in base 2, as in products.py.
+Letters: T tokens, I items, E embedding size, K negatives. Logits are in base 2, as in products.py.
 
-The gradients of K gathered rows of E numbers a token move more data than products with a small catalogue cost. So
-forward, which gathers rows as sampled.py does, saves the logits [T, K]. In backward a kernel writes the gradient of the
-logits as rows [R, I], zero except for drawn items, and torch's products compute the gradients from it, some thousand
-tokens at a time. A program has a row, repeated negatives are counted and each writes the same sum, and products follow
-in a fixed order: the gradients have the same bits in every run.
+Forward gathers rows as sampled.py does, and sums them up at once, weighted as in a softmax whose maximum is not known
+yet: so the outputs' gradient is complete but for factors. The table's gradient of K gathered rows of E numbers a token
+would move more data than a product with a small catalogue costs. So forward saves the logits [T, K] too; in backward a
+kernel writes the gradient of the logits as rows [R, I], zero but for drawn items, for some thousand tokens at a time,
+and torch's products compute the gradient from it. A program has a row, repeated negatives are counted and each writes
+the same sum, and products follow in a fixed order: the gradients have the same bits in every run.
 """
 
 import torch
@@ -16,17 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse.catalogue.rows import (
+    LN2,
     ItemsEnd,
-    OutputsEnd,
     catalogue_loss_merge_bwd_ditems_kernel,
-    catalogue_loss_merge_bwd_dout_kernel,
+    inverse_norm,
+    load_fp32,
+    store_rows,
 )
 from hstu_sparse.core import launch
-from hstu_sparse.tiles.rows import as_rows
 
 # Approximate number of logits whose gradients are in memory at a time.
 HELD = 2**26
-# Rows and columns of a tile of torch's products.
+# Tokens in memory at a time are a multiple of this.
 _TILE = 128
 
 
@@ -74,6 +75,33 @@ def catalogue_loss_pick_bwd_kernel(
             tl.store(row + ids, (weights * factor).to(gradients.dtype.element_ty), counts)
 
 
+@triton.jit(do_not_specialize=["T", "scale"])
+def catalogue_loss_outputs_bwd_kernel(
+    out, out_stride, pull, temperature, grad, inverse_count, token_weights, dout, scaled, row_scale, scale, T,
+    E: tl.constexpr, PAD_E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute dout from pull, row_scale [T] or, without NORMALIZE, [1], and scaled [T, WIDTH], outputs times row_scale.
+
+    Columns behind E are zeros.
+    """
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    x = load_fp32(out, t, t < T, out_stride, E, PAD_E)
+    factor = tl.zeros([ROWS], tl.float32) + scale
+    if temperature is not None:
+        factor /= tl.load(temperature).to(tl.float32)
+    if NORMALIZE:
+        factor *= inverse_norm(x)
+        x *= factor[:, None]
+        tl.store(row_scale + t, factor, t < T)
+    else:
+        tl.store(row_scale + t, factor, t < 1)
+    store_rows(scaled, t, t < T, x, WIDTH, PAD_E, 0)
+    factor *= LN2 * tl.load(grad).to(tl.float32) * tl.load(inverse_count)
+    if token_weights is not None:
+        factor *= tl.load(token_weights + t, t < T, 0.0)
+    store_rows(dout, t, t < T, load_fp32(pull, t, t < T, E, E, PAD_E) * factor[:, None], E, PAD_E, 0)
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in fp32."""
     if a.is_cuda and a.dtype != torch.float32:
@@ -81,60 +109,29 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _with_zero_rows(x: Tensor, rows: int) -> Tensor:
-    """Return x with rows and columns of zeros that align its products."""
-    (x,) = as_rows(x)
-    return x if len(x) == rows else torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
-
-
-def _chunks(call, width: int):
-    """Yield (begin, end) of the tokens in memory at a time: enough for a tile of dout on each multiprocessor.
-
-    The number of multiprocessors is rounded down to a power of two, since tiles are grouped in clusters.
-    """
-    rows, processors = HELD // width, launch.multiprocessors(call.out.device)
-    wave = max(1, 2 ** (processors.bit_length() - 1) // launch.cdiv(call.E, _TILE)) * _TILE
-    rows = round(rows / wave) * wave if 2 * rows > wave else max(_TILE, rows // _TILE * _TILE)
-    for begin in range(0, call.T, rows):
-        yield begin, min(begin + rows, call.T)
-
-
-def _width(call) -> int:
-    return launch.cdiv(call.I, 16) * 16
-
-
-def backward(call, grad, lse, positive, inverse_count, picked, dout, along, token_weights) -> Tensor:
-    """Write dout and along; return the items' gradient."""
-    row_scale = call.scales(call.out, call.scale, call.temperature)
-    width = _width(call)
-    # Rows are scaled before the products: fp16 cannot represent a small probability times 1 / |item|.
-    (out,), items = as_rows(call.out), _with_zero_rows(call.items, width)
-    rows = torch.mul(out, row_scale[:, None], out=torch.empty_like(out)) if call.normalize else out
-    columns = items
-    if call.normalize:
-        scale = torch.nn.functional.pad(call.scales(call.items, 1.0, None), (0, width - call.I))
-        columns = torch.mul(items, scale[:, None], out=torch.empty_like(items))
+def backward(call, grad, lse, positive, inverse_count, picked, pull, dout, token_weights) -> Tensor:
+    """Write dout; return the items' gradient."""
+    width, columns = launch.cdiv(call.I, 16) * 16, launch.cdiv(call.E, 16) * 16
+    row_scale = call.new(call.T if call.normalize else 1)
+    # Rows are scaled before the product: fp16 cannot represent a small probability times 1 / |out|.
+    scaled = call.new(call.T, columns, dtype=call.out.dtype)
+    call.over_rows(
+        catalogue_loss_outputs_bwd_kernel, call.T, call.out, call.out.stride(0), pull, call.temperature, grad,
+        inverse_count, token_weights, dout, scaled, row_scale, call.scale, call.T, WIDTH=columns,
+    )  # fmt: skip
     factor = 32768.0 if call.out.dtype == torch.float16 else 1.0
     ditems = torch.empty_like(call.items, memory_format=torch.contiguous_format)
     total = None
-    for begin, end in _chunks(call, width):
+    rows = max(_TILE, HELD // width // _TILE * _TILE)
+    for begin in range(0, call.T, rows):
+        end = min(begin + rows, call.T)
         gradients = call.new(end - begin, width, dtype=call.out.dtype)
         launch.run(
             catalogue_loss_pick_bwd_kernel, end - begin,
             gradients, width, call.targets, call.negatives, picked, lse, positive, token_weights, factor, begin, call.K,
             ROWS=max(16, min(launch.next_power_of_2(call.K), 128)), OTHERS=32, ZEROS=1024, num_warps=4,
         )  # fmt: skip
-        part = _product(gradients, columns)[:, : call.E]
-        part = part.mul_(1 / factor).contiguous() if factor != 1 else part.contiguous()
-        tokens = slice(begin, end)
-        # The product includes the targets' own -1: with smoothing 1 nothing is added.
-        call.over_rows(
-            catalogue_loss_merge_bwd_dout_kernel, end - begin, part, call.out[tokens], call.out.stride(0),
-            row_scale[tokens], call.targets[tokens], lse[tokens], OutputsEnd(
-                None, call.items, call.items.stride(0), None, grad, inverse_count, None, dout[tokens], along[tokens]
-            ), 1.0, end - begin, call.I, 1,
-        )  # fmt: skip
-        part = _product(gradients.T, rows[tokens])
+        part = _product(gradients.T, scaled[begin:end])
         total = part if total is None else total.add_(part)
     total = total[: call.I, : call.E].contiguous()
     if factor != 1:
