@@ -5,7 +5,8 @@ Run it with `python benchmarks/train.py --parts`.
 Sequences of one length N, random items; 4 layers, E 256, 4 heads of 64, bf16 autocast, as many tokens a step whatever
 N. The step is timed as training runs it (CUDA graphs and all). Its parts come from the profile of a step outside of
 graphs: every kernel belongs to the part whose forward or backward pass launched it. `other` holds the kernels of no
-part, mostly sums of gradients. The step's time less that of the parts is idle time of the GPU.
+part, mostly sums of gradients. `ms` is the time of a step that waits for nothing: the host's time to launch it counts.
+`queued_ms` is that of steps that are queued one after another, as in training.
 
 The bound: products at 790 TFLOP/s. Forward and backward of a projection are three, of causal attention seven (of pairs
 that the kind computes), of the loss five. Letters: T tokens, N sequence length, E embedding size, I items, K negatives.
@@ -13,6 +14,7 @@ that the kind computes), of the loss five. Letters: T tokens, N sequence length,
 
 import argparse
 import collections
+import itertools
 import json
 import statistics
 import subprocess
@@ -218,6 +220,7 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
     """Return the record of the result of `prepare`."""
     device = batch.item_ids.device
     times = [timed(step, batch, device.type == "cuda") for _ in range(options.steps)]
+    following = queued(step, batch, options.steps) if device.type == "cuda" else times
 
     model.embedding.forward = marked(model.embedding.forward, "embedding")
     for layer in model.layers:
@@ -240,6 +243,7 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
     least = bound(config, batch.num_tokens, options.items)
     return {
         "ms": ms,
+        "queued_ms": statistics.median(following),
         "tokens_per_second": batch.num_tokens / ms * 1e3,
         "peak_memory_bytes": peak,
         "predicted_memory_bytes": predicted_memory(config, batch.num_tokens, options.items),
@@ -270,6 +274,17 @@ def timed(step, batch: Batch, cuda: bool) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+def queued(step, batch: Batch, steps: int) -> list[float]:
+    """Measure milliseconds of steps that are queued one after another, without the host's time to launch the first."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step(batch)
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
 
 def read(source: Path) -> list[dict]:
