@@ -32,23 +32,23 @@ from models.protocols import RankGroup
 from models.repeats import RepeatTerm, add_terms
 
 MAX_KERNEL_SIZE = 512  # the greatest embedding size of the kernels
+MOST_POSITIONS, LEAST_BLOCKS = 1024, 64  # of blocks that share negatives
 TERM_WIDTH = 8  # elements that the term of repeats computes for each item of a window
 
 
 class Negatives(NamedTuple):
-    """Negatives [ceil(T / block), K], or [K] for all positions.
+    """Negatives [T, K], [K] for all positions, or [G, K] if they are `in_blocks`: position t has row t % G.
 
-    log_q [I]: the logarithm of each item's probability of being drawn; block: the number of consecutive positions that
-    share a row of ids.
+    log_q [I]: the logarithm of each item's probability of being drawn.
     """
 
     ids: Tensor
     log_q: Tensor | None = None
-    block: int = 1
+    in_blocks: bool = False
 
     def per_position(self, positions: int) -> Tensor:
         """Return the ids with a row for each of `positions` = T positions, [T, K]; [K] if all positions share them."""
-        return self.ids if self.block == 1 else self.ids.repeat_interleave(self.block, 0)[:positions]
+        return self.ids.repeat(-(-positions // len(self.ids)), 1)[:positions] if self.in_blocks else self.ids
 
 
 class Share(NamedTuple):
@@ -126,7 +126,7 @@ def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tu
     if part is None:
         return targets, drawn
     if drawn is not None and drawn.ids.dim() == 2:
-        drawn = drawn._replace(ids=drawn.ids[part // drawn.block], block=1)
+        drawn = drawn._replace(ids=drawn.ids[part % len(drawn.ids)], in_blocks=False)
     return targets[part], drawn
 
 
@@ -153,6 +153,23 @@ def competing_items(
     return items, torch.where(targets < 0, -1, rows[: len(targets)]), negatives
 
 
+def block_count(positions: int) -> int:
+    """Return the number of blocks of `loss.negatives: block`; position t is in block t % their number.
+
+    So positions of one user, whose outputs are alike, have different negatives. A block has at most MOST_POSITIONS,
+    and fewer if a batch would have less than LEAST_BLOCKS, but not fewer than BLOCK if there are several blocks.
+    """
+    return min(-(-positions // BLOCK), max(LEAST_BLOCKS, -(-positions // MOST_POSITIONS)))
+
+
+def by_block(x: Tensor, blocks: int, padding: int = 0) -> tuple[Tensor, int]:
+    """Return x [T, ...] with the positions of a block in succession, and how many a block has, a multiple of BLOCK."""
+    rows = -(-len(x) // (blocks * BLOCK)) * BLOCK
+    if missing := rows * blocks - len(x):
+        x = torch.cat([x, x.new_full((missing, *x.shape[1:]), padding)])
+    return x.unflatten(0, (rows, blocks)).transpose(0, 1).flatten(0, 1), rows
+
+
 def draw_negatives(
     config: LossConfig, num_items: int, targets: Tensor, pool: Tensor | None = None, below: Any = None
 ) -> Negatives | None:
@@ -164,8 +181,10 @@ def draw_negatives(
     """
     if config.kind == "cross_entropy":
         return None
-    block = BLOCK if config.negatives == "block" and below is None else 1
-    rows: tuple[int, ...] = () if config.negatives == "shared" else (-(-len(targets) // block),)
+    in_blocks = config.negatives == "block" and below is None and len(targets) > 0
+    rows: tuple[int, ...] = () if config.negatives == "shared" else (len(targets),)
+    if in_blocks:
+        rows = (block_count(len(targets)),)
     # The kernels read ids often, and int32 takes half the bytes; on a CPU torch only indexes with int64.
     dtype = torch.int32 if targets.is_cuda else torch.int64
     if below is None:
@@ -177,7 +196,7 @@ def draw_negatives(
         return below(num_items, (*rows, count), dtype)
 
     if config.kind in ("sampled_softmax", "bce"):
-        return Negatives(uniform(config.num_negatives), block=block)
+        return Negatives(uniform(config.num_negatives), in_blocks=in_blocks)
     pool = targets if pool is None else pool
     scored = pool >= 0
     total = scored.sum().clamp(min=1)
@@ -191,12 +210,12 @@ def draw_negatives(
         return candidates.index_select(0, places.flatten()).view(places.shape)
 
     if config.kind == "in_batch":
-        return Negatives(in_batch(config.num_negatives), block=block)
+        return Negatives(in_batch(config.num_negatives), in_blocks=in_blocks)
     count = config.num_in_batch
     share = count / config.num_negatives
     seen = torch.zeros(num_items, device=targets.device).index_add_(0, pool.clamp(min=0), scored.float())
     log_q = (share / total * seen + (1 - share) / num_items).log()
-    return Negatives(torch.cat([in_batch(count), uniform(config.num_negatives - count)], -1), log_q, block)
+    return Negatives(torch.cat([in_batch(count), uniform(config.num_negatives - count)], -1), log_q, in_blocks)
 
 
 def training_loss(
@@ -250,14 +269,17 @@ def sampled_loss(
     """
     if repeats is None and takes_kernel(config, out):
         dtype, share = dtype or item_weight.dtype, 1 if count is None else (targets >= 0).sum() / count
+        out, block = out.to(dtype), 1
+        if drawn is not None and drawn.in_blocks:
+            (out, block), (targets, _) = (by_block(x, len(drawn.ids), value) for x, value in ((out, 0), (targets, -1)))
         return share * hstu_sparse.catalogue_loss(
-            out.to(dtype),
+            out,
             item_weight.to(dtype),
             targets,
             temperature=config.temperature if temperature is None else temperature,
             negatives=None if drawn is None else drawn.ids,
             log_q=None if drawn is None else drawn.log_q,
-            block=1 if drawn is None else drawn.block,
+            block=block,
             label_smoothing=config.label_smoothing,
         )
     if temperature is not None:

@@ -145,7 +145,7 @@ class LossConfig(Options):
     num_negatives: int = Field(128, ge=1)
     """The number of negatives per position."""
     negatives: Literal["per_position", "block", "shared"] = "per_position"
-    """Which positions share negatives: none, blocks of 128 consecutive ones, or all of a batch. Sharing is faster."""
+    """Which positions share negatives: none, blocks of 128 to 1,024 from the whole batch, or all. Sharing is faster."""
     in_batch_share: float = Field(0.5, gt=0, lt=1)
     """With `mixed_negatives`, the share of negatives drawn from the batch's targets; the others are uniform."""
     temperature: float = Field(0.05, ge=1e-4, le=1e4)

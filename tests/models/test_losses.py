@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hstu_sparse import catalogue_loss
 from models import chunks, losses
 from models.losses import excluded_items, sampled_loss, training_loss
 from models.options import LossConfig
@@ -37,7 +38,7 @@ def by_hand(c, out, items, targets):
     else:
         negatives = torch.randint(I, (*rows, 5))
     if c.negatives == "block":
-        negatives = torch.stack([negatives[t // 8] for t in range(T)])
+        negatives = torch.stack([negatives[t % 5] for t in range(T)])
     negatives = negatives.expand(T, 5)
     probability = [2 / 5 * (targets == i).sum().item() / T + 3 / 5 / I for i in range(I)]
     items = items / items.norm(dim=1, keepdim=True)
@@ -143,6 +144,24 @@ def test_gpu_equals_cpu(inputs, kind, form, monkeypatch):
     results[0][1] -= along if kind != "bce" else 0
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_positions_of_a_block_in_succession_have_their_negatives(device):
+    """The loss of blocks, as a GPU computes it, is that of each position's own row of negatives."""
+    out, items = torch.randn(300, 4, device=device), torch.randn(I, 4, device=device)
+    targets = torch.randint(-1, I, (300,), device=device)
+    drawn = losses.draw_negatives(LossConfig(negatives="block", num_negatives=3), I, targets)
+    assert drawn.ids.shape == (3, 3) and torch.equal(drawn.per_position(300)[[4, 298]], drawn.ids[[1, 1]])
+    expected = catalogue_loss(out, items, targets, temperature=1.0, negatives=drawn.per_position(300))
+    (x, size), (y, _) = losses.by_block(out, 3), losses.by_block(targets, 3, -1)
+    actual = catalogue_loss(x, items, y, temperature=1.0, negatives=drawn.ids, block=size)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(("positions", "blocks"), [(1, 1), (300, 3), (65_536, 64), (65_537, 65)])
+def test_number_of_blocks(positions, blocks):
+    assert losses.block_count(positions) == blocks
 
 
 def test_mixed_negatives_need_both_kinds():

@@ -12,13 +12,14 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from hstu_sparse.catalogue import BLOCK, Part
+from hstu_sparse.catalogue import Part
 from models.attention.contract import AuxLoss
 from models.embedding import InputEmbedding
 from models.heads import CataloguePart, as_share, mol_loss, normalized
 from models.hstu import SequenceModel
-from models.losses import Share, draw_negatives, places_of
+from models.losses import Share, block_count, draw_negatives, places_of
 from models.options import LossConfig
+from training.graph import padded_tokens
 from training.ranks.draws import Draws
 from training.ranks.processes import Ranks
 
@@ -44,9 +45,11 @@ def prepare(model: SequenceModel, config: LossConfig | None, bases: Tensor, batc
         pool = None
         if config.kind in ("in_batch", "mixed_negatives"):
             pool = gather_tokens(targets + 1, batch, ranks) - 1
-        assert batch.rows is not None
+        assert batch.whole is not None and batch.rows is not None
         # Positions in the same block of the whole batch get the same negatives.
-        rows = batch.rows // BLOCK if config.negatives == "block" else batch.rows
+        rows = batch.rows
+        if config.negatives == "block":
+            rows = rows % block_count(padded_tokens(batch.whole.tokens))  # as in a captured step
         drawn = draw_negatives(config, num_items, targets, pool, Draws(bases, rows).below)
     share = Share(ranks, targets, drawn, ranks.sum((targets >= 0).sum()).clamp(min=1))
     return Prepared(share) if embedding.sharded is None else look_up_items(embedding, batch, share)
