@@ -122,8 +122,10 @@ class Batch:
     Examples:
         >>> ids, times = torch.tensor([3, 1, 2, 0, 1]), torch.tensor([10, 20, 30, 5, 7])
         >>> batch = Batch(ids, times, ids, times, seq_offsets=torch.tensor([0, 3, 5]), users=torch.tensor([4, 6]))
-        >>> batch.num_tokens, batch.num_sequences, batch.positions.tolist(), batch.origins.tolist()
-        (5, 2, [0, 1, 2, 0, 1], [10, 5])
+        >>> batch.num_tokens, batch.num_sequences, batch.longest(50)  # 50 on a GPU
+        (5, 2, 3)
+        >>> batch.positions.tolist(), batch.origins.tolist()
+        ([0, 1, 2, 0, 1], [10, 5])
         >>> batch.sequences(1, 2).item_ids.tolist(), batch.to("cpu").users.tolist()
         ([0, 1], [4, 6])
         >>> padded = batch.padded(tokens=8, sequences=3, longest=4)
@@ -177,6 +179,14 @@ class Batch:
     def num_sequences(self) -> int:
         """B, the number of sequences."""
         return self.users.shape[0]
+
+    def longest(self, most: int) -> int:
+        """Return the greatest number of tokens of a sequence, or on a GPU `most`, so as not to wait for the device."""
+        if self.seq_offsets.is_cuda:
+            return most
+        if self.num_sequences == 1:  # without reading lengths, which torch.export cannot do
+            return self.num_tokens
+        return int(self.seq_offsets.diff().max()) if self.num_sequences else 0
 
     @property
     def positions(self) -> Tensor:

@@ -191,10 +191,7 @@ class IndexerAttention(FewKeys, BiasedAttention):
 
     def every_index(self, batch: Batch, device: torch.device) -> Tensor:
         """Return all tokens that each group may choose, [G, longest] int32, padded with -1."""
-        # On a GPU, max_seq_len saves the host from waiting for the batch's longest length.
-        longest, group = self.sizes.max_seq_len, chosen(self.config.selection_group)
-        if not batch.seq_offsets.is_cuda:
-            longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
+        longest, group = batch.longest(self.sizes.max_seq_len), chosen(self.config.selection_group)
         begins, offsets = batch.seq_offsets[:-1], batch.seq_offsets
         rows = batch.num_tokens if group == 1 else batch.num_tokens // group + batch.num_sequences
         if rows * longest > MOST_INDICES:

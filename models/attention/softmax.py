@@ -81,10 +81,7 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
 
     def padded(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Compute attention [T, H, V] with F.scaled_dot_product_attention on padded sequences."""
-        # On a GPU, padding to max_seq_len saves the host from waiting for the batch's longest length.
-        longest, one = self.sizes.max_seq_len, batch.num_sequences == 1 and not q.is_cuda
-        if not q.is_cuda:  # for one sequence without reading lengths, which torch.export cannot do
-            longest = batch.num_tokens if one else int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
+        longest, one = batch.longest(self.sizes.max_seq_len), batch.num_sequences == 1 and not q.is_cuda
 
         def pad(y: Tensor) -> Tensor:  # [T, ...] -> [B, longest, ...]
             if one:

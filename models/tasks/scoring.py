@@ -32,11 +32,8 @@ def repeat_terms(model: SequenceModel, out: Tensor, batch: Batch) -> tuple[Tenso
     """
     if model.repeats is None:
         return None
-    # On a GPU, max_seq_len saves the host from waiting for the batch's longest length.
-    longest = len(model.embedding.position)
-    if not batch.seq_offsets.is_cuda:
-        longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
-    return model.repeats(out, batch.seq_offsets[1:] - 1, Earlier.of(batch, longest))
+    earlier = Earlier.of(batch, batch.longest(len(model.embedding.position)))
+    return model.repeats(out, batch.seq_offsets[1:] - 1, earlier)
 
 
 def output_scorer(model: SequenceModel, ranks: RankGroup | None = None) -> Callable[..., Scores]:
