@@ -57,6 +57,7 @@ class Cut(NamedTuple):
     origins    [B] int64, the time of the first event of each whole sequence
     plan       the placement of tokens on the ranks of a ring; None if ranks divide heads
     group      the process group of the ranks
+    targets    the targets of the whole batch; None in a service
     uncut      the whole batch, for attention, if ranks divide heads; None in a ring
     tokens     the number of consecutive tokens of each rank, if ranks divide heads
     """
@@ -66,6 +67,7 @@ class Cut(NamedTuple):
     origins: Tensor
     plan: RingPlan | None
     group: Any
+    targets: Tensor = None  # type: ignore[assignment]
     uncut: Batch | None = None
     tokens: tuple[int, ...] = ()
 

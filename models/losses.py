@@ -21,7 +21,7 @@ from data.earlier import Earlier
 from hstu_sparse.catalogue import BLOCK
 from hstu_sparse.core.jagged import sequence_ids
 from hstu_sparse.core.precision import without_autocast
-from models.attention.contract import AuxLoss
+from models.attention.contract import AuxLosses
 from models.chunks import ChunkedSum, chunk_size
 from models.embedding import InputEmbedding
 from models.features import ItemFeatures
@@ -52,20 +52,27 @@ class Negatives(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A rank's share of the loss of a batch that several ranks process (training/ranks/losses.py).
+    """The targets of outputs and what they compete with: a rank's share of the loss of a batch, or all of it.
 
-    ranks    the ranks whose shares add up to the loss
-    targets  [T], the targets of the rank's tokens, as indices into `items`; without `items` the numbers of `places_of`
-    drawn    the negatives, numbered in the same way
-    count    0-d, the number of targets of the whole batch
+    targets  [T], as indices into `items`; without `items` the numbers of `places_of`; -1 for none, padding included
+    drawn    the negatives, numbered in the same way; None: targets compete with all items
+    count    0-d, the number of targets of the whole batch; None: that of `targets`
     items    [R, E] or None
+    ranks    the ranks whose shares add up to the loss (training/ranks/losses.py), or None
     """
 
-    ranks: RankGroup
     targets: Tensor
-    drawn: Negatives | None
-    count: Tensor  # type: ignore[assignment]  # a tuple has a method of that name
+    drawn: Negatives | None = None
+    count: Tensor | None = None  # type: ignore[assignment]  # a tuple has a method of that name
     items: Tensor | None = None
+    ranks: RankGroup | None = None
+
+    def part(self, index: Tensor) -> "Share":
+        """Return the share of the outputs `index` [T'], of which the targets and negatives are numbered as here."""
+        drawn = self.drawn
+        if drawn is not None and drawn.ids.dim() == 2:
+            drawn = drawn._replace(ids=drawn.ids[index % len(drawn.ids)], in_blocks=False)
+        return Share(self.targets[index], drawn, (self.targets >= 0).sum().clamp(min=1))
 
 
 class Repeats(NamedTuple):
@@ -79,41 +86,42 @@ def head_loss(
     model: SequenceModel,
     config: LossConfig,
     out: Tensor,
-    targets: Tensor,
-    dtype: torch.dtype | None = None,
-    part: Tensor | None = None,
+    batch: Batch,
     share: Share | None = None,
-    excluded: Tensor | None = None,
-    repeats: Repeats | None = None,
-) -> tuple[Tensor, dict[str, AuxLoss]]:
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, AuxLosses]:
     """Return (training loss, auxiliary losses) of outputs [T, E] of `SequenceModel.raw_output` with the model's head.
 
-    share: a rank's share, which replaces targets and part; the results are then its shares. excluded: the result of
-    `excluded_items`. repeats: the result of `repeats_of`. The other arguments are those of `training_loss`.
+    share: a rank's share of the loss; None: all of it, or the part of a batch that is cut. dtype: see `training_loss`.
     """
+    features, longest = model.embedding.items, len(model.embedding.position)
+    repeats = None
+    if model.repeats is not None:
+        items = places_of(features, batch.item_ids).clamp(min=0)
+        repeats = Repeats(model.repeats, Earlier.of(batch, longest, items))
     if model.head is not None or repeats is not None or not takes_kernel(config, out):
         out = normalized(out.float())
-    features = model.embedding.items
     if share is None:
-        count = None if part is None else (targets >= 0).sum().clamp(min=1)
-        targets = places_of(features, targets)
-        drawn = draw_negatives(config, len(model.item_weight) if features is None else len(features.trained), targets)
-        targets, drawn = part_of(targets, drawn, part)
+        targets = places_of(features, batch.target_ids if batch.cut is None else batch.cut.targets)
+        num_items = len(model.item_weight) if features is None else len(features.trained)
+        share = Share(targets, draw_negatives(config, num_items, targets))
+        share = share if batch.cut is None else share.part(batch.cut.index)
+    if share.items is not None:
+        items = share.items
+    elif features is not None:
+        items, share = competing_items(model.embedding, share)
     else:
-        targets, drawn, count = share.targets, share.drawn, share.count
-    items = None if share is None else share.items
-    if items is None and features is not None:
-        items, targets, drawn = competing_items(model.embedding, targets, drawn)
-    elif items is None:
         items = model.item_weight if model.targets is None else model.targets
     if model.head is None:
         items = F.dropout(items, model.item_dropout, model.training)
         learned = model.log_temperature
         temperature = None if learned is None else config.temperature * learned.exp()
+        excluded = excluded_items(config, batch, longest)
         excluded = None if excluded is None else places_of(features, excluded)
-        return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature, excluded, repeats), {}
-    ids = None if drawn is None else drawn.per_position(len(targets)).expand(len(targets), -1)
-    return mol_loss(model.head, out, items, targets, ids, None if share is None else share.ranks)
+        return training_loss(config, out, items, share, dtype, temperature, excluded, repeats), {}
+    rows = len(share.targets)
+    ids = None if share.drawn is None else share.drawn.per_position(rows).expand(rows, -1)
+    return mol_loss(model.head, out, items, share.targets, ids, share.ranks)
 
 
 def places_of(features: ItemFeatures | None, targets: Tensor) -> Tensor:
@@ -121,27 +129,16 @@ def places_of(features: ItemFeatures | None, targets: Tensor) -> Tensor:
     return targets if features is None else torch.where(targets < 0, -1, features.place[targets])
 
 
-def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tuple[Tensor, Negatives | None]:
-    """Return the targets [T] and negatives of the positions `part`; None: of all positions."""
-    if part is None:
-        return targets, drawn
-    if drawn is not None and drawn.ids.dim() == 2:
-        drawn = drawn._replace(ids=drawn.ids[part % len(drawn.ids)], in_blocks=False)
-    return targets[part], drawn
+def competing_items(embedding: InputEmbedding, share: Share) -> tuple[Tensor, Share]:
+    """Return (representations [R, E] of items with features, the share with indices into these).
 
-
-def competing_items(
-    embedding: InputEmbedding, targets: Tensor, drawn: Negatives | None
-) -> tuple[Tensor, Tensor, Negatives | None]:
-    """Return (representations [R, E], targets and negatives as indices into these) of items with features.
-
-    targets, drawn: items as numbered by `places_of`. The representations are those of all items with a training event,
-    or of targets and negatives alone if these are fewer.
+    They are those of all items with a training event, or of targets and negatives alone if these are fewer.
     """
+    targets, drawn = share.targets, share.drawn
     assert embedding.items is not None
     trained = embedding.items.trained
     if drawn is None or len(targets) + drawn.ids.numel() >= len(trained):
-        return embedding.item_rows(), targets, drawn
+        return embedding.item_rows(), share
     places = torch.cat([targets.clamp(min=0), drawn.ids.flatten()])
     # A repeated item has one row, so that a negative equal to the target has its number.
     order = torch.arange(len(places), device=places.device)
@@ -149,8 +146,8 @@ def competing_items(
     rows = row[places]
     log_q = None if drawn.log_q is None else drawn.log_q[places]
     negatives = drawn._replace(ids=rows[len(targets) :].view(drawn.ids.shape).to(drawn.ids.dtype), log_q=log_q)
-    items = embedding.item_rows(trained[places])
-    return items, torch.where(targets < 0, -1, rows[: len(targets)]), negatives
+    share = share._replace(targets=torch.where(targets < 0, -1, rows[: len(targets)]), drawn=negatives)
+    return embedding.item_rows(trained[places]), share
 
 
 def block_count(positions: int) -> int:
@@ -222,57 +219,34 @@ def training_loss(
     config: LossConfig,
     out: Tensor,
     item_weight: Tensor,
-    targets: Tensor,
-    dtype: torch.dtype | None = None,
-    part: Tensor | None = None,
-    temperature: Tensor | None = None,
-) -> Tensor:
-    """Return the mean loss over positions with a target, with gradients for `out` and `item_weight` (no second
-    derivative).
-
-    Negatives are drawn with torch's global generator: uniformly from the catalogue or, for `in_batch`, from the targets
-    of the batch. `mixed_negatives` draws a share of either kind and corrects logits by the logarithm of the resulting
-    probabilities. A negative equal to the target does not count.
-
-    Args:
-        config: the loss.
-        out: [T, E] fp32, L2-normalised; of any length if `takes_kernel`.
-        item_weight: [I, E].
-        targets: [T] int64; positions without a target (-1, padding included) do not count.
-        dtype: the dtype of matrix products on a GPU; by default the table's.
-        part: the positions of `out`, if it has only some of them; the result is then their share of the mean, with the
-            negatives that they would have among all positions.
-        temperature: 0-d, replaces the configured one and has a gradient.
-    """
-    count = None if part is None else (targets >= 0).sum().clamp(min=1)
-    targets, drawn = part_of(targets, draw_negatives(config, len(item_weight), targets), part)
-    return sampled_loss(config, out, item_weight, targets, drawn, count, dtype, temperature)
-
-
-def sampled_loss(
-    config: LossConfig,
-    out: Tensor,
-    item_weight: Tensor,
-    targets: Tensor,
-    drawn: Negatives | None,
-    count: Tensor | None = None,
+    share: Share,
     dtype: torch.dtype | None = None,
     temperature: Tensor | None = None,
     excluded: Tensor | None = None,
     repeats: Repeats | None = None,
 ) -> Tensor:
-    """Return `training_loss` with the negatives `drawn`: the sum over positions with a target, divided by `count`.
+    """Return the sum of the losses of positions with a target, divided by `share.count`.
 
-    count: 0-d; None: the number of these positions. excluded: [T, N] int64, the items that `loss.exclude` excludes at
-    each position, -1 for none; a target is never excluded. repeats: the term that is added to the cosines; outputs are
-    then normalised.
+    It has gradients for `out` and `item_weight` (no second derivative). A negative equal to the target does not count.
+
+    Args:
+        config: the loss.
+        out: [T, E] fp32, L2-normalised; of any length if `takes_kernel`.
+        item_weight: [I, E].
+        share: the targets and negatives.
+        dtype: the dtype of matrix products on a GPU; by default the table's.
+        temperature: 0-d, replaces the configured one and has a gradient.
+        excluded: [T, N] int64, the items that `loss.exclude` excludes at each position, -1 for none; a target is never
+            excluded.
+        repeats: the term that is added to the cosines; outputs are then normalised.
     """
+    targets, drawn, count = share.targets, share.drawn, share.count
     if repeats is None and takes_kernel(config, out):
-        dtype, share = dtype or item_weight.dtype, 1 if count is None else (targets >= 0).sum() / count
+        dtype, factor = dtype or item_weight.dtype, 1 if count is None else (targets >= 0).sum() / count
         out, block = out.to(dtype), 1
         if drawn is not None and drawn.in_blocks:
             (out, block), (targets, _) = (by_block(x, len(drawn.ids), value) for x, value in ((out, 0), (targets, -1)))
-        return share * hstu_sparse.catalogue_loss(
+        return factor * hstu_sparse.catalogue_loss(
             out,
             item_weight.to(dtype),
             targets,
@@ -315,17 +289,6 @@ def sampled_loss(
 def takes_kernel(config: LossConfig, out: Tensor) -> bool:
     """Return whether the loss is `hstu_sparse.catalogue_loss`, which normalises outputs and items."""
     return out.is_cuda and config.kind != "bce" and config.exclude == "none" and out.shape[1] <= MAX_KERNEL_SIZE
-
-
-def repeats_of(model: SequenceModel, batch: Batch, longest: int) -> Repeats | None:
-    """Return the argument `repeats` of `head_loss` for a batch; None if the model has no term of repeats.
-
-    longest: the greatest number of tokens of a sequence.
-    """
-    if model.repeats is None:
-        return None
-    items = places_of(model.embedding.items, batch.item_ids).clamp(min=0)
-    return Repeats(model.repeats, Earlier.of(batch, longest, items))
 
 
 def excluded_items(config: LossConfig, batch: Batch, longest: int) -> Tensor | None:

@@ -56,17 +56,14 @@ def build_step(
         for layer in model.layers:
             layer.compile(dynamic=True)
 
-    dtype = torch.bfloat16 if c.autocast == "bf16" else None
     task, reserved_names = build_task(config), TAKEN.union(config.task.metric_names())
 
     def step(batch: Batch) -> Losses:
-        whole_batch, batch = batch, ranks.cut(batch, model.num_context)
-        if batch.cut is not None and batch.cut.uncut is not None:
-            whole_batch = batch.cut.uncut
+        batch = ranks.cut(batch, model.num_context)
         # In a captured step, autocast's cache of cast weights would outlive the step.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model.raw_output(batch, share=ranks.part_of_context if ranks.context > 1 else None)
-        loss, task_losses = task.loss(model, out, batch, whole_batch, dtype)
+        loss, task_losses = task.loss(model, out, batch, None)
         aux |= task_losses
         if wrong := aux.keys() & reserved_names:
             raise ValueError(

@@ -62,6 +62,9 @@ class AuxLoss(NamedTuple):
         return AuxLoss(self.value + other.value, self.weighted + other.weighted)
 
 
+AuxLosses = dict[str, AuxLoss]  # by name
+
+
 class Blocks(NamedTuple):
     """The blocks of bsa: tokens of a block, selected blocks of a token, neighbouring tokens that share a selection."""
 

@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
@@ -20,7 +19,7 @@ from data.reading.formats import FORMATS
 from data.splits import Split, Splits, make_splits
 from data.types import Dataset
 from evaluation.report import Table
-from models.attention.contract import AuxLoss
+from models.attention.contract import AuxLosses
 from models.hstu import SequenceModel
 from models.losses import Share
 from models.options import LossConfig, ModelConfig
@@ -165,26 +164,11 @@ class Task:
         """Return the module `model.task_head`, or None."""
         return None
 
-    def loss(
-        self,
-        model: SequenceModel,
-        out: Tensor,
-        batch: Batch,
-        whole: Batch,
-        dtype: torch.dtype | None,
-        share: Share | None = None,
-    ) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """Return (training loss, auxiliary losses by name) of the outputs `out` [T, E] of `SequenceModel.raw_output`.
+    def loss(self, model: SequenceModel, out: Tensor, batch: Batch, share: Share | None) -> tuple[Tensor, AuxLosses]:
+        """Return (training loss, auxiliary losses) of the outputs `out` [T, E] of `SequenceModel.raw_output`.
 
-        The computation must not wait for the device.
-
-        Args:
-            model: the model.
-            out: [T, E].
-            batch: the batch of the outputs.
-            whole: the same, or the whole batch if `batch` is a rank's part of it.
-            dtype: the dtype of matrix products on a GPU; None: that of the weights.
-            share: given if ranks share the batch; the results are then this rank's shares of the sums.
+        The computation must not wait for the device. share: given if ranks share the batch; the results are then this
+        rank's shares of the sums.
         """
         raise NotImplementedError
 

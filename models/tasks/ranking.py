@@ -34,7 +34,7 @@ from evaluation.ranking_baseline import predicted_by_history
 from evaluation.ranking_metrics import LENGTH_EDGES
 from evaluation.report import Table
 from models.attention import ATTENTION_KINDS
-from models.attention.contract import AuxLoss
+from models.attention.contract import AuxLoss, AuxLosses
 from models.hstu import SequenceModel
 from models.losses import Share
 from models.protocols import RunOptions
@@ -245,22 +245,15 @@ class Ranking(Task):
         c = self.config.task
         return ActionHeads(len(c.actions), c.hidden_dim, c.dropout, self.config.model.embedding_dim, c.experts)
 
-    def loss(
-        self,
-        model: SequenceModel,
-        out: Tensor,
-        batch: Batch,
-        whole: Batch,
-        dtype: torch.dtype | None,
-        share: Share | None = None,
-    ) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def loss(self, model: SequenceModel, out: Tensor, batch: Batch, share: Share | None) -> tuple[Tensor, AuxLosses]:
         """Compute the binary cross-entropy: the mean over scored tokens, then the weighted sum over actions."""
         assert isinstance(batch, RankingBatch)
         labels = batch.labels
         scored = labels >= 0
         logits = model.task_head(out.float())
         losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0).to(logits), reduction="none")
-        count = scored.sum(0) if share is None else share.ranks.sum(scored.sum(0))
+        ranks = None if share is None else share.ranks
+        count = scored.sum(0) if ranks is None else ranks.sum(scored.sum(0))
         means = torch.where(scored, losses, 0).sum(0) / count.clamp(min=1)
         # A tensor of weights would be copied from the host, which a CUDA graph cannot capture.
         loss = torch.stack([action.weight * mean for action, mean in zip(self.actions, means)]).sum()

@@ -31,9 +31,9 @@ from evaluation.ranking_metrics import (
 )
 from evaluation.report import Table
 from evaluation.scores import FILTERS, Scores, best_items, popularity_scorer, rank_targets, seen_by
-from models.attention.contract import AuxLoss
+from models.attention.contract import AuxLosses
 from models.hstu import SequenceModel
-from models.losses import Share, excluded_items, head_loss, repeats_of
+from models.losses import Share, head_loss
 from models.protocols import RankGroup
 from models.tasks.contract import Served, Task, TaskOptions
 from models.tasks.scoring import model_scorer
@@ -85,18 +85,9 @@ class Retrieval(Task):
         if best.startswith(("HR@", "Recall@")) and cutoff(best) >= dataset.num_items and self.config.eval.every:
             raise ConfigError(f"eval.best_metric: {best} is 1 for any model of {dataset.num_items} items")
 
-    def loss(
-        self,
-        model: SequenceModel,
-        out: Tensor,
-        batch: Batch,
-        whole: Batch,
-        dtype: torch.dtype | None,
-        share: Share | None = None,
-    ) -> tuple[Tensor, dict[str, AuxLoss]]:
-        part, c, longest = None if batch.cut is None else batch.cut.index, self.config, self.config.model.max_seq_len
-        excluded, repeats = excluded_items(c.loss, batch, longest), repeats_of(model, batch, longest)
-        return head_loss(model, c.loss, out, whole.target_ids, dtype, part, share, excluded, repeats)
+    def loss(self, model: SequenceModel, out: Tensor, batch: Batch, share: Share | None) -> tuple[Tensor, AuxLosses]:
+        dtype = torch.bfloat16 if self.config.train.autocast == "bf16" else None
+        return head_loss(model, self.config.loss, out, batch, share, dtype)
 
     def _judged(
         self, score: Callable[[Batch], Scores], batches: Batches, names: Sequence[str] | None = None

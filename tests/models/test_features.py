@@ -17,7 +17,7 @@ from data.synthetic import generate
 from data.types import DataError, Dataset
 from models.features import ContextFeatures
 from models.hstu import SequenceModel
-from models.losses import Negatives, competing_items, sampled_loss
+from models.losses import Negatives, Share, competing_items, training_loss
 from models.tasks.build import build_task
 from training.config import RunConfig
 from training.step import build_step
@@ -207,13 +207,10 @@ def test_drawn_rows_give_the_loss_of_the_whole_catalogue(shared):
     out = torch.nn.functional.normalize(torch.randn(3, 16, generator=torch.Generator().manual_seed(0)), dim=1)
     ids = torch.tensor([4, 7, 7, 2] if shared else [[4, 7, 7, 2], [4, 5, 6, 1], [0, 0, 1, 2]])
     drawn = Negatives(ids, torch.linspace(-4, -1, len(model.embedding.items.trained)))
-    targets = torch.tensor([4, -1, 7])
-    few, new_targets, new_drawn = competing_items(model.embedding, targets, drawn)
+    share = Share(torch.tensor([4, -1, 7]), drawn)
+    few, new_share = competing_items(model.embedding, share)
     assert len(few) == 3 + ids.numel() < len(model.embedding.items.trained)
-    losses = [
-        sampled_loss(config.loss, out, *parts)
-        for parts in ((few, new_targets, new_drawn), (model.item_table, targets, drawn))
-    ]
+    losses = [training_loss(config.loss, out, *parts) for parts in ((few, new_share), (model.item_table, share))]
     torch.testing.assert_close(*losses)
     parameters = list(model.embedding.tables.parameters()) + list(model.embedding.items.parameters())
     for actual, expected in zip(*(torch.autograd.grad(loss, parameters) for loss in losses)):

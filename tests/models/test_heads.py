@@ -83,11 +83,11 @@ def test_item_dropout_of_the_dot_head_is_on_targets_in_training_alone():
     assert torch.equal(model.raw_output(batch)[0], out)
     for training in (True, False):
         torch.manual_seed(1)
-        actual, _ = losses.head_loss(model.train(training), loss, out, batch.target_ids)
+        actual, _ = losses.head_loss(model.train(training), loss, out, batch)
         torch.manual_seed(1)
         items = F.dropout(model.item_weight, 0.5, training)
-        assert torch.equal(actual, losses.training_loss(loss, normalized(out), items, batch.target_ids))
-    assert torch.equal(actual, losses.head_loss(plain, loss, out, batch.target_ids)[0])
+        assert torch.equal(actual, losses.training_loss(loss, normalized(out), items, losses.Share(batch.target_ids)))
+    assert torch.equal(actual, losses.head_loss(plain, loss, out, batch)[0])
 
 
 def test_separate_targets_are_learned_and_scored_by():
@@ -96,7 +96,7 @@ def test_separate_targets_are_learned_and_scored_by():
     model = make_model("dense", head={"kind": "dot", "separate_targets": True}).train()
     assert torch.equal(model.item_weight, make_model("dense").item_weight)
     out, _ = model.raw_output(batch)
-    loss, _ = losses.head_loss(model, LossConfig(kind="cross_entropy"), out, batch.target_ids)
+    loss, _ = losses.head_loss(model, LossConfig(kind="cross_entropy"), out, batch)
     loss.backward()
     assert model.targets.grad.abs().sum(1).all()
     assert set(model.item_weight.grad.abs().sum(1).nonzero()[:, 0].tolist()) == set(batch.item_ids.tolist())

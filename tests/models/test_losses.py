@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hstu_sparse import catalogue_loss
 from models import chunks, losses
-from models.losses import excluded_items, sampled_loss, training_loss
+from models.losses import Share, excluded_items
 from models.options import LossConfig
 from tests.models.test_hstu import NUM_ITEMS, make_batch
 
@@ -25,6 +25,12 @@ def inputs():
 
 def config(kind, **options):
     return LossConfig.model_validate({"kind": kind, "num_negatives": 5, **options})
+
+
+def training_loss(c, out, items, targets, **options):
+    """Compute the loss with drawn negatives."""
+    share = Share(targets, losses.draw_negatives(c, len(items), targets))
+    return losses.training_loss(c, out, items, share, **options)
 
 
 def by_hand(c, out, items, targets):
@@ -258,7 +264,7 @@ def test_items_of_the_user_do_not_compete(which, smoothing, device, monkeypatch)
     chosen = config("cross_entropy", exclude=which, temperature=0.5, label_smoothing=smoothing)
     excluded = excluded_items(chosen, batch, 6).to(device)
     targets = batch.target_ids.to(device)
-    actual = sampled_loss(chosen, out, items, targets, None, excluded=excluded)
+    actual = losses.training_loss(chosen, out, items, Share(targets), excluded=excluded)
     total = 0.0
     for begin, end in ((0, 5), (5, 6), (6, 10)):
         for t in range(begin, end):

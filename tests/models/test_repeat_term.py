@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from data.earlier import Earlier
 from models import chunks
 from models.hstu import SequenceModel
-from models.losses import excluded_items, head_loss, repeats_of
+from models.losses import head_loss
 from models.options import LossConfig, ModelConfig
 from models.repeats import COUNT_OCTAVES, EVENT_OCTAVES, TIME_OCTAVES, RepeatTerm
 from models.tasks.scoring import model_scorer
@@ -113,8 +113,7 @@ def test_loss_and_gradients(exclude, monkeypatch):
     model, batch = model_of(), few_items(make_batch(LENGTHS))
     loss_config = LossConfig(kind="cross_entropy", exclude=exclude, temperature=0.3)
     out = torch.randn(batch.num_tokens, 8, requires_grad=True)
-    excluded, repeats = excluded_items(loss_config, batch, 12), repeats_of(model, batch, 12)
-    loss, _ = head_loss(model, loss_config, out, batch.target_ids, excluded=excluded, repeats=repeats)
+    loss, _ = head_loss(model, loss_config, out, batch)
     inputs = [out, model.item_weight, *model.repeats.parameters()]
     actual = torch.autograd.grad(loss, inputs)
     total, unit = 0.0, F.normalize(out, dim=-1)

@@ -125,6 +125,7 @@ class Ranks:
             origins=batch.origins,
             plan=whole_plan(batch.seq_offsets, rank, self.context, zigzag=True),
             group=group,
+            targets=batch.target_ids,
         )
         return replace(batch.part(index, offsets), cut=cut)
 
@@ -206,6 +207,7 @@ def consecutive(batch: Batch, rank: int, world: int, group: Any, num_context: in
         origins=batch.origins,
         plan=None,
         group=group,
+        targets=batch.target_ids,
         uncut=replace(batch, heads=group),
         tokens=tuple(after - before for before, after in pairwise(bounds)),
     )

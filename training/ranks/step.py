@@ -58,7 +58,7 @@ class Shares(nn.Module):
         if inputs is not None and c.task.has_item_loss and share.drawn is None:
             loss, task_losses = catalogue_share(self.model, c.loss, out, batch, self.ranks, dtype)
         else:
-            loss, task_losses = self.task.loss(self.model, out, batch, batch, dtype, share)
+            loss, task_losses = self.task.loss(self.model, out, batch, share)
         return loss, shares | task_losses
 
 

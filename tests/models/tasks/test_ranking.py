@@ -133,7 +133,7 @@ def test_candidates_are_trained_on_the_actions_of_the_history():
     for epoch in range(3):
         for batch in task.batches(dataset, splits.train, batch_size=20).epoch(epoch):
             optimizer.zero_grad()
-            task.loss(model, model.raw_output(batch)[0], batch, batch, None)[0].backward()
+            task.loss(model, model.raw_output(batch)[0], batch, None)[0].backward()
             optimizer.step()
     test = task.batches(dataset, splits.test, batch_size=50, shuffle=False)
     assert task.evaluate(model, test)["auc"] > 0.99
@@ -160,7 +160,7 @@ def test_the_loss_is_the_mean_over_scored_events_by_hand():
     split = Split(np.array([0, 1]), begin, begin + np.array([8, 5]), begin + np.array([3, 0]))
     (batch,) = task.batches(dataset, split, batch_size=2, shuffle=False).epoch(0)
     out, _ = model.raw_output(batch)
-    loss, named = task.loss(model, out, batch, batch, None)
+    loss, named = task.loss(model, out, batch, None)
     scored = [t for t in range(26) if t % 2 == 0 and not t < 6]
     p = model.task_head(out)[scored].sigmoid()
     y = torch.from_numpy(dataset.actions)[batch.events[scored]].float()[:, None]

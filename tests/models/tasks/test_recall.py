@@ -91,7 +91,7 @@ def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monke
     task, dataset = build_task(config), generate_recall(**RECALL)
     batch = next(task.batches(dataset, task.splits(dataset).train, batch_size=4).epoch(0))
     out = torch.randn(batch.num_tokens, 16, requires_grad=True)
-    task.loss(SequenceModel(config.model, dataset.num_items), out, batch, batch, None)[0].backward()
+    task.loss(SequenceModel(config.model, dataset.num_items), out, batch, None)[0].backward()
     assert torch.equal(out.grad.abs().sum(1) > 0, batch.target_ids >= 0)
 
 
