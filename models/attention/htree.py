@@ -44,8 +44,6 @@ class HierarchicalTreeAttention(FewKeys):
         """The number of neighbouring tokens that expand the same nodes; it must divide compression_rate."""
         rope_base: float = Field(10000.0, gt=0)
         """The base of the rotary embedding's wavelengths."""
-        backend: Literal["auto", "triton", "reference"] = "auto"
-        """The implementation. `auto`: Triton kernels for CUDA tensors, the reference for CPU tensors."""
 
         def default_kv_heads(self, sizes: LayerSizes) -> int:
             return sizes.num_heads if sizes.max_seq_len < LONG else few_kv_heads(sizes)

@@ -91,8 +91,6 @@ class IndexerAttention(FewKeys, BiasedAttention):
         """The weight of the indexer's loss."""
         warmup_steps: int = Field(0, ge=0)
         """The number of first training steps with dense attention, in which the indexer's loss is over all tokens."""
-        backend: Literal["auto", "triton", "reference"] = "auto"
-        """The implementation. `auto`: Triton kernels for CUDA tensors, the reference for CPU tensors."""
 
         def default_kv_heads(self, sizes: LayerSizes) -> int:
             # Without groups the kernels run once per key head.

@@ -8,12 +8,13 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.contract import AuxLoss, LayerSizes
-from models.attention.shared import FlashBackend, HSTUAttention, SharedKeys, check_cute, check_flash_backend
+from models.attention.contract import BACKEND, AuxLoss, LayerSizes
+from models.attention.shared import FlashAttention, HSTUAttention
+from models.attention.spread import context_by
 from models.protocols import RunOptions
 
 
-class RingAttention(SharedKeys, HSTUAttention):
+class RingAttention(FlashAttention, HSTUAttention):
     """Softmax or dense HSTU attention whose sequences ranks may share (parallel.context).
 
     Examples:
@@ -23,23 +24,18 @@ class RingAttention(SharedKeys, HSTUAttention):
         torch.Size([3, 2, 8])
     """
 
-    class Config(SharedKeys.Config, HSTUAttention.Config):
-        """The options. With `inner: hstu` they and the result are those of `dense`; `inner: softmax` has no biases."""
-
+    class Config(FlashAttention.Config, HSTUAttention.Config):
         context_by: ClassVar[tuple[str, ...]] = ("ring", "heads")
 
         kind: Literal["ring"]
         """The attention kind."""
         inner: Literal["auto", "softmax", "hstu"] = "auto"
-        """The attention that is computed; `auto` is `hstu` in an HSTU block, otherwise `softmax`."""
+        """The attention that is computed; `auto` is `hstu`, as `dense` computes it, in an HSTU block, otherwise
+        `softmax`. Biases are for `hstu`; dropout, num_kv_heads and the backend `cute` are for `softmax`."""
         scale: float | None = Field(None, gt=0)  # type: ignore[assignment]  # by default it depends on inner
         """The factor of the products of queries and keys; absent, 1 for `hstu`, D ** -0.5 for `softmax`."""
         window_size: int = Field(0, ge=0)
         """The number of latest tokens, itself included, to which a token attends; 0 for all."""
-        dropout: float = Field(0.0, ge=0, lt=1)
-        """The dropout of the attention weights. Only `inner: softmax` takes it and num_kv_heads."""
-        backend: FlashBackend = "auto"  # type: ignore[assignment]  # cute is added to the backends of hstu
-        """The implementation; `cute` is FlashAttention-4, which needs the extra `cute` and `inner: softmax`."""
 
         def for_model(self, sizes: LayerSizes) -> Self:
             inner = self.inner
@@ -59,13 +55,11 @@ class RingAttention(SharedKeys, HSTUAttention):
                 raise ValueError("dropout and num_kv_heads are for inner=softmax: leave them out")
             if self.inner == "hstu" and self.backend == "cute":
                 raise ValueError("backend=cute is for inner=softmax: use triton")
-            check_flash_backend(self.backend, self.dropout)
 
         def check_device(self, run: RunOptions, device: torch.device) -> None:
-            if self.backend == "cute":
-                check_cute(run, device, self.window_size)
-            else:
-                super().check_device(run, device)
+            super().check_device(run, device)
+            if self.backend == "cute" and self.window_size and run.parallel.context > 1 and context_by(run) == "ring":
+                raise ValueError(f"{BACKEND}=cute has no window_size with parallel.context_by=ring: use backend=triton")
 
     config: Config
     reads_input = False

@@ -16,11 +16,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import padded_head
 from hstu_sparse.flash.cute import check_available
 from models.attention.contract import BACKEND, AttentionKind, LayerSizes, PagedForm
-from models.attention.spread import context_by
 from models.protocols import RunOptions
-
-# Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
-FlashBackend = Literal["auto", "triton", "reference", "cute"]
 
 FEW_CHANNELS = 64  # channels that `few_kv_heads` have in total, at least if possible
 MANY_CHANNELS = 256  # padded channels that `many_kv_heads` have in total, at most
@@ -28,24 +24,10 @@ MANY_CHANNELS = 256  # padded channels that `many_kv_heads` have in total, at mo
 EXTRA_POSITIONS = 11  # the published HSTU adds it to max_seq_len in its normaliser and bias tables
 
 
-def check_flash_backend(backend: str, dropout: float) -> None:
-    """Raise ValueError for options that FlashAttention-4 does not support."""
-    if backend == "cute" and dropout:
-        raise ValueError("backend=cute has no dropout: set attention's dropout to 0, or use backend=triton")
-
-
 def check_16_bits(backend: str, run: RunOptions) -> None:
     """Raise ValueError unless the run computes in 16 bits, as the backend requires."""
     if run.train.autocast != "bf16":
         raise ValueError(f"{BACKEND}={backend} computes in 16 bits: set train.autocast to bf16, or use backend=triton")
-
-
-def check_cute(run: RunOptions, device: torch.device, window_size: int = 0) -> None:
-    """Raise ValueError unless FlashAttention-4 supports the device and the options of the run."""
-    check_available(BACKEND, device)
-    check_16_bits("cute", run)
-    if run.parallel.context > 1 and window_size and context_by(run) == "ring":
-        raise ValueError(f"{BACKEND}=cute has no window_size with parallel.context_by=ring: use backend=triton")
 
 
 def new_table(size: int) -> nn.Parameter:
@@ -160,12 +142,36 @@ class SharedKeys(AttentionKind):
         return config.num_kv_heads or num_heads
 
 
+class FlashAttention(SharedKeys):
+    """Base of softmax attention that `hstu_sparse.flash_attention` computes."""
+
+    class Config(SharedKeys.Config):
+        dropout: float = Field(0.0, ge=0, lt=1)
+        """The dropout of the attention weights."""
+        backend: Literal["auto", "triton", "reference", "cute"] = "auto"
+        """The implementation; `cute` is FlashAttention-4, which needs the extra `cute`."""
+
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
+            if self.backend == "cute" and self.dropout:
+                raise ValueError("backend=cute has no dropout: set attention's dropout to 0, or use backend=triton")
+
+        def check_device(self, run: RunOptions, device: torch.device) -> None:
+            if self.backend != "cute":
+                super().check_device(run, device)
+                return
+            check_available(BACKEND, device)
+            check_16_bits("cute", run)
+
+
 class FewKeys(SharedKeys):
     """Base of kinds that gather keys and values, and so are faster with fewer key and value heads."""
 
     class Config(SharedKeys.Config):
         num_kv_heads: AutoCount | None = "auto"  # type: ignore[assignment]  # a number or auto
         """The number of key and value heads; null: the number of query heads; `auto`: fewer if that would be slow."""
+        backend: Literal["auto", "triton", "reference"] = "auto"
+        """The implementation. `auto`: Triton kernels for CUDA tensors, the reference for CPU tensors."""
 
         def default_kv_heads(self, sizes: LayerSizes) -> int:
             """Return the value of num_kv_heads for `auto`."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,11 +13,11 @@ from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.core.mask import Mask, pairs
 from models.attention.contract import BACKEND, AuxLoss, LayerSizes, PagedForm
-from models.attention.shared import BiasedAttention, FlashBackend, SharedKeys, TimeBias, check_cute, check_flash_backend
+from models.attention.shared import BiasedAttention, FlashAttention, TimeBias
 from models.protocols import RunOptions
 
 
-class SoftmaxAttention(SharedKeys, BiasedAttention):
+class SoftmaxAttention(FlashAttention, BiasedAttention):
     """Causal softmax attention as in the transformer (arXiv 1706.03762), with dropout on the attention weights.
 
     Examples:
@@ -28,37 +27,26 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         torch.Size([3, 2, 8])
     """
 
-    class Config(SharedKeys.Config, BiasedAttention.Config):
+    class Config(FlashAttention.Config, BiasedAttention.Config):
         portable: ClassVar[bool] = True
         context_by: ClassVar[tuple[str, ...]] = ("heads",)
 
         kind: Literal["softmax"]
         """The attention kind."""
-        dropout: float = Field(0.0, ge=0, lt=1)
-        """The dropout of the attention weights."""
         position_bias: bool = False
         """Whether a learned bias by the distance in positions is added to the scores."""
         time_bias: TimeBias = False
         """Whether a learned bias by the distance in time is added; `auto`: if the data have times."""
-        backend: FlashBackend = "auto"
-        """The implementation; `cute` is FlashAttention-4, which needs the extra `cute`."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
             if self.backend != "auto" and (self.position_bias or self.time_bias):
                 raise ValueError(f"backend={self.backend} takes no position_bias or time_bias: leave backend out")
-            check_flash_backend(self.backend, self.dropout)
 
         def check_run(self, run: RunOptions) -> None:
             super().check_run(run)
             if self.backend == "cute" and run.data.features and run.data.features.user_tokens:
                 raise ValueError(f"{BACKEND}=cute takes no data.features.users.as=tokens: use triton, or as=sum")
-
-        def check_device(self, run: RunOptions, device: torch.device) -> None:
-            if self.backend == "cute":
-                check_cute(run, device)
-            else:
-                super().check_device(run, device)
 
     config: Config
 
