@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.options import Options, auto_or, chosen
-from models.attention.contract import AuxLoss
+from models.attention.contract import AuxLoss, AuxLosses
 from models.chunks import CHUNK, ChunkedSum, chunk_size
 from models.protocols import RankGroup, RunOptions
 from models.repeats import RepeatTerm
@@ -248,7 +248,7 @@ def mol_loss(
     negatives: Tensor | None,
     ranks: RankGroup | None = None,
     part: CataloguePart | None = None,
-) -> tuple[Tensor, dict[str, AuxLoss]]:
+) -> tuple[Tensor, AuxLosses]:
     """Return (softmax loss, mean over targets >= 0; the balance of the mixture as an auxiliary loss).
 
     Targets compete with `negatives` [T, K], or with the whole catalogue if that is None; a negative equal to the target

@@ -19,7 +19,7 @@ from data.batch import Batch
 from data.features.vocabulary import FeatureVocabulary
 from hstu_sparse.core.jagged import sequence_ids
 from models.attention import ATTENTION_KINDS
-from models.attention.contract import AttentionKind, AuxLoss
+from models.attention.contract import AttentionKind, AuxLoss, AuxLosses
 from models.attention.spread import attend
 from models.embedding import InputEmbedding
 from models.features import truncated_normal_
@@ -85,7 +85,7 @@ class Layer(nn.Module):
         self.config, self.dropout, self.attention = config, config.dropout, attention
         self.heads, self.kv_heads = config.num_heads, kv_heads
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         """Return (attention [T, H * V], auxiliary losses); x, q, k, v: [T, ...], heads concatenated."""
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
@@ -112,7 +112,7 @@ class HSTULayer(Layer):
         if config.feed_forward_dim is not None:
             self.feed_forward = SwiGLU(config.embedding_dim, config.feed_forward_dim, config.dropout)
 
-    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         x, normed = normed_input(x)
         u, v, q, k = hstu_sparse.silu_parts(normed @ self.uvqk, self.sizes)
         attended, aux = self.attend(normed, q, k, v, batch)
@@ -143,7 +143,7 @@ class TransformerLayer(Layer):
             nn.init.xavier_normal_(linear.weight)
             nn.init.zeros_(linear.bias)
 
-    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         normed = self.attention_norm(x)
         attended, aux = self.attend(normed, self.query(normed), self.key(x), self.value(x), batch)
         x = self.feed_forward_norm(normed + self.output(attended))
@@ -171,7 +171,7 @@ class PreNormLayer(Layer):
             nn.init.xavier_uniform_(linear.weight)
         nn.init.zeros_(self.output.bias)
 
-    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         x, normed = normed_input(x)
         attended, aux = self.attend(normed, self.query(normed), self.key(normed), self.value(normed), batch)
         x = x + F.dropout(self.output(attended), self.dropout, self.training)
@@ -263,13 +263,13 @@ class SequenceModel(nn.Module):
             return self.embedding.item_rows(ids)
         return self.targets if ids is None else F.embedding(ids, self.targets)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, batch: Batch) -> tuple[Tensor, AuxLosses]:
         x, aux = self.raw_output(batch)
         return normalized(x.float()), aux
 
     def raw_output(
         self, batch: Batch, rows: Tensor | None = None, share: Callable[[AuxLoss], AuxLoss] | None = None
-    ) -> tuple[Tensor, dict[str, AuxLoss]]:
+    ) -> tuple[Tensor, AuxLosses]:
         """Compute `forward` without the normalisation of outputs.
 
         rows [T, E]: the representations of the batch's items, if they were looked up before. share: maps each layer's
@@ -288,7 +288,7 @@ class SequenceModel(nn.Module):
             x = events.new_empty(batch.num_tokens, events.shape[1]).index_copy(0, places, events)
             front = batch.seq_offsets[:-1, None] + torch.arange(self.num_context, device=places.device)
             x = x.index_copy(0, front.flatten(), users.flatten(0, 1).to(x.dtype))
-        total: dict[str, AuxLoss] = {}
+        total: AuxLosses = {}
         for layer in self.layers:
             x, aux = recomputed(layer, x, batch) if self.recompute and self.training else layer(x, batch)
             for name, loss in aux.items():

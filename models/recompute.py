@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from data.batch import Batch
-from models.attention.contract import AuxLoss
+from models.attention.contract import AuxLosses
 
 # The operators that draw random numbers in a layer on a GPU: seeds of kernels, and torch's dropout.
 _aten = torch.ops.aten
@@ -19,7 +19,7 @@ DRAWS = [_aten.randint.default, _aten.randint.low, _aten.native_dropout.default]
 _saved_draws = functools.partial(create_selective_checkpoint_contexts, DRAWS)
 
 
-def recomputed(layer: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+def recomputed(layer: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
     """Return layer(x, batch) and save only x; the backward pass computes the layer again, with the same bits.
 
     On a CPU it restores the state of the random number generator. On a GPU the random numbers are saved instead, since

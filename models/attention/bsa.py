@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.contract import AuxLoss, Blocks, LayerSizes, PagedForm
+from models.attention.contract import AuxLosses, Blocks, LayerSizes, PagedForm
 from models.attention.shared import HSTUAttention
 from models.gate import GateModel
 
@@ -83,7 +83,7 @@ class BlockSparseAttention(HSTUAttention):
         c = self.config
         return self.biased_form(blocks=Blocks(c.block_size, c.block_counts, c.selection_group))
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         c, bias = self.config, self.bias(batch)
         lengths = batch.seq_offsets, self.sizes.max_seq_len
         options: dict[str, Any] = dict(bias=bias, backend=c.backend, block_size=c.block_size)

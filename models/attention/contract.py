@@ -190,7 +190,7 @@ class AttentionKind(nn.Module):
         """
         return None
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         """Compute q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).
 
         x [T, E] is the layer's normalised input. If ranks divide the heads (`batch.heads` is their process group), q, k

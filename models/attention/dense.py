@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.contract import BACKEND, AuxLoss, LayerSizes, PagedForm
+from models.attention.contract import BACKEND, AuxLosses, LayerSizes, PagedForm
 from models.attention.shared import HSTUAttention, check_16_bits
 from models.protocols import RunOptions
 
@@ -64,7 +64,7 @@ class DenseAttention(HSTUAttention):
     def paged(self) -> PagedForm:
         return self.biased_form(window=self.config.window_size)
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         config, bias = self.config, self.bias(batch)
         options: dict[str, Any] = dict(window_size=config.window_size, bias=bias, backend=config.backend)
         options |= dict(num_targets=batch.num_targets, num_context=batch.context_counts)

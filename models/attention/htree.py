@@ -10,7 +10,7 @@ from torch import Tensor
 import hstu_sparse
 from data.batch import Batch
 from data.options import chosen
-from models.attention.contract import AuxLoss, LayerSizes
+from models.attention.contract import AuxLosses, LayerSizes
 from models.attention.shared import AutoCount, AutoRate, FewKeys, few_kv_heads
 from models.protocols import RunOptions
 
@@ -88,7 +88,7 @@ class HierarchicalTreeAttention(FewKeys):
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config.for_model(sizes), sizes)
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         c = self.config
         options: dict[str, Any] = {
             name: chosen(getattr(c, name)) for name in ("compression_rate", "top_k", "selection_group")

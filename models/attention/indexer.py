@@ -17,7 +17,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.jagged import sequence_ids
 from hstu_sparse.core.launch import next_power_of_2
 from hstu_sparse.indexer.api import MOST_CHOSEN, MOST_KEY_CHANNELS, MOST_SHARING
-from models.attention.contract import AuxLoss, LayerSizes
+from models.attention.contract import AuxLoss, AuxLosses, LayerSizes
 from models.attention.shared import (
     AutoCount,
     BiasedAttention,
@@ -138,7 +138,7 @@ class IndexerAttention(FewKeys, BiasedAttention):
             config.num_time_buckets if config.index_time_bias else None,
         )
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         c, offsets = self.config, batch.seq_offsets
         bias = self.bias(batch)
         if k.shape[1] == 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.contract import BACKEND, AuxLoss, LayerSizes
+from models.attention.contract import BACKEND, AuxLosses, LayerSizes
 from models.attention.shared import FlashAttention, HSTUAttention
 from models.attention.spread import context_by
 from models.protocols import RunOptions
@@ -64,7 +64,7 @@ class RingAttention(FlashAttention, HSTUAttention):
     config: Config
     reads_input = False
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         c, cut, offsets = self.config, batch.cut, batch.seq_offsets
         if c.inner == "softmax":
             options: dict[str, Any] = dict(

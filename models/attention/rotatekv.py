@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.contract import AuxLoss, LayerSizes, PagedForm
+from models.attention.contract import AuxLosses, LayerSizes, PagedForm
 from models.attention.shared import HSTUAttention
 
 
@@ -73,7 +73,7 @@ class RotateKVAttention(HSTUAttention):
             raise ValueError(f"has sparsity={sparsity}, which pages do not support")
         return self.biased_form(codes={"dtype": torch.float32, **codes})
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         config = self.config
         options: dict[str, Any] = dict(bias=self.bias(batch), backend=config.backend)
         offsets, longest = batch.seq_offsets, self.sizes.max_seq_len

@@ -12,7 +12,7 @@ from data.batch import Batch
 from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.core.mask import Mask, pairs
-from models.attention.contract import BACKEND, AuxLoss, LayerSizes, PagedForm
+from models.attention.contract import BACKEND, AuxLosses, LayerSizes, PagedForm
 from models.attention.shared import BiasedAttention, FlashAttention, TimeBias
 from models.protocols import RunOptions
 
@@ -59,7 +59,7 @@ class SoftmaxAttention(FlashAttention, BiasedAttention):
     def paged(self) -> PagedForm:
         return self.biased_form(softmax=True)
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:
         backend = self.config.backend
         if (q.is_cuda or backend != "auto") and self.bias(batch) is None:
             options: dict[str, Any] = dict(dropout=self.config.dropout if self.training else 0.0, backend=backend)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from data.batch import Batch
 from hstu_sparse import heads_to_tokens, tokens_to_heads
-from models.attention.contract import AttentionKind, AuxLoss
+from models.attention.contract import AttentionKind, AuxLosses
 from models.protocols import RunOptions
 
 
@@ -42,7 +42,7 @@ def fault_of(run: RunOptions, way: str) -> str | None:
 
 def attend(
     attention: AttentionKind, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch
-) -> tuple[Tensor, dict[str, AuxLoss]]:
+) -> tuple[Tensor, AuxLosses]:
     """Call an attention module; if ranks divide the heads, with all tokens and this rank's heads.
 
     x [T, E], q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).

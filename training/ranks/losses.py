@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.catalogue import Part
-from models.attention.contract import AuxLoss
+from models.attention.contract import AuxLosses
 from models.embedding import InputEmbedding
 from models.heads import CataloguePart, as_share, mol_loss, normalized
 from models.hstu import SequenceModel
@@ -102,7 +102,7 @@ class _Gathered(torch.autograd.Function):
 
 def catalogue_share(
     model: SequenceModel, config: LossConfig, out: Tensor, batch: Batch, ranks: Ranks, dtype: torch.dtype | None
-) -> tuple[Tensor, dict[str, AuxLoss]]:
+) -> tuple[Tensor, AuxLosses]:
     """Return this rank's shares of the loss over the whole catalogue and of its auxiliary losses, by name.
 
     The table is sharded row-wise. Each rank multiplies the outputs [T, E] of all ranks by the items of its shard; then

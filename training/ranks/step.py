@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from data.balance import Deal
 from data.batch import Batch
-from models.attention.contract import AuxLoss
+from models.attention.contract import AuxLoss, AuxLosses
 from models.hstu import SequenceModel
 from models.options import ModelConfig
 from models.tasks.build import build_task
@@ -38,7 +38,7 @@ class Shares(nn.Module):
         self.model, self.config, self.ranks, self.task = model, config, ranks, build_task(config)
         self.bases, self.graphed = bases, graphed
 
-    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, batch: Batch) -> tuple[Tensor, AuxLosses]:
         c, device = self.config, batch.item_ids.device.type
         share, inputs = prepare(self.model, c.loss if c.task.has_item_loss else None, self.bases, batch, self.ranks)
         bf16 = c.train.autocast == "bf16"
