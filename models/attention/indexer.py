@@ -34,16 +34,6 @@ from models.attention.shared import (
 MOST_INDICES = 2**30
 
 
-def default_top_k(max_seq_len: int) -> int:
-    """Return an eighth of the longest history, rounded up to a power of two, from 8 to 128."""
-    return min(128, max(8, next_power_of_2(max_seq_len // 8)))
-
-
-def default_selection_group(max_seq_len: int) -> int:
-    """Return 8 up to a length of 2,048 and 16 for longer ones (docs/indexer.md)."""
-    return 8 if max_seq_len <= 2048 else 16
-
-
 class BiasTables(nn.Module):
     """Tables of a relative bias, [positions] and [num_time_buckets + 1]; None for a table that is not used."""
 
@@ -97,9 +87,13 @@ class IndexerAttention(FewKeys, BiasedAttention):
             return few_kv_heads(sizes) if self.selection_group == 1 else many_kv_heads(sizes)
 
         def for_model(self, sizes: LayerSizes) -> Self:
-            defaults = {"top_k": default_top_k, "selection_group": default_selection_group}
-            update = {name: make(sizes.max_seq_len) for name, make in defaults.items() if getattr(self, name) == "auto"}
-            return super().for_model(sizes).model_copy(update=update)
+            """Resolve `auto` (docs/indexer.md)."""
+            top_k, group = self.top_k, self.selection_group
+            if top_k == "auto":
+                top_k = min(128, max(8, next_power_of_2(sizes.max_seq_len // 8)))
+            if group == "auto":
+                group = 8 if sizes.max_seq_len <= 2048 else 16
+            return super().for_model(sizes).model_copy(update=dict(top_k=top_k, selection_group=group))
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
