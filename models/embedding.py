@@ -111,11 +111,6 @@ class InputEmbedding(nn.Module):
         """The item table, [num_items, E], unless it is sharded or items have no rows."""
         return self.tables.embeddings["item"].weight
 
-    @property
-    def action_weight(self) -> Tensor | None:
-        """The action table, or None."""
-        return self.tables.embeddings["action"].weight if self.tables and "action" in self.tables.embeddings else None
-
     @torch.no_grad()
     def add_items(self, items: NewItems) -> None:
         """Add items without a row for evaluation; they are represented by features and have the next ids."""
@@ -243,8 +238,9 @@ class InputEmbedding(nn.Module):
 
     def _action_rows(self, batch: Batch) -> Tensor | None:
         """Look up the rows of the batch's actions, [T, E]; None without an action table or without actions."""
-        actions = self.action_weight
-        return None if actions is None or batch.actions is None else F.embedding(batch.actions, actions)
+        if batch.actions is None or self.tables is None or "action" not in self.tables.embeddings:
+            return None
+        return F.embedding(batch.actions, self.tables.embeddings["action"].weight)
 
     def forward(self, batch: Batch, rows: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Embed a batch.

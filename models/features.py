@@ -60,7 +60,7 @@ class FeatureTables(nn.Module):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType  # see models/embedding.py
 
         super().__init__()
-        self.names, self.embedding_dim, self.dtype = list(sizes), embedding_dim, dtype
+        self.names, self.embedding_dim = list(sizes), embedding_dim
 
         def start(weight: Tensor) -> None:
             with torch.no_grad():

@@ -32,7 +32,7 @@ class Head(Options):
 
     @property
     def has_item_vectors(self) -> bool:
-        return True
+        return False
 
     def module(self, embedding_dim: int) -> "MixtureOfLogits | None":
         """Return the trained network that scores items; None if the score is the cosine."""
@@ -109,10 +109,6 @@ class MoLConfig(Head):
     """The divisor of the components' cosines; `loss.temperature` is for the head `dot`."""
     balance_weight: float = Field(0.001, ge=0)
     """The weight of the auxiliary loss that keeps all pairs of components in use."""
-
-    @property
-    def has_item_vectors(self) -> bool:
-        return False
 
     def module(self, embedding_dim: int) -> "MixtureOfLogits":
         return MixtureOfLogits(self, embedding_dim)

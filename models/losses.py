@@ -111,7 +111,7 @@ def head_loss(
     elif features is not None:
         items, share = competing_items(model.embedding, share)
     else:
-        items = model.item_weight if model.targets is None else model.targets
+        items = model.item_table
     if model.head is None:
         items = F.dropout(items, model.item_dropout, model.training)
         learned = model.log_temperature

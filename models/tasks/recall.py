@@ -114,12 +114,8 @@ class Recall(Retrieval):
         return metrics(self.recalls(model, batches, phase))
 
     def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:
-        level = self.random_level()
+        level = 1 / (self.config.data.recall or RecallOptions()).num_values  # of a random guess
         return {"accuracy": level, "worst": level}
-
-    def random_level(self) -> float:
-        """Return the accuracy of a random guess."""
-        return 1 / (self.config.data.recall or RecallOptions()).num_values
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """Compute the accuracy over all recalls, at the worst and at each distance, and that of a random guess."""
