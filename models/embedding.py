@@ -17,6 +17,7 @@ from data.batch import Batch
 from data.features.new_items import NewItems
 from data.features.vocabulary import FeatureVocabulary
 from models.features import ContextFeatures, ItemFeatures, convert_parameters, truncated_normal_
+from models.options import ModelConfig
 from models.protocols import ItemTable
 
 # Importing torchrec would print a warning of torch.fx in every process.
@@ -43,26 +44,23 @@ class InputEmbedding(nn.Module):
 
     def __init__(
         self,
+        config: ModelConfig,
         num_items: int,
-        num_actions: int,
-        embedding_dim: int,
-        max_seq_len: int,
-        dropout: float,
-        table_dtype: str = "float32",
+        num_actions: int = 0,
         features: FeatureVocabulary | None = None,
-        id_dropout: float = 0.0,
         table: ItemTable | None = None,
-        vector_correction: int = 0,
         user_tokens: bool = False,
     ):
         super().__init__()
+        embedding_dim = config.embedding_dim
         self.scale, self.num_items, self.sharded = embedding_dim**0.5, num_items, table
-        self.dropout, self.id_dropout = dropout, id_dropout
-        self.has_ids = id_dropout < 1  # otherwise items are represented by features alone
+        self.dropout = config.dropout if config.input_dropout is None else config.input_dropout
+        self.id_dropout = config.id_dropout
+        self.has_ids = config.id_dropout < 1  # otherwise items are represented by features alone
         sizes = ({"item": num_items} if self.has_ids else {}) | ({"action": num_actions} if num_actions else {})
         if table is not None and num_items * embedding_dim > DRAWN_WHOLE:
             del sizes["item"]
-        self.dtype = dtype = getattr(torch, table_dtype)
+        self.dtype = dtype = getattr(torch, config.table_dtype)
         trained = None if features is None else features.trained
         self.tables: Any = None  # the EmbeddingCollection of tables that are not sharded
         if sizes:
@@ -95,11 +93,11 @@ class InputEmbedding(nn.Module):
             del self.tables.embeddings["item"]
         elif table is not None:
             table.draw(None if trained is None else torch.from_numpy(trained))
-        self.position = nn.Parameter(torch.empty(max_seq_len, embedding_dim))
+        self.position = nn.Parameter(torch.empty(config.max_seq_len, embedding_dim))
         truncated_normal_(self.position, embedding_dim**-0.5)
         self.items = self.context = None
         if features is not None and features.trained is not None:
-            self.items = ItemFeatures(features, embedding_dim, dtype, vector_correction)
+            self.items = ItemFeatures(features, embedding_dim, dtype, config.vector_correction)
             if table is not None:  # this rank's range among the items with a training event
                 self.local_places = [int(features.trained[:row].sum()) for row in (table.begin[0], table.end[0])]
         self.register_buffer("added", None, persistent=False)

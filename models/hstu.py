@@ -210,19 +210,7 @@ class SequenceModel(nn.Module):
         user_tokens: bool = False,
     ):
         super().__init__()
-        self.embedding = InputEmbedding(
-            num_items,
-            num_actions,
-            config.embedding_dim,
-            config.max_seq_len,
-            config.dropout if config.input_dropout is None else config.input_dropout,
-            config.table_dtype,
-            features,
-            config.id_dropout,
-            table,
-            config.vector_correction,
-            user_tokens,
-        )
+        self.embedding = InputEmbedding(config, num_items, num_actions, features, table, user_tokens)
         # The number of tokens at the front of each sequence; layers' sequences are so much longer.
         self.num_context = len(features.of("users")) if features is not None and user_tokens else 0
         if self.num_context:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from data.batch import Batch
 from models.attention.bsa import warn_if_too_short
+from models.embedding import InputEmbedding
 from models.hstu import SequenceModel
 from models.options import ModelConfig
 
@@ -44,6 +45,10 @@ KINDS = {
     "softmax": CONFIG | {"block": "transformer", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
     "pre_norm": CONFIG | {"block": "pre_norm", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
 }
+
+
+def make_embedding(num_items, table=None, **options):
+    return InputEmbedding(ModelConfig.model_validate(KINDS["dense"] | options), num_items, table=table)
 
 
 def make_batch(lengths, seed=0):

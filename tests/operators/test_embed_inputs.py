@@ -114,9 +114,9 @@ def test_dropout_on_gpu():
 @pytest.mark.gpu
 def test_the_model_takes_the_kernel():
     from data.batch import Batch
-    from models.embedding import InputEmbedding
+    from tests.models.test_hstu import make_embedding
 
-    model = InputEmbedding(30, 0, 16, 50, 0.0).cuda()
+    model = make_embedding(30, embedding_dim=16, max_seq_len=50).cuda()
     times = torch.zeros(40, dtype=torch.int64)
     batch = Batch(torch.arange(40) % 30, times, times, times, torch.tensor([0, 13, 40]), torch.arange(2)).to("cuda")
     rows = model.item_weight[batch.item_ids]

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import torch
 
-from data.batch import Batch
-from models import embedding
+from data.batch import Batch, Whole
 from models.losses import Negatives, Share
 from models.options import LossConfig
+from tests.models.test_hstu import make_embedding
 from tests.training.ranks.test_tables import Shard
 from training.config import load_config
 from training.ranks.losses import look_up_items, prepare
@@ -21,7 +21,7 @@ def test_ranks_look_up_the_items_that_one_process_looks_up():
     # Fused adam updates every row that is looked up, so an idle rank must not look up any other row.
     table, id_sets = Shard((0, 0), (101, 8)), []
     table.look_up = lambda ids: id_sets.append(set(ids.tolist())) or table.weight[ids]
-    model = embedding.InputEmbedding(101, 0, 8, 5, 0.0, table=table)
+    model = make_embedding(101, table)
     items, targets = torch.tensor([3, 7, 9, 4, 8]), torch.tensor([7, 9, 11, 8, -1])
     times, offsets, users = torch.zeros(5, dtype=torch.long), torch.tensor([0, 3, 5]), torch.tensor([0, 1])
     batch = Batch(items, times, targets, times, offsets, users)
@@ -33,12 +33,13 @@ def test_ranks_look_up_the_items_that_one_process_looks_up():
 
 
 def test_a_rank_draws_the_negatives_of_its_blocks_in_the_whole_batch():
-    model = SimpleNamespace(embedding=embedding.InputEmbedding(1000, 0, 8, 300, 0.0))
+    model = SimpleNamespace(embedding=make_embedding(1000))
     config, ranks = LossConfig(negatives="block", num_negatives=4), Ranks(load_config(CONFIG, []))
     drawn = []
     for rows in (torch.arange(300), torch.tensor([256, 3, 127, 128])):
         zeros = torch.zeros(len(rows), dtype=torch.long)
         batch = Batch(zeros, zeros, zeros, zeros, torch.tensor([0, len(rows)]), torch.tensor([0]), rows=rows)
+        batch.whole = Whole(step=5, tokens=300, imbalance=1.0)
         drawn.append(prepare(model, config, torch.tensor([11, 12]), batch, ranks).share.drawn.per_position(len(rows)))
     assert torch.equal(drawn[1], drawn[0][[256, 3, 127, 128]])
     assert torch.equal(drawn[0][0], drawn[0][297]) and not torch.equal(drawn[0][0], drawn[0][1])

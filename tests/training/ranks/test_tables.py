@@ -7,6 +7,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from models import embedding
+from tests.models.test_hstu import make_embedding
 from training.ranks import tables
 
 
@@ -26,13 +27,13 @@ def test_a_shard_is_initialised_like_its_part_of_the_table(drawn_whole, monkeypa
     positions = []
     for shard in shards:
         torch.manual_seed(3)
-        positions.append(embedding.InputEmbedding(101, 0, 8, 5, 0.0, table=shard).position)
+        positions.append(make_embedding(101, shard).position)
     whole = shards[0].weight
     assert torch.equal(shards[1].weight, whole[40:90, 2:6]) and torch.equal(shards[2].weight, whole[90:])
     assert torch.equal(positions[0], positions[1]) and whole.std() > 0.01 and whole.unique().numel() > 800
     if drawn_whole:
         torch.manual_seed(3)
-        plain = embedding.InputEmbedding(101, 0, 8, 5, 0.0)
+        plain = make_embedding(101)
         assert torch.equal(plain.item_weight, whole) and torch.equal(plain.position, positions[0])
 
 
