@@ -127,13 +127,11 @@ def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str
         return dataclasses.replace(fmt, separator="\t" if tabs else " "), []
     if not fmt.detect_separator:
         return fmt, []
-    fits = []
-    for separator in SEPARATORS:
-        candidate = dataclasses.replace(fmt, separator=separator, detect_separator=False)
-        names = [*read_header(source, candidate), *dict(source.folder_columns)]
-        if all(column in names for column in source_columns(fmt).values()):
-            fits.append(candidate)
-    chosen = fits[0] if fits else dataclasses.replace(fmt, detect_separator=False)
+    candidates = [dataclasses.replace(fmt, separator=separator, detect_separator=False) for separator in SEPARATORS]
+    headers = [[*read_header(source, candidate), *dict(source.folder_columns)] for candidate in candidates]
+    # Without a separator that gives every column, the error about a column should list the header as the user sees it.
+    named = [sum(column in header for column in source_columns(fmt).values()) for header in headers]
+    chosen = candidates[max(range(len(headers)), key=lambda n: (named[n], len(headers[n]), -n))]
     name = NAMES.get(chosen.separator, chosen.separator)
     return chosen, [f"fields are separated by {name} (data.separator)"] if chosen.separator != fmt.separator else []
 

@@ -133,6 +133,11 @@ def test_separator_is_detected_from_the_header(load, separator, name):
     assert events(configured) == events(dataset) and not any("separated" in note for note in configured.notes)
 
 
+def test_separator_beside_a_wrong_column(load):
+    message = error_of(load, "csv", "user;item;timestmp;note\n1;2;100;a, b\n")
+    assert "no column 'timestamp' (data.columns.timestamp), did you mean timestmp?; it has user, item, t" in message
+
+
 def test_separator_that_is_set(load):
     assert load("csv", ROWS.replace(",", "\t"), separator="tab").num_events == 2
     assert load("csv", 'user#item#timestamp\n"a#b"#2#3\n', separator="#").user_ids.tolist() == ["a#b"]
