@@ -281,7 +281,7 @@ def print_summary(config: RunConfig, data: Data, model, steps: int, folder: Path
     )
     terminal.say(
         f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; weights, gradients and moments take "
-        f"{size / 2**20:,.1f} MiB, plus the tensors of a step (--dry-run measures these and the time)"
+        f"{size / 2**20:,.1f} MiB, plus the tensors of a step"
     )
     for line in advice.step_advice(config, epochs * steps):
         terminal.say(f"warning: {line}")
