@@ -77,6 +77,12 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def error(self, message: str):
+        word = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
+        option, equals, _ = word.partition("=")
+        if near := difflib.get_close_matches(option, self._option_string_actions, 1):
+            message += f", did you mean {near[0]}?"
+        elif equals:
+            message += f", did you mean {word.lstrip('-')}?"
         self.exit(2, f"error: {message} (--help lists the options)\n")
 
 

@@ -163,6 +163,8 @@ def test_a_signal_ends_a_library_call_that_does_not_return():
         ("eval.py", [], "give the folder of a run"),
         ("train.py", [], "give a config"),
         ("train.py", ["ml-100k-hstu"], "did you mean"),
+        ("train.py", ["c.yaml", "--dryrun"], "unrecognized arguments: --dryrun, did you mean --dry-run?"),
+        ("train.py", ["c.yaml", "--train.epochs=2"], "did you mean train.epochs=2?"),
         ("train.py", ["--version"], f"hstu_sparse {hstu_sparse.__version__}, commit "),
         ("eval.py", ["run", "--top-k", "0"], "at least 1"),
         ("eval.py", ["run", "--users", "x"], "--users requires --recommend"),
