@@ -82,13 +82,14 @@ def tables(result: dict, metrics: Sequence[str], on_terminal: Sequence[str], fil
         ),
         Table("95% intervals over users (not over seeds)", ["", "from", "to"], intervals),
         Table(
-            f"The model's lists of {lists['length']}: the share of the catalogue in any of them, how unequally "
-            "they show items (Gini), the mean of -log2 of an item's share of the training events, and the NDCG "
-            "with targets weighted by inverse popularity",
+            f"The model's lists of {lists['length']}",
             ["users", "coverage", "Gini", "novelty", f"weighted NDCG@{lists['length']}"],
             [list_metrics],
+            note="Coverage: the share of the catalogue in any of the lists. Gini: how unequally they show items. "
+            "Novelty: the mean of -log2 of an item's share of the training events. Weighted NDCG: the weight of a "
+            "target is inverse to its popularity.",
         ),
-        Table("Examples", ["user", "last events", "next event", "list"], examples),
+        Table("Examples", ["user", "last events", "next event", "list"], examples, words=True),
     ]
 
 

@@ -6,12 +6,17 @@ from typing import NamedTuple
 
 
 class Table(NamedTuple):
-    """A table of a report, with cells of text; short: the columns to show on a terminal, empty for none."""
+    """A table of a report.
+
+    short: the columns to show on a terminal, empty for none; note: sentences about it; words: the cells are text.
+    """
 
     title: str
     headings: list[str]
     rows: list[list[str]]
     short: Sequence[int] = ()
+    note: str = ""
+    words: bool = False
 
 
 def cells(values: dict, names: list[str] | tuple[str, ...]) -> list[str]:

@@ -100,7 +100,12 @@ def write_report(
         *(
             line
             for table in (task.tables(result) if judged else [])
-            for line in (f"## {table.title}", "", *markdown_table(table.headings, table.rows), "")
+            for line in (
+                f"## {table.title}\n",
+                *([f"{table.note}\n"] if table.note else []),
+                *markdown_table(table.headings, table.rows),
+                "",
+            )
         ),
         *(f"![{plot}]({plot})\n" for plot in plots),
         "## Environment",

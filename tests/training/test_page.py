@@ -12,7 +12,10 @@ def page(**more):
         config=SimpleNamespace(best_metric="NDCG@10"),
         plotted=("NDCG@10",),
         plotted_baseline="popularity",
-        tables=lambda result: [Table("Full ranking", ["", "NDCG@10"], [["<b>model</b>", "0.2"]], [0, 1])],
+        tables=lambda result: [
+            Table("Full ranking", ["", "NDCG@10"], [["<b>model</b>", "0.2"]], [0, 1]),
+            Table("Examples", ["user", "list"], [["ann", "tea, cup"]], note="The <first> items.", words=True),
+        ],
     )
     history = [{"epoch": 1, "loss": 2.0}, {"epoch": 2, "loss": 1.0, "split": "valid", "NDCG@10": 0.1}]
     return as_html("<small>", task, more, history, ["Data: shop"], {"device": "CPU"})
@@ -24,6 +27,7 @@ def test_a_page_is_complete_and_needs_no_network():
     text = page(split="test", against_baseline=verdict, baselines=baselines, plotted_baseline={"NDCG@10": 0.05})
     assert not re.search(r"(src|href)=\"(?!#)|https?:|@import|url\((?!#)", text)
     assert text.count("<svg") == 3 and 'class="verdict better"' in text
+    assert text.count('<table class="words">') == text.count("<p>The &lt;first&gt; items.</p>") == 1
     assert "<b>model" not in text and "&lt;b&gt;model" in text and "<h1>&lt;small&gt;</h1>" in text
 
 
