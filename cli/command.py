@@ -128,7 +128,12 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         "--keys", nargs="?", const="", metavar="PREFIX", help="print the keys of a configuration that begin with PREFIX"
     )
     add("--plan", action="store_true", help="prepare the data, predict each GPU's memory; needs no GPU")
-    add("--gpu-memory", type=_gibibytes, metavar="GIB", help="with --plan: a GPU's memory, by default this machine's")
+    add(
+        "--gpu-memory",
+        type=_gibibytes,
+        metavar="GIB",
+        help="with --plan: a GPU's memory; by default this machine's, or 139",
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.keys is not None:
         if options.config is not None or options.resume:

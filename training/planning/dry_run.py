@@ -54,5 +54,7 @@ def print_plan(config: RunConfig, gpu_gib: float | None, interrupts: Interrupts)
     interrupts.stage = "planning; only prepared data were written"
     data = open_data(config, device=torch.device("cpu"))
     gpu_bytes = memory_of_a_gpu() if gpu_gib is None else int(gpu_gib * 2**30)
+    if gpu_gib is None and not torch.cuda.is_available():
+        terminal.say(f"no GPU here: the plan is for an H200 with {gpu_bytes / 2**30:.0f} GiB (--gpu-memory)")
     for line in describe(plan(data.config, data, build_step, gpu_bytes), data.config, gpu_bytes):
         terminal.say(line)
