@@ -133,7 +133,8 @@ def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str
     named = [sum(column in header for column in source_columns(fmt).values()) for header in headers]
     chosen = candidates[max(range(len(headers)), key=lambda n: (named[n], len(headers[n]), -n))]
     name = NAMES.get(chosen.separator, chosen.separator)
-    return chosen, [f"fields are separated by {name} (data.separator)"] if chosen.separator != fmt.separator else []
+    note = f"fields are separated by {name} ({fmt.section}.separator)"
+    return chosen, [note] if chosen.separator != fmt.separator else []
 
 
 def column_names(source: RawFile, fmt: RawFormat) -> Names:

@@ -64,7 +64,9 @@ def test_items_of_a_csv_file(with_items):
     lines = ITEMS.replace("|", "/").replace(",", ";").splitlines()
     text = "\ufeff" + "\r\n".join([lines[0], *lines[:0:-1]]).replace("b;", '"b";')
     columns = COLUMNS | {"tags": {"kind": "list", "separator": "/"}}
-    assert values_of(with_items(text, columns=columns)) == EXPECTED
+    dataset = with_items(text, columns=columns)
+    assert values_of(dataset) == EXPECTED
+    assert "fields are separated by a semicolon (data.features.items.separator)" in dataset.notes
 
 
 def test_items_of_a_parquet_file(with_items, tmp_path):
