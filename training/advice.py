@@ -36,16 +36,19 @@ def step_advice(config: RunConfig, steps: int) -> list[str]:
     ]
 
 
-def result_advice(config: RunConfig, result: dict[str, Any]) -> list[str]:
-    """Return what to change if the run had few steps or ended below a baseline, for result.json and the report."""
-    lines = step_advice(config, result["steps"])
+def result_advice(config: RunConfig, result: dict[str, Any], update: bool = False) -> list[str]:
+    """Return what to change if the run had few steps or ended below a baseline, for result.json and the report.
+
+    update: the run is an update, which has few steps after those of the run before.
+    """
+    lines = [] if update else step_advice(config, result["steps"])
     verdict = result.get("against_baseline")
     if verdict and verdict["model"] < verdict["of_baseline"]:
         ways = ["another train.lr", "a search with tune.py"]
         if larger_than_small(config):
             ways.insert(0, "a smaller model (configs/small.yaml)")
         if config.eval.patience is None or result["epoch"] + 1 >= config.train.epochs:  # patience did not end it
-            ways.insert(0, "more steps (train.epochs, train.steps)")
+            ways.insert(0, f"more steps ({'train.update.epochs' if update else 'train.epochs, train.steps'})")
         lines.append(f"The model ends below {verdict['baseline']}. Try {', '.join(ways[:-1])} or {ways[-1]}.")
     return lines
 

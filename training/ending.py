@@ -46,7 +46,7 @@ def finish(run: TrainingRun) -> None:
         raise
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    result["advice"] = advice.result_advice(config, result)
+    result["advice"] = advice.result_advice(config, result, update=data.events is not None)
     run.writer.write_result(config, data, result, run.progress)
     print_result(config.name, data.task, result)
     terminal.say(f"Report: {folder / 'report.html'}, report.md")

@@ -283,7 +283,7 @@ def print_summary(config: RunConfig, data: Data, model, steps: int, folder: Path
         f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; weights, gradients and moments take "
         f"{size / 2**20:,.1f} MiB, plus the tensors of a step"
     )
-    for line in advice.step_advice(config, epochs * steps):
+    for line in advice.step_advice(config, epochs * steps) if data.events is None else []:
         terminal.say(f"warning: {line}")
 
 

@@ -46,6 +46,8 @@ def test_a_model_below_a_baseline():
     (line,) = advice.result_advice(config(patience=3), result | {"epoch": 2})
     assert "below again. Try a smaller model (configs/small.yaml)" in line
     assert not advice.result_advice(config(), result | {"against_baseline": below | {"model": 0.3}})
+    (line,) = advice.result_advice(config(), result | {"steps": 9}, update=True)
+    assert "Try more steps (train.update.epochs), " in line
 
 
 @pytest.mark.parametrize(("name", "named"), [("small", False), ("ml-1m-hstu-large", True)])
