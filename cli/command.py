@@ -333,7 +333,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     )
     for name, default, text in limits:
         add(f"--max-{name}", type=int, default=default, metavar="N", help=f"{text}; by default {default:,}")
-    add("--log-level", choices=("debug", "warning"), default="warning", help="debug: a line for each request")
+    add("--log-level", choices=("debug", "info", "warning"), default="info", help="debug: a line for each request")
     options = parser.parse_args(arguments)
     if options.store is not None and options.log is not None:
         parser.error("--store and --log: give one of them")

@@ -126,7 +126,7 @@ class Models:
         finally:
             self._loading.release()
         self.refused.pop(name, None)
-        logger.warning("the model %s replaced %s", new.label, old.label)
+        logger.info("the model %s replaced %s", new.label, old.label)
         label, (_, known) = old.label, new.items.lookup(old.items.ids)
         if lost := int((~known).sum()):
             logger.warning("%d items of %s are not known to %s", lost, label, new.label)

@@ -157,13 +157,14 @@ def test_a_service_without_a_log_refuses_another_model(tmp_path):
         assert client.get("/health").json()["model"] == "small"
 
 
-def test_no_request_fails_while_models_change(log, tmp_path):
+def test_no_request_fails_while_models_change(log, tmp_path, caplog):
     """Clients post and read while --watch replaces the model several times; the last model has all events."""
     loaded = {f"day{day}": lambda day=day: other_model(day) for day in range(3)}
     write_run(tmp_path / "runs", "day0", "2026-01-01")
     models = served_runs(tmp_path / "runs", loaded)
     app = create_app(models.first(), log, models=models, watch=0.01, clock=lambda: NOW)
     stop, counts, seen = threading.Event(), [0] * 3, set()
+    caplog.set_level("INFO", "hstu_sparse.serve")
     with TestClient(app) as client, ThreadPoolExecutor(3) as pool:
 
         def write(user):
@@ -187,6 +188,7 @@ def test_no_request_fails_while_models_change(log, tmp_path):
             writer.result()
         assert seen == {"day0", "day1", "day2"} and min(counts) > 2
         assert [client.get(f"/users/{user}").json()["count"] for user in range(3)] == counts
+    assert ("INFO", "the model day2 replaced day1") in [(line.levelname, line.getMessage()) for line in caplog.records]
 
 
 def test_events_in_log_and_data_count_once(log):
