@@ -21,6 +21,8 @@ def array_of_ids(name: str, ids: object, dimensions: int = 1) -> np.ndarray:
         array = np.asarray(ids)
     except ValueError:
         raise InvalidRequest(f"{name}: expected rows of the same length") from None
+    if array.ndim == 0:
+        raise InvalidRequest(f"{name}: expected a list of ids, got {shown(repr(ids))}")
     if array.ndim != dimensions:
         raise InvalidRequest(f"{name}: expected {dimensions} dimension{'s'[: dimensions - 1]}, got {array.ndim}")
     if array.size == 0:

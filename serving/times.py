@@ -20,7 +20,7 @@ def event_times(timestamps, count: int, needed: bool) -> np.ndarray:
     if times.shape != (count,):
         raise InvalidRequest(f"timestamps: expected {count}, one for each event, got shape {list(times.shape)}")
     if count and times.dtype.kind not in "iu":
-        raise InvalidRequest(f"timestamps: expected whole seconds, got {times.dtype}")
+        raise InvalidRequest(f"timestamps: expected whole seconds, got {shown(repr(times.tolist()[0]))}")
     if count and not (times.min() >= 0 and times.max() < LATEST):
         raise InvalidRequest("timestamps: expected seconds since 1970, from 0 on")
     return times.astype(np.int64)

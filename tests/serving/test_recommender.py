@@ -217,6 +217,14 @@ def test_errors_by_name(small):
     assert served.history(1).count == before.count == 1 and served.statistics["users"] == 1
 
 
+def test_wrong_ids_and_times_are_shown(small):
+    served = serve(*small, cache_bytes=SMALL)
+    with pytest.raises(InvalidRequest, match="users: expected a list of ids, got 'ann'"):
+        served.recommend("ann")
+    with pytest.raises(InvalidRequest, match="timestamps: expected whole seconds, got '2026-01-01'"):
+        served.append(["ann"], [100], ["2026-01-01"])
+
+
 def test_actions_are_required():
     config = make_config(action_embedding=True)
     served = serve(config, make_model(config), cache_bytes=SMALL)
