@@ -31,8 +31,8 @@ def step_advice(config: RunConfig, steps: int) -> list[str]:
     c = config.train
     budget = "" if c.steps is None else f", a larger train.steps than {c.steps:,}"
     return [
-        f"The run has {steps:,} steps, too few to learn much: try more train.epochs than {c.epochs:,}{budget} or a "
-        f"smaller train.batch_size than {c.batch_size:,}."
+        f"The run has {steps:,} step{'s'[: steps != 1]}, too few to learn much: try more train.epochs than "
+        f"{c.epochs:,}{budget} or a smaller train.batch_size than {c.batch_size:,}."
     ]
 
 
