@@ -51,6 +51,7 @@ $(STAMP): pyproject.toml
 	@# `from serving import Recommender` works in any folder: the checkout comes last in the environment's import path.
 	@echo "$(CURDIR)" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hstu_sparse_checkout.pth"
 	@rm -f $(VENV)/.ready-* && touch $(STAMP)
+	@echo "Installed. Next: source $(VENV)/bin/activate"
 
 train: $(STAMP)
 	@$(BIN)/python train.py $(CONFIG) $(ARGS)
