@@ -96,20 +96,20 @@ def measured(config: RunConfig, lengths: np.ndarray, size: int, steps: int, rank
             break
         parts, work = [], []
         for even in (True, False):
-            mine, imbalance = Deal(ranks.rank, ranks.world, cost, even).local(part)
+            local_rows, imbalance = Deal(ranks.rank, ranks.world, cost, even).local(part)
             ranks.greatest(0)
-            batch = part_of_batch(part, mine, ITEMS, rng).to(device)
+            batch = part_of_batch(part, local_rows, ITEMS, rng).to(device)
             parts.append(min(seconds(batch) for _ in range(2)))
             work.append(imbalance)
         if number >= WARM_UP:
             times.append(parts)
             predicted.append(work)
-    of_ranks = np.array(ranks.all_gather(times))  # [ranks, batches, 2]
-    slowest, mean = of_ranks.max(0), of_ranks.mean(0)
+    rank_times = np.array(ranks.all_gather(times))  # [ranks, batches, 2]
+    slowest, mean = rank_times.max(0), rank_times.mean(0)
     record = {"by": "time", "steps": len(times), **described(slowest / mean), "predicted": described(predicted)}
     for name, place in (("balanced", 0), ("in turn", 1)):
         record[name] |= {"slowest_ms": round(1e3 * slowest[:, place].mean(), 3)}
-        record[name] |= {"ranks_ms": [round(1e3 * rank[:, place].mean(), 3) for rank in of_ranks]}
+        record[name] |= {"ranks_ms": [round(1e3 * rank[:, place].mean(), 3) for rank in rank_times]}
     return record | environment(device)
 
 

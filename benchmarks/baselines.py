@@ -93,9 +93,9 @@ def compare(options: argparse.Namespace) -> None:
         {Columns.User: rows.row, Columns.Item: rows.col, Columns.Weight: 1.0, Columns.Datetime: "2020-01-01"}
     )
     interactions = Interactions.construct(once)
-    of_item = interactions.item_id_map.convert_to_external(np.arange(interactions.item_id_map.size))
+    item_ids = interactions.item_id_map.convert_to_external(np.arange(interactions.item_id_map.size))
     known = np.zeros((num_items, num_items), np.float32)
-    known[np.ix_(of_item, of_item)] = EASEModel(regularization=EASE_PENALTY).fit(interactions).weight
+    known[np.ix_(item_ids, item_ids)] = EASEModel(regularization=EASE_PENALTY).fit(interactions).weight
     distinct = sparse.csr_array((np.ones_like(events.data), events.indices, events.indptr), events.shape)
     report("EASE", distinct @ ease(events, EASE_PENALTY), distinct @ known)
     repeated = once.loc[once.index.repeat(rows.data.astype(int))].reset_index(drop=True)

@@ -67,10 +67,10 @@ def recorded() -> None:
         with imagined_gpu(), Meter() as meter:
             model = SequenceModel(config.model, record["items"]).train()
             _, step = build_step(config.model_copy(update={"train": uncaptured}), model, torch.device("cpu"))
-            of_tokens = [torch.empty(tokens, dtype=torch.int64) for _ in range(4)]
+            token_columns = [torch.empty(tokens, dtype=torch.int64) for _ in range(4)]
             offsets, users = (torch.empty(n, dtype=torch.int64) for n in (sequences + 1, sequences))
             for _ in range(2):
-                step(Batch(*of_tokens, seq_offsets=offsets, users=users))
+                step(Batch(*token_columns, seq_offsets=offsets, users=users))
         measured = record["peak_memory_bytes"] / MIB
         least, most = meter.peak / MIB, (meter.peak + 2 * CUBLAS_BYTES) / MIB
         print(

@@ -103,8 +103,8 @@ def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest
     if not longest:
         lengths = np.minimum(most, np.maximum(19, rng.lognormal(4.6, 0.9, len(lengths)).astype(int)))
     deal = deal_of(config, ranks)
-    mine, imbalance = (np.arange(len(lengths)), 1.0) if deal is None else deal.local(lengths)
-    batch = part_of_batch(lengths, mine, items, rng)
+    local, imbalance = (np.arange(len(lengths)), 1.0) if deal is None else deal.local(lengths)
+    batch = part_of_batch(lengths, local, items, rng)
     if deal is None:
         batch.rows = None
     else:
@@ -112,10 +112,10 @@ def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest
     return batch.to(device)
 
 
-def part_of_batch(lengths: np.ndarray, mine: np.ndarray, items: int, rng: np.random.Generator) -> Batch:
-    """Return the sequences `mine` of a batch of random items, whose sequences have these lengths."""
+def part_of_batch(lengths: np.ndarray, local: np.ndarray, items: int, rng: np.random.Generator) -> Batch:
+    """Return the sequences `local` of a batch of random items, whose sequences have these lengths."""
     starts = np.cumsum(lengths) - lengths
-    rows = np.concatenate([np.arange(starts[sequence], starts[sequence] + lengths[sequence]) for sequence in mine])
+    rows = np.concatenate([np.arange(starts[sequence], starts[sequence] + lengths[sequence]) for sequence in local])
     ids = torch.from_numpy(rng.integers(0, items, (2, lengths.sum()))[:, rows])
     times = torch.from_numpy(rows * 3600)
     return Batch(
@@ -123,8 +123,8 @@ def part_of_batch(lengths: np.ndarray, mine: np.ndarray, items: int, rng: np.ran
         timestamps=times,
         target_ids=ids[1],
         query_timestamps=times + 3600,
-        seq_offsets=torch.from_numpy(np.append(0, np.cumsum(lengths[mine]))),
-        users=torch.from_numpy(mine),
+        seq_offsets=torch.from_numpy(np.append(0, np.cumsum(lengths[local]))),
+        users=torch.from_numpy(local),
         rows=torch.from_numpy(rows),
     )
 

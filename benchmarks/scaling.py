@@ -172,7 +172,7 @@ def measured_exchange(path: Path) -> tuple[float, float]:
 
 def step(setting: Setting, gpus: int, tokens: int, items: int, machine: Machine = MACHINE) -> Step:
     """Return the step of one of G GPUs with T tokens each, the table row-wise."""
-    of_parts, share, row = measured_step(), tokens / MEASURED_TOKENS, 4 * SIZE
+    step_record, share, row = measured_step(), tokens / MEASURED_TOKENS, 4 * SIZE
     shard, rows = items * row / gpus, rows_looked_up(setting, tokens, items)
     elsewhere, outside = (gpus - 1) / gpus, max(0, gpus - OF_A_MACHINE) / gpus
     # Rows arrive and their gradients are sent.
@@ -186,14 +186,14 @@ def step(setting: Setting, gpus: int, tokens: int, items: int, machine: Machine 
     loss = measured_loss(setting) * share
     if setting.loss == "whole":
         loss *= items / 10**6  # T * G tokens with I / G items
-    parts = of_parts["parts_ms"]
+    parts = step_record["parts_ms"]
     # AdamW reads four tensors and writes three, after the gradient was zeroed and added to; the fused optimiser reads
     # and writes the rows of the step, and their gradients once.
     touched = 3 * rows * row if setting.fused else 9 * shard
     return Step(
         table=shard,
         optimizer=4 * items / gpus if setting.fused else 3 * shard,
-        rest=of_parts["peak_memory_bytes"] * share,
+        rest=step_record["peak_memory_bytes"] * share,
         looked_up=3 * rows * row + 4 * outputs,
         nvlink=nvlink,
         network=network,

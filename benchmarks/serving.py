@@ -237,8 +237,8 @@ def whole_batch(recommender, users, at, candidates=None):
         more = 0
         if candidates is not None:
             more = candidates.shape[1]
-            of_all = (np.full(more, x) for x in (0, at, at, total))
-            parts.append(TokenColumns(candidates[i], *of_all))
+            constant_columns = (np.full(more, x) for x in (0, at, at, total))
+            parts.append(TokenColumns(candidates[i], *constant_columns))
         lengths.append(total + more)
         origins.append(history.timestamps[begin - history.first])
     columns = TokenColumns.joined(parts)

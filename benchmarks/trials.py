@@ -208,8 +208,8 @@ class State:
         effects = np.linalg.lstsq(design, logs)[0][1:]
         best = dict(self.first)
         for option in best:
-            mine = [(effect, place) for (o, place), effect in zip(others, effects) if o == option]
-            effect, place = max(mine, default=(0.0, 0))
+            candidates = [(effect, place) for (o, place), effect in zip(others, effects) if o == option]
+            effect, place = max(candidates, default=(0.0, 0))
             if effect > WORTH:
                 best[option] = place
         return best
@@ -424,10 +424,10 @@ def table(out: Path) -> None:
     records = [record for record in records if record["title"] != "final" and record["value"] > 0]
     common: dict[str, list[float]] = {}
     for name in dict.fromkeys(record["search"] for record in records):
-        of_search = [record for record in records if record["search"] == name]
-        first, whole = named_values(of_search[0]), [record for record in of_search if record["status"] == 0]
-        print(f"\n{name}: {len(of_search)} trials, {len(whole)} of them whole")
-        for record in sorted(of_search, key=lambda record: -record["value"])[:8]:
+        trials = [record for record in records if record["search"] == name]
+        first, whole = named_values(trials[0]), [record for record in trials if record["status"] == 0]
+        print(f"\n{name}: {len(trials)} trials, {len(whole)} of them whole")
+        for record in sorted(trials, key=lambda record: -record["value"])[:8]:
             changed = named_values(record) - first
             print(f"  {record['value']:.5f} at {record['epoch']} ({record['status']})  {', '.join(sorted(changed))}")
         columns = sorted({text for record in whole for text in named_values(record) - first})
@@ -473,10 +473,10 @@ def shared_settings(records: list[dict[str, Any]]) -> None:
         if record["status"] == 0 and record.get("like") in best:
             settings = ratios.setdefault(", ".join(sorted(named_values(record))), {})
             settings[record["like"]] = max(settings.get(record["like"], 0.0), record["value"] / best[record["like"]])
-    most = max((len(of_sets) for of_sets in ratios.values()), default=0)
-    for text, of_sets in sorted(ratios.items(), key=lambda item: -min(item[1].values())):
-        if len(of_sets) == most:
-            print(f"  {min(of_sets.values()):.3f}  { ({k: round(v, 3) for k, v in of_sets.items()}) }  {text}")
+    most = max((len(by_set) for by_set in ratios.values()), default=0)
+    for text, by_set in sorted(ratios.items(), key=lambda item: -min(item[1].values())):
+        if len(by_set) == most:
+            print(f"  {min(by_set.values()):.3f}  { ({k: round(v, 3) for k, v in by_set.items()}) }  {text}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -59,7 +59,7 @@ def backward(grad, q, k, v, out, lse, part, scale, gradients):
             target[keys] = product.unflatten(1, (heads, shared)).sum(2).to(target)
 
 
-def all_of_rank(rank: int, world: int, cases, single_heads: bool = False) -> dict:
+def all_results(rank: int, world: int, cases, single_heads: bool = False) -> dict:
     """Return {(form, option): out, lse, dq, dk, dv} of this rank's tokens; in a process of its own."""
     cute.forward, cute.backward = forward, backward
     if single_heads:
@@ -96,20 +96,20 @@ def check_parts(form: str, option: str, device: str) -> None:
     )  # fmt: skip
     places = [cut_sequences(offsets, rank, world, zigzag="zigzag" in form)[0].to(device) for rank in range(world)]
     sums = [torch.zeros(x.shape, device=device) for x in (tensors[0], *tensors)]
-    for rank, mine in enumerate(places):
+    for rank, local in enumerate(places):
         plan = whole_plan(offsets.to(device), rank, world, zigzag="zigzag" in form)
-        q, out, dout = tensors[0][mine], whole_out[mine].to(torch.bfloat16), grad[mine]
-        lse = whole_lse[:, mine].float().contiguous()
+        q, out, dout = tensors[0][local], whole_out[local].to(torch.bfloat16), grad[local]
+        lse = whole_lse[:, local].float().contiguous()
         for source, other in enumerate(places):
             k, v = (x[other] for x in tensors[1:])
             for part in softmax.step_parts(plan, source, options):
                 more, more_lse = torch.zeros_like(q), torch.full_like(lse, -torch.inf)
                 cute.forward(q, k, v, part, options.scale, more, more_lse)
                 share = (more_lse - lse.masked_fill(lse.isneginf(), 0)).exp().T[..., None]
-                sums[0][mine] += more * share
+                sums[0][local] += more * share
                 sums_of_part = [torch.zeros_like(x) for x in (q, k, v)]
                 cute.backward(dout, q, k, v, out, lse, part, options.scale, sums_of_part)
-                for total, place, x in zip(sums[1:], (mine, other, other), sums_of_part, strict=True):
+                for total, place, x in zip(sums[1:], (local, other, other), sums_of_part, strict=True):
                     total[place] += x
     for name, total, right in zip(names, sums, (whole_out, *exact[2:]), strict=True):
         error = ((total - right).norm() / right.norm()).item()

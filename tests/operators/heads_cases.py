@@ -34,7 +34,7 @@ def expected(case: str, device: str = "cpu", **sizes) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def of_rank(rank: int, world: int, case: str, device: str = "cpu", **sizes) -> list[torch.Tensor]:
+def rank_results(rank: int, world: int, case: str, device: str = "cpu", **sizes) -> list[torch.Tensor]:
     """Return out, dq, dk, dv of a rank's tokens."""
     (*leaves, grad), offsets = inputs(case, **sizes)
     tokens = tokens_of_ranks(len(grad), world)
@@ -104,7 +104,7 @@ def wrong_calls(rank: int, world: int) -> list[str]:
     return messages
 
 
-def all_of_rank(rank: int, world: int) -> dict:
-    results = {case: of_rank(rank, world, case) for case in CASES}
+def all_results(rank: int, world: int) -> dict:
+    results = {case: rank_results(rank, world, case) for case in CASES}
     results["index losses"] = index_losses(rank, world)
     return results | {"twice": second_derivative(rank, world), "errors": wrong_calls(rank, world)}

@@ -81,7 +81,9 @@ def expected(form: str, option: str, world: int, *, exact: str = "", **sizes) ->
     return [out.detach(), lse, *torch.autograd.grad(out, leaves, grad)]
 
 
-def of_rank(rank: int, world: int, form: str, option: str, backend: str, device="cpu", **sizes) -> list[torch.Tensor]:
+def rank_results(
+    rank: int, world: int, form: str, option: str, backend: str, device="cpu", **sizes
+) -> list[torch.Tensor]:
     """Return the output and gradients of this rank's tokens, computed by the ring."""
     tensors, grad, offsets, keywords = inputs(form, option, world, **sizes)
     *tensors, grad, offsets = (x.to(device) for x in (*tensors, grad, offsets))
@@ -113,8 +115,8 @@ def of_rank(rank: int, world: int, form: str, option: str, backend: str, device=
     return [out.detach(), lse, *gradients]
 
 
-def all_of_rank(rank: int, world: int, cases, backend: str) -> dict:
-    return {(form, option): of_rank(rank, world, form, option, backend) for form, option in cases}
+def all_results(rank: int, world: int, cases, backend: str) -> dict:
+    return {(form, option): rank_results(rank, world, form, option, backend) for form, option in cases}
 
 
 HSTU_CASES = [
@@ -149,7 +151,7 @@ def hstu_expected(case: str) -> list:
     return [out.detach(), *torch.autograd.grad(out, differentiable, grad)]
 
 
-def hstu_of_rank(rank: int, world: int, case: str, backend: str, device="cpu") -> list:
+def hstu_rank_results(rank: int, world: int, case: str, backend: str, device="cpu") -> list:
     leaves, grad, offsets, times, window = hstu_inputs(case)
     leaves = [None if x is None else x.to(device) for x in leaves]
     grad, offsets, *times = (x.to(device) for x in (grad, offsets, *times))
@@ -170,5 +172,5 @@ def hstu_of_rank(rank: int, world: int, case: str, backend: str, device="cpu") -
     return [out.detach(), *torch.autograd.grad(out, differentiable, grad[index])]
 
 
-def all_hstu_of_rank(rank: int, world: int, cases, backend: str) -> dict:
-    return {case: hstu_of_rank(rank, world, case, backend) for case in cases}
+def all_hstu_results(rank: int, world: int, cases, backend: str) -> dict:
+    return {case: hstu_rank_results(rank, world, case, backend) for case in cases}

@@ -117,13 +117,13 @@ def main(name: str, backend: str = "auto") -> int:
         compare("other bits by heads", 1.0 - heads_captured(rank, world), 0.0)
     elif name == "heads":
         sizes = dict(device="cuda", longer=LONGER, size=64)
-        actual, whole = heads_cases.of_rank(rank, world, "bf16", **sizes), heads_cases.expected("bf16", **sizes)
+        actual, whole = heads_cases.rank_results(rank, world, "bf16", **sizes), heads_cases.expected("bf16", **sizes)
         tokens = heads_cases.tokens_of_ranks(len(whole[0]), world)
         for tensor, value, right in zip(("out", "dq", "dk", "dv"), actual, whole, strict=True):
             compare(tensor, relative(value, right.split(tokens)[rank].double()), BOUNDS[torch.bfloat16][tensor])
     elif name in HSTU_CASES:
         case = HSTU_CASES[name]
-        actual = ring_cases.hstu_of_rank(rank, world, case, backend, "cuda")
+        actual = ring_cases.hstu_rank_results(rank, world, case, backend, "cuda")
         index, _ = cut_sequences(hstu_inputs(case)[2], rank, world, zigzag=case == "zigzag")
         for place, (value, right) in enumerate(zip(actual, hstu_expected(case), strict=True)):
             if place >= 4:
@@ -134,7 +134,7 @@ def main(name: str, backend: str = "auto") -> int:
         larger = dict(size=SMALLER.get(name, 128), longer=LONGER)
         if name == "heads in turn":
             softmax.TILES = 1
-        actual = ring_cases.of_rank(rank, world, form, option, backend, "cuda", dtype=dtype, **larger)
+        actual = ring_cases.rank_results(rank, world, form, option, backend, "cuda", dtype=dtype, **larger)
         offsets = ring_cases.make_offsets(ring_cases.lengths_of(form, world, LONGER))
         index, _ = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)
         exact = expected(form, option, world, dtype=dtype, exact="cuda", **larger)

@@ -77,7 +77,7 @@ def test_the_calls_of_a_ring_make_the_whole_attention(world, cases, single_heads
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
-    ranks = run_ranks(cute_stand_in.all_of_rank, world, world, cases, single_heads)
+    ranks = run_ranks(cute_stand_in.all_results, world, world, cases, single_heads)
     for form, option in cases:
         assert_as_one_process(form, option, world, ranks)
 

@@ -148,23 +148,23 @@ def test_steps_of_a_ring_add_up(parts, dtype):
     exact = flash_attention(*(x.double() for x in inputs), offsets, causal=True, backend="reference")
     options, sums = Options(128**-0.5, -1, 0), [torch.zeros_like(x, dtype=torch.float32) for x in whole]
     places = [cut_sequences(offsets, rank, parts, zigzag=True)[0] for rank in range(parts)]
-    for rank, mine in enumerate(places):
+    for rank, local in enumerate(places):
         plan = whole_plan(offsets, rank, parts, zigzag=True)
-        q, k, v = (x.detach()[mine] for x in inputs)
-        out, lse = torch.zeros_like(q, dtype=torch.float32), torch.empty(4, len(mine), device="cuda")
+        q, k, v = (x.detach()[local] for x in inputs)
+        out, lse = torch.zeros_like(q, dtype=torch.float32), torch.empty(4, len(local), device="cuda")
         dq = torch.zeros_like(out)
         blocks = [(plan.layout(s), *(x.detach()[places[s]] for x in inputs[1:])) for s in range(parts)]
         for step, (layout, key, value) in enumerate(blocks):
             Launch(q, key, value, layout, options).forward(out, lse, before=out if step else None)
-        rows = Launch(q, k, v, blocks[0][0], options).rows(out.to(dtype), grad[mine], lse)
+        rows = Launch(q, k, v, blocks[0][0], options).rows(out.to(dtype), grad[local], lse)
         for step, (layout, key, value) in enumerate(blocks):
             launch = Launch(q, key, value, layout, options)
             dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (key, value))
-            launch.dkv(grad[mine], rows, dk, dv)
-            launch.dq(grad[mine], rows, dq, before=dq if step else None)
+            launch.dkv(grad[local], rows, dk, dv)
+            launch.dq(grad[local], rows, dq, before=dq if step else None)
             sums[2][places[step]] += dk
             sums[3][places[step]] += dv
-        sums[0][mine], sums[1][mine] = out, dq
+        sums[0][local], sums[1][local] = out, dq
     assert (sums[0] - exact).norm() < 1e-2 * exact.norm()
     for ring, single in zip(sums, whole, strict=True):
         assert (ring - single.float()).norm() < (1e-2 if dtype == torch.bfloat16 else 1e-5) * single.float().norm()

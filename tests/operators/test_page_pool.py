@@ -81,8 +81,8 @@ def test_codes_are_those_of_the_round_trip(backend):
     pool, rows = filled(FORMATS["2 bits"], lengths, layers=1)
     k, v = (make_jagged(lengths, (2, size), seed=i) for i, size in enumerate((16, 32)))
     expected = rotatekv_round_trip(k, v, make_offsets(lengths), **CODES, backend=backend)
-    for mine, theirs in zip(read_all(pool, rows, lengths), expected):
-        torch.testing.assert_close(mine, theirs)
+    for actual, expected_values in zip(read_all(pool, rows, lengths), expected):
+        torch.testing.assert_close(actual, expected_values)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -153,8 +153,8 @@ def test_portions_do_not_matter(name, activation):
             part.append(out)
     torch.testing.assert_close(torch.cat([x for part in parts for x in part]), expected)
     for layer in range(2):
-        for mine, theirs in zip(users.pool.tensors[layer].values(), whole.pool.tensors[layer].values()):
-            assert torch.equal(mine, theirs)
+        for actual, expected_pages in zip(users.pool.tensors[layer].values(), whole.pool.tensors[layer].values()):
+            assert torch.equal(actual, expected_pages)
 
 
 def test_a_short_portion_beside_a_long_one():

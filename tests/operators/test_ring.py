@@ -8,7 +8,7 @@ import torch
 from hstu_sparse.ring import softmax
 from hstu_sparse.ring.plan import cut_sequences
 from tests.operators.distributed import run_ranks
-from tests.operators.ring_cases import CASES, FORMS, OPTIONS, all_of_rank, expected, lengths_of, of_rank
+from tests.operators.ring_cases import CASES, FORMS, OPTIONS, all_results, expected, lengths_of, rank_results
 from tests.support.budgets import make_offsets
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -17,7 +17,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 @functools.cache
 def results_of(world: int) -> list:
     """Return the results of every rank, all cases: one start of the processes serves all tests."""
-    return run_ranks(all_of_rank, world, world, CASES, "reference")
+    return run_ranks(all_results, world, world, CASES, "reference")
 
 
 def assert_as_one_process(form, option, world, ranks):
@@ -53,18 +53,18 @@ def test_two_processes_equal_one(form, option):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("option", ["causal", "all at once"])
 def test_no_process_group(form, option):
-    assert_as_one_process(form, option, 1, [{(form, option): of_rank(0, 1, form, option, "reference")}])
+    assert_as_one_process(form, option, 1, [{(form, option): rank_results(0, 1, form, option, "reference")}])
 
 
 def test_a_group_of_one():
-    ranks = run_ranks(all_of_rank, 1, 1, [("zigzag varlen", "causal")], "reference")
+    ranks = run_ranks(all_results, 1, 1, [("zigzag varlen", "causal")], "reference")
     assert_as_one_process("zigzag varlen", "causal", 1, ranks)
 
 
 def by_single_heads(rank, *arguments):
-    """Run `all_of_rank` with the fewest heads in a round of the ring, as long sequences do."""
+    """Run `all_results` with the fewest heads in a round of the ring, as long sequences do."""
     softmax.TILES = 1
-    return all_of_rank(rank, *arguments)
+    return all_results(rank, *arguments)
 
 
 def test_heads_go_round_one_after_another():
@@ -82,7 +82,7 @@ def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
-    for function, cases in ((all_of_rank, KERNEL_CASES), (by_single_heads, [("zigzag varlen", "shared keys")])):
+    for function, cases in ((all_results, KERNEL_CASES), (by_single_heads, [("zigzag varlen", "shared keys")])):
         ranks = run_ranks(function, 2, 2, cases, "triton")
         for form, option in cases:
             assert_as_one_process(form, option, 2, ranks)

@@ -7,12 +7,12 @@ import torch
 
 from hstu_sparse.ring.plan import cut_sequences
 from tests.operators.distributed import run_ranks
-from tests.operators.ring_cases import HSTU_CASES, all_hstu_of_rank, hstu_expected, hstu_inputs, hstu_of_rank
+from tests.operators.ring_cases import HSTU_CASES, all_hstu_results, hstu_expected, hstu_inputs, hstu_rank_results
 
 
 @functools.cache
 def results_of(world: int) -> list:
-    return run_ranks(all_hstu_of_rank, world, world, HSTU_CASES, "reference")
+    return run_ranks(all_hstu_results, world, world, HSTU_CASES, "reference")
 
 
 def check(case, world, ranks):
@@ -38,7 +38,7 @@ def test_ring_equals_one_process(case, world):
 
 @pytest.mark.parametrize("case", HSTU_CASES)
 def test_no_process_group(case):
-    check(case, 1, [{case: hstu_of_rank(0, 1, case, "reference")}])
+    check(case, 1, [{case: hstu_rank_results(0, 1, case, "reference")}])
 
 
 def test_kernels_in_the_interpreter():
@@ -46,4 +46,4 @@ def test_kernels_in_the_interpreter():
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
     case = "both biases, several sequences"
-    check(case, 2, run_ranks(all_hstu_of_rank, 2, 2, [case], "triton"))
+    check(case, 2, run_ranks(all_hstu_results, 2, 2, [case], "triton"))

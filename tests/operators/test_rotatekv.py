@@ -315,8 +315,8 @@ def test_file(tmp_path, options):
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
     loaded = RotateKVCache.load(tmp_path / "cache")
     assert loaded.format == cache.format and loaded.dtype == cache.dtype and loaded.nbytes == cache.nbytes
-    for mine, theirs in zip(rotatekv_decompress(cache), rotatekv_decompress(loaded)):
-        assert torch.equal(mine, theirs)
+    for saved, restored in zip(rotatekv_decompress(cache), rotatekv_decompress(loaded)):
+        assert torch.equal(saved, restored)
     assert torch.equal(cache.channel_order, loaded.channel_order) and loaded.lengths == cache.lengths
     more = make((0, 1, 0, 20), seed=9)
     for x, y in zip(rotatekv_decompress(cache.append(*more)), rotatekv_decompress(loaded.append(*more))):

@@ -38,7 +38,7 @@ VAGUE = (
 WORD = re.compile(rf"\b(?:{'|'.join(VAGUE)})\b(?! (?!in\b)[a-z]|[.'\"`])")
 # Names that have to be decoded. Folders in which they are still to be renamed are left out.
 BARRED = re.compile(r"_*(?:mine|of_\w+)")
-TO_RENAME = ("benchmarks", "hstu_sparse", "operators", "random")
+TO_RENAME = ("hstu_sparse",)
 DOCSTRING = r'(?:\A|:(?: +#.*)?\n) *"""'
 # Words that begin a fragment, which is understood only together with the code.
 FRAGMENT = re.compile(DOCSTRING + r"((?:of|as|what|which|where|how|those|that|the same|by)\b.{0,40})", re.I)

@@ -142,11 +142,11 @@ def rounding(
     share = share / share.sum().clamp(min=1e-9) if reduction == "mean" else share * slope.to(share.device).abs()
     score = terms.sum(-1).abs()
     off = 2.0**-21 * (1 + score + terms.norm(dim=-1)) * share
-    of_out = ((off + rounded * share) / length / temperature)[:, None] * target_rows.abs()
+    out_slope = ((off + rounded * share) / length / temperature)[:, None] * target_rows.abs()
     target_slope = (off / height / temperature)[:, None] * out.abs()
     return {
         "output": off.sum() if reduction == "mean" else off / share.clamp(min=1e-9),
-        "grad of out": of_out,
+        "grad of out": out_slope,
         "grad of items": torch.zeros_like(items, dtype=torch.float64).index_add_(0, rows, target_slope),
         "grad of temperature": (off + rounded * share) @ score / temperature,
     }
@@ -193,7 +193,7 @@ def launches():
         allowed = spills | {"catalogue_loss_fwd_kernel": 200} if dtype == torch.float32 else spills
         return Launches(label, call, local_bytes=allowed, **options)
 
-    def of_a_part(tokens, **options):
+    def case_of_part(tokens, **options):
         def call():
             out, table = (torch.zeros(n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, 1000))
             part = Part(500, lambda lse, logit: (lse, logit))
@@ -218,6 +218,6 @@ def launches():
         case(128, torch.bfloat16, tokens=40_000, reduced=False, architectures=(90,)),
         case(64, torch.float16, "per token", reduced=False, architectures=(80,)),
         case(64, torch.bfloat16, "per token", items=100, reduced=False, architectures=(90,)),
-        of_a_part(40_000, architectures=(90,)),
-        of_a_part(64, architectures=(90,)),
+        case_of_part(40_000, architectures=(90,)),
+        case_of_part(64, architectures=(90,)),
     ]

@@ -112,8 +112,8 @@ def first_terms(q, k, v, grad, offsets, scale):
     first[offsets[:-1][offsets.diff() > 0].long()] = abs(scale)
     keys, values = (x.double().abs().repeat_interleave(group, 1) for x in (k, v))
     slope = first * (grad.double().abs() * values).sum(-1, keepdim=True)
-    of_k = (slope * q.double().abs()).unflatten(1, (k.shape[1], group)).sum(2)
-    return {"grad of q": slope * keys, "grad of k": of_k}
+    key_terms = (slope * q.double().abs()).unflatten(1, (k.shape[1], group)).sum(2)
+    return {"grad of q": slope * keys, "grad of k": key_terms}
 
 
 def draw(random, small):

@@ -206,10 +206,10 @@ def scores_terms(reference, inputs, grad):
 def divergence_terms(reference, inputs, grad):
     """Return the size of the terms that cancel: in the loss logarithms of about 1, in the scores' gradients pi - p."""
 
-    def of_sum(scores, p, *rest):  # its gradient is pi + p
+    def divergence_of_sum(scores, p, *rest):  # its gradient is pi + p
         return index_divergence(scores, -p, *rest)
 
-    with mock.patch.object(indexer_reference, "index_divergence", of_sum):
+    with mock.patch.object(indexer_reference, "index_divergence", divergence_of_sum):
         return gradients(reference, inputs, grad) | {"output": torch.tensor(0.02)}
 
 

@@ -157,15 +157,15 @@ def check(
     assert_within_budget("out", out, by_reference(dtype), exact, factor=4.0, terms=sizes)
 
 
-def written_alike(mine, theirs, pages, lengths):
+def written_alike(kernel_pool, reference_pool, pages, lengths):
     """Check that the kernels wrote the same as the reference; codes on the edge between two may differ."""
-    actual, expected = (pool.read(1, pages, lengths, torch.float64) for pool in (mine, theirs))
+    actual, expected = (pool.read(1, pages, lengths, torch.float64) for pool in (kernel_pool, reference_pool))
     for name, x, y in zip("kv", actual, expected):
-        if mine.format.bits is None:
+        if kernel_pool.format.bits is None:
             assert torch.equal(x, y), name
         elif x.numel():
-            levels = 2**mine.format.bits - 1
-            step = (theirs.read(1, pages, lengths, torch.float64)[name == "v"].abs().amax() * 4) / levels
+            levels = 2**kernel_pool.format.bits - 1
+            step = (reference_pool.read(1, pages, lengths, torch.float64)[name == "v"].abs().amax() * 4) / levels
             assert float((x - y).abs().max()) <= 1.1 * step and float((x != y).double().mean()) < 1, name
 
 
