@@ -40,7 +40,7 @@ WARM, SPENT = 0.1, 0.1  # seconds of warm-up, and about as many for single calls
 WHAT = ("dense", "biased", "planned", "flash", "catalogue", "bsa", "htree", "train", "steps")
 NO_GPU = "error: benchmarks need a CUDA GPU; there is none here"
 CONFIGS = ("ml-1m-hstu", "ml-1m-hstu-large", "ml-1m-hstu-best")
-# How checkouts measure an epoch: once, until some commit, and as the median of five since; here `serve` does it.
+# Lines of other checkouts' benchmarks/train.py that measure an epoch, once or five times; here `serve` repeats it.
 EPOCHS = (
     "tokens, queued, seconds = epoch(3)",
     "epochs = sorted((epoch(number) for number in range(3, 8)), key=lambda measured: measured[-1])",
@@ -52,8 +52,8 @@ def measure(function) -> dict[str, float]:
     import torch
 
     def timed(calls: int, pause: float = 0.0) -> tuple[float, float, bool]:
-        """Return the milliseconds of the GPU and of the host for these calls, and whether the host finished before the
-        GPU began, which it does after a pause of so many ms.
+        """Return the milliseconds of the GPU and of the host for these calls, and whether the host was finished before
+        the GPU began. pause: the milliseconds for which the GPU waits before it begins.
         """
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if pause:
@@ -212,7 +212,7 @@ def serve_attention(checkout: str, kinds: str, lengths: str) -> None:
 
 
 def serve_epochs(checkout: str, config: str) -> None:
-    """Do the same for an epoch, measured by the checkout's own benchmarks/train.py in this process."""
+    """Measure an epoch for each config read from standard input, by the checkout's benchmarks/train.py."""
     path = Path(checkout) / "benchmarks" / "train.py"
     source = path.read_text()
     (line,) = (line for line in EPOCHS if line in source)
@@ -227,7 +227,7 @@ def serve_epochs(checkout: str, config: str) -> None:
 
 
 def serve_steps(checkout: str, kind: str, lengths: str) -> None:
-    """Answer requests for training steps of one attention kind: the median of ten, by the checkout's parts.py."""
+    """Measure training steps of one attention kind, the median of ten, by the checkout's parts.py."""
     sys.path[:0] = [checkout, str(Path(checkout) / "benchmarks")]
     import torch
 
@@ -252,14 +252,14 @@ def step_name(kind: str, length: int) -> str:
 
 
 def serve(measured) -> None:
-    """Print for each name read a JSON object part -> times, of `measured(name)`; first {}, once it begins to read."""
+    """Print {} when reading begins, then for each name read `measured(name)`, a JSON object part -> times."""
     print("{}", flush=True)
     for name in sys.stdin:
         print(json.dumps(measured(name.strip())), flush=True)
 
 
 class Server:
-    """Handle to a process of this script that measures one checkout."""
+    """A process of this script that measures one checkout."""
 
     def __init__(self, checkout: Path, *serving: str):
         command = [sys.executable, __file__, "--serve", str(checkout), *serving]

@@ -1,4 +1,4 @@
-"""Measure the imbalance of a config's batches, balanced and dealt in turn, over sharing ranks.
+"""Measure how unevenly ranks that share a config's batches are loaded, with batches balanced and dealt in turn.
 
     python benchmarks/balance.py configs/ml-1m-hstu.yaml [key=value ...]
     torchrun --standalone --nproc-per-node 2 benchmarks/balance.py configs/ml-1m-hstu.yaml --time

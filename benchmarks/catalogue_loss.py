@@ -1,4 +1,4 @@
-"""Benchmark the catalogue loss against the chunked computation that it replaced, and cut-cross-entropy's kernel.
+"""Benchmark the catalogue loss against a computation in chunks of rows, and against cut-cross-entropy's kernel.
 
     python benchmarks/run.py --op catalogue_loss --repeats 5 --warmup 2 [--cce FOLDER]
     python benchmarks/run.py --op catalogue_loss --tune --items 100000 --repeats 5 --warmup 2
@@ -100,7 +100,7 @@ def ours(shape, form, negatives, **options):
 
 
 class _Chunked(torch.autograd.Function):
-    """Cross-entropy in chunks of rows, with fp32 gradients computed in forward: the predecessor of catalogue_loss."""
+    """Cross-entropy in chunks of rows, with fp32 gradients computed in the forward pass."""
 
     @staticmethod
     def forward(ctx, out, items, targets):

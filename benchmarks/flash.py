@@ -133,7 +133,7 @@ def sdpa(tokens, length, heads, size, dtype, backend):
 
 
 def padded(lengths, longest, heads, size, dtype):
-    """Pad, call SDPA and cut, as the softmax kind did on a GPU before."""
+    """Pad, call SDPA and cut the padding off: softmax attention without kernels for jagged sequences."""
     leaves, offsets = inputs(lengths, heads, size, dtype), make_offsets(lengths, device="cuda")
 
     def call():

@@ -3,12 +3,12 @@
     python benchmarks/grid.py PLAN.yaml [PLAN.yaml ...] --out DIR --seconds 300 --workers 12 [--valid 1] [key=value ...]
     python compare.py PLAN.yaml --out DIR/PLAN --no-speed [key=value ...]
 
-For many short runs on one large GPU; `nvidia-cuda-mps-control -d` lets kernels of several processes run together. The
-runs of a plan are in DIR/PLAN, as compare.py has them, which reports them. Both commands leave
-finished runs out. Runs go by seed: every setting has a run before any has two.
+Use it for many short runs on one large GPU, where `nvidia-cuda-mps-control -d` lets kernels of several processes run
+together. The runs of a plan are written to DIR/PLAN, where compare.py finds them and reports on them. Both commands
+skip finished runs. The first seed of every setting is trained before the second of any.
 
-With `--valid`, every setting is also trained under leave_one_out with these seeds and judged by the validation split
-alone, for a choice in which the test split has no part. DIR/valid.jsonl gets these metrics; `--table` prints them.
+With `--valid`, every setting is also trained under leave_one_out with these seeds and evaluated on the validation split
+alone, so that settings can be chosen without the test split. DIR/valid.jsonl gets these metrics; `--table` prints them.
 """
 
 import itertools
@@ -42,7 +42,7 @@ GRACE = 5.0  # seconds in which runs save their state at the deadline
 
 
 class Job(NamedTuple):
-    """A run to train: its title, the arguments of train.py, and what its line in DIR/valid.jsonl says, if any."""
+    """A run to train: title, arguments of train.py, and the names in its line of DIR/valid.jsonl, if it has one."""
 
     title: str
     arguments: list[str]
@@ -60,7 +60,7 @@ class Worker:
 
 
 def remaining_jobs(plans: dict[str, Plan], out: Path, valid: Sequence[int], chosen: Sequence[str]) -> list[Job]:
-    """Return the runs that remain, by seed; those judged by validation follow the others of their seed.
+    """Return the runs that remain, by seed; those evaluated on validation follow the others of their seed.
 
     valid: the seeds of the latter. chosen: the settings to train, in any plan; empty, all.
     """

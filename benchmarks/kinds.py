@@ -47,7 +47,7 @@ def merge(comparison: dict, lines: Iterable[str]) -> None:
 
 
 def restore(comparison: dict) -> Results:
-    """Return a comparison from its JSON, without what only the runs' folders hold: users' values and curves."""
+    """Return a comparison from its JSON, which has no users' values and no curves: only the runs' folders have them."""
     settings = []
     for entry in comparison["settings"]:
         parameters = {"parameters": entry["parameters"]}

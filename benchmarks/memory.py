@@ -1,4 +1,4 @@
-"""Measure what attention kinds remember, by distance: judge the runs of configs/compare/long-memory.yaml again with
+"""Measure what attention kinds remember, by distance: evaluate the runs of configs/compare/long-memory.yaml again with
 options that change what a trained layer may attend to.
 
     python compare.py configs/compare/long-memory.yaml --out memory --parallel 4 --no-speed

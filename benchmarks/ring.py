@@ -118,7 +118,7 @@ def by_heads(backend, ring, q, k, v):
     return heads_to_tokens(ours(backend, *tokens_to_heads(q, k, v, group=ring.group)), group=ring.group)
 
 
-# How attention of ours is spread over ranks, and whether a rank holds two chunks of a sequence or one part.
+# How this project's attention is spread over ranks, and whether a rank holds two chunks of a sequence or one part.
 WAYS = {"ring": (our_ring, True), "heads": (by_heads, False)}
 
 
@@ -253,7 +253,7 @@ def traced(step, path, group) -> tuple[dict, list[str]]:
     return record, lines
 
 
-def say(ring, lines: list[str]) -> None:
+def print_all(ring, lines: list[str]) -> None:
     """Print every rank's lines, rank by rank, on rank 0; long ones without their middle."""
     if len(lines) > 2 * SHOWN:
         lines = [*lines[:SHOWN], f"... {len(lines) - 2 * SHOWN} more", *lines[-SHOWN:]]
@@ -346,7 +346,7 @@ def spread_over(ring, arguments, cases, single, emit) -> bool:
                 record |= more
             emit(record, ring.world)
             if lines:
-                say(ring, lines)
+                print_all(ring, lines)
     return all(record.get("within", True) for record in checked)
 
 

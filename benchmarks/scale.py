@@ -113,7 +113,7 @@ def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest
 
 
 def part_of_batch(lengths: np.ndarray, local: np.ndarray, items: int, rng: np.random.Generator) -> Batch:
-    """Return the sequences `local` of a batch of random items, whose sequences have these lengths."""
+    """Return a rank's part of a batch of random items. lengths: of all its sequences; local: the rank's sequences."""
     starts = np.cumsum(lengths) - lengths
     rows = np.concatenate([np.arange(starts[sequence], starts[sequence] + lengths[sequence]) for sequence in local])
     ids = torch.from_numpy(rng.integers(0, items, (2, lengths.sum()))[:, rows])

@@ -27,7 +27,7 @@ from cli.command import Parser, run_main
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GPUS = (8, 16, 64, 256, 1024)
-MEASURED_TOKENS = 65_536  # of a step in both files
+MEASURED_TOKENS = 65_536  # tokens of a step in both files
 SIZE, LENGTH, ATTENTION = 256, 2048, "dense both biases"  # 4 layers, 4 heads of 64, bf16 autocast
 OF_A_MACHINE = 8  # GPUs
 # NVIDIA H200 Tensor Core GPU, datasheet.
@@ -49,9 +49,7 @@ NEGATIVES = 128
 
 
 class Setting(NamedTuple):
-    """Way to train. loss: the competitors of a token's item. fused: whether the table has rowwise Adagrad instead of
-    AdamW.
-    """
+    """Way to train. loss: the items that a target competes with. fused: whether rowwise Adagrad updates the table."""
 
     title: str
     loss: str
@@ -221,7 +219,7 @@ def table(setting: Setting, tokens: int, items: int, machine: Machine = MACHINE)
 
 
 def users(count: int, events: int, items: int, machine: Machine = MACHINE) -> Iterator[str]:
-    """Describe what so many users need beside the step."""
+    """Describe what so many users need besides the step."""
     columns, order = 16 * events, 6 * 8 * count
     products = 2 * count * items * SIZE
     yield "| GPUs | evaluation of every user | epoch | checkpoint of each GPU | between two interruptions |"

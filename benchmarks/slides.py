@@ -28,7 +28,7 @@ WARMUP = 0.2  # the part of a run that is not counted: graphs are captured in it
 
 
 class WithoutAhead(Worker):
-    """A model thread that waits in idle time."""
+    """A model thread that encodes nothing ahead of time."""
 
     def _encode_ahead(self) -> int:
         return 0

@@ -1,16 +1,20 @@
-"""Try variants of a recipe on several data sets of one machine until a deadline, judged by the validation split alone.
+"""Try variants of a recipe on several data sets of one machine until a deadline, by their metric on validation.
 
     python benchmarks/trials.py configs/tune/recipes.yaml --seconds 240 --workers 15 --out DIR beauty:data.path=...
 
-For minutes on a large GPU: each process imports torch once and makes one trial after another, where tune.py starts a
-process for each. A plan (`Plan` below) has a search for each data set. It begins with the first value of each option
-that `start` names and, where `drawn` says so, with settings that change all options at once. Then it changes one option
-by one step at a time, and goes on from what was better by half a percent. The best few and the first settings are then
-tried with other seeds. Behind drawn settings, the values with the better mean effect are tried together first. A search
-with `judged` has no trials: its config is judged on the test split with those seeds.
+Use it for minutes on a large GPU: each process imports torch once and makes one trial after another; tune.py starts a
+process for each. A plan (`Plan` below) has a search for each data set, with these trials:
+
+1. The first value of each option that `start` names.
+2. With `drawn`, that many settings that change all options at once, then together the values with the better mean
+   effect.
+3. One option changed by one step at a time. A trial that is better by half a percent is where the search goes on from.
+4. The best few and the first settings with other seeds.
+
+A search with `judged` has no trials: its config is evaluated on the test split with those seeds.
 
 DIR/trials.jsonl gets a line for each trial with its settings, best validation metric and curve, also if the deadline
-cuts it off. `--table` prints the trials in DIR, with the mean effect of each value.
+ends it early. `--table` prints the trials in DIR, with the mean effect of each value.
 """
 
 import base64
@@ -135,7 +139,7 @@ class State:
     def next(self) -> Trial | None:
         """Return the next trial: a waiting one, else the step from the best settings that was made least often.
 
-        When the drawn settings have ended, the next ones are their better values together, with two seeds.
+        After the drawn settings come their better values together, with two seeds.
         """
         if not self.waiting and not self.combined and not self.running:
             self.combined, self.value, self.best = True, 0.0, self.better_values()
@@ -158,8 +162,8 @@ class State:
         self.tried.append(self.best | {option: place})
         return Trial(option, self.tried[-1], {})
 
-    def tell(self, trial: Trial, value: float, whole: bool, points: Sequence[list[float]] = ()) -> None:
-        """Record the result of a trial; whole: it was not cut off. Only such trials of the search move its point."""
+    def record(self, trial: Trial, value: float, whole: bool, points: Sequence[list[float]] = ()) -> None:
+        """Record the result of a trial; whole: it was not ended early. Only whole trials move the search's point."""
         self.results.append((value, trial))
         self.curves.append((trial, list(points), whole))
         if trial.more or not whole or value <= self.value * BETTER:
@@ -190,8 +194,8 @@ class State:
     def better_values(self) -> dict[str, int]:
         """Return, for each option, the value with the best mean effect on the logarithm of the trials' metrics.
 
-        All are taken at the epoch that each trial which was cut off has reached; those that have less than half of the
-        middle one's epochs do not count. A value has to be worth it to take the place of the first one.
+        Trials are compared at the last epoch that every trial ended by the deadline has reached. Trials with less than
+        half of the median number of epochs do not count. A value replaces the first one if its effect is over WORTH.
         """
         curves = [(trial.point, points, whole) for trial, points, whole in self.curves if points and not trial.more]
         if not curves:
@@ -344,7 +348,7 @@ def run(plan: Plan, states: dict[str, State], options, began: float) -> None:
         points = curve(folder / str(key), metric)
         best = max(points, key=lambda point: point[1], default=[0, 0.0, 0.0, 0.0])
         state.running, state.seconds = state.running - 1, state.seconds + seconds
-        state.tell(trial, best[1], status == 0, points)
+        state.record(trial, best[1], status == 0, points)
         record = {"search": state.name, "title": trial.title, "config": state.search.config, "settings": settings}
         record["values"] = {option: state.search.options[option][place] for option, place in trial.point.items()}
         record |= {"beside": trial.more} if trial.more else {}
@@ -415,9 +419,8 @@ def test_result(run: Path) -> dict[str, Any]:
 def table(out: Path) -> None:
     """Print the best trials of each search, and the mean effect of each value by least squares over the logarithms.
 
-    Effects are against the first settings, as the fit gives them. Where several searches try a value, its mean effect
-    over them follows, then settings meant for several data sets. At the end come the mean and standard deviation on the
-    test split over the seeds of runs that were judged by it.
+    Effects are relative to the first settings, from the fit. Then come the mean effects of values that several searches
+    tried, the settings meant for several data sets, and the mean and standard deviation over seeds on the test split.
     """
     records = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
     finals = [record for record in records if record["title"] == "final"]
@@ -461,8 +464,9 @@ def named_values(record: dict[str, Any]) -> set[str]:
 
 
 def shared_settings(records: list[dict[str, Any]]) -> None:
-    """Print the settings that searches `like` others tried, the best first: the ratio to the best trial of each of the
-    others, and the least ratio, by which they are ordered.
+    """Print the settings that searches with `like` tried: the ratio to the best trial of each search that `like` names.
+
+    The settings with the greatest least ratio come first.
     """
     best: dict[str, float] = {}
     for record in records:

@@ -42,7 +42,7 @@ def tried(state, better=()):
     trials_ = []
     while (trial := state.next()) is not None:
         trials_.append((trial.title, *trial.point.values()))
-        state.tell(trial, 1.0 + 0.1 * better.index(trial.point) if trial.point in better else 0.5, True)
+        state.record(trial, 1.0 + 0.1 * better.index(trial.point) if trial.point in better else 0.5, True)
     return trials_
 
 
@@ -61,17 +61,17 @@ def test_what_two_trials_at_a_time_found_better_is_tried_together():
     state = State("s", Search(config="", options={"a": [0, 1], "b": [0, 1]}))
     first, a, b = (state.next() for _ in range(3))
     for trial, value in ((first, 1.0), (a, 1.1), (b, 1.2)):
-        state.tell(trial, value, True)
+        state.record(trial, value, True)
     assert state.best == {"a": 0, "b": 1} and state.next() == Trial("b", {"a": 1, "b": 1}, {})
 
 
 def test_little_better_cut_off_or_beside_leads_nowhere():
     state = State("s", Search(config="", options={"a": [0, 1]}, beside={"x": {"k": 1}}))
     first, beside, a = (state.next() for _ in range(3))
-    state.tell(first, 1.0, True)
-    state.tell(beside, 2.0, True)
-    state.tell(a, 2.0, False)
-    state.tell(a, 1.004, True)
+    state.record(first, 1.0, True)
+    state.record(beside, 2.0, True)
+    state.record(a, 2.0, False)
+    state.record(a, 1.004, True)
     assert state.best == {"a": 0} and beside == Trial("x", {"a": 0}, {"k": 1})
     state.repeat(1, [7])
     again = [state.next() for _ in range(2)]
@@ -146,7 +146,7 @@ def test_drawn_settings_have_each_value_as_often_as_the_others():
     assert sorted(point["a"] for point in drawn) == [0, 0, 1, 1, 2, 2]
     assert sorted(point["b"] for point in drawn) == [0, 0, 0, 1, 1, 1]
     for trial in state.waiting:
-        state.tell(trial, 2.0 if trial.point == drawn[3] else 1.0, True)
+        state.record(trial, 2.0 if trial.point == drawn[3] else 1.0, True)
     assert state.best == drawn[3]
 
 
@@ -168,7 +168,7 @@ def test_the_better_values_are_those_of_an_orthogonal_array_at_the_epoch_that_al
         value = 0.1 * (1 + 0.05 * trial.point["a"] - 0.03 * trial.point["c"]) * (1 + 0.001 * (-1) ** number)
         points = [[2, value / 2, 3.0, 30.0], [4, value, 2.0, 40.0]]
         late = [[6, 9.0, 1.0, 50.0]] if trial.point == {"a": 0, "b": 1, "c": 1} else []
-        state.tell(trial, points[-1][1], False, points + late)
+        state.record(trial, points[-1][1], False, points + late)
     assert state.better_values() == {"a": 1, "b": 0, "c": 0}
 
 
@@ -179,7 +179,9 @@ def test_the_better_values_are_tried_together_when_all_drawn_settings_have_ended
     state.running = 1
     assert state.next() is None
     for trial in screened:
-        state.tell(trial, 1.0 + 0.05 * trial.point["a"] - 0.03 * trial.point["b"], True, [[2, 1.0 + trial.point["a"]]])
+        state.record(
+            trial, 1.0 + 0.05 * trial.point["a"] - 0.03 * trial.point["b"], True, [[2, 1.0 + trial.point["a"]]]
+        )
     state.running = 0
     together, again = state.next(), state.next()
     assert together == Trial("together", {"a": 1, "b": 0, "c": 0, "d": 0, "e": 0}, {}) and again.more == {"seed": 2}
@@ -193,7 +195,7 @@ def test_settings_for_several_data_sets_are_only_drawn_and_compared_with_the_bes
         state = State("d", Search(config="", options={"a": [0, 1]}, drawn=2, like=name))
         while (trial := state.next()) is not None:
             value = 0.4 - 0.04 * trial.point["a"]
-            state.tell(trial, value, True)
+            state.record(trial, value, True)
             lines.append({"search": f"d-{name}", "title": trial.title, "values": trial.point, "like": name})
             lines[-1] |= {"value": value, "epoch": 2, "status": 0}
     assert [line["values"] for line in lines] == 2 * [{"k": 1}, {"a": 0}, {"a": 1}]
@@ -209,6 +211,6 @@ def test_runs_to_judge_are_no_trials(plan):
     assert [(trial.title, trial.more) for trial in (state.next(), state.next())] == [
         ("final", {"seed": seed, "eval.test": True}) for seed in (3, 4)
     ]
-    state.tell(Trial("final", {}, {"seed": 3}), 0.5, True)
+    state.record(Trial("final", {}, {"seed": 3}), 0.5, True)
     state.repeat(3, [2])
     assert state.next() is None

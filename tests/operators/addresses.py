@@ -2,8 +2,9 @@
 
 On a GPU an address outside of them often belongs to other data, so that the fault is not noticed.
 
-The interpreter offers no hook for this. It reaches memory by the functions of one C++ module and prepares a launch's
-arguments in one method: both are wrapped here, each calls Triton's own, and results stay Triton's.
+The interpreter has no hook for this. It reaches memory through the functions of one C++ module and prepares the
+arguments of a launch in one method. Both are wrapped here: the wrappers call Triton's functions and return what those
+return.
 """
 
 import contextlib
@@ -68,7 +69,7 @@ def storages(argument):
 
 @contextlib.contextmanager
 def addresses_checked():
-    """Within, an interpreted kernel that leaves its tensors raises AssertionError; no effect on compiled ones."""
+    """Make interpreted kernels that leave their tensors raise AssertionError; compiled ones are not checked."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         yield
         return

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.random.cases import Launches, operator
 
 ROOT = Path(__file__).parents[2]
-# Inline assembly that touches memory has its place on architectures where it was proved, and nowhere else.
+# Inline assembly that touches memory may be used only on architectures on which it was tested.
 PROVEN = (80, 90)
 MEMORY = re.compile(r"\b(ld|st|red|atom|cp)\.")
 
@@ -42,10 +42,10 @@ def compiled(names: Iterable[str], architectures: Iterable[int], lowered: bool =
 
 
 def compile_operator(name: str, arch: int, lowered: bool = False):
-    """Kernels as `report` has them: of every case on sm_90, elsewhere of each its first case: compiling takes long.
+    """Return kernels as `report` has them: of every case on sm_90, of the first case of each kernel elsewhere.
 
-    A case that leaves sm_90 out was chosen for the other proven architecture, and is compiled whole there. lowered: of
-    each kernel its first case, up to Triton's GPU dialect.
+    Compiling takes long. A case that leaves sm_90 out was chosen for the other tested architecture, where all of its
+    kernels are compiled. lowered: compile the first case of each kernel, up to Triton's GPU dialect.
     """
     from tools.ahead import compile_launches, lower_launches
 

@@ -1,7 +1,7 @@
 """Imitate FlashAttention-4's calls in plain PyTorch and in any dtype, for machines without a GPU.
 
-With them in the place of `cute.forward` and `cute.backward` a ring over gloo shows that its calls, put together, make
-the whole attention. Rows that a call is not about are left alone, as FlashAttention-4 leaves them.
+They replace `cute.forward` and `cute.backward` in a ring over gloo, whose calls together must give the attention of
+whole sequences. Rows that are not part of a call are left unchanged, as by FlashAttention-4.
 """
 
 import torch
@@ -60,7 +60,7 @@ def backward(grad, q, k, v, out, lse, part, scale, gradients):
 
 
 def all_results(rank: int, world: int, cases, single_heads: bool = False) -> dict:
-    """Return {(form, option): out, lse, dq, dk, dv} of this rank's tokens; in a process of its own."""
+    """Return {(form, option): out, lse, dq, dk, dv} of this rank's tokens; run in a process of a group."""
     cute.forward, cute.backward = forward, backward
     if single_heads:
         softmax.TILES = 1
@@ -80,9 +80,9 @@ def all_results(rank: int, world: int, cases, single_heads: bool = False) -> dic
 
 
 def check_parts(form: str, option: str, device: str) -> None:
-    """Assert that the calls of a ring of two, one after another in one process, make the whole attention.
+    """Assert that the calls of a ring of two, one after another in one process, give the attention of whole sequences.
 
-    By FlashAttention-4 itself, in bf16; the ring's own sums and transfers are tested apart.
+    The calls are FlashAttention-4's, in bf16. Other tests cover the ring's sums and transfers.
     """
     world, names = 2, ("out", "dq", "dk", "dv")
     sizes = dict(size=64, longer=24, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from tests.support.forked import forkserver
 def run_ranks(
     function: Callable, world: int, *arguments, hanging: int | None = None, seconds: float = 600.0, timeout: float = 300
 ) -> list:
-    """Return [function(rank, *arguments) of every rank]; an exception there is returned in its place.
+    """Return function(rank, *arguments) of every rank; if a rank raises, its exception takes the place of the result.
 
     function: importable. hanging: a rank that does not return, and is killed once the others have; None is its result.
     seconds: after which processes that still run are killed too. timeout: of the process group.
@@ -53,7 +53,7 @@ def _start(function, rank, world, folder, timeout, arguments):
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout),
     )
-    # Nobody begins, and may die of it, while others still look for him.
+    # No rank begins, and may end, while others still connect to it.
     _meet(Path(folder, "connected"), rank, world)
     try:
         with addresses_checked():
@@ -66,7 +66,7 @@ def _start(function, rank, world, folder, timeout, arguments):
 
 
 def _meet(folder: Path, rank: int, world: int):
-    """Return when every rank has come here; `run_ranks` ends those that wait in vain."""
+    """Return when every rank has called this; `run_ranks` ends ranks that wait for one that is gone."""
     folder.mkdir(exist_ok=True)
     (folder / str(rank)).touch()
     while len(list(folder.iterdir())) < world:

@@ -1,5 +1,6 @@
-"""Attention by heads: what a rank computes of a whole batch, by the exchange alone. Letters: N tokens of the batch, H
-heads, D channels, W ranks.
+"""Attention by heads: a rank's part of a batch, computed by the exchange of tokens for heads.
+
+Letters: N tokens of the batch, H heads, D channels, W ranks.
 """
 
 import torch
@@ -92,7 +93,7 @@ def wrong_calls(rank: int, world: int) -> list[str]:
         lambda: tokens_to_heads(x, tokens=[3] * world),
         lambda: tokens_to_heads(x[:, :7]),
         lambda: heads_to_tokens(x, tokens=[2] * world),
-        lambda: tokens_to_heads(x[..., : 3 if rank else 2]),  # both unlike the calls before, which are known to agree
+        lambda: tokens_to_heads(x[..., : 3 if rank else 2]),  # shapes of earlier calls are known to agree
     ]
     messages = []
     for call in calls:

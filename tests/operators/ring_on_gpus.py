@@ -1,6 +1,7 @@
-"""Run by test_ring_gpu.py under torchrun: each rank's part of a case against one process in fp64, and the errors of
-SDPA on one GPU beside it; by heads against one process with the same kernels. The case is named on the command line,
-and after it a backend in place of auto.
+"""Compare each rank's part of a case with one process in fp64, and its errors with those of SDPA on one GPU.
+
+Attention by heads is compared with one process and the same kernels. test_ring_gpu.py starts this by torchrun. The
+command line names the case, and may name a backend in place of auto.
 """
 
 import os

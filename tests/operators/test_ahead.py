@@ -77,7 +77,7 @@ def test_a_reload_in_front_of_its_store_is_found():
     assert early_reloads("\n".join(lines)) == [wrong]
     right = [*lines[:2], lines[3], lines[2], lines[4]]
     assert early_reloads("\n".join(right)) == []
-    # Behind a label what came before is one way to it of several.
+    # After a label, the instructions in front of it are only one of the ways to it.
     assert early_reloads("\n".join([*lines[:2], ".L_x_3:", *lines[2:]])) == []
 
 

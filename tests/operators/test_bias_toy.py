@@ -1,4 +1,4 @@
-"""A toy operator with a relative bias, forward and backward: what docs/bias.md explains, held against its reference.
+"""A toy operator with a relative bias, forward and backward: the example of docs/bias.md, compared with its reference.
 
     o[t] = sum over s <= t of (q[t].k[s] + b(t, s)) v[s]
 
@@ -34,7 +34,7 @@ def toy_reference(q, k, v, offsets, N, position, time, times, query_times):
 
 @triton.jit
 def toy_tile(q, k, t, s, begin, live, inside, bias, D: tl.constexpr):
-    """Return (scores with their bias, 0 where not seen; what the backward pass wants: distance, seen, buckets)."""
+    """Return (scores with their bias, 0 where not seen; distance, seen and buckets for the backward pass)."""
     distance = t[:, None] - s[None, :]
     seen = (distance >= 0) & live[:, None] & inside[None, :]
     query_times = load_times(bias.query_times, begin + t, live)[:, None]

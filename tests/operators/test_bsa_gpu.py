@@ -65,7 +65,7 @@ def test_agrees_with_reference(case, dtype, deterministic):
 @pytest.mark.parametrize("group", [1, 2, 16, 32, 64])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_every_group_of_every_block(block_size, group, biased):
-    """Lengths, heads, dtypes at random (all dtypes where a group is a block): tile sizes depend on them all."""
+    """Draw lengths, heads and dtypes, which tile sizes depend on; where a group is a block, test all dtypes."""
     if group > block_size:
         pytest.skip("a group lies within a block")
     draw = random.Random(1000 * block_size + group)
@@ -115,7 +115,7 @@ def test_deterministic_mode_repeats_bit_for_bit(case):
 @pytest.mark.parametrize("tables", [dict(position=True), dict(buckets=20), dict(position=True, buckets=128)])
 @pytest.mark.parametrize("group", [2, 64])
 def test_bias(group, tables, dtype):
-    """Times a few seconds and years apart, and in no order; both ways of adding up the tables' gradients."""
+    """Test times seconds and years apart, and unordered ones, with both ways of adding up the tables' gradients."""
     for spread, deterministic in ((10.0, False), (4e4, True), (1e9, False)):
         check(
             "cuda", lengths=[900, 0, 77, 400], max_seq_len=911, heads=2, head_size=64, value_size=32, dtype=dtype,

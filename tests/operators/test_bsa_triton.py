@@ -140,7 +140,7 @@ def test_bias_opcheck():
 
 
 def test_position_bias_of_mean_keys_far_ahead():
-    """A program of mean keys has some whose blocks are over 1,000 tokens further than its first query: not seen."""
+    """Some mean keys of a program belong to blocks over 1,000 tokens after its first query, which does not see them."""
     case = named("query-major, whole block") | dict(lengths=(1300,), max_seq_len=1300, heads=1, block_counts=1)
     check("cpu", **case | dict(block_size=128, selection_group=128), position=True)
 
@@ -174,7 +174,7 @@ def test_ties_go_to_the_smaller_block():
 
 
 def test_long_lists_are_cut_into_chunks():
-    """Everyone chooses block 0: with one choice beside the own block its list spans two chunks of 8 * S * BS tokens."""
+    """All queries choose block 0, so that its list spans two chunks of 8 * S * BS tokens."""
     inputs, offsets, N, shape = problem((290,), 290, 16, 2, 0, 1, 1, 16, 16)
     inputs["q"] = inputs["q"].abs()
     inputs["k"] = inputs["k"] * 0.1

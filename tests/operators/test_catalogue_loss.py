@@ -77,7 +77,7 @@ def test_smoothing_is_torchs(inputs):
     ],
 )
 def test_parts_make_the_whole(inputs, cuts, normalize, weighted, backend, dtype):
-    """Parts of the catalogue, each given what all of them make together, as processes that share it are."""
+    """Test parts of the catalogue that get the sums over all parts, as processes that share a catalogue do."""
     loss_error, gradient_error = ((1e-12, 1e-13),) * 2 if dtype == torch.float64 else ((1e-5, 1e-6), (1e-4, 1e-5))
     out, items, targets = inputs
     temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
@@ -301,7 +301,7 @@ def test_kernels_agree_with_the_reference(name):
     "name", [name for name in CASES if "each token, " in name or "weights, negatives of each" in name]
 )
 def test_other_ways_to_negatives_of_each_token(name, way, monkeypatch):
-    """Not rows gathered and added by atomics: products with a small catalogue; a gradient summed in order."""
+    """Test products with a small catalogue, and gradients summed in order, in place of gathered rows and atomics."""
     launches = pytest.importorskip("hstu_sparse.catalogue.launches")
     monkeypatch.setattr(launches.small, "takes_products", lambda *_: way == "products")
     monkeypatch.setattr(launches, "ATOMIC_BYTES", 0)
@@ -338,7 +338,7 @@ def test_kernels_with_tensor_descriptors(name):
 @pytest.mark.parametrize("items", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 @pytest.mark.parametrize("sampled", ["shared", "per token"])
 def test_popular_items_are_cut_and_merged(sampled, items, monkeypatch):
-    """Runs of the table's gradient longer than a piece: cut within a window, over several, and at its very end."""
+    """Test runs of the table's gradient longer than a piece: cut within a window, over several, and at its end."""
     launches = pytest.importorskip("hstu_sparse.catalogue.launches")
     monkeypatch.setattr(launches.small, "takes_products", lambda *_: False)
     monkeypatch.setattr(launches, "ATOMIC_BYTES", 0)

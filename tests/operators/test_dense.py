@@ -199,7 +199,7 @@ def test_timestamps_in_no_order(few_near_blocks, window):
 
 @interpreter
 def test_a_block_too_long_to_count_seconds_in_fp32(few_near_blocks):
-    """Few buckets, but keys more than 2^24 seconds apart, and differences to one of them a second around an edge."""
+    """Test few buckets with keys more than 2^24 seconds apart, some a second from the edge of a bucket."""
     x = inputs((128,), 128, heads=1, features=("time",))
     late, edge = 2**25 + 1, math.ceil(math.exp(0.301 * 55))
     times = torch.cat(
@@ -280,7 +280,7 @@ def heads_of(tokens, d, v, dtype):
     ],
 )
 def test_which_calls_auto_gives_to_hopper(tokens, d, v, dtype, biased, expected, monkeypatch):
-    """Three sequences, on a GPU with sm_90 or, then, on another one or with another version of Triton."""
+    """Test three sequences on a GPU with sm_90, on another GPU, and with another version of Triton."""
     from hstu_sparse.dense import configs
 
     monkeypatch.setattr(configs, "proven", lambda device: True)
@@ -387,7 +387,7 @@ def test_a_zeroed_entry_of_a_tables_gradient_is_seen(table, monkeypatch):
 
 
 def two_layers(q, k, v, seq_offsets, max_seq_len, shared, **options):
-    """Two calls on one batch, the second on the first one's output, with a plan of their own or a shared one."""
+    """Call the operator twice on one batch, the second time on the first output, with a plan each or a shared one."""
     bias = [RelativeBias(options.pop(f"position_{i}"), options.pop(f"time_{i}"), *options["times"]) for i in (0, 1)]
     del options["times"]
     plan = None

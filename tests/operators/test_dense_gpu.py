@@ -163,7 +163,7 @@ def test_hopper_keeps_sequences_apart(name, d):
 @on_hopper
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_auto_takes_hopper_for_long_sequences(d, monkeypatch):
-    """In eager mode, compiled and in a CUDA graph, forward and backward; for short sequences not."""
+    """Test both passes in eager mode, compiled and in a CUDA graph. Short sequences do not use these kernels."""
     from hstu_sparse.dense import configs
 
     x = inputs((2000, 48, 1024), 2000, d=d, v=d, heads=4)
@@ -295,7 +295,7 @@ def test_plain_paths(dtype, monkeypatch):
 
 
 def test_the_gate_opens_here():
-    """On a machine where these tests run the assembly is used, or the version of Triton is not a proven one."""
+    """Check that the inline assembly is used, unless this version of Triton is not a tested one."""
     from hstu_sparse.tiles import assembly
 
     known = torch.cuda.get_device_capability() in ((8, 0), (9, 0))

@@ -129,8 +129,10 @@ def test_head_sizes(size):
     "large", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1.0, 30.0)), float("inf"), float("nan")]
 )
 def test_with_and_without_a_maximum(large):
-    """Forward of many tokens leaves the running maximum out for the tiles whose scores are bounded, and adds to what
-    either found: heads whose keys are short, long, or hold an inf or NaN."""
+    """Test heads whose keys are short, long, or hold an inf or NaN.
+
+    The forward pass of many tokens has no running maximum for tiles whose scores are bounded, and adds both kinds up.
+    """
     launch = pytest.importorskip("hstu_sparse.flash.launch")
     lengths = [70, 3, 0, 41]
     q, k, v = (make_jagged(lengths, (heads, 16), device=DEVICE, seed=heads) for heads in (4, 2, 2))
@@ -154,14 +156,14 @@ def test_with_and_without_a_maximum(large):
     right, right_lse = flash_attention_reference(*wide, Layout(offsets, offsets), Options(scale, -1, 0))
     torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
-    # What this is about: heads of both kinds.
+    # The case has heads of both kinds.
     longest = [x.square().sum(-1).amax(0) for x in (q, k)]
     bounded = longest[0] * longest[1].repeat_interleave(2) * (scale / math.log(2)) ** 2 <= 80**2
     assert bounded.tolist() == [True, True, large == 1, large == 1]
 
 
 def test_what_is_known_is_not_lost_beside_no_maximum():
-    """Scores of the first step are far below 0, those of the second are bounded, and some of its rows see none."""
+    """The scores of the first step are far below 0; those of the second are bounded, and some of its rows see none."""
     launch = pytest.importorskip("hstu_sparse.flash.launch")
     q, k, v = torch.ones(70, 1, 16, device=DEVICE), *(make_jagged([70], (1, 16), device=DEVICE, seed=i) for i in (1, 2))
     k[:40] -= 20.0

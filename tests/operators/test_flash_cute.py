@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_refusals(attend, changes, message):
-    """Each in one line that names what to use instead, without FlashAttention-4 or a GPU."""
+    """Each error is one line that names what to use instead, and needs neither FlashAttention-4 nor a GPU."""
     case = dict(dtype=torch.bfloat16, size=64) | changes
     dtype, size = case.pop("dtype"), case.pop("size")
     value_size = case.pop("value_size", size)
@@ -73,7 +73,7 @@ RING_CASES += [(form, option) for form in ("plain", "zigzag") for option in WIND
 
 @pytest.mark.parametrize(("world", "cases", "single_heads"), [(2, RING_CASES, False), (3, RING_CASES[3::4], True)])
 def test_the_calls_of_a_ring_make_the_whole_attention(world, cases, single_heads):
-    """FlashAttention-4's calls by place-holders on the CPU: which rows, which mask, how parts are merged and sent."""
+    """Imitate FlashAttention-4's calls on the CPU, to test rows, masks, and how parts are merged and sent."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")

@@ -89,7 +89,7 @@ KERNELS = [name for name in KERNELS if not name.startswith((*CACHES, "attention_
 @pytest.mark.parametrize("graded", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_refuse_tangents(name, graded):
-    """A kernel has no forward-mode derivative, and the tangent would be gone without a word."""
+    """A kernel has no forward-mode derivative, so the tangent would be lost without an error."""
     arguments = dict(with_bias(name), **({"block_size": 16} if name == "bsa_attention" else {}))
     first = next(n for n, x in arguments.items() if is_floating(x))
     with forward_ad.dual_level(), torch.set_grad_enabled(graded):
@@ -121,7 +121,7 @@ def test_the_interpreter_transforms_no_long_rows_of_16_bits():
 
 
 def test_constants_are_on_the_device_that_is_asked_for():
-    """They are stored, also those of a first call under another default device; sizes that no other test has."""
+    """Constants are stored, so a first call under another default device must not decide; the sizes are new."""
     from hstu_sparse.bias.buckets import bucket_steps, device_cells
     from hstu_sparse.bias.relative import _edges_on
     from hstu_sparse.cache.rotatekv.launch import angles, turns

@@ -95,7 +95,7 @@ def test_deterministic_mode_gives_the_same_bits(dtype, selection_group):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rate, group", [(4, 1), (16, 1), (4, 2), (16, 16)])
 def test_the_future_does_not_reach_the_past(rate, group, dtype, value):
-    """Numbers do not; what is not a number may reach the tokens of its own group."""
+    """Finite numbers of later tokens change nothing; NaN and infinity may reach the tokens of the same group."""
     inputs, offsets, N, rate, top_k = problem((5000,), 5000, 32, 2, 32, 32, rate, 8, dtype=dtype)
     options = dict(seq_offsets=offsets, max_seq_len=N, compression_rate=rate, top_k=top_k, selection_group=group)
     before = htree_attention(**inputs, **options)

@@ -124,7 +124,7 @@ def test_ties_go_to_the_smaller_position():
     ids=["any", "siblings", "groups", "groups of siblings"],
 )
 def test_the_future_does_not_reach_the_past(length, rate, tokens, group, value):
-    """Numbers do not; what is not a number may reach the tokens of its own group."""
+    """Finite numbers of later tokens change nothing; NaN and infinity may reach the tokens of the same group."""
     if value == 1e4 and group > 1:
         tokens = (*tokens, 5, 17 % length)
     inputs, offsets, N, rate, top_k = problem((length,), length, 1, 1, 16, 16, rate, 1)

@@ -219,7 +219,7 @@ def test_the_loss_gradient_of_a_retained_graph(backend):
     for _ in range(2):
         (again,) = torch.autograd.grad(loss, scores, retain_graph=True)
         torch.testing.assert_close(3 * again, first)
-        again.zero_()  # what was given away is no longer the graph's
+        again.zero_()  # the returned tensors do not belong to the graph
 
 
 @pytest.mark.parametrize("width", [16, 64, 128])
@@ -286,7 +286,7 @@ def test_no_token_that_counts_makes_a_loss_of_zero(backend):
 
 @contextlib.contextmanager
 def choice_with(capacity, sample):
-    """Inside, a query has room for `capacity` candidates and samples `sample` keys."""
+    """Set the room of a query to `capacity` candidates and its sample to `sample` keys, inside the context."""
     from hstu_sparse.core.launch import override
     from hstu_sparse.indexer.launch_indexer import choice_config, sample_config
 
@@ -338,7 +338,7 @@ def test_ties_are_exact(kind, backend, monkeypatch):
 
 @interpreter
 def test_the_sample_spares_the_refill(monkeypatch):
-    """On random scores no row falls short or overflows: the kernel that would mend that finds nothing to do."""
+    """On random scores no row has too few or too many candidates, so the kernel that corrects such rows has none."""
     from hstu_sparse.indexer import topk
 
     counts = []

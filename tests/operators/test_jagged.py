@@ -34,7 +34,7 @@ def test_there_and_back(name, dtype, fbgemm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("inner", [(), (3,)])
 def test_tokens_past_the_padded_length_are_dropped(dtype, inner, fbgemm):
-    """Rows that are shorter than their sequences: what is past them is gone, and comes back as zeros."""
+    """If padded rows are shorter than their sequences, the tokens past them are dropped and come back as zeros."""
     values, offsets = (make_jagged((4, 2), inner) * 100).to(dtype), make_offsets((4, 2))
     padded = jagged.jagged_to_padded(values, offsets, 3)
     assert torch.equal(padded[0], values[:3])
@@ -101,7 +101,7 @@ def test_values_are_checked_on_a_cpu(offsets, message):
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize(("offsets", "message"), WRONG)
 def test_values_are_not_read_where_there_are_none(monkeypatch, debug, offsets, message):
-    """Without a device to wait for, on which a GPU's are read with the debug switch alone: fake and meta tensors."""
+    """Test fake and meta tensors, which have no values. Values on a GPU are read with the debug switch alone."""
     monkeypatch.setattr(jagged, "DEBUG", debug)
     jagged.check_jagged(torch.tensor(offsets, device="meta"), 4, q=torch.zeros(5, 1, 1, device="meta"))
     with FakeTensorMode() as mode:

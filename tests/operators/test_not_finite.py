@@ -32,7 +32,7 @@ CAUSAL = {
     "flash": lambda q, k, v, **o: hs.flash_attention(q, k, v, OFFSETS, causal=True, **o),
     "ring": lambda q, k, v, **o: hs.ring_hstu_attention(q, k, v, POSITIONS, N, seq_offsets=OFFSETS, **o),
 }
-# The kernels that keep to it too, and for which input: the others multiply a tile of values by weights of 0.
+# Kernels for which this holds, by input; the others multiply a tile of values by weights of 0.
 KERNELS = [("dense", "k"), ("htree, groups", "k"), ("flash", "k"), ("ring", "k"), ("indexer", "k"), ("indexer", "v")]
 CASES = [(kind, x, "reference", value) for kind in CAUSAL for x in "kv" for value in (NAN, INFINITY)]
 CASES += [(*case, "triton", NAN) for case in KERNELS]
@@ -53,7 +53,7 @@ def finite_output(kind, backend):
 
 @pytest.mark.parametrize(("kind", "name", "backend", "value"), CASES)
 def test_it_stays_behind(kind, name, backend, value):
-    """From token 13 on in its own sequence, and nowhere else; it does reach what sees it."""
+    """NaN reaches the outputs from token 13 on of the same sequence, those that see it included, and no others."""
     if backend == "triton" and not launch.INTERPRET:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     before, inputs = finite_output(kind, backend), finite_inputs()

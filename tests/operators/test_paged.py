@@ -72,7 +72,7 @@ class Users:
 
 
 def by_definition(users, softmax, window=N):
-    """Each token against the rounded ones before it, and itself as it is, one at a time."""
+    """Compute one token at a time, from the rounded tokens before it and the unrounded token itself."""
     pool, offsets = users.pool, users.begins
     k, v = pool.read(users.call["layer"], pool.table(users.rows), torch.tensor(users.lengths), torch.float64)
     position, time = users.tables
@@ -174,7 +174,7 @@ def test_a_short_portion_beside_a_long_one():
     ],
 )
 def test_candidates_see_the_pages_and_themselves(name, call):
-    """Each is what it would be as the next token, alone; what lies behind in the pages does not count."""
+    """Each candidate has the output of an only next token; later places of the pages do not count."""
     users = Users(FORMATS[name], **call)
     users.append([length // 2 for length in LENGTHS])
     counts = [length - length // 2 for length in LENGTHS]

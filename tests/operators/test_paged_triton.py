@@ -51,7 +51,7 @@ def test_kernels_agree_with_the_reference(name):
 @pytest.mark.parametrize("options", [{}, dict(bits=2, sink_tokens=4, head_group=2)])
 @pytest.mark.parametrize("new", [(3, 2, 13), (17, 40, 40)])
 def test_dropped_tokens_are_not_read(options, new):
-    """New tokens in a page of -1 are nowhere: later ones do not look for them, and all others' results are right.
+    """New tokens in a page of -1 are not stored: later tokens do not read them, and all other results are right.
 
     Padding sees itself alone, also in a pool without pages.
     """

@@ -1,4 +1,4 @@
-"""On a GPU: what stands around the attention compiles nothing anew for another batch."""
+"""On a GPU: the operators around the attention compile nothing again for another batch."""
 
 import pytest
 import torch

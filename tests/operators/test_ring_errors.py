@@ -104,7 +104,7 @@ def test_a_lost_rank_is_named(when, how):
 
 
 def other_shapes(rank):
-    """Rank 1 calls with a length of its own, and nothing compares them: after a first call that was right."""
+    """Rank 1 calls with another length after a right first call, when shapes are no longer compared."""
     first = message(triton_ring_flash_attn_func, *tensors(4), causal=True)
     later = message(triton_ring_flash_attn_func, *tensors(6 if rank == 1 else 4), causal=True)
     return first, later

@@ -23,7 +23,7 @@ SAME = {name for name in compat.__all__ if "packed" in name} | {
 }
 
 
-# What an argument of a function of `compat` is called behind it.
+# Argument of a function of `compat` -> its name in the operator.
 ALIASES = dict.fromkeys(("cu_seqlens", "q_offsets", "x_offsets"), "seq_offsets") | {"softmax_scale": "scale"}
 
 
@@ -95,7 +95,7 @@ def test_an_error_leaves_autocast_as_it_was():
 
 
 def stored_otherwise(x: torch.Tensor):
-    """Yield (kind, the tensor in it) of what is no plain memory."""
+    """Yield (kind, the tensor in that form) for tensors that are not plain memory."""
     yield "sparse_coo", x.to_sparse()
     if x.dim() == 2:
         yield "sparse_csr", x.to_sparse_csr()
@@ -168,7 +168,7 @@ def with_gradients(name: str, arguments: dict, dtype: torch.dtype | None = None)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("name", ROUNDED_ONCE)
 def test_16_bits_are_computed_with_in_fp32(name, dtype):
-    """Results and gradients are those of fp32, rounded at the end: what is ordinary there is so in fp16 too."""
+    """Results and gradients are those of fp32, rounded at the end, so that finite ones are finite in fp16, too."""
     arguments = {n: (100 * x).to(dtype) if is_floating(x) else x for n, x in VALID[name].items()}
     if "gates" in arguments:
         arguments["gates"] = [gate.to(dtype) for gate in arguments["gates"]]
@@ -276,7 +276,7 @@ GRADED = [
 
 @pytest.mark.parametrize("name", GRADED)
 def test_second_derivatives_are_right_or_refused(name):
-    """None of them is 0 in silence; with biases, where an operator takes them."""
+    """No second derivative is silently 0. Operators that take biases get them."""
     arguments = leaves_of(VALID[name], torch.float64)
     names = [n for n, x in arguments.items() if is_floating(x)]
     tables = ()

@@ -1,4 +1,4 @@
-"""RotateKV caches: what is refused when they are made, written and read, and that they are nobody else's."""
+"""RotateKV caches: errors when they are made, written and read, and caches that share nothing."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def test_only_files_are_written_and_read(tmp_path, kind):
 
 
 def test_threads_save_to_one_path(tmp_path):
-    """The last one's file stands there, whole, and nothing beside it."""
+    """The file is that of the last thread, whole, and there is no other file."""
     caches = [rotatekv_compress(*make((size, 3, 5, 7))) for size in (20, 200, 40, 100)]
     path, start, failed = tmp_path / "cache", threading.Barrier(4), []
 

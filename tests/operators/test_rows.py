@@ -35,7 +35,7 @@ def test_heads_of_several_tensors(tokens, d, v, heads):
 
 
 def test_what_no_kernel_pads_for_all():
-    """Other tokens or heads, other dimensions, channels that are apart, five tensors."""
+    """Test other tokens or heads, other dimensions, channels that are not adjacent, and five tensors."""
     from hstu_sparse.tiles.rows import as_rows
 
     x = torch.randn(6, 2, 5, device=DEVICE)

@@ -12,7 +12,7 @@ from hstu_sparse.layer.sparse_product import MOST, SparseProduct
     [(7, 5, 3), (MOST + 1, 2, 1), (2, 4, 3 * MOST), (1, 1, 1), (40 * MOST, 1, 1), (3, 2, 0), (1, 3, MOST * MOST + 1)],
 )
 def test_product_and_gradient(rows, columns, longest):
-    """Among them rows and columns without an entry, and those of more entries than one and two levels of sums hold."""
+    """Some rows and columns have no entry, others more entries than one or two levels of sums hold."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, longest, rows, endpoint=True)
     lengths[-1] = longest

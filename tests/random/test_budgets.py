@@ -1,7 +1,7 @@
 """The campaign's checks: a kernel whose products are rounded passes, one that is off by a thousandth does not.
 
-Tokens are few, where nearly nothing may be left of every product and an error is soon called too large, or nothing an
-error any more. In place of kernels, which need a GPU to round as they do there, stands the reference.
+The cases have few tokens: there products may nearly cancel, and a budget is most easily too strict or too loose. The
+reference, with rounding added, takes the place of the kernels, which round as on a GPU only there.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from tests.random.cases import draw, operator
 from tests.support import budgets as testing
 
 aten = torch.ops.aten
-# What of an operator's module the check takes for its function, and calls with backend="triton".
+# Function of an operator's module that the check calls with backend="triton".
 FUNCTIONS = {
     "bsa": ["bsa_attention"],
     "catalogue_loss": ["catalogue_loss"],
@@ -28,7 +28,7 @@ FUNCTIONS = {
 
 
 class Rounded(TorchDispatchMode):
-    """Products of fp32 matrices are wrong as those of three TF32 products are: by 2^-22 of their terms, normally."""
+    """Products of fp32 matrices with the errors of three TF32 products: normally distributed, 2^-22 of their terms."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def stand_in(monkeypatch, module, names):
 
 
 def hold_enlarged(monkeypatch, module):
-    """Hold each result against its budget a thousandth too large as well; return the list of what is said of those."""
+    """Check each result also enlarged by a thousandth; return the list of the errors that this raises."""
     messages, original = [], testing.assert_within_budget
 
     def assert_within_budget(name, actual, *others, **options):
@@ -95,7 +95,7 @@ def test_what_rounding_does_is_allowed_and_a_thousandth_is_not(name, count, monk
     for _ in range(count):
         case = draw(module, numbers, False) | {"dtype": "float32"}
         if "tokens" in case:
-            # For a target without others beside it loss and gradients are 0.
+            # For a target without competing items loss and gradients are 0.
             case |= {"tokens": numbers.randint(1, 3), "items": 9 + case["items"] % 300}
             case |= {"num_negatives": 9, "ignored": 0.0}
         else:
@@ -103,7 +103,7 @@ def test_what_rounding_does_is_allowed_and_a_thousandth_is_not(name, count, monk
         if name == "indexer":
             # Sums of whole numbers are not rounded.
             case |= {"operator": numbers.choice(FUNCTIONS["indexer"]), "exact": False}
-            # The first group of a sequence has no choice, and so no scores and no loss: groups shorter than that.
+            # The first group of a sequence has no choice, so no scores and no loss: use shorter groups.
             case |= {"group": numbers.choice([1, 1, 2])}
         if case.get("key_lengths") is not None:
             case["key_lengths"] = [numbers.randint(1, 3) for _ in case["lengths"]]

@@ -1,10 +1,9 @@
-"""The campaign of random shapes: every operator's kernels against its reference, for as long as it is given.
+"""The campaign of random shapes: every operator's kernels against its reference, for a given time.
 
     python -m pytest -m gpu tests/random/test_random_shapes.py --seconds 300 [--campaign-seed 1] [-n 10]
 
-`--seconds` is how long it takes: operators have equal parts of it, and with -n every process has cases of its own of
-each. Without a GPU it runs in Triton's interpreter, some seconds in all. A failing case is printed as it goes into
-FIXED.
+`--seconds` is its time, which operators share equally. With -n every process draws other cases of each operator.
+Without a GPU it runs in Triton's interpreter, for some seconds. A failing case is printed in the form that FIXED has.
 """
 
 import os
@@ -120,7 +119,7 @@ FIXED: list[tuple[str, dict]] = [
 # Each process runs every operator once, so that all of them end at the same time.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 GIB = 1024**3
-BATCHES = 4  # for which compiled kernels are checked: to compile takes ten times as long as to check
+BATCHES = 4  # checks of each compiled kernel: compiling takes ten times as long as checking
 MOST_INTERPRETED = 300  # tokens of a fixed case that the interpreter gets through in seconds
 
 
@@ -156,7 +155,7 @@ def attempt(module, device: str, case: dict) -> str:
             module.check(device, **case)
         finally:
             if device == "cuda":
-                torch.cuda.synchronize()  # what a kernel did wrong is this case's, also where it was seen otherwise
+                torch.cuda.synchronize()  # a kernel's error belongs to this case, also if a later call reports it
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
     return ""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MOST_BYTES = 2 * 1024**3
-# What of a case says only how long the sequences are and what is in them: no kernel is compiled anew for another.
+# Keywords of a case that need no other kernel: the lengths and contents of sequences.
 BATCH = {"lengths", "key_lengths", "query_lengths", "max_seq_len", "longer", "spare", "gap", "seed"}
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
 

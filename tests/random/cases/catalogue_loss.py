@@ -65,7 +65,7 @@ def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, n
         shape = (*rows, num_negatives)
         negatives = torch.randint(-1, items, shape, generator=generator)
         if tokens and num_negatives > 1:
-            # A target among them, and, beside others, an item twice.
+            # One of them is a target, and one item occurs twice.
             negatives[..., 0] = targets[0] if sampled == "shared" else targets[:: BLOCK if sampled == "blocks" else 1]
             if num_negatives > 2:
                 negatives[..., -1] = negatives[..., -2]
@@ -87,7 +87,7 @@ FLOOR = {"float32": (4e-6, 4e-6, 2e-5), "float16": (4e-6, 3e-3, 4e-3), "bfloat16
 
 
 def alone(items: int, targets, negatives=None, block=1, **_) -> bool:
-    """No target has another item beside it: loss and gradients are differences of equal numbers."""
+    """Return whether no target has a competing item, so that loss and gradients are differences of equal numbers."""
     if negatives is None:
         return items == 1
     if block > 1:

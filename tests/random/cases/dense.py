@@ -43,8 +43,9 @@ def with_tables(function):
 
 
 def compare(x, entries=True, function=None):
-    """Kernel (or `function`) and reference on keyword arguments of `with_tables`: output, gradients, and, unless told
-    otherwise, each entry of the tables'.
+    """Compare the kernel (or `function`) with the reference on keyword arguments of `with_tables`.
+
+    Compare output, gradients, and by default each entry of the tables' gradients.
     """
     half = x["q"].dtype != torch.float32
     wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in x.items()}

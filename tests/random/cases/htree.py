@@ -1,7 +1,7 @@
 """Hierarchical tree attention. Letters: T tokens, N max_seq_len, D query/key and V value head size, r compression_rate.
 
-A choice between nodes whose importances lie within rounding of each other is not for a test to decide: outputs and
-gradients are held against the reference with the kernel's choice, and the choice by the reference's importances.
+Rounding may decide between nodes of nearly equal importance. So outputs and gradients are compared with the reference
+at the kernel's choice, and the choice is checked by the reference's importances.
 """
 
 import torch
@@ -86,7 +86,7 @@ def agree(inputs, offsets, N, rate, top_k, *, scale=None, factor=3.0, rope_base=
         )  # fmt: skip
 
     def reference(q, k, v):
-        # With choices given nobody's queries choose.
+        # The choices are passed in, so no query chooses.
         options = dict(compression_rate=rate, top_k=top_k, scale=width, rope_base=rope_base)
         return htree_attention_reference(q, k, v, offsets, N, **options, choices=choices or None)
 

@@ -157,7 +157,7 @@ def check(
             compare(lambda **inputs: function(**inputs).masked_fill(~visible, 0), indexer | tables, repeated=True)
         elif operator == "sparse_attention":
             function = biased(sparse_attention, device, lengths, indices=indices, **shared)
-            # Where no query has two tokens to weigh, nothing but v has a gradient: zero, but for what rounding leaves.
+            # If no query sees two tokens, only v has a gradient; the others are zero up to rounding.
             first, last = indices.masked_fill(~visible, 2**30).amin(1), indices.masked_fill(~visible, -1).amax(1)
             several = (first < last).any()
             if group > 1:

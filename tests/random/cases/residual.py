@@ -64,7 +64,7 @@ def check(device, *, tokens, channels, dtype, added_dtype, biased, stride, seed)
 def sizes_of_terms(x, grad):
     """Return the size of the terms that cancel in the norm's gradient: nearly all with two channels, always 1 and -1.
 
-    And rounding the mean changes a channel's difference from it by as much more as it is smaller than the channel.
+    Rounding the mean changes the differences of channels from it, relatively more the smaller they are.
     """
     x, channels = x.double(), x.shape[1]
     slope = (x.var(1, correction=0, keepdim=True) + 1e-6).rsqrt()

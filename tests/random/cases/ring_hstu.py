@@ -1,4 +1,4 @@
-"""HSTU attention with positions of its own, of one process. Letters: H heads, D query/key and V value head size."""
+"""HSTU attention with given positions, in one process. Letters: H heads, D query/key and V value head size."""
 
 import functools
 
