@@ -271,22 +271,28 @@ def checkout(tmp_path):
     return tmp_path
 
 
+SYNOPSIS = re.compile(r"\b(?:CONFIG|PLAN\.yaml|SPACE\.yaml)\b")  # a line that shows a program's arguments
 # A call of a program that needs no shell: `run` makes it in this process.
 CALL = re.compile(r"python (?:train|eval|compare)\.py(?: [\w./=-]+)+")
 # A block that fails ends the services that it started.
 SHELL = "set -e -m\ntrap 'kill $(jobs -p) 2>/dev/null || :' EXIT\n"
 
 
-def run_blocks(page: str, folder: Path) -> None:
-    """Run the shell and Python blocks of a page in order; a block with a title is written to that file."""
+def run_blocks(page: str, folder: Path, replaced=REPLACED, skipped: tuple[str, ...] = ()) -> None:
+    """Run the shell and Python blocks of a page in order; a block with a title is written to that file.
+
+    replaced: (text, what is run in its place); skipped: the begins of blocks that are not run.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment.setdefault("PYTHONPATH", str(ROOT))
     for language, title, text in BLOCK.findall((ROOT / page).read_text()):
+        if skipped and text.startswith(skipped):
+            continue
         text = text.replace("8000", port)
-        for written, run in REPLACED:
+        for written, run in replaced:
             text = text.replace(written, run)
         if title:
             (folder / title).write_text(text)
@@ -294,7 +300,7 @@ def run_blocks(page: str, folder: Path) -> None:
             continue
         if language == "sh":
             lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
-            lines = [line for line in lines if line not in SET_UP]
+            lines = [line for line in lines if line not in SET_UP and not SYNOPSIS.search(line)]
             with contextlib.chdir(folder):
                 while lines and CALL.fullmatch(lines[0]):
                     done = run_program(*lines.pop(0).split()[1:])
@@ -356,11 +362,18 @@ def test_the_page_for_python_runs_in_a_new_process_and_folder(tmp_path, library)
     assert done.returncode == 0 and "effect" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("page", "file"), [("bsa", "bsa/query_major.py"), ("dense", "dense/kernels.py")])
-def test_the_kernel_page_quotes_the_kernel(page, file):
-    kernel = (ROOT / "hstu_sparse" / file).read_text()
-    blocks = [text for _, _, text in BLOCK.findall((ROOT / "docs" / f"{page}_kernel.md").read_text())]
-    assert blocks and not (wrong := [line for text in blocks for line in text.split("\n") if line not in kernel]), wrong
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [
+        ("bsa_kernel", "hstu_sparse/bsa/query_major.py"),
+        ("dense_kernel", "hstu_sparse/dense/kernels.py"),
+        ("bias", "tests/operators/test_bias_toy.py"),
+    ],
+)
+def test_the_page_quotes_the_code(page, file):
+    code = (ROOT / file).read_text()
+    blocks = [text for _, _, text in BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text())]
+    assert blocks and not (wrong := [line for text in blocks for line in text.split("\n") if line not in code]), wrong
 
 
 def test_every_config_says_whether_it_was_run():
