@@ -1,15 +1,15 @@
-"""Compute in kernels the time bucket of a pair, or the buckets that a tile of pairs covers.
+"""Compute the time bucket of a pair, or the buckets of a tile of pairs, in kernels.
 
-Letters: T tokens of the batch, B sequences. The resident side of a program's tile, queries or keys, is loaded once; the
-program walks over the streamed side in blocks.
+Letters: T tokens of the batch, B sequences. A program loads the resident side of its tile, queries or keys, once and
+loops over blocks of the streamed side.
 
-A bucket is read from a table indexed by fp32's leading bits, which replaces a logarithm. Timestamps are int64 seconds,
-or pairs of fp32, high and low part, whose differences are exact up to 2^24 seconds, and int32 offsets from the first
-timestamp of their sequence's keys.
+A table indexed by the leading bits of an fp32 number replaces the logarithm. Timestamps are int64 seconds. Tiles take
+them as two fp32 numbers, whose differences are exact up to 2^24 seconds, and as int32 offsets from the time of the
+sequence's first key.
 
-The least and the greatest timestamp of a tile's two sides determine the buckets that it covers. A tile with at most
-MOST_EDGES bucket edges is narrow: its entry has the lowest bucket and the number of edges, and offsets are compared
-with those edges (`reached`). With ascending timestamps, all tiles are narrow except a few next to the diagonal.
+The minimum and maximum time of both sides bound the buckets of a tile. A tile that spans at most MAX_EDGES bucket edges
+is narrow: the plan stores its lowest bucket and its number of edges, and the kernel compares offsets with these edges
+(`past_edge`). If timestamps ascend, all tiles are narrow except a few next to the diagonal.
 """
 
 import math
@@ -25,31 +25,31 @@ from hstu_sparse.core.registration import cached_constant, register_preparation
 from hstu_sparse.tiles.assembly import load_edge
 from hstu_sparse.tiles.rows import COMPILED, locate
 
-# Differences of int64 seconds never exceed this bucket; further entries of a longer table are never read.
+# The bucket of the largest difference of int64 seconds; further entries of a table are never read.
 MAX_BUCKETS = 145
-# Cells of an octave in the table of buckets: 2 ** CELL_BITS, each narrower than a bucket.
+# The table of buckets has 2 ** CELL_BITS cells for each power of two, each narrower than a bucket.
 CELL_BITS = 3
 FP32_MANTISSA, FP32_BIAS, OCTAVES = 23, 127, 64
 _SHIFT, _BASE = tl.constexpr(FP32_MANTISSA - CELL_BITS), tl.constexpr(FP32_BIAS << CELL_BITS)
 _BLOCK = 256
-# Zeros behind the tokens in the result of `split_times`, for tiles that reach past a batch's end.
+# The number of zeros after the tokens in the result of `split_times`, for tiles that extend past the batch's end.
 MARGIN = 256
-# The greatest number of edges in a narrow tile of pairs.
-MOST_EDGES = tl.constexpr(4)
-# A narrow tile's entry in the plan: its lowest bucket times 8, plus the number of its edges.
+# The largest number of edges in a narrow tile.
+MAX_EDGES = tl.constexpr(4)
+# The plan's entry of a narrow tile is (lowest bucket << ENTRY_SHIFT) + number of edges.
 ENTRY_SHIFT, ENTRY_EDGES = tl.constexpr(3), tl.constexpr(7)
-LEAST, GREATEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
-# fp32 represents seconds exactly up to here.
+INT32_MIN, INT32_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+# fp32 represents integers exactly up to here.
 EXACT_SECONDS = tl.constexpr(2**24)
-# Greater than all differences of int64 seconds that occur.
-_NEVER = 2**62
+# Larger than every difference of times.
+_UNREACHABLE = 2**62
 
 
 class TokenTimes(NamedTuple):
-    """The timestamps of tokens as keys or as queries.
+    """The timestamps of the tokens as keys or as queries, in the form that tiles read.
 
-    split   [2, W] fp32, W at least T: two parts, high and low, whose sum is exact below 2^48 seconds
-    offset  [W] int32: relative to the first timestamp of the sequence's keys; wraps if it does not fit
+    split   [2, W] fp32, W at least T: high and low part, whose sum is exact below 2^48 seconds
+    offset  [W] int32: minus the time of the sequence's first key; wraps around on overflow
     """
 
     split: torch.Tensor
@@ -57,10 +57,10 @@ class TokenTimes(NamedTuple):
 
 
 def bucket_cells(num_buckets: int) -> torch.Tensor:
-    """Return [512, 2] int32: for each cell of fp32 numbers >= 1 the next bucket edge's bits and the bucket below it.
+    """Return [512, 2] int32: for each cell of fp32 numbers >= 1 (the bits of the next bucket edge, the bucket below).
 
-    A cell's index is the number's exponent and the first bits of its mantissa, which is exact and needs no logarithm.
-    No cell has two edges; infinity is behind the last one.
+    The index of a cell is the exponent and the first bits of the mantissa. No cell contains two edges; the edge after
+    the last one is infinity.
     """
     edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32, device="cpu")
     per_octave = 2**CELL_BITS
@@ -79,20 +79,20 @@ def device_cells(num_buckets: int, device: torch.device) -> torch.Tensor:
 
 
 def num_time_buckets(time: torch.Tensor | None) -> int | None:
-    """Return the number of buckets of a time table that a difference can fall into; None without a table."""
+    """Return the number of buckets of a time table that kernels use; None without a table."""
     return None if time is None else min(time.shape[0] - 1, MAX_BUCKETS)
 
 
-def hidden_bucket(num_buckets: int) -> int:
-    """Return the bucket of masked pairs: behind the table and behind what is read beyond its end."""
-    return num_buckets + 1 + MOST_EDGES.value
+def masked_bucket(num_buckets: int) -> int:
+    """Return the bucket of masked pairs: after the table and the entries that are read past its end."""
+    return num_buckets + 1 + MAX_EDGES.value
 
 
 @cached_constant
-def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """Return [num_buckets + 1 + MOST_EDGES] int64: the least integer in each bucket, then some beyond all."""
-    steps = [min(math.ceil(edge), _NEVER) if edge < math.inf else _NEVER for edge in bucket_edges(num_buckets)]
-    return torch.tensor([0, *steps, *[_NEVER] * MOST_EDGES.value], device=device)
+def bucket_starts(num_buckets: int, device: torch.device) -> torch.Tensor:
+    """Return the smallest integer in each bucket, then MAX_EDGES unreachable ones: [num_buckets + 1 + MAX_EDGES]."""
+    starts = [math.ceil(min(edge, _UNREACHABLE)) for edge in bucket_edges(num_buckets)]
+    return torch.tensor([0, *starts, *[_UNREACHABLE] * MAX_EDGES.value], device=device)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def cell_index(x):
 
 @triton.jit
 def bucket_of(x, cells, ASM: tl.constexpr = False):
-    """Return the exact bucket of |x| (given as fp32 >= 0). cells: `bucket_cells`. ASM: see tiles/assembly.py."""
+    """Return the exact bucket of x, fp32 >= 0. cells: `bucket_cells`. ASM: see tiles/assembly.py."""
     index = cell_index(x)
     if ASM:
         index = index.to(tl.int64)
@@ -113,41 +113,40 @@ def bucket_of(x, cells, ASM: tl.constexpr = False):
 
 @triton.jit
 def pair_bucket(query_times, key_times, cells):
-    """Return the buckets of pairs of int64 seconds, which broadcast against each other."""
+    """Return the buckets of pairs of int64 seconds, which broadcast with each other."""
     return bucket_of(tl.abs(query_times - key_times).to(tl.float32), cells)
 
 
 @triton.jit
 def extremes(times, origin, inside, AXIS: tl.constexpr):
-    """Return the least and the greatest offset from `origin` of int64 timestamps, as int64 within the range of int32.
+    """Return the minimum and maximum offset of int64 timestamps from `origin`, as int64 within the range of int32.
 
-    An offset outside of that range counts as both ends of the range, so that no tile with it is narrow.
+    An offset outside this range counts as both ends of the range, so that its tile is not narrow.
     """
     offset = tl.load(times, inside, 0) - origin
-    fits = (offset > LEAST) & (offset < GREATEST)
-    least = tl.where(inside, tl.where(fits, offset, LEAST), GREATEST).to(tl.int32)
-    greatest = tl.where(inside, tl.where(fits, offset, GREATEST), LEAST).to(tl.int32)
+    fits = (offset > INT32_MIN) & (offset < INT32_MAX)
+    least = tl.where(inside, tl.where(fits, offset, INT32_MIN), INT32_MAX).to(tl.int32)
+    greatest = tl.where(inside, tl.where(fits, offset, INT32_MAX), INT32_MIN).to(tl.int32)
     return tl.min(least, AXIS).to(tl.int64), tl.max(greatest, AXIS).to(tl.int64)
 
 
 @triton.jit
 def tile_entry(query_first, query_last, key_first, key_last, cells, ASM: tl.constexpr):
-    """Return the `ENTRY` of tiles of pairs, int32: of a narrow tile its lowest bucket times 8 plus its edges, else -1.
+    """Return the plan's entries of tiles, int32: see ENTRY_SHIFT for a narrow tile, -1 for another.
 
-    query_first to key_last: the least and the greatest time of both sides, see `extremes`. Narrow: no key is later than
-    a query, and the differences cover at most MOST_EDGES edges. The caller checks that a side is short enough for
-    `reached`.
+    query_first, query_last, key_first, key_last: the `extremes` of both sides. A tile is narrow if no key is later than
+    a query and the differences span at most MAX_EDGES edges. The caller checks the time span that `past_edge` needs.
     """
     nearest, farthest = query_first - key_last, query_last - key_first
     lowest = bucket_of(tl.maximum(nearest, 0).to(tl.float32), cells, ASM)
     highest = bucket_of(tl.maximum(farthest, 0).to(tl.float32), cells, ASM)
-    narrow = (nearest >= 0) & (highest - lowest <= MOST_EDGES)
+    narrow = (nearest >= 0) & (highest - lowest <= MAX_EDGES)
     return tl.where(narrow, (lowest << ENTRY_SHIFT) + highest - lowest, -1)
 
 
 @triton.jit
-def edge_place(resident, origin, edge, BY_QUERY: tl.constexpr):
-    """Return the resident side, as offsets, relative to an edge, for `reached`. origin: of the block's start."""
+def relative_to_edge(resident, origin, edge, BY_QUERY: tl.constexpr):
+    """Return the first argument of `past_edge`, from the resident side's offsets. origin: the block's first offset."""
     if BY_QUERY:
         return (resident.to(tl.int64) - (edge + origin - 1)).to(tl.float32)
     else:
@@ -155,17 +154,18 @@ def edge_place(resident, origin, edge, BY_QUERY: tl.constexpr):
 
 
 @triton.jit
-def other_place(streamed, origin, BY_QUERY: tl.constexpr):
-    """Return the streamed side's position for `reached`. BY_QUERY: queries are the resident side."""
+def relative_to_origin(streamed, origin, BY_QUERY: tl.constexpr):
+    """Return the second argument of `past_edge`, from the streamed side's offsets. BY_QUERY: queries are resident."""
     return (origin - streamed if BY_QUERY else streamed - origin).to(tl.float32)
 
 
 @triton.jit
-def reached(resident, streamed):
-    """Return 1.0 for a narrow tile's pairs at or past an edge, else 0.0, from `edge_place` and `other_place`.
+def past_edge(resident, streamed):
+    """Return 1.0 for the pairs of a narrow tile at or past an edge, else 0.0.
 
-    The sum of both, query less key less edge plus 1, is an integer, exact if it is small: the streamed side of a narrow
-    tile spans less than 2^24 seconds. It takes one instruction at the full rate, unlike comparisons.
+    resident, streamed: from `relative_to_edge` and `relative_to_origin`. Their sum is query - key - edge + 1, which is
+    exact near 0, since the streamed side of a narrow tile spans less than 2^24 seconds. A saturating addition runs at
+    the full rate, unlike a comparison.
     """
     if COMPILED:
         return tl.inline_asm_elementwise(
@@ -176,17 +176,18 @@ def reached(resident, streamed):
 
 
 @triton.jit
-def near_order(tile, OWN: tl.constexpr, OTHER: tl.constexpr, STORE: tl.constexpr):
-    """Reorder a tile [OWN, OTHER] from its order in memory, or (STORE) to it, so that a thread's values are adjacent.
+def reorder_near(tile, RESIDENT: tl.constexpr, STREAMED: tl.constexpr, STORE: tl.constexpr):
+    """Convert a tile [RESIDENT, STREAMED] from its order in memory, or with STORE to it.
 
-    It is correct for any layout; in wgmma's layout a thread loads 16 bytes at once and threads exchange nothing.
+    In memory the values of a thread are adjacent if the tile has wgmma's layout: a thread then loads 16 bytes at once,
+    without an exchange between threads. The result is correct for any layout.
     """
     if STORE:
-        parts = tl.reshape(tile, [OWN // 16, 2, 8, OTHER // 8, 4, 2])
-        return tl.reshape(tl.permute(parts, [0, 2, 4, 3, 1, 5]), [OWN * OTHER])
+        parts = tl.reshape(tile, [RESIDENT // 16, 2, 8, STREAMED // 8, 4, 2])
+        return tl.reshape(tl.permute(parts, [0, 2, 4, 3, 1, 5]), [RESIDENT * STREAMED])
     else:
-        parts = tl.reshape(tile, [OWN // 16, 8, 4, OTHER // 8, 2, 2])
-        return tl.reshape(tl.permute(parts, [0, 4, 1, 3, 2, 5]), [OWN, OTHER])
+        parts = tl.reshape(tile, [RESIDENT // 16, 8, 4, STREAMED // 8, 2, 2])
+        return tl.reshape(tl.permute(parts, [0, 4, 1, 3, 2, 5]), [RESIDENT, STREAMED])
 
 
 @triton.jit
@@ -201,10 +202,7 @@ def load_split_times(times, inside):
     do_not_specialize=["num_seqs", "width"], do_not_specialize_on_alignment=["seq_offsets", "times", "key_times"]
 )
 def split_times_kernel(seq_offsets, times, key_times, split, offset, num_seqs, width, BLOCK: tl.constexpr):
-    """Split the times of BLOCK tokens of a sequence in one program.
-
-    split: [2, width] fp32, the high parts and then the low ones. offset: from the sequence's first time of a key.
-    """
+    """Compute `TokenTimes` of BLOCK tokens of a sequence in one program. split: [2, width]."""
     _, begin, length, tile = locate(seq_offsets, tl.program_id(0), num_seqs, BLOCK)
     if tile * BLOCK < length:
         place = tile * BLOCK + tl.arange(0, BLOCK)
@@ -237,10 +235,10 @@ _split_times_operator = register_preparation("split_times", _SCHEMA, _split_time
 def split_times(
     seq_offsets: torch.Tensor, timestamps: torch.Tensor, query_timestamps: torch.Tensor
 ) -> tuple[TokenTimes, TokenTimes]:
-    """Return the times (of the keys, of the queries) as kernels read them, computed once if both are one tensor.
+    """Return the `TokenTimes` of (the keys, the queries), computed once if both are the same tensor.
 
-    They have T rounded up to a multiple of 16, for aligned pointers, and MARGIN more, for kernels whose tiles reach
-    past a batch's end.
+    W is T rounded up to a multiple of 16, which aligns pointers, plus MARGIN, for tiles that extend past the batch's
+    end.
 
     Args:
         seq_offsets: [B+1].

@@ -1,13 +1,13 @@
-"""Define the relative bias of a pair of tokens, by position and time: `RelativeBias`, its checks, a pair's look-up.
+"""Define the relative bias by position and time: `RelativeBias`, its checks and `pair_bias` in plain PyTorch.
 
-Every operator that scores pairs takes one as `bias=`. For query t and key s of a sequence it adds to their score
+Every operator that scores pairs of tokens takes a `bias`. The score of query t and key s of a sequence gets the term
 
     b(t, s) = position[t - s] + time[bucket(query_timestamps[t] - timestamps[s])]
     bucket(x) = min(floor(ln(max(|x|, 1)) / 0.301), num_buckets)
 
 A block of tokens a .. e-1 that is scored as one key has the position of its middle token, a + (e - a) // 2.
 
-Letters: T tokens of the batch, Tq queries if they are not the tokens, N max_seq_len.
+Letters: T tokens of the batch, Tq queries if they are not these tokens, N max_seq_len.
 
 Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (arXiv 2402.17152) and its public code.
 """
@@ -24,23 +24,23 @@ from torch import Tensor
 from hstu_sparse.core.jagged import check_storage, concrete
 from hstu_sparse.core.registration import cached_constant
 
-# Width of a time bucket on the logarithmic axis (natural logarithm of seconds).
+# The width of a time bucket in the natural logarithm of seconds.
 BUCKET_WIDTH = 0.301
 
 
 class RelativeBias(NamedTuple):
-    """Tables of biases, shared by the heads, and the times that the time bias depends on.
+    """The bias tables, which all heads share, and the timestamps for the time bias.
 
-    A query's time differs from its key's if a layer predicts an event at a known time, that of the next event.
+    `query_timestamps` differs from `timestamps` if the time of the next event, which is predicted, is known.
 
     Attributes:
-        position: [N or more] floating point, by distance in tokens; differentiable; None for no position bias.
-        time: [num_buckets + 1] floating point, by bucket of time difference; differentiable; None for no time bias.
-        timestamps: [T] int64, times of the keys in seconds; required by `time`.
-        query_timestamps: [T] int64, times of the queries in seconds; `timestamps` by default.
+        position: [N or more] floating point, indexed by distance in tokens; differentiable; None for no position bias.
+        time: [num_buckets + 1] floating point, indexed by time bucket; differentiable; None for no time bias.
+        timestamps: [T] int64, the times of the keys in seconds; required by `time`.
+        query_timestamps: [T] int64, the times of the queries in seconds; `timestamps` by default.
 
     Examples:
-        >>> position, time = torch.zeros(50), torch.zeros(129)  # tables: distances up to 49 tokens, 128 buckets of time
+        >>> position, time = torch.zeros(50), torch.zeros(129)  # distances 0 to 49 tokens, time buckets 0 to 128
         >>> bias = hstu_sparse.RelativeBias(position, time, timestamps=torch.tensor([0, 60, 3600]))
         >>> x = torch.randn(3, 2, 16)
         >>> hstu_sparse.hstu_attention(x, x, x, torch.tensor([0, 3]), max_seq_len=50, bias=bias).shape
@@ -53,15 +53,15 @@ class RelativeBias(NamedTuple):
     query_timestamps: Tensor | None = None
 
 
-# The arguments that torch.library has for a RelativeBias.
+# The torch.library schema of a RelativeBias.
 BIAS = "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timestamps"
 _Arguments = TypeVar("_Arguments")
 
 
-def bundled(kind: type[_Arguments], flat: tuple, **bundles: type) -> _Arguments:
-    """Return the named tuple `kind` of an operator's arguments, among which are those of `BIAS` for its `bias`.
+def unflatten_arguments(kind: type[_Arguments], flat: tuple, **bundles: type) -> _Arguments:
+    """Return the named tuple `kind` for the arguments of an operator that torch.library passes one by one.
 
-    bundles: other members that are named tuples, in their order and before `bias`.
+    Its member `bias` is a RelativeBias. bundles: name -> type of the members before `bias` that are named tuples.
     """
     named: Any = kind
     for name, bundle in (*bundles.items(), ("bias", RelativeBias)):
@@ -78,16 +78,17 @@ def check_bias(
     *,
     query_tokens: int | None = None,
 ) -> RelativeBias:
-    """Validate an operator's `bias` (metadata only) and fill in defaults.
+    """Validate the metadata of an operator's `bias` and fill in defaults.
 
     Args:
-        positions: entries that the position table needs, N for most operators; it may have more.
-        tokens: T, the number of keys, which have timestamps.
-        device: the device of q, where the tensors have to be.
-        query_tokens: Tq, the number of queries, if they are not the keys' tokens; query times then have no default.
+        positions: the least size of the position table, N for most operators.
+        tokens: T, the number of keys.
+        device: the device of q, on which all tensors must be.
+        query_tokens: Tq, the number of queries, if they are not the tokens of the keys; query_timestamps is then
+            required.
 
     Returns:
-        A RelativeBias, never None. With a time table it has both timestamps, without one neither.
+        A RelativeBias, never None. It has both timestamps if it has a time table, otherwise neither.
 
     Raises:
         TypeError, ValueError: with the expected and the actual value.
@@ -142,7 +143,7 @@ def _check_vector(name: str, x: Tensor, device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=64)
 def bucket_edges(num_buckets: int) -> list[float]:
-    """Return the least value in bucket 1, 2, ..., num_buckets, rounded up to fp32, where `x >= edge` is then exact."""
+    """Return the lower edges of buckets 1 to num_buckets, rounded up to fp32 so that `x >= edge` is exact in fp32."""
     edges = []
     for k in range(1, num_buckets + 1):
         exponent = BUCKET_WIDTH * k
@@ -155,10 +156,10 @@ def bucket_edges(num_buckets: int) -> list[float]:
 
 
 def time_bucket(difference: Tensor, num_buckets: int) -> Tensor:
-    """Return min(floor(ln(max(|x|, 1)) / 0.301), num_buckets), for int64 x of any shape, as int32.
+    """Return min(floor(ln(max(|x|, 1)) / 0.301), num_buckets) for int64 x of any shape, as int32.
 
-    It counts the bucket edges that |x| has reached instead of taking a logarithm, so no value near an edge depends on
-    how a machine rounds its logarithm: exact for |x| < 2^24, and for x rounded to fp32 above.
+    A binary search in the bucket edges replaces the logarithm, whose rounding differs between machines. |x| is rounded
+    to fp32, which is exact below 2^24.
     """
     edges = _edges_on(num_buckets, difference.device)
     return torch.bucketize(difference.abs().float(), edges, right=True, out_int32=True)
@@ -166,24 +167,24 @@ def time_bucket(difference: Tensor, num_buckets: int) -> Tensor:
 
 @cached_constant
 def _edges_on(num_buckets: int, device: torch.device) -> Tensor:
-    """Return `bucket_edges` on a device, copied there once: a captured CUDA graph may not copy from the host."""
+    """Return `bucket_edges` on a device. Cached, since a captured CUDA graph may not copy from the host."""
     return torch.tensor(bucket_edges(num_buckets), dtype=torch.float32, device=device)
 
 
 def pair_bias(
     bias: RelativeBias, distance: Tensor, query_times: Tensor | None = None, key_times: Tensor | None = None
 ) -> Tensor | float:
-    """Return b of pairs, for the operators' references: any device, any float dtype, differentiable in the tables.
+    """Return the biases b of pairs for the references: on any device, in any float dtype, differentiable in the tables.
 
     Args:
         bias: the result of `check_bias`; only its tables are read.
-        distance: position of the query less that of the key, integers of any shape; one below 0 (a pair that the caller
-            masks) reads entry 0.
-        query_times, key_times: int64 seconds of the pairs' queries and keys, needed with a time table. They have to
-            broadcast with each other, and their difference with `distance`.
+        distance: the position of the query minus that of the key, integers of any shape. A distance below 0, which
+            the caller masks, reads entry 0.
+        query_times, key_times: int64 seconds, required with a time table; they broadcast with each other, and their
+            difference with `distance`.
 
     Returns:
-        The biases, of the shape to which the arguments broadcast; 0.0 without tables.
+        The biases in the broadcast shape; 0.0 without tables.
     """
     bias_sum: Tensor | float = 0.0
     if bias.position is not None:
@@ -195,7 +196,7 @@ def pair_bias(
 
 
 class _LookUp(torch.autograd.Function):
-    """Look up table[index]; the gradient is a weighted bincount: on a CPU many times as fast as index_select's."""
+    """Look up table[index]. The gradient is a weighted bincount, on a CPU many times as fast as index_select's."""
 
     @staticmethod
     def forward(table, index):
@@ -213,11 +214,11 @@ class _LookUp(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum the values [...] that have one index, which is `_LookUp`'s gradient; its own gradient is a look-up."""
+    """Sum the values [...] of each index: the gradient of `_LookUp`, whose gradient is a look-up."""
 
     @staticmethod
     def forward(values, index, size, dtype):
-        index, wide = index.flatten(), values.flatten().double()  # fp64, since a bucket sums millions of terms
+        index, wide = index.flatten(), values.flatten().double()  # fp64: a bucket may sum millions of terms
         if concrete(index):
             return torch.bincount(index, weights=wide, minlength=size).to(dtype)
         return wide.new_zeros(size).index_add(0, index, wide).to(dtype)
@@ -234,12 +235,12 @@ class _Sum(torch.autograd.Function):
 
 
 def look_up(table: Tensor, index: Tensor) -> Tensor:
-    """Look up a table of one dimension for indices of any shape, with a gradient that is fast and repeatable.
+    """Return table[index] for a table of one dimension and an index of any shape; the gradient is deterministic.
 
-    On CUDA the gradient is torch's for embeddings, which sorts; bincount there adds in no fixed order and synchronises.
+    On CUDA the gradient is that of `embedding`, which sorts: bincount adds in any order and waits for the device.
     """
     if table.is_cuda:
         return torch.nn.functional.embedding(index, table[:, None]).squeeze(-1)
-    if not torch.is_grad_enabled():  # the Function costs more than the look-up
+    if not torch.is_grad_enabled():  # the Function takes longer than the look-up
         return _LookUp.forward(table, index)
     return _LookUp.apply(table, index)

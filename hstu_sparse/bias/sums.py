@@ -1,6 +1,6 @@
-"""Sum the bias tables' gradients of one program in shared memory, by inline assembly: a histogram and a ring.
+"""Sum the gradients of the bias tables of one program in shared memory, by inline assembly: a histogram and a ring.
 
-hstu_sparse/tiles/assembly.py says which machines support it, and when kernels may use it.
+tiles/assembly.py decides which machines use them.
 
 Letters: N max_seq_len; t and s: the positions of queries and keys in their sequence.
 """
@@ -10,19 +10,19 @@ import triton.language as tl
 
 from hstu_sparse.bias.buckets import MAX_BUCKETS
 
-# The variables are declared inside the assembly, in the program's static shared memory. The dynamic part, which Triton
-# lays out, comes after it and needs 1 KB alignment for its swizzled tiles: hence sizes in whole KB.
+# The assembly declares static shared memory. Triton's dynamic shared memory follows it and must be aligned to 1 KB for
+# its swizzled tiles: hence sizes in whole KB.
 _KB = 1024
 _WORD = 4
-# 1.5 * 2^23: added to an fp32 number below 2^22 in size, it leaves that number, rounded, in the low bits of the sum.
+# The bits of 1.5 * 2^23 in fp32. The low bits of its sum with a number below 2^22 are the number, rounded.
 _ROUNDING = "4B400000"
-# The value to which callers scale their greatest term: the additions round correctly up to twice as much.
-GREATEST_TERM = tl.constexpr(2.0**21 - 1)
+# Callers scale their terms to at most this value; rounding is correct up to twice as much.
+MAX_TERM = tl.constexpr(2.0**21 - 1)
 
 
 @triton.jit
 def _zero(base, BYTES: tl.constexpr):
-    """Zero BYTES (a multiple of 16) of shared memory from `base` on; a barrier has to follow."""
+    """Zero BYTES (a multiple of 16) of shared memory from `base` on. The caller adds a barrier."""
     tl.inline_asm_elementwise(
         """{
             .reg .pred done;
@@ -48,14 +48,14 @@ def _zero(base, BYTES: tl.constexpr):
 
 @triton.jit
 def barrier(token):
-    """Synchronise the program's threads. Triton's own barrier would prevent the pipelining of the loop around it."""
+    """Synchronise the program's threads. `tl.debug_barrier` would prevent the pipelining of the loop around it."""
     tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,r", [token], tl.int32, is_pure=False, pack=1)
 
 
-# The histogram, for the time bias's gradient: a row for each bucket, a column for each of the 32 lanes of a warp, so
-# that lanes share neither a bank nor an address.
+# The histogram sums the gradient of the time table: a row for each bucket, a column for each of the 32 lanes of a warp,
+# so that no two lanes access the same bank.
 _LANES = 32
-HISTOGRAM_ROWS = 152  # buckets, the entries that are read behind the table, and the bucket of masked pairs
+HISTOGRAM_ROWS = 152  # buckets, the entries that are read after the table, and the bucket of masked pairs
 HISTOGRAM_BYTES = HISTOGRAM_ROWS * _LANES * _WORD
 assert HISTOGRAM_BYTES % _KB == 0 and HISTOGRAM_ROWS >= MAX_BUCKETS + 6
 _ROW, _HISTOGRAM = tl.constexpr(_LANES * _WORD), tl.constexpr(HISTOGRAM_BYTES)
@@ -69,7 +69,7 @@ _LANE_CELL = tl.constexpr(
 
 @triton.jit
 def histogram_open(token):
-    """Zero the histogram and return its shared-memory address. Called once per program; `token` is any int32 scalar."""
+    """Zero the histogram and return its shared-memory address. Call it once in a program. token: any int32 scalar."""
     base = tl.inline_asm_elementwise(_OPEN_HISTOGRAM, "=r,r", [token], tl.int32, is_pure=False, pack=1)
     _zero(base, _HISTOGRAM)
     return base
@@ -77,7 +77,7 @@ def histogram_open(token):
 
 @triton.jit
 def histogram_clear(base):
-    """Zero a histogram whose sums have been read."""
+    """Zero the histogram again, between barriers."""
     tl.debug_barrier()
     _zero(base, _HISTOGRAM)
     tl.debug_barrier()
@@ -85,7 +85,7 @@ def histogram_clear(base):
 
 @triton.jit
 def histogram_lane(base):
-    """Return the address of a lane's cells."""
+    """Return the address of the cells of each thread's lane."""
     return tl.inline_asm_elementwise(_LANE_CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
 
 
@@ -122,9 +122,10 @@ _ADD_FOUR = tl.constexpr("""{
 
 @triton.jit
 def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
-    """Add a tile to histogram[bucket]; EXACT: value * scale, rounded, in integers. lane: `histogram_lane`.
+    """Add a tile of values to histogram[bucket]. EXACT: add the integers round(value * scale), otherwise fp32 values.
 
-    Otherwise four neighbours with the same bucket, as most have, are added first: an addition in fp32 is slow.
+    An atomic addition of fp32 is slow. Four neighbours with the same bucket, which most have, share one. lane:
+    `histogram_lane`.
     """
     cell = lane + _ROW * bucket
     if EXACT:
@@ -134,11 +135,11 @@ def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
 
 
 def _sum_assembly(pack: int, past_edge: bool, exact: bool, row_bytes: int) -> str:
-    """Write assembly that adds up `pack` values and adds the sum times a scale to a lane's cell.
+    """Return assembly that sums `pack` values and adds the sum times a scale to a cell of the histogram.
 
-    past_edge: only add the values at or past an edge, and subtract their sum from the cell of the bucket before.
-    Operands: pack / 4 results, and for each value the cell, the value, the scale and, past_edge, the two places of
-    `reached`.
+    past_edge: sum only the values at or past an edge, and subtract the sum from the cell of the previous bucket.
+    Operands: pack / 4 unused results, then for each value the cell, the value, the scale and, with past_edge, the
+    arguments of `buckets.past_edge`.
     """
     cell, value, scale, resident, streamed = (pack // 4 + pack * i for i in range(5))
     lines = [".reg .f32 s<4>, t;", ".reg .b32 n;", *(f"mov.f32 s{i}, 0f00000000;" for i in range(4))]
@@ -163,7 +164,7 @@ def _sum_operands(pack: int, past_edge: bool) -> str:
     return ",".join(["=r"] * (pack // 4) + ["r"] * pack + ["f"] * pack * (4 if past_edge else 2))
 
 
-# Values that a thread adds up before it accesses shared memory.
+# The number of values that a thread sums before it accesses shared memory.
 _PACK, _PACK_FP32 = tl.constexpr(16), tl.constexpr(4)
 _ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(_PACK.value, edge, True, _ROW.value)) for edge in (False, True))
 _ADD_SUM_FP32, _MOVE_SUM_FP32 = (
@@ -177,9 +178,9 @@ _ADD_OPERANDS_FP32, _MOVE_OPERANDS_FP32 = (
 
 @triton.jit
 def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
-    """Add scale * the sum of a tile to histogram[bucket] (EXACT: in integers).
+    """Add scale * sum(value) to histogram[bucket]; bucket: a scalar. EXACT: in integers.
 
-    `bucket` is one number. A thread adds up its own values, 16 or 4 at a time, so that no thread waits for another.
+    Every thread adds the sum of its values, 16 or 4 at a time, so that threads do not wait for one another.
     """
     cell = lane + _ROW * bucket
     if EXACT:
@@ -192,7 +193,10 @@ def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
 
 @triton.jit
 def histogram_move_sum(lane, bucket, value, resident, streamed, scale, EXACT: tl.constexpr):
-    """Move the sum of a tile past an edge (resident, streamed: see `reached`) to a bucket from the one before."""
+    """Move scale * the sum of the values at or past an edge from histogram[bucket - 1] to histogram[bucket].
+
+    resident, streamed: the arguments of `buckets.past_edge`.
+    """
     cell = lane + _ROW * bucket
     if EXACT:
         tl.inline_asm_elementwise(
@@ -206,7 +210,7 @@ def histogram_move_sum(lane, bucket, value, resident, streamed, scale, EXACT: tl
 
 
 def _total_assembly(exact: bool, lanes: int) -> str:
-    """Write assembly that sums a bucket's cells, beginning at another one for every bucket, to spread the banks."""
+    """Return assembly that sums the cells of a bucket; each bucket starts at another lane, to avoid bank conflicts."""
     kind, zero = ("s32", "mov.s64 $0, 0;") if exact else ("f32", "mov.f32 $0, 0f00000000;")
     lines = [".reg .pred out;", ".reg .u32 first, a;", f".reg .{kind} x;", zero]
     lines += [f"setp.gt.u32 out, $2, {HISTOGRAM_ROWS - 1};", "@out bra DONE;", f"and.b32 a, $2, {lanes - 1};"]
@@ -223,7 +227,7 @@ _TOTAL, _TOTAL_FP32 = (tl.constexpr(_total_assembly(exact, _LANES)) for exact in
 @triton.jit
 def histogram_close(
     base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """Add scale * histogram[bucket] to grad[bucket]; EXACT, and an int64 grad: histogram[bucket] << shift."""
+    """Add scale * histogram[bucket] to grad[bucket], or, with EXACT and an int64 grad, histogram[bucket] << shift."""
     tl.debug_barrier()
     bucket = tl.arange(0, 256)
     if EXACT:
@@ -238,29 +242,33 @@ def histogram_close(
     tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
 
 
-# The ring, for the position bias's gradient: a cell per distance t - s. A program meets the distances in descending
-# order; if there are more distances than cells, all cells are moved to memory and reused for smaller distances. Cells
-# are integers: shared memory adds those in one instruction, floats only in a loop of compare-and-swap; and integers
-# have the same sum in any order. A cell gets at most a term for each query of the tile. A thread adds to one of four
-# copies: the lanes of a quad, which in the tensor cores' layouts hold neighbouring keys of one query, and therefore the
-# same distances as the adjacent quads, then share neither an address nor, due to the copies' stride, a bank.
+# The ring sums the gradient of the position table: a cell for each distance t - s. A program reaches the distances in
+# descending order. When it runs out of cells, it moves all sums to global memory and uses the cells for the next
+# distances.
+#
+# Cells are integers. Shared memory adds integers in one instruction, but fp32 in a compare-and-swap loop, and the sum
+# of integers does not depend on the order. A cell gets at most one term for each query of the tile.
+#
+# There are four copies of the cells, one for each lane of a quad. In the layouts of the tensor cores, the lanes of a
+# quad have neighbouring keys of one query, so that adjacent quads have the same distances. With copies, no two lanes
+# access the same address, and due to the stride of the copies not the same bank either.
 RING_CELLS = 1056
 RING = tl.constexpr(RING_CELLS)
 _COPIES = 4
 
 
 _RING = tl.constexpr(17 * _KB)
-# Bytes from one copy to the next, padded so that the four copies begin in different banks.
+# The stride of the copies, padded so that they begin in different banks.
 _COPY_BYTES = (RING_CELLS + 10) * _WORD
 assert _RING.value >= _COPIES * _COPY_BYTES
 _OPEN_RING = tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{_RING.value}]; mov.u32 $0, hstu_ring; }}")
-_THREADS_COPY = tl.constexpr(
+_COPY_OF_THREAD = tl.constexpr(
     f"{{ .reg .u32 n; mov.u32 n, %tid.x; and.b32 n, n, {_COPIES - 1}; mad.lo.u32 $0, n, {_COPY_BYTES}, $1; }}"
 )
 
 
 def _take_assembly() -> str:
-    """Write assembly that sums a cell's copies and zeroes them; 0 past the ring's end."""
+    """Return assembly that sums the copies of a cell and zeroes them; the sum of a cell past the ring's end is 0."""
     lines = [".reg .u32 n, z;", "mov.u32 z, 0;", "mov.u32 $0, 0;", ".reg .pred p;", "setp.lt.u32 p, $1, $2;"]
     for copy in range(_COPIES):
         place = f"[$3+{copy * _COPY_BYTES}]" if copy else "[$3]"
@@ -274,7 +282,7 @@ _TAKE = tl.constexpr(_take_assembly())
 
 @triton.jit
 def ring_open(token):
-    """Zero the cells and return their shared-memory address. Called once per program; `token` is any int32 scalar."""
+    """Zero the ring and return its shared-memory address. Call it once in a program. token: any int32 scalar."""
     base = tl.inline_asm_elementwise(_OPEN_RING, "=r,r", [token], tl.int32, is_pure=False, pack=1)
     _zero(base, _RING)
     return base
@@ -282,25 +290,25 @@ def ring_open(token):
 
 @triton.jit
 def ring_lane(base):
-    """Return the address of the cells of the thread's copy."""
-    return tl.inline_asm_elementwise(_THREADS_COPY, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+    """Return the address of each thread's copy."""
+    return tl.inline_asm_elementwise(_COPY_OF_THREAD, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def ring_add(cell, value, to_exact):
-    """Add value * to_exact, rounded, to the cells at these addresses."""
+    """Add round(value * to_exact) to the cells at these addresses."""
     tl.inline_asm_elementwise(_ADD_EXACT, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def ring_take(base, cell):
-    """Return the sums of cells, which become zero; 0 past the ring's end."""
+    """Return the sums of cells and zero them; 0 for a cell past the ring's end."""
     return tl.inline_asm_elementwise(_TAKE, "=&r,r,r,r", [cell, RING, base + 4 * cell], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def ring_flush(base, grad, low, first, last, length):
-    """Move the distances first .. last - 1 to grad [N] int64; low: the distance of the first cell. For 4 warps."""
+    """Move the sums of distances first .. last - 1 to grad [N] int64. low: the distance of cell 0. For 4 warps."""
     lane = tl.arange(0, 128)
     for start in range(first, last, 128):
         distance = start + lane

@@ -17,11 +17,11 @@ from hstu_sparse.bias import sums
 from hstu_sparse.bias.buckets import (
     ENTRY_EDGES,
     ENTRY_SHIFT,
-    MOST_EDGES,
+    MAX_EDGES,
     bucket_of,
-    edge_place,
-    other_place,
-    reached,
+    past_edge,
+    relative_to_edge,
+    relative_to_origin,
 )
 from hstu_sparse.bias.gradients import (
     Gradients,
@@ -31,7 +31,7 @@ from hstu_sparse.bias.gradients import (
     add_pair_times,
     add_to,
     exact_scale,
-    greatest_norms_kernel,
+    max_norms_kernel,
 )
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import narrow_bias
@@ -110,7 +110,7 @@ def block_tile(bias, entry, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr
         M: tl.constexpr = queries.lane.shape[0] if AXIS == 0 else keys.lane.shape[0]
         N: tl.constexpr = keys.lane.shape[0] if AXIS == 0 else queries.lane.shape[0]
         edges, lowest = _edges(entry, AXIS)
-        if edges > MOST_EDGES:
+        if edges > MAX_EDGES:
             tile = look_up(bias.time, pair_buckets(bias, queries, keys, AXIS, ASM), ASM)
         else:
             first = tl.load(bias.time + lowest) if entry.type.is_block() else scalar(bias.time + lowest, ASM)
@@ -135,11 +135,11 @@ def _edges(entry, AXIS: tl.constexpr):
 
 @triton.jit
 def _edge_sides(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """Return the inputs of `edge_place` and `reached` for a tile: resident, streamed, origin; queries are resident."""
+    """Return (resident, streamed, origin) of a tile for `relative_to_edge` and `past_edge`; queries are resident."""
     resident = tl.expand_dims(look_up(bias.query_times.offset + queries.token, queries.lane, ASM), 1 - AXIS)
     origin = tl.load(bias.key_times.offset + keys.token)
     offsets = tl.expand_dims(look_up(bias.key_times.offset + keys.token, keys.lane, ASM), AXIS)
-    return resident, other_place(offsets, origin, True), origin.to(tl.int64)
+    return resident, relative_to_origin(offsets, origin, True), origin.to(tl.int64)
 
 
 @triton.jit
@@ -222,7 +222,7 @@ def add_mean_positions(gradients, tables, ds, queries, keys):
 @triton.jit
 def add_block_times(gradients, ds, bias, entry, queries, keys, SUMS: tl.constexpr, ASM: tl.constexpr):
     """Add a tile of ds, [queries, keys], of a block to the time table's gradient; entry: one number."""
-    if (entry & ENTRY_EDGES) > MOST_EDGES:
+    if (entry & ENTRY_EDGES) > MAX_EDGES:
         add_pair_times(gradients, ds, pair_buckets(bias, queries, keys, 0, ASM), SUMS, SUMS)
     else:
         resident = look_up(bias.query_times.offset + queries.token, queries.lane, ASM)[:, None]
@@ -249,7 +249,7 @@ def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
     if tables.time is not None:
         cell = tables.time + (tl.arange(0, BM) % TIME_COPIES) * tables.buckets
         edges, lowest = _edges(entry, 1)
-        if edges > MOST_EDGES:
+        if edges > MAX_EDGES:
             buckets = pair_buckets(bias, queries, keys, 1, ASM)
             add_to(cell[None, :] + buckets, ds, None, ds != 0.0)
         else:
@@ -257,10 +257,10 @@ def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
             add_to(cell, tl.sum(ds, 0))
             if edges > 0:
                 resident, streamed, origin = _edge_sides(bias, queries, keys, 1, ASM)
-                for E in tl.static_range(1, MOST_EDGES + 1):
+                for E in tl.static_range(1, MAX_EDGES + 1):
                     if edges >= E:
                         edge = tl.load(bias.steps + lowest + E)
-                        past = tl.sum(ds * reached(edge_place(resident, origin, edge, True), streamed), 0)
+                        past = tl.sum(ds * past_edge(relative_to_edge(resident, origin, edge, True), streamed), 0)
                         add_to(cell + E, past, None, past != 0.0)
                         add_to(cell + (E - 1), -past, None, past != 0.0)
 
@@ -274,7 +274,7 @@ def table_sums(bias: RelativeBias, do, v, gates, terms: int, deterministic: bool
         return 1.1 * v.shape[2] * terms * greatest[0] * greatest[1] * _greatest_gate(gates).double()
 
     copies = POSITION_COPIES.value, TIME_COPIES.value
-    behind = MOST_EDGES.value + 1
+    behind = MAX_EDGES.value + 1
     positions = 0 if bias.position is None else bias.position.shape[0]
     behind += -(positions + behind + 1) % POSITION_COPIES.value  # see POSITION_COPIES
     return TableSums(bias[:2], copies, deterministic, bound, behind)
@@ -290,7 +290,7 @@ def pair_norms(do: torch.Tensor, v: torch.Tensor, gates) -> torch.Tensor:
     norms = torch.zeros(2, dtype=torch.float32, device=v.device)
     T, H, V = v.shape
     run(
-        greatest_norms_kernel, (cdiv(T * H, 128),), Rows.of(v), Rows.of(do), norms, T,
+        max_norms_kernel, (cdiv(T * H, 128),), Rows.of(v), Rows.of(do), norms, T,
         H=H, V=V, PAD_V=padded_head(V), BLOCK=128, num_warps=8,
     )  # fmt: skip
     norms[1] *= _greatest_gate(gates)

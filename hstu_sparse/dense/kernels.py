@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.gradients import Gradients, add_position, add_time, exact_scale
-from hstu_sparse.bias.scores import NEAR, TileBias, bias_position, half_bias, read_ahead, resident_bias
+from hstu_sparse.bias.scores import NEAR, TileBias, bias_position, half_bias, prefetch_entry, resident_bias
 from hstu_sparse.bias.sums import RING, histogram_close, histogram_lane, histogram_open, ring_flush, ring_open
 from hstu_sparse.tiles.ranges import (
     Extension,
@@ -169,7 +169,7 @@ def _attend(
     place = bias_position(t, sequence, kind)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
-        ahead = read_ahead(first, last, bias, tile, BLOCK_N, kind.ASM)
+        ahead = prefetch_entry(first, last, bias, tile, BLOCK_N, kind.ASM)
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, sequence.length, kind.D, kind.PAD_D, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=kind.PRECISION)
@@ -231,7 +231,7 @@ def _attend_dq(
     place = bias_position(t, sequence, kind)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
-        ahead = read_ahead(first, last, bias, tile, BLOCK_N, kind.ASM)
+        ahead = prefetch_entry(first, last, bias, tile, BLOCK_N, kind.ASM)
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, sequence.length, kind.D, kind.PAD_D, MASKED)
         value = load_block(v, start, n, v_stride, sequence.length, kind.V, kind.PAD_V, MASKED)
@@ -338,7 +338,7 @@ def _attend_dkv(
     place = bias_position(s, sequence, kind)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
-        ahead = read_ahead(first, last, bias, tile, BLOCK_M, kind.ASM)
+        ahead = prefetch_entry(first, last, bias, tile, BLOCK_M, kind.ASM)
     for start in range(first, last, BLOCK_M):
         query = load_block(q, start, m, q_stride, sequence.length, kind.D, kind.PAD_D, MASKED, TMA)
         dout = load_block(do, start, m, do_stride, sequence.length, kind.V, kind.PAD_V, MASKED, TMA)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.bias.gradients import TableGradients, greatest_norms_kernel, table_gradients_kernel
-from hstu_sparse.bias.relative import BIAS, RelativeBias, bundled
+from hstu_sparse.bias.gradients import TableGradients, max_norms_kernel, table_gradients_kernel
+from hstu_sparse.bias.relative import BIAS, RelativeBias, unflatten_arguments
 from hstu_sparse.bias.scores import POSITION_MARGIN, HalvedTables, KernelBias
 from hstu_sparse.core.launch import INTERPRET, allow_descriptors, cdiv, multiprocessors, padded_head, precision, run
 from hstu_sparse.core.mask import MASK, Mask
@@ -174,7 +174,7 @@ class _Launch:
         # The greatest number of terms, of 21 bits before the shift, that one cell of the time bias's histogram gets.
         terms = config.BLOCK_M * (min(purpose.max_seq_len, purpose.total) + config.BLOCK_N) // 32
         time_shift = max(0, terms.bit_length() - 10)
-        constants = dict(TABLE=self.tables.hidden, COPIES=_COPIES)
+        constants = dict(TABLE=self.tables.masked, COPIES=_COPIES)
         arguments = (*rows, Rows.of(dq), sums, time_shift, *shared)
         self.run(kernels.dense_attention_bwd_dq_kernel, plan.dq, arguments, halves, configs.bwd_dq_config, **constants)
         if self.biased:
@@ -195,7 +195,7 @@ class _Launch:
         if not self.biased:
             return TableGradients()
         exact = self.q.dtype != torch.float32 and not INTERPRET
-        buckets = self.tables.hidden
+        buckets = self.tables.masked
         width = cdiv(self.tables.positions, _ALIGNMENT) * _ALIGNMENT
         dtype = torch.int64 if exact else torch.float32
         sums = torch.zeros(width + _COPIES * buckets + 1, dtype=dtype, device=self.q.device)
@@ -204,21 +204,21 @@ class _Launch:
             norms, (tokens, heads, size) = sums[-1:].view(torch.float32), self.v.shape
             constants = dict(H=heads, V=size, PAD_V=padded_head(size), BLOCK=128, num_warps=8)
             grid, rows = cdiv(tokens * heads, 128), (Rows.of(self.v), Rows.of(do))
-            run(greatest_norms_kernel, grid, *rows, norms, tokens, **constants)
+            run(max_norms_kernel, grid, *rows, norms, tokens, **constants)
         position, time = None if width == 0 else sums[:width], None if buckets == 0 else sums[width:-1]
         return TableGradients(position, time, None, 0, buckets, norms)
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor]:
-    return _Launch(bundled(Arguments, arguments, mask=Mask)).forward()
+    return _Launch(unflatten_arguments(Arguments, arguments, mask=Mask)).forward()
 
 
 def _backward(grad: Tensor, *arguments) -> list[Tensor]:
-    return _Launch(bundled(Arguments, arguments[:-1], mask=Mask)).backward(grad, arguments[-1])
+    return _Launch(unflatten_arguments(Arguments, arguments[:-1], mask=Mask)).backward(grad, arguments[-1])
 
 
 def _fake(*arguments) -> tuple[Tensor, Tensor]:
-    a = bundled(Arguments, arguments, mask=Mask)
+    a = unflatten_arguments(Arguments, arguments, mask=Mask)
     return a.q.new_empty(a.v.shape), HalvedTables(a.bias, POSITION_MARGIN).new(a.q)
 
 

@@ -20,10 +20,10 @@ from hstu_sparse.bias.buckets import (
     bucket_of,
     device_cells,
     extremes,
-    hidden_bucket,
     load_split_times,
-    near_order,
+    masked_bucket,
     num_time_buckets,
+    reorder_near,
     split_times,
     tile_entry,
 )
@@ -123,7 +123,7 @@ def _map_tile(
         buckets = tl.where(seen, buckets, HIDDEN).to(tl.uint8)
         place = nearest - block if BY_QUERY else block - nearest
         where = place * (OWN * OTHER) + tl.arange(0, OWN * OTHER)
-        tl.store(near + where, near_order(buckets, OWN, OTHER, True))
+        tl.store(near + where, reorder_near(buckets, OWN, OTHER, True))
 
 
 @triton.jit(
@@ -173,11 +173,11 @@ class TileMap(NamedTuple):
     entries   [slots * row] int16, for each slot and block of the other side that needs no mask: of a narrow pair of
               tiles its lowest bucket times 8 plus the number of bucket edges in it, else -1, as for two more behind,
               since the kernels read ahead. Narrow: no key is younger than a query, the differences reach over at most
-              MOST_EDGES edges, and the block is less than 2^24 seconds long
+              MAX_EDGES edges, and the block is less than 2^24 seconds long
     runs      [slots] int32: where the run of narrow blocks ends (for tiles of queries: the first row after it) or, for
               tiles of keys, begins
     near      [slots, min(NEAR, row), owned * other] uint8: buckets of the pairs with the nearest blocks, which are not
-              in the run; `hidden_bucket` where the query does not see the key
+              in the run; `masked_bucket` where the query does not see the key
 
     Without a time bias only the schedule is there.
     """
@@ -329,7 +329,7 @@ def _map(*arguments) -> list[torch.Tensor]:
         MORE=Extension.of(a.mask, a.mask.extension), HAS_TARGETS=a.mask.num_targets is not None,
         HAS_WINDOW=a.mask.window_size > 0,
         OWN=a.owned, OTHER=a.other,
-        BY_QUERY=a.by_query, HIDDEN=hidden_bucket(a.num_buckets) if timed else 0, ASM=proven(a.seq_offsets.device),
+        BY_QUERY=a.by_query, HIDDEN=masked_bucket(a.num_buckets) if timed else 0, ASM=proven(a.seq_offsets.device),
         CHUNK=16, num_warps=8 if timed else 4,
     )  # fmt: skip
     run(

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse.bias.gradients import add_to, add_to_tables
-from hstu_sparse.bias.relative import BIAS, RelativeBias, bundled
+from hstu_sparse.bias.relative import BIAS, RelativeBias, unflatten_arguments
 from hstu_sparse.bias.scores import load_times, table_bias
 from hstu_sparse.core.launch import LaunchConfig, cdiv, configuration, next_power_of_2, padded_head, precision, run
 from hstu_sparse.core.registration import Operator
@@ -354,7 +354,7 @@ def _launch(kernel, a: Arguments, q: Tensor, k: Tensor, v: Tensor, *arguments) -
 
 def _forward(*arguments) -> tuple[Tensor, Tensor]:
     """Return (output, log-sum-exp [T, H])."""
-    a = bundled(Arguments, arguments)
+    a = unflatten_arguments(Arguments, arguments)
     out, lse = _fake(a.q, a.k, a.v)
     if len(out):
         q, k, v = as_rows(a.q, choices.by_heads(a.k), choices.by_heads(a.v))
@@ -364,7 +364,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor]:
 
 
 def _backward(do: Tensor, *arguments) -> list[Tensor]:
-    a, out, lse = bundled(Arguments, arguments[:-2]), *arguments[-2:]
+    a, out, lse = unflatten_arguments(Arguments, arguments[:-2]), *arguments[-2:]
     T, H, _ = a.q.shape
     dq = torch.empty(a.q.shape, dtype=a.q.dtype, device=a.q.device)
     if T == 0:

@@ -161,7 +161,7 @@ def log2(x):
 def kernel_bias(bias: RelativeBias) -> KernelBias:
     """Return the bias for the kernels, with tables in fp32."""
     position, time = (None if table is None else table.float() for table in bias[:2])
-    return KernelBias.of(bias._replace(position=position, time=time))
+    return KernelBias.from_bias(bias._replace(position=position, time=time))
 
 
 def table_sums(bias: RelativeBias, rows: int, bound: Callable[[], Tensor]) -> TableSums:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.bias.relative import BIAS, RelativeBias, bundled
+from hstu_sparse.bias.relative import BIAS, RelativeBias, unflatten_arguments
 from hstu_sparse.core import launch
 from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, configuration, padded_head, precision, run
 from hstu_sparse.core.registration import Operator
@@ -133,12 +133,12 @@ def _forward(iq, ik, w, seq_offsets, rows, *bias_and_options) -> tuple[Tensor, T
         scores.fill_(float("-inf"))
         indices.fill_(-1)
     if iq.shape[0]:
-        _Search(bundled(Arguments, (iq, ik, w, *bias, group)), seq_offsets, top_k).choose(scores, indices)
+        _Search(unflatten_arguments(Arguments, (iq, ik, w, *bias, group)), seq_offsets, top_k).choose(scores, indices)
     return scores, indices
 
 
 def _scores_forward(iq, ik, w, indices, rows, *bias_and_group) -> Tensor:
-    a, (G, K) = bundled(Arguments, (iq, ik, w, *bias_and_group)), indices.shape
+    a, (G, K) = unflatten_arguments(Arguments, (iq, ik, w, *bias_and_group)), indices.shape
     if iq.shape[0] == 0 or K == 0:
         return torch.full(indices.shape, float("-inf"), dtype=torch.float32, device=iq.device)
     scores = torch.empty(indices.shape, dtype=torch.float32, device=iq.device)
@@ -149,7 +149,7 @@ def _scores_forward(iq, ik, w, indices, rows, *bias_and_group) -> Tensor:
 
 
 def _scores_backward(grad, iq, ik, w, indices, rows, *bias_and_group) -> list[Tensor]:
-    a, (T, J, E), (G, K) = bundled(Arguments, (iq, ik, w, *bias_and_group)), iq.shape, indices.shape
+    a, (T, J, E), (G, K) = unflatten_arguments(Arguments, (iq, ik, w, *bias_and_group)), iq.shape, indices.shape
     # A group's other tokens do not take part in its choice.
     make = torch.empty if a.group == 1 else torch.zeros
     diq, dw = (make(x.shape, dtype=x.dtype, device=x.device) for x in (iq, w))

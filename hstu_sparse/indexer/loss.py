@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hstu_sparse.bias.relative import BIAS, RelativeBias, bundled
+from hstu_sparse.bias.relative import BIAS, RelativeBias, unflatten_arguments
 from hstu_sparse.core import launch
 from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, configuration, next_power_of_2, padded_head, run
 from hstu_sparse.core.registration import Operator
@@ -285,7 +285,7 @@ class Arguments(NamedTuple):
 
 def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Return (the rows' losses [G], which rows count [G] if tokens share choices, what is written, like `scores`)."""
-    a = bundled(Arguments, arguments)
+    a = unflatten_arguments(Arguments, arguments)
     loss, counted, difference = _fake(*arguments)
     G, H = a.rows.shape[1], a.q.shape[1]
     if G:
@@ -309,7 +309,7 @@ def _backward(grad, *arguments) -> list[Tensor]:
 
 
 def _fake(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    a = bundled(Arguments, arguments)
+    a = unflatten_arguments(Arguments, arguments)
     G = a.rows.shape[1]
     rows, counted = (a.q.new_empty(n, dtype=torch.float32) for n in (G, G if a.group > 1 else 0))
     return rows, counted, a.scores.new_empty(a.scores.shape if a.written else 0)

@@ -228,7 +228,7 @@ def _launch(kernel, tile: str, block: Block, tensors, tables, **sizes) -> None:
     run(
         kernel, (tokens // config[tile] + num_seqs) * q.shape[1], *map(Rows.of, tensors), *tables,
         *(x.contiguous() for x in block[:4]),
-        KernelBias.of(bias), num_seqs, block.scale, 1.0 / block.normalizer, block.window_size,
+        KernelBias.from_bias(bias), num_seqs, block.scale, 1.0 / block.normalizer, block.window_size,
         H=q.shape[1], D=q.shape[2], V=v.shape[2], HAS_WINDOW=block.window_size > 0,
         FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), PAD_D=heads[0], PAD_V=heads[1], **sizes, **config,
     )  # fmt: skip

@@ -86,7 +86,7 @@ class Toy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, offsets, N, position, time, times, query_times):
         bias = relative.RelativeBias(position, time, *((times, query_times) if time is not None else ()))
-        ctx.rest, ctx.tables, ctx.N = (offsets, KernelBias.of(bias), len(offsets) - 1), (position, time), N
+        ctx.rest, ctx.tables, ctx.N = (offsets, KernelBias.from_bias(bias), len(offsets) - 1), (position, time), N
         ctx.grid = (len(q) // BLOCK + len(offsets) - 1,)
         ctx.save_for_backward(q, k, v)
         out = torch.empty_like(v)

@@ -122,7 +122,7 @@ def test_the_interpreter_transforms_no_long_rows_of_16_bits():
 
 def test_constants_are_on_the_device_that_is_asked_for():
     """Constants are stored, so a first call under another default device must not decide; the sizes are new."""
-    from hstu_sparse.bias.buckets import bucket_steps, device_cells
+    from hstu_sparse.bias.buckets import bucket_starts, device_cells
     from hstu_sparse.bias.relative import _edges_on
     from hstu_sparse.cache.rotatekv.launch import angles, turns
     from hstu_sparse.layer.rotary import turns_per_unit
@@ -131,7 +131,7 @@ def test_constants_are_on_the_device_that_is_asked_for():
     cpu = torch.device("cpu")
     calls = {
         device_cells: (61, cpu),
-        bucket_steps: (61, cpu),
+        bucket_starts: (61, cpu),
         _edges_on: (61, cpu),
         angles: (9.0, 3, 2, 5, cpu),
         turns: (9.0, 3, cpu),

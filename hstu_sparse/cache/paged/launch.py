@@ -116,7 +116,7 @@ def attend(
         whole = V % form.V_BLOCK == 0
         values_out = V // form.V_BLOCK if whole else min(form.V_BLOCKS, (V - 1) // form.V_BLOCK + 2)
     rows = [None if x is None else Rows.of(x) for x in as_rows(new.q, new.k, new.v, align=False)]
-    bias, by_position = KernelBias.of(scoring.bias), None
+    bias, by_position = KernelBias.from_bias(scoring.bias), None
     columns = 0 if history.table is None else history.table.shape[1]
     with launch.on_device(q.device):
         if candidates and looked_up:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse.bias.buckets import MAX_BUCKETS
-from hstu_sparse.bias.relative import BIAS, RelativeBias, bundled
+from hstu_sparse.bias.relative import BIAS, RelativeBias, unflatten_arguments
 from hstu_sparse.bias.scores import KernelBias, load_times, table_bias
 from hstu_sparse.core.launch import cdiv, multiprocessors, padded_head, run
 from hstu_sparse.core.registration import Operator
@@ -127,19 +127,19 @@ class Arguments(NamedTuple):
 
 
 def _forward(*arguments):
-    a = bundled(Arguments, arguments)
+    a = unflatten_arguments(Arguments, arguments)
     self_term = torch.empty(a.v.shape, dtype=a.v.dtype, device=a.v.device)
     tokens = len(a.q)
     if self_term.numel():
         run(
-            rotatekv_self_term_fwd_kernel, cdiv(tokens, _TOKENS), *a.inputs, self_term, KernelBias.of(a.bias), a.scale,
-            1.0 / a.normalizer, tokens, **a.constants,
+            rotatekv_self_term_fwd_kernel, cdiv(tokens, _TOKENS), *a.inputs, self_term, KernelBias.from_bias(a.bias),
+            a.scale, 1.0 / a.normalizer, tokens, **a.constants,
         )  # fmt: skip
     return self_term
 
 
 def _backward(grad, *arguments):
-    a = bundled(Arguments, arguments)
+    a = unflatten_arguments(Arguments, arguments)
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a.q, a.k, a.v)]
     tables = [torch.zeros_like(table) for table in a.bias[:2] if table is not None]
     tokens, device = len(a.q), a.q.device
@@ -148,8 +148,8 @@ def _backward(grad, *arguments):
     if a.q.numel():
         (grad,) = as_rows(grad, align=False)
         run(
-            rotatekv_self_term_bwd_kernel, programs, *a.inputs, Rows.of(grad), *gradients, KernelBias.of(a.bias), sums,
-            a.scale, 1.0 / a.normalizer, tokens, **a.constants, SUMS=_SUMS,
+            rotatekv_self_term_bwd_kernel, programs, *a.inputs, Rows.of(grad), *gradients,
+            KernelBias.from_bias(a.bias), sums, a.scale, 1.0 / a.normalizer, tokens, **a.constants, SUMS=_SUMS,
         )  # fmt: skip
     if sums is not None:
         total = sums.sum(0)
