@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hstu_sparse.core.registration import once_only
+from hstu_sparse.core.registration import no_second_derivative
 
 # Elements of the largest tensor of a chunk, which fits into a core's cache or a small part of a GPU's memory.
 CHUNK = {"cpu": 2**21, "cuda": 2**26}
@@ -46,6 +46,6 @@ class ChunkedSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_only("a sum over chunks of rows")
+    @no_second_derivative("a sum over chunks of rows")
     def backward(ctx, grad):
         return None, None, None, *(None if x is None else x * grad for x in ctx.saved_tensors)

@@ -1,1 +1,1 @@
-"""Launches, registration, checks of arguments and jagged tensors: shared by the operators on the host."""
+"""Launch kernels, register operators, check arguments and convert jagged tensors: host code that operators share."""

@@ -1,8 +1,9 @@
-"""Validate jagged tensors, and convert them to and from padded ones.
+"""Validate jagged tensors, and convert them to and from padded tensors.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, n the padded length (the longest sequence, or N).
 
-A jagged tensor `[T, ...]` holds the sequences one after another; `seq_offsets [B+1]` says where each begins.
+A jagged tensor `[T, ...]` is the concatenation of B sequences; sequence b has the tokens from seq_offsets[b] to
+seq_offsets[b + 1] - 1.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import torch
 
 from hstu_sparse.core.registration import plain
 
-# Checks that read values on a device wait for it, so they run there only on request.
+# Reading values of a CUDA tensor waits for the device. Checks do so only if this switch is set.
 DEBUG = os.environ.get("HSTU_SPARSE_DEBUG", "0") not in ("", "0")
 
 LARGEST = 2**63 - 1  # of int64
@@ -30,15 +31,15 @@ def concrete(x) -> bool:
 
 
 def readable(x: torch.Tensor) -> bool:
-    """Return whether checks may read x's values: on a CPU, where that costs little, elsewhere with the debug switch.
+    """Return whether checks may read the values of x: on a CPU, and with the debug switch on any device.
 
-    They may never read a tensor that is not `concrete`: it has no values, or reading them would be recorded.
+    False if x is not `concrete`: it has no values, or a transform would record the reads.
     """
     return concrete(x) and (DEBUG or x.device.type == "cpu")
 
 
 def fingerprint(*tensors: torch.Tensor | None) -> str | None:
-    """Return a digest of integer tensors, by which a plan identifies its batch; None if they may not be read."""
+    """Return a digest of integer tensors, by which a plan identifies its batch; None if they are not `readable`."""
     present = [x for x in tensors if x is not None]
     if not all(readable(x) for x in present):
         return None
@@ -49,9 +50,9 @@ def fingerprint(*tensors: torch.Tensor | None) -> str | None:
 
 
 def check_storage(name: str, x: torch.Tensor, *, values: bool = False) -> None:
-    """Raise TypeError for a tensor without strided memory: sparse, nested, mkldnn.
+    """Raise TypeError for a tensor without strided memory: sparse, nested or mkldnn.
 
-    values: the caller reads them, so that a meta or fake tensor, which has none, is refused too.
+    values: raise it for meta and fake tensors, too, since the caller reads values.
     """
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").removeprefix("_")
@@ -60,30 +61,31 @@ def check_storage(name: str, x: torch.Tensor, *, values: bool = False) -> None:
         raise TypeError(f"{name} must be a tensor with values, got a {'meta' if plain(x) else 'fake'} tensor")
 
 
-def shown(value: float) -> str:
-    """Format a whole number for an error; one with very many digits by its size."""
+def format_number(value: float) -> str:
+    """Format a number for an error message; an integer of more than 128 bits by its power of two."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"{'-' * (value < 0)}2^{value.bit_length() - 1} or more"
     return str(value)
 
 
 def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.Tensor | None) -> None:
-    """Validate jagged tensors that share one `seq_offsets`; the one place where this is done.
+    """Validate jagged tensors that share `seq_offsets`.
 
-    It checks shapes, dtypes, devices; for offsets on a CPU also the values: they start at 0, never fall, end at T, and
-    lengths fit in N. On a GPU that would wait for the device, and is done with HSTU_SPARSE_DEBUG=1 in the environment
-    (or `jagged.DEBUG = True`). The switch also checks the tensors for NaN and infinity. A mask multiplies by 0, and 0
-    times NaN is NaN: in the kernels a NaN in a value at token t may reach outputs before t of the same tile, so it is
-    detected here.
+    The function checks types, shapes, dtypes and devices, and the values of `readable` offsets: they must begin at 0,
+    not decrease, end at T, and no sequence may have more than N tokens.
+
+    HSTU_SPARSE_DEBUG=1 in the environment (or `jagged.DEBUG = True`) makes CUDA tensors readable, which waits for the
+    device, and checks the tensors for NaN and infinity. Kernels mask by multiplying by 0, and 0 times NaN is NaN: a
+    NaN at token t may reach the outputs of earlier tokens in the same tile.
 
     Args:
         seq_offsets: [B+1], int32 or int64.
         max_seq_len: N, at least 1.
-        tensors: name -> [T, ...]; all on the device of `seq_offsets`, all with the same T. None is skipped.
+        tensors: name -> [T, ...], all on the device of `seq_offsets` and with the same T. None is skipped.
 
     Raises:
-        TypeError: a wrong dtype or type.
-        ValueError: a wrong shape, device or value.
+        TypeError: wrong type or dtype.
+        ValueError: wrong shape, device or value.
     """
     if not isinstance(seq_offsets, torch.Tensor):
         raise TypeError(f"seq_offsets must be a tensor, got {type(seq_offsets).__name__}")
@@ -96,7 +98,7 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
         raise TypeError(f"max_seq_len must be an int, got {type(max_seq_len).__name__}")
     if not 1 <= max_seq_len <= LARGEST:
         bound = "at least 1" if max_seq_len < 1 else f"at most {LARGEST}"
-        raise ValueError(f"max_seq_len must be {bound}, got {shown(max_seq_len)}")
+        raise ValueError(f"max_seq_len must be {bound}, got {format_number(max_seq_len)}")
     first, total = None, None
     for name, tensor in tensors.items():
         if tensor is None:
@@ -106,7 +108,7 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
         if total is None:
             first, total = name, tensor.shape[0]
         elif tensor.shape[0] != total:
-            raise ValueError(f"{name} must have T={total} tokens as {first}, got {tensor.shape[0]}")
+            raise ValueError(f"{name} must have T={total} tokens, as {first}, got {tensor.shape[0]}")
     if readable(seq_offsets):
         check_offset_values(seq_offsets, max_seq_len, total)
     if DEBUG and readable(seq_offsets):
@@ -116,7 +118,7 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
 
 
 def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int | None) -> None:
-    """Check the values of the offsets, for `check_jagged`. Raises ValueError."""
+    """Raise ValueError for wrong values of offsets; see `check_jagged`. total: T, or None if any is valid."""
     values = seq_offsets.tolist()
     if values[0] != 0:
         raise ValueError(f"seq_offsets must begin at 0, got {values[0]}")
@@ -124,29 +126,26 @@ def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int 
         raise ValueError(f"seq_offsets must end at T={total}, got {values[-1]}")
     for b, (begin, end) in enumerate(itertools.pairwise(values)):
         if end < begin:
-            raise ValueError(f"seq_offsets must not fall: sequence {b} goes from {begin} to {end}")
+            raise ValueError(f"seq_offsets must not decrease: sequence {b} goes from {begin} to {end}")
         if end - begin > max_seq_len:
             raise ValueError(f"sequence {b} has {end - begin} tokens, more than max_seq_len={max_seq_len}")
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Check [T, ...] for NaN and infinity, with the debug switch. ValueError names the first token that has one."""
+    """Raise ValueError if the tensor [T, ...] has NaN or infinity; the message names the first such token."""
     wrong = ~torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else ~torch.isfinite(tensor)
     if wrong.any():
         raise ValueError(f"{name} has NaN or infinity, first at token {int(wrong.nonzero()[0, 0])}")
 
 
 def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Compute weights @ values; weights [..., n, m] are 0 where `hidden` (bool, broadcasts), values [..., m, V].
+    """Compute weights [..., n, m] @ values [..., m, V], where weights are 0 where `hidden` (bool, broadcasts).
 
-    0 times NaN is NaN, so a product alone would pass non-finite values to queries that must not see them. On a CPU they
-    reach only those that see them.
+    0 times NaN is NaN. If values are `readable`, non-finite values reach only the rows that are not hidden from them.
     """
-    one = weights.dim() == values.dim() == 3 and weights.shape[0] == values.shape[0]
-    out = torch.bmm(weights, values) if one else weights @ values  # see hstu_attention_reference
-    if (
-        not readable(values) or values.detach().sum().isfinite()
-    ):  # the sum is finite only if all values are, and costs little
+    bmm = weights.dim() == values.dim() == 3 and weights.shape[0] == values.shape[0]
+    out = torch.bmm(weights, values) if bmm else weights @ values  # see hstu_attention_reference
+    if not readable(values) or values.detach().sum().isfinite():  # a finite sum has finite terms
         return out
     wrong = ~values.isfinite()
     sees_nonfinite = (~hidden).to(values.dtype) @ wrong.to(values.dtype) > 0
@@ -154,14 +153,14 @@ def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Te
 
 
 def longest_sequence(seq_offsets: torch.Tensor, bound: int) -> int:
-    """Return the longest sequence's length (waits for the device); `bound` if offsets have no values (`concrete`)."""
+    """Return the length of the longest sequence, which waits for the device; `bound` if offsets are not `concrete`."""
     if not concrete(seq_offsets):
         return bound
     return int(seq_offsets.diff().max()) if len(seq_offsets) > 1 else 0
 
 
 def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
-    """Convert lengths [B] to seq_offsets [B+1], same integer dtype and device.
+    """Convert lengths [B] to seq_offsets [B+1] of the same dtype and device.
 
     Examples:
         >>> offsets_from_lengths(torch.tensor([2, 3]))
@@ -173,7 +172,7 @@ def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def padded_index(seq_offsets: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index in the jagged tensor of each cell of a padded [B, length] tensor: (index int64, valid bool).
+    """Return (index int64, valid bool) [B, length]: the index in the jagged tensor of each cell of the padded one.
 
     Cells past a sequence's end have index 0 and valid False.
     """
@@ -184,7 +183,7 @@ def padded_index(seq_offsets: torch.Tensor, length: int) -> tuple[torch.Tensor, 
 
 
 def sequence_ids(seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """Return [T] int64, the sequence of each token. `total` is T; no device sync.
+    """Return the sequence of each token, [T] int64, without device sync. total: T.
 
     Examples:
         >>> sequence_ids(torch.tensor([0, 2, 5]), 5)
@@ -195,10 +194,9 @@ def sequence_ids(seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def jagged_to_padded(values: torch.Tensor, seq_offsets: torch.Tensor, length: int) -> torch.Tensor:
-    """Pad [T, ...] to [B, length, ...], zero past each sequence's end; tokens past `length` are dropped.
+    """Pad [T, ...] with zeros to [B, length, ...]; tokens past `length` are dropped. Differentiable.
 
-    It is differentiable. fbgemm's operator pads fp32, fp16 and bf16 if it is installed; other dtypes are gathered by
-    index.
+    fp32, fp16 and bf16 use fbgemm's operator if it is installed.
     """
     batch, inner = seq_offsets.shape[0] - 1, values.shape[1:]
     if values.dtype in _FBGEMM_DTYPES and values.numel() and batch and (ops := _fbgemm()):
@@ -212,9 +210,9 @@ def jagged_to_padded(values: torch.Tensor, seq_offsets: torch.Tensor, length: in
 
 
 def padded_to_jagged(padded: torch.Tensor, seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """Convert [B, length, ...] to [T, ...], inverting `jagged_to_padded`; T as `total` avoids a device sync.
+    """Convert [B, length, ...] to [T, ...], the inverse of `jagged_to_padded`, without device sync. total: T.
 
-    Tokens past `length` are zero. fbgemm's operator does not write them on a GPU, so it is not used.
+    Tokens past `length` are zero. fbgemm's operator is not used, since on a GPU it does not write these.
     """
     batch, length, inner = padded.shape[0], padded.shape[1], padded.shape[2:]
     if total == 0 or batch == 0 or length == 0:

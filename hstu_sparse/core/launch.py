@@ -1,7 +1,7 @@
-"""Provide what every launcher of Triton kernels needs: configurations, precision of products, the launch itself.
+"""Launch Triton kernels: configurations, the precision of products, and `run`.
 
-Two environments run the same kernel source. On CUDA the kernels are compiled; under `TRITON_INTERPRET=1`, which must be
-set before triton is first imported, they run on the CPU, in fp32 as a rule: the interpreter is wrong for bf16.
+Kernels are compiled for CUDA tensors. With TRITON_INTERPRET=1, which must be set before the first import of triton,
+they run on the CPU, in fp32 (the interpreter is wrong for bf16).
 """
 
 import contextlib
@@ -26,18 +26,18 @@ def cdiv(a: int, b: int) -> int:
 
 
 def padded_head(size: int) -> int:
-    """Return the width of the tile for a head of `size`: a power of two, at least 16 (the least that tl.dot takes)."""
+    """Return the width of the tile for a head of `size`: a power of two, at least 16, the minimum of tl.dot."""
     return max(16, next_power_of_2(size))
 
 
-# The properties of CPU tensors: the interpreter's, and those for which `ahead.py` compiles kernels.
+# The GPU that CPU tensors stand for, in the interpreter and when tools compile kernels ahead of time.
 cpu_architecture, cpu_multiprocessors = 90, 2
 _imagined = False
 
 
 @contextlib.contextmanager
 def imagined(multiprocessors: int):
-    """Run operators on fake CPU tensors as a GPU with so many multiprocessors runs them, without launching a kernel."""
+    """Treat fake CPU tensors like tensors of a GPU with this number of multiprocessors; kernels are not launched."""
     global cpu_multiprocessors, _imagined
     before = cpu_multiprocessors, _imagined
     cpu_multiprocessors, _imagined = multiprocessors, True
@@ -48,12 +48,12 @@ def imagined(multiprocessors: int):
 
 
 def is_imagined() -> bool:
-    """Return whether this is inside `imagined`."""
+    """Return whether the code runs inside `imagined`."""
     return _imagined
 
 
 def architecture(device: torch.device) -> int:
-    """Return the compute capability as one number, 90 for 9.0."""
+    """Return the compute capability as one number: 90 for 9.0."""
     return _capability(device) if device.type == "cuda" else cpu_architecture
 
 
@@ -64,7 +64,7 @@ def _capability(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU (2 in the interpreter)."""
+    """Return the number of multiprocessors of a GPU; 2 in the interpreter."""
     return _multiprocessors(device) if device.type == "cuda" else cpu_multiprocessors
 
 
@@ -74,13 +74,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def on_device(device: torch.device):
-    """Make `device` the current one inside, since kernels are launched on the current device."""
+    """Make `device` the current CUDA device inside the context, on which kernels are launched."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def allow_descriptors() -> None:
-    """Prepare a launch whose programs create tensor descriptors, which are stored on the current device."""
+    """Set Triton's allocator, before a launch of a kernel that creates tensor descriptors in global memory."""
     import triton
 
     triton.set_allocator(_scratch)
@@ -90,34 +90,33 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def precision(dtype: torch.dtype, parts: str = "ieee") -> str:
-    """Return `input_precision` of tl.dot: the one rule for fp32 products, in every operator (docs/performance.md).
+def precision(dtype: torch.dtype, method: str = "ieee") -> str:
+    """Return `input_precision` of tl.dot, by the same rule in every operator (docs/performance.md).
 
-    Products of 16-bit numbers are exact. fp32 products are TF32 if the user allowed that for torch's own; otherwise
-    each is as accurate as fp32, by the method that the kernel names.
+    Products of 16-bit numbers are exact. Products of fp32 numbers are TF32 if torch's setting for matrix products
+    allows it, otherwise as accurate as fp32 by `method`.
 
     Args:
         dtype: the dtype of the operands.
-        parts: "ieee", one product outside of the tensor cores; "tf32x3" or "bf16x6", several products on them, of parts
-            of each number: sums accurate to fp32 plus a few roundings, for kernels where that was measured to be
-            faster.
+        method: "ieee" computes without tensor cores. "tf32x3" and "bf16x6" split each number and compute several
+            products on tensor cores, with a few more roundings; kernels use them where they were measured to be faster.
     """
     if dtype != torch.float32:
         return "ieee"
-    # This setting reflects both of torch's interfaces: `allow_tf32` itself raises once a user has mixed them.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else parts
+    # `fp32_precision` reflects both of torch's settings; reading `allow_tf32` raises if a user has set both.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else method
 
 
 class LaunchConfig:
-    """The configuration of a kernel's launch: the sizes of its tiles with its other constants, and Triton's options.
+    """The configuration of a launch: sizes of tiles, other constants of the kernel, and options of Triton. Immutable.
 
-    `run(kernel, grid, *arguments, **config)` passes everything except `programs` to the kernel; `config.BLOCK_M` reads
-    one setting, `config.replace(BLOCK_M=64)` is another configuration. It is cached and shared, so it is immutable.
+    `run(kernel, grid, *arguments, **config)` passes all settings except `programs` to the kernel. `config.BLOCK_M` is
+    one setting; `config.replace(BLOCK_M=64)` is a copy with another value.
 
     Args:
-        num_warps, num_stages, maxnreg: Triton's options; None leaves it to Triton.
+        num_warps, num_stages, maxnreg: options of Triton; None for Triton's default.
         programs: the number of programs for each multiprocessor, for launchers that divide work by it.
-        settings: constants of the kernel by name, and Triton's other options (enable_fp_fusion).
+        settings: constants of the kernel by name, and other options of Triton (enable_fp_fusion).
     """
 
     def __init__(
@@ -165,9 +164,9 @@ _overrides: dict[Callable, Callable] = {}
 
 
 def configuration(function: Callable) -> Callable:
-    """Decorate a function that chooses how a kernel is launched (a `LaunchConfig`, or one choice between ways).
+    """Decorate a function that returns a `LaunchConfig`, or chooses between kernels. `override` can change its result.
 
-    The result is cached, and `override` changes it.
+    The result is cached by the arguments.
     """
     cached = functools.cache(function)
 
@@ -185,15 +184,15 @@ _overridable: set[Callable] = set()
 
 @contextlib.contextmanager
 def override(function: Callable, change: Callable):
-    """Make the `configuration` `function` return change(its result, *its arguments) inside.
+    """Make `function` return change(result, *arguments) inside the context.
 
-    This is the only way in which benchmarks and tests change the library's launches.
+    Benchmarks and tests use no other way to change the launches of the library.
 
     Raises:
-        TypeError: the function is no `configuration`.
+        TypeError: the function is not decorated by `configuration`.
     """
     if function not in _overridable:
-        raise TypeError(f"{function} is no configuration of launches")
+        raise TypeError(f"expected a function decorated by `configuration`, got {function}")
     before = _overrides.get(function)
     _overrides[function] = change
     try:
@@ -206,10 +205,10 @@ def override(function: Callable, change: Callable):
 
 
 class _Kernel:
-    """The launches of one kernel."""
+    """The compiled forms of one kernel."""
 
     def __init__(self, kernel):
-        self.kernel = kernel  # a reference, so that no other object gets its id
+        self.kernel = kernel  # keeps the kernel alive, so that its id stays unique
         self.exempt = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in kernel.params)
         self.compiled: dict[tuple, tuple] = {}  # key -> compiled kernel, its constants in the order of the signature
 
@@ -219,18 +218,17 @@ _kernels: dict[int, _Kernel] = {}
 
 
 def run(kernel, grid: int | tuple[int, ...], *arguments, **settings) -> None:
-    """Launch kernel[grid](*arguments, **settings); on a GPU without Triton's dispatch from the second time on.
+    """Launch kernel[grid](*arguments, **settings); on a GPU from the second launch on without Triton's dispatch.
 
-    This is the one way in which kernels are launched. Triton determines the specialisation in every call, builds
-    strings from it and looks them up, which takes longer than a short kernel. Here the key is computed from the
-    kernel's own signature (`specialization`), so that a call gets the kernel that Triton would have chosen.
+    All kernels are launched by this function. Triton's dispatch takes longer than a short kernel: it builds strings in
+    every call. `specialization` is a cheaper key, with which a call gets the kernel that Triton would choose.
 
     Args:
         kernel: a triton.jit function whose constexprs follow all other parameters.
-        grid: the number of programs, or up to three of them.
-        arguments: all non-constexpr arguments, in their order, named tuples of them included; the device is that of the
-            first tensor among them.
-        settings: the constexprs by name, which may be named tuples too, and Triton's options (num_warps, num_stages,
+        grid: the number of programs, or a tuple of up to three numbers.
+        arguments: all non-constexpr arguments in order; they may be named tuples. The kernel runs on the device of the
+            first tensor.
+        settings: the constexprs by name, which may be named tuples, and options of Triton (num_warps, num_stages,
             maxnreg, enable_fp_fusion).
     """
     grid = (grid,) if isinstance(grid, int) else grid
@@ -246,14 +244,14 @@ def run(kernel, grid: int | tuple[int, ...], *arguments, **settings) -> None:
     cached_launch = state.compiled.get(key)
     if cached_launch is None:
         constants = _constants(kernel, len(arguments), settings)
-        state.compiled[key] = _first(kernel, grid, arguments, settings), constants
+        state.compiled[key] = _first_launch(kernel, grid, arguments, settings), constants
     else:
         compiled, constants = cached_launch
         compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
 
 
 def _device(arguments: tuple) -> int:
-    """Return the device's index of the first tensor, -1 for a CPU."""
+    """Return the device index of the first tensor, -1 for a CPU."""
     for x in arguments:
         if isinstance(x, torch.Tensor):
             return x.get_device()
@@ -263,20 +261,20 @@ def _device(arguments: tuple) -> int:
 
 
 def _settings_key(settings: dict) -> tuple:
-    """Return names, values and types: 1, 1.0 and True are equal, but not the same constant."""
+    """Return names, values and types: 1, 1.0 and True are equal, but different constants."""
     values = settings.values()
-    return *settings, *values, *map(_types, values)
+    return *settings, *values, *map(_nested_types, values)
 
 
-def _types(value) -> type | tuple:
-    return (type(value), *map(_types, value)) if isinstance(value, tuple) else type(value)
+def _nested_types(value) -> type | tuple:
+    return (type(value), *map(_nested_types, value)) if isinstance(value, tuple) else type(value)
 
 
 def _constants(kernel, count: int, settings: dict) -> tuple:
-    """Return the values of the parameters behind the first `count`, which a compiled kernel takes with the others.
+    """Return the values of the constexprs, which are the parameters after the first `count`.
 
     Raises:
-        TypeError: one of them is not a constexpr, or has no value.
+        TypeError: such a parameter is not a constexpr, or has no value.
     """
     values = []
     for p in kernel.params[count:]:
@@ -288,19 +286,18 @@ def _constants(kernel, count: int, settings: dict) -> tuple:
 
 
 def specialization(arguments: tuple, exempt: Sequence[tuple[bool, bool]]) -> tuple:
-    """Return everything on which Triton specialises a kernel, except its constexprs.
+    """Return the properties of the arguments on which Triton specialises a kernel.
 
-    exempt: whether each argument is in the kernel's do_not_specialize and do_not_specialize_on_alignment.
+    exempt: (do_not_specialize, do_not_specialize_on_alignment) of each argument.
     """
-    return tuple([_kind(x, *e) for x, e in zip(arguments, exempt)])
+    return tuple([_specialization(x, *e) for x, e in zip(arguments, exempt)])
 
 
-def _kind(x, value: bool, alignment: bool):
-    """Return the properties of an argument for which Triton compiles another kernel.
+def _specialization(x, value: bool, alignment: bool):
+    """Return the properties of an argument on which Triton specialises a kernel.
 
-    These are a tensor's dtype and whether it begins at a multiple of 16 bytes; whether an integer is 1, a multiple of
-    16, and its width; the type of other numbers and of None; a tensor descriptor's dtype, block and layout; the parts
-    of a tuple, to which no exemption applies.
+    Tensor: dtype, aligned to 16 bytes. Integer: equal to 1, multiple of 16, width. Other number or None: type. Tensor
+    descriptor: dtype, block, layout. Tuple: its members, without exemptions.
     """
     kind = type(x)
     if isinstance(x, torch.Tensor):
@@ -313,15 +310,16 @@ def _kind(x, value: bool, alignment: bool):
     if x is None or kind is float or kind is bool:
         return kind
     if isinstance(x, tuple):
-        return kind, *[_kind(part, False, False) for part in x]
+        return kind, *[_specialization(part, False, False) for part in x]
     return kind, x.base.dtype, *x.block_shape, getattr(x, "layout", None)
 
 
-def _first(kernel, grid: tuple[int, ...], arguments: tuple, settings: dict):
-    """Launch a kernel for the first time by Triton's dispatch; return the compiled kernel.
+def _first_launch(kernel, grid: tuple[int, ...], arguments: tuple, settings: dict):
+    """Launch a kernel by Triton's dispatch; return the compiled kernel.
 
-    Triton does not know of the static shared memory of inline assembly: it requests more than 48 KB from the driver
-    only if the dynamic part alone exceeds that. If the sum does, the launch is refused; then it is requested here.
+    Triton requests more than 48 KB of shared memory from the driver only if dynamic shared memory exceeds 48 KB. If
+    only the sum with the static shared memory of inline assembly does, the launch fails, and is repeated here after
+    this request.
     """
     try:
         return kernel[grid](*arguments, **settings)

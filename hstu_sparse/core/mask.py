@@ -1,13 +1,14 @@
-"""Define which tokens of a sequence see one another in HSTU attention, and the positions that they count as.
+"""Define the mask of HSTU attention, and the positions of tokens in it.
 
-Letters: B sequences, n tokens of one, of which the first c are context and the last m candidates, h = n - m, W window
+Letters: B sequences; n tokens of a sequence: c context tokens, then events, then m candidates; h = n - m; W window
 size, G candidates of a group, P events of the prefix.
 
-Positions: 0 for context, 1, 2, ... for events; a group of candidates continues behind the last event, each group alike.
+Positions: 0 for all context tokens, then 1, 2, ... for events. Each group of candidates continues after the last event.
 
-    t < c sees s < c; with `context_sees_all` all s < h
-    t >= c sees s <= t with s < h or in t's group, if it is context, one of the P events behind it, or less than W
-           positions away
+Query t attends to key s
+    if t < c:   if s < c; with `context_sees_all` if s < h
+    if t >= c:  if s <= t, s is not a candidate of another group, and at least one holds: s < c + P, the positions of s
+                and t differ by less than W, or there is no window
 
 Source: the contextual sequences of Meta's generative-recommenders, the target groups of NVIDIA's recsys-examples.
 """
@@ -23,7 +24,7 @@ from hstu_sparse.core.validation import INTEGER, check_bool, check_int, check_ta
 
 
 class Mask(NamedTuple):
-    """The options of the mask, as the public functions take them."""
+    """The options of the mask, as arguments of the public functions."""
 
     num_targets: Tensor | None = None  # [B], m of each sequence
     num_context: Tensor | None = None  # [B], c of each sequence
@@ -40,17 +41,17 @@ class Mask(NamedTuple):
         return next((name for name, use in zip(names, used) if use), None)
 
     @property
-    def first(self) -> str | None:
+    def first_option(self) -> str | None:
         """The name of the first option in use besides `window_size`, or None."""
         return self.extension if self.num_targets is None else "num_targets"
 
-    def of(self, sequences: Tensor | int) -> "Mask":
-        """Return the options of these sequences; without a dimension for one number."""
+    def for_sequences(self, sequences: Tensor | int) -> "Mask":
+        """Return the mask of the sequences with these indices; an int removes the dimension."""
         numbers = (None if x is None else x[sequences] for x in self[:2])
         return Mask(*numbers, *self[2:])
 
 
-# The arguments that torch.library has for a Mask.
+# The torch.library schema of a Mask.
 MASK = (
     "Tensor? num_targets, Tensor? num_context, SymInt window_size, bool context_sees_all, int target_group_size, "
     "int full_attention_prefix"
@@ -58,7 +59,7 @@ MASK = (
 
 
 def check_mask(mask: Mask, seq_offsets: Tensor) -> Mask:
-    """Validate the options; values of tensors where `readable`. Return them without those that change nothing."""
+    """Validate the options, and the values of `readable` tensors; return the mask without options without effect."""
     check_int("window_size", mask.window_size, 0)
     check_bool("context_sees_all", mask.context_sees_all)
     check_int("target_group_size", mask.target_group_size, 1, 2**31 - 1)
@@ -72,8 +73,8 @@ def check_mask(mask: Mask, seq_offsets: Tensor) -> Mask:
             history = seq_offsets.diff() if targets is None else seq_offsets.diff() - targets
             for b, (number, most) in enumerate(zip(context.tolist(), history.tolist())):
                 if not 0 <= number <= most:
-                    less = "" if targets is None else " less its candidates"
-                    raise ValueError(f"num_context of sequence {b} must be 0 to its length{less}, {most}, got {number}")
+                    bound = "its length" if targets is None else "its length minus num_targets"
+                    raise ValueError(f"num_context of sequence {b} must be from 0 to {most}, {bound}, got {number}")
     if mask.context_sees_all and mask.num_context is None:
         raise ValueError("context_sees_all=True needs num_context [B], got None")
     if mask.target_group_size > 1 and mask.num_targets is None:
@@ -81,41 +82,42 @@ def check_mask(mask: Mask, seq_offsets: Tensor) -> Mask:
     return mask if mask.window_size else mask._replace(full_attention_prefix=0)
 
 
-def pairs(mask: Mask, step: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (position of t less that of s, whether t sees s) of all pairs of tokens: [n, n] or [B, n, n].
+def visible_pairs(mask: Mask, token: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the position of t minus that of s, whether t attends to s) of all pairs of tokens: [B, n, n].
+
+    Tokens of a sequence do not attend to tokens past its end.
 
     Args:
-        step: 0 to n - 1.
-        lengths: [B], or [] with numbers [] in the mask: then results are [n, n]. Only tokens behind a sequence's end
-            see tokens there.
+        token: 0 to n - 1.
+        lengths: [B], or [] with mask tensors []; the results are then [n, n].
     """
-    position, history, first = step, lengths[..., None], step
+    position, history, first = token, lengths[..., None], token
     if mask.num_targets is not None:
         history = history - mask.num_targets[..., None]
-        in_group = (step - history).clamp(min=0) % mask.target_group_size
-        position, first = torch.minimum(step, history) + in_group, step - in_group
+        in_group = (token - history).clamp(min=0) % mask.target_group_size
+        position, first = torch.minimum(token, history) + in_group, token - in_group
     context = None if mask.num_context is None else mask.num_context[..., None]
     if context is not None:
-        position = torch.maximum(position, context - 1)  # the position, but for a constant
+        position = torch.maximum(position, context - 1)  # the position plus a constant
     distance = position[..., :, None] - position[..., None, :]
-    visible = step[:, None] >= step
+    visible = token[:, None] >= token
     if mask.num_targets is not None:
-        visible = visible & ((step < history)[..., None, :] | (step >= first[..., :, None]))
+        visible = visible & ((token < history)[..., None, :] | (token >= first[..., :, None]))
     if mask.window_size > 0:
         near, prefix = distance < mask.window_size, mask.full_attention_prefix
         if context is not None or prefix:
-            near = near | (step < prefix + (0 if context is None else context))[..., None, :]
+            near = near | (token < prefix + (0 if context is None else context))[..., None, :]
         visible = visible & near
     if context is not None:
-        seen = step < (history if mask.context_sees_all else context)
-        visible = visible | ((step < context)[..., :, None] & seen[..., None, :])
+        seen = token < (history if mask.context_sees_all else context)
+        visible = visible | ((token < context)[..., :, None] & seen[..., None, :])
     return distance, visible
 
 
 def context_times(bias: RelativeBias, num_context: Tensor | None, seq_offsets: Tensor) -> RelativeBias:
-    """Return the bias with the time of the first event, or of the last token if there is none, for context tokens.
+    """Return the bias with the time of the first event as both timestamps of context tokens.
 
-    It is their time as queries, too.
+    Without an event this is the time of the last token.
     """
     times, query_times = bias.timestamps, bias.query_timestamps
     if num_context is None or times is None or query_times is None:

@@ -1,13 +1,11 @@
-"""Define the dtype of an operator's computation: that of the inputs, fp32 for 16-bit ones, and no autocast.
+"""Define the dtype in which operators compute, and disable autocast inside them.
 
-References compute with 16-bit inputs in fp32 and round only the result (`widened`), as kernels sum in fp32, so that no
-intermediate overflows if the result does not. fp32 and fp64 stay unchanged.
+References convert 16-bit inputs to fp32 and round only the result (`widened`), since kernels sum in fp32, too: no
+intermediate value overflows unless the result does. fp32 and fp64 stay unchanged.
 
-`torch.autocast` changes nothing about an operator: every public function switches it off while it runs
-(`without_autocast`), so that products, choices and the dtype of the result are as documented. Linear layers around an
-operator stay under autocast and pass 16-bit inputs to it. backward belongs outside of autocast, as torch's
-documentation says: the parts of a reference that torch's autograd differentiates use the autocast setting of that
-moment.
+`torch.autocast` has no effect inside an operator: every public function disables it (`without_autocast`). Linear layers
+before an operator may run under autocast and pass 16-bit inputs to it. Call backward outside of autocast, as torch's
+documentation requires: the parts of a reference that torch.autograd differentiates would use its setting.
 """
 
 import functools
@@ -21,9 +19,9 @@ Result = TypeVar("Result")
 
 
 def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Wrap `function` so that torch.autocast is off while it runs, on CPUs and GPUs, in eager mode and torch.compile.
+    """Wrap `function` so that torch.autocast is disabled while it runs, for CPUs and GPUs, also under torch.compile.
 
-    It sets the switch itself: torch.autocast as a context takes ten times as long, as long as a short kernel's call.
+    The context manager torch.autocast(enabled=False) would take ten times as long, as long as a short kernel.
     """
 
     @functools.wraps(function)
@@ -43,10 +41,10 @@ def without_autocast(function: Callable[Arguments, Result]) -> Callable[Argument
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which references compute for inputs of this dtype: fp32 for 16-bit ones, else the same."""
+    """Return the dtype in which references compute: fp32 for 16-bit inputs, otherwise `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widened(*tensors: torch.Tensor | None) -> list[Any]:
-    """Convert each floating point tensor to the dtype in which references compute; None stays None. Differentiable."""
+    """Convert each tensor to `working_dtype`; None stays None. Differentiable."""
     return [None if x is None else x.to(working_dtype(x.dtype)) for x in tensors]

@@ -1,12 +1,13 @@
-"""Register operators with kernels in torch: schema, autograd, device and contiguity.
+"""Register operators with kernels in torch: schemas, fakes, autograd.
 
-An operator has two launchers, for its forward and its backward pass, and the names of its arguments. They are
-registered with torch.library (with fakes and autograd, so that torch.compile and opcheck support them), run on the
-tensors' device, which need not be the current one, and get contiguous metadata.
+An `Operator` is registered with torch.library, so that torch.compile and opcheck support it. It has two launchers, for
+the forward and the backward pass. They run on the device of the tensors, which need not be the current one, and get
+contiguous metadata.
 
-The cost of a short kernel is that of its call on the host. Calls in eager mode with plain tensors therefore go to an
-autograd.Function that launches the kernels itself; everything else (torch.compile, fake tensors, tensor subclasses,
-dispatch modes) goes through the registered operators. torch.library.custom_op takes several times as long as all this.
+For a short kernel the call takes longer on the host than on the GPU. Calls in eager mode with plain tensors therefore
+bypass torch's dispatcher: an autograd.Function calls the launchers. All other calls (torch.compile, fake tensors,
+tensor subclasses, dispatch modes) use the registered operators. torch.library.custom_op would take several times as
+long.
 """
 
 import functools
@@ -23,12 +24,12 @@ _library = torch.library.Library("hstu_sparse", "FRAGMENT")
 
 
 def plain(x: torch.Tensor) -> bool:
-    """Return whether x is a plain tensor, no subclass such as a fake tensor, outside of modes."""
+    """Return whether x is a plain tensor, not of a subclass (such as a fake tensor), outside of dispatch modes."""
     return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
 
 
-def takes_launcher(x: torch.Tensor) -> bool:
-    """Return whether launchers run on x at once: a plain tensor, or any inside `launch.imagined`."""
+def launches_directly(x: torch.Tensor) -> bool:
+    """Return whether a call with x bypasses the dispatcher: x is `plain`, or the code runs inside `launch.imagined`."""
     return plain(x) or is_imagined()
 
 
@@ -36,12 +37,11 @@ Constant = TypeVar("Constant")
 
 
 def cached_constant(function: Callable[..., Constant]) -> Callable[..., Constant]:
-    """Decorate a function that makes tensors of its arguments: the last 64 results are stored.
+    """Decorate a function that creates tensors from its arguments: cache the last 64 results.
 
-    Nothing is stored that would be no constant: under torch.compile, torch.func and dispatch modes the function is
-    called, and a tensor that is made while a CUDA graph is captured has its values only once the graph has run. The
-    function names the device of every tensor that it makes: torch's default device may be another one in the first
-    call.
+    Results are not cached under torch.compile, torch.func and dispatch modes, nor while a CUDA graph is captured: these
+    tensors get their values only when the graph runs. The function must name the device of every tensor that it
+    creates, since torch's default device may change between calls.
     """
     stored: dict[tuple, Constant] = {}
 
@@ -63,16 +63,16 @@ def cached_constant(function: Callable[..., Constant]) -> Callable[..., Constant
     return get
 
 
-def _places(arguments: str) -> tuple[int, ...]:
-    """Return the indices of a schema's tensor arguments."""
+def _tensor_indices(arguments: str) -> tuple[int, ...]:
+    """Return the indices of the tensor arguments of a schema."""
     types = (argument.split(" ")[0] for argument in arguments.split(", "))
     return tuple(i for i, type_ in enumerate(types) if type_ in ("Tensor", "Tensor?"))
 
 
-def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
+def _on_device_of_arguments(launch: Callable, tensors: Sequence[int]) -> Callable:
     """Wrap `launch` to run on the device of the first argument that is not None.
 
-    Integer and one-dimensional tensors among the arguments at `tensors` are made contiguous.
+    tensors: indices of arguments; those that are integer or one-dimensional tensors are made contiguous.
     """
 
     @functools.wraps(launch)
@@ -91,23 +91,23 @@ def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
 
 
 class Operator:
-    """An operator torch.ops.hstu_sparse.<name>_fwd and <name>_bwd; a call runs the forward operator with autograd.
+    """The operators torch.ops.hstu_sparse.<name>_fwd and <name>_bwd. A call runs the forward operator with autograd.
 
     Args:
         name: the name of the operator.
-        arguments: their schema, like "Tensor q, Tensor? u, Tensor?[] plan, SymInt n, float eps"; the first is a Tensor.
-        forward: (*arguments) -> the output, or a tuple of `outputs` tensors. Only the first `graded` have gradients;
-            the others are saved for the backward pass.
-        backward: (gradients of the graded outputs, *arguments, *saved outputs) -> one gradient for each differentiable
-            argument that is not None, in their order, contiguous, with the argument's shape and dtype. Among several
-            graded outputs some may have no gradient: None.
+        arguments: the schema, like "Tensor q, Tensor? u, Tensor?[] plan, SymInt n, float eps"; the first is a Tensor.
+        forward: (*arguments) -> the output, or a tuple of `outputs` tensors. The first `graded` are differentiable; the
+            others are saved for backward.
+        backward: (gradients of the graded outputs, *arguments, *saved outputs) -> the gradient of each differentiable
+            argument that is not None, in order, contiguous, with the argument's shape and dtype. With several graded
+            outputs, some of their gradients may be None.
         fake: (*arguments) -> outputs of the right shape and dtype (new_empty), computed without the data.
-        differentiable: names of the arguments with gradients, separated by spaces.
+        differentiable: the names of the differentiable arguments, separated by spaces.
         outputs: the number of tensors that forward returns.
-        graded: the number of outputs that have gradients.
-        keep_output: the backward pass also gets the first output, before the saved ones.
-        spends: `backward` overwrites the last saved output. A second pass through a retained graph gets another one
-            from `forward`; the registered backward operator works on a copy.
+        graded: the number of differentiable outputs.
+        keep_output: backward also gets the first output, before the saved outputs.
+        overwrites_saved: backward overwrites the last saved output. A second backward pass through a retained graph
+            runs `forward` again; the registered backward operator overwrites a copy.
     """
 
     def __init__(
@@ -122,20 +122,20 @@ class Operator:
         outputs: int = 1,
         graded: int = 1,
         keep_output: bool = False,
-        spends: bool = False,
+        overwrites_saved: bool = False,
     ):
         names = [argument.split(" ")[1] for argument in arguments.split(", ")]
         self.name, self.outputs, self.graded = name, outputs, graded
-        self.keep_output, self.spends = keep_output, spends
-        self.tensors = _places(arguments)
+        self.keep_output, self.overwrites_saved = keep_output, overwrites_saved
+        self.tensors = _tensor_indices(arguments)
         self.others = [i for i in range(len(names)) if i not in self.tensors]
         self.differentiable = [names.index(argument) for argument in differentiable.split()]
-        self.forward = _ready(forward, self.tensors)
+        self.forward = _on_device_of_arguments(forward, self.tensors)
         tensors = [*range(graded), *(i + graded for i in self.tensors)]
-        self.backward = without_autocast(_ready(backward, tensors))
+        self.backward = without_autocast(_on_device_of_arguments(backward, tensors))
         self.function = _autograd(self)
 
-        saved_outputs = "".join(f", Tensor kept_{i}" for i in range(0 if keep_output else graded, outputs))
+        saved_outputs = "".join(f", Tensor saved_{i}" for i in range(0 if keep_output else graded, outputs))
         grads = "Tensor grad" if graded == 1 else ", ".join(f"Tensor? grad_{i}" for i in range(graded))
         result = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
         for part, schema in (
@@ -143,7 +143,7 @@ class Operator:
             ("bwd", f"({grads}, {arguments}{saved_outputs}) -> Tensor[]"),
         ):
             _library.define(f"{name}_{part}{schema}", tags=torch.Tag.pt2_compliant_tag)
-        backward = self._spend_copy if spends else self.backward
+        backward = self._backward_on_copy if overwrites_saved else self.backward
         for device in ("CPU", "CUDA"):
             _library.impl(f"{name}_fwd", self.forward, device)
             _library.impl(f"{name}_bwd", backward, device)
@@ -156,12 +156,12 @@ class Operator:
     def __call__(self, *arguments):
         if torch.compiler.is_compiling():
             return self.registered_forward(*arguments)
-        # Inside of forward_ad.dual_level torch's Function raises for a tangent, which a launcher would drop.
-        if not torch.is_grad_enabled() and takes_launcher(arguments[0]) and forward_ad._current_level < 0:
+        # Inside forward_ad.dual_level the Function raises an error for a tangent, which a launcher would ignore.
+        if not torch.is_grad_enabled() and launches_directly(arguments[0]) and forward_ad._current_level < 0:
             return self.forward(*arguments)
         return self.function.apply(*arguments)
 
-    def _spend_copy(self, *arguments):
+    def _backward_on_copy(self, *arguments):
         return self.backward(*arguments[:-1], arguments[-1].clone())
 
     def _fake_gradients(self, *arguments):
@@ -173,7 +173,7 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            if takes_launcher(arguments[0]):
+            if launches_directly(arguments[0]):
                 result = operator.forward(*arguments)
             else:
                 with torch._C._AutoDispatchBelowAutograd():
@@ -182,8 +182,8 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
             saved, output = list(outputs[operator.graded :]), outputs[:1] if operator.keep_output else ()
             ctx.others = [arguments[i] for i in operator.others]
             ctx.mark_non_differentiable(*saved)
-            if operator.spends:
-                ctx.spent = saved.pop()
+            if operator.overwrites_saved:
+                ctx.overwritten = saved.pop()
             ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *output, *saved)
             ctx.set_materialize_grads(False)
             return result
@@ -199,10 +199,10 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
                 for place, value in zip(places, values):
                     arguments[place] = value
             inputs = (*grads, *arguments, *saved[len(operator.tensors) :])
-            if operator.spends:
-                spent, ctx.spent = ctx.spent, None
-                inputs += (operator.registered_forward(*arguments)[-1] if spent is None else spent,)
-            if not takes_launcher(grad):
+            if operator.overwrites_saved:
+                overwritten, ctx.overwritten = ctx.overwritten, None
+                inputs += (operator.registered_forward(*arguments)[-1] if overwritten is None else overwritten,)
+            if not launches_directly(grad):
                 computed = operator.registered_backward(*inputs)
             elif torch.is_grad_enabled():
                 raise RuntimeError(f"{operator.name} has no second derivative in Triton: use backend='reference'")
@@ -218,18 +218,18 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
     return Function
 
 
-def once_only(name: str) -> Callable:
-    """Decorate the backward of an autograd.Function without second derivative: under create_graph it raises.
+def no_second_derivative(name: str) -> Callable:
+    """Decorate the backward of an autograd.Function that is not twice differentiable: raise under create_graph.
 
-    torch's own once_differentiable raises only if the incoming gradient has one; otherwise the second derivative would
-    silently be 0.
+    torch's once_differentiable raises only if the incoming gradient requires grad; otherwise the second derivative
+    would silently be 0.
     """
 
     def decorate(backward: Callable) -> Callable:
         @functools.wraps(backward)
         def run(ctx, *grads):
             twice = not torch.compiler.is_compiling() and torch.is_grad_enabled()
-            if twice and all(takes_launcher(grad) for grad in grads if grad is not None):
+            if twice and all(launches_directly(grad) for grad in grads if grad is not None):
                 raise RuntimeError(f"{name} has no second derivative")
             return backward(ctx, *grads)
 
@@ -239,18 +239,17 @@ def once_only(name: str) -> Callable:
 
 
 def register_preparation(name: str, arguments: str, launch: Callable, fake: Callable) -> Callable:
-    """Register torch.ops.hstu_sparse.<name>: tensors that depend only on a batch's metadata, computed before the
-    operators.
+    """Register torch.ops.hstu_sparse.<name>, which computes tensors from a batch's metadata; not differentiable.
 
     Args:
         name, arguments: as for an `Operator`.
-        launch: (*arguments) -> list of new tensors, without gradients.
-        fake: (*arguments) -> the same list of the right shapes and dtypes, computed without the data.
+        launch: (*arguments) -> list of new tensors.
+        fake: (*arguments) -> list of tensors of the right shapes and dtypes, computed without the data.
 
     Returns:
-        A function (*arguments) -> the list. Calls with plain tensors launch at once.
+        A function (*arguments) -> the list, which bypasses the dispatcher for plain tensors.
     """
-    ready = _ready(launch, _places(arguments))
+    ready = _on_device_of_arguments(launch, _tensor_indices(arguments))
     _library.define(f"{name}({arguments}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
     for device in ("CPU", "CUDA"):
         _library.impl(name, ready, device)
@@ -258,6 +257,8 @@ def register_preparation(name: str, arguments: str, launch: Callable, fake: Call
     registered = getattr(torch.ops.hstu_sparse, name).default
 
     def call(*inputs):
-        return registered(*inputs) if torch.compiler.is_compiling() or not takes_launcher(inputs[0]) else ready(*inputs)
+        return (
+            registered(*inputs) if torch.compiler.is_compiling() or not launches_directly(inputs[0]) else ready(*inputs)
+        )
 
     return call

@@ -1,8 +1,9 @@
-"""Validate the arguments of operators: tensors by shape, dtype and device, options, backends.
+"""Validate the arguments of operators: shapes, dtypes and devices of tensors, options, backends.
 
-Only metadata are checked, without device sync. Every function raises TypeError or ValueError with the expected and the
-actual value. Jagged offsets are checked in `jagged.py`. Letters: T tokens, H heads, D query/key and V value head size,
-N max_seq_len.
+The checks do not wait for a device. They raise TypeError or ValueError with the expected and the actual value.
+`jagged.py` checks offsets.
+
+Letters: T tokens, H heads, D query/key and V value head size, N max_seq_len.
 """
 
 import math
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, readable, shown
+from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, format_number, readable
 from hstu_sparse.core.launch import INTERPRET, is_imagined
 from hstu_sparse.core.registration import plain
 
@@ -21,10 +22,9 @@ FLOATING_DTYPES = (*KERNEL_DTYPES, torch.float64)  # few of torch's functions su
 
 
 def choose_backend(backend: str, x: torch.Tensor, op: str, more: tuple[str, ...] = ()) -> str:
-    """Return "triton" or "reference": `auto` is triton for CUDA tensors and reference for CPU tensors.
+    """Return "triton" or "reference"; "auto" is triton for CUDA tensors and reference for CPU tensors.
 
-    Nothing falls back silently: triton raises if it cannot run on x. more: further backends of the caller, for the
-    message.
+    Raise ValueError if triton is requested and cannot run on x. more: further backends of `op`, for the message.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op} takes tensors, got {type(x).__name__}")
@@ -54,12 +54,12 @@ def check_tensor(
     dtype: str | torch.dtype = FLOATING,
     device: torch.device | None = None,
 ) -> None:
-    """Check one tensor.
+    """Check the shape, dtype and device of a tensor.
 
     Args:
         shape: a letter for each dimension, like "T H D".
-        sizes: letter -> size. A new letter is entered; a known one must agree.
-        dtype: FLOATING, INTEGER, or the one valid dtype.
+        sizes: letter -> size. The sizes of new letters are added; those of other letters must be equal.
+        dtype: FLOATING, INTEGER, or a dtype.
         device: the required device; by default any.
     """
     letters = shape.split()
@@ -87,7 +87,7 @@ def check_tensor(
 
 
 def check_targets(num_targets: torch.Tensor | None, seq_offsets: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless `num_targets` is None or [B], from 0 to each sequence's length."""
+    """Check that `num_targets` is None or an integer tensor [B], each from 0 to the length of its sequence."""
     if num_targets is None:
         return
     num_seqs = seq_offsets.shape[0] - 1
@@ -95,13 +95,13 @@ def check_targets(num_targets: torch.Tensor | None, seq_offsets: torch.Tensor) -
     if readable(num_targets) and readable(seq_offsets):
         for b, (targets, length) in enumerate(zip(num_targets.tolist(), seq_offsets.diff().tolist())):
             if not 0 <= targets <= length:
-                raise ValueError(f"num_targets of sequence {b} must be 0 to its length {length}, got {targets}")
+                raise ValueError(f"num_targets of sequence {b} must be from 0 to its length {length}, got {targets}")
 
 
 def check_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int, *, kv_heads="H"
 ) -> dict[str, int]:
-    """Check q [T, H, D], k [T, kv_heads, D], v [T, kv_heads, V] and their offsets; return letter -> size."""
+    """Check q [T, H, D], k [T, kv_heads, D], v [T, kv_heads, V] and the offsets; return letter -> size."""
     sizes = check_heads(q, k, v, kv_heads)
     check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v)
     return sizes
@@ -112,68 +112,69 @@ def check_heads(
 ) -> dict[str, int]:
     """Check q [T, H, D], k [kv_tokens, kv_heads, D] and v [kv_tokens, kv_heads, V]; return letter -> size.
 
-    kv_heads: "H" if keys have as many heads as queries, "Hkv" if several query heads share one: H is then a multiple.
+    kv_heads: "H" if keys have as many heads as queries; "Hkv" if groups of query heads share a head, and Hkv divides H.
     """
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
     check_tensor("k", k, f"{kv_tokens} {kv_heads} D", sizes, dtype=q.dtype, device=q.device)
     check_tensor("v", v, f"{kv_tokens} {kv_heads} V", sizes, dtype=q.dtype, device=q.device)
     if kv_heads != "H" and (sizes[kv_heads] == 0 or sizes["H"] % sizes[kv_heads]):
-        raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes[kv_heads]}")
-    check_some(sizes, "H", "D", "V")
+        raise ValueError(f"the heads of k must divide the {sizes['H']} heads of q, got {sizes[kv_heads]}")
+    check_not_empty(sizes, "H", "D", "V")
     return sizes
 
 
-def check_some(sizes: dict[str, int], *letters: str) -> None:
-    """Check that none of these sizes is 0: heads, channels."""
+def check_not_empty(sizes: dict[str, int], *letters: str) -> None:
+    """Check that the sizes of these letters are at least 1."""
     for letter in letters:
         if sizes[letter] < 1:
             raise ValueError(f"{letter} must be at least 1, got {letter}={sizes[letter]}")
 
 
 def check_int(name: str, value: int, least: int, most: int = LARGEST) -> None:
-    """Check for a whole number from `least` to `most`; neither a bool nor a float with an integral value."""
+    """Check that `value` is an int, not a bool, from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {shown(value)}")
+        raise ValueError(f"{name} must be at least {least}, got {format_number(value)}")
     if value > most:
-        raise ValueError(f"{name} must be at most {most}, got {shown(value)}")
+        raise ValueError(f"{name} must be at most {most}, got {format_number(value)}")
 
 
 def check_bool(name: str, value: bool) -> None:
-    """Check for True or False, not for a value with a truth value: "no" would count as True."""
+    """Check that `value` is True or False: the truth value of "no" would be True."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_number(name: str, value: float, *, above: float = -math.inf, below: float = math.inf) -> float:
-    """Check for a finite number with above < value < below; return it as a float."""
+    """Check that `value` is a finite number and above < value < below; return it as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not above < value < below:  # false for NaN; infinite bounds exclude infinity
         bounds = [f"above {above:g}"] * (above > -math.inf) + [f"below {below:g}"] * (below < math.inf)
-        raise ValueError(f"{name} must be a finite number {' and '.join(bounds)}".rstrip() + f", got {shown(value)}")
+        expected = " ".join(["a finite number", " and ".join(bounds)]).rstrip()
+        raise ValueError(f"{name} must be {expected}, got {format_number(value)}")
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be a finite number that a float can hold, got {shown(value)}") from None
+        raise ValueError(f"{name} must be in the range of a float, got {format_number(value)}") from None
 
 
 def check_plan(plan: object, kind: type, purpose: NamedTuple) -> None:
-    """Check that a plan of this kind was made for `purpose`; the batch is compared if both could read it."""
+    """Check that `plan` is of class `kind` and was made for `purpose`; batches are compared if both have a digest."""
     if not isinstance(plan, kind):
-        raise TypeError(f"plan must be of {kind.__name__} or None, got {type(plan).__name__}")
-    planned: Any = plan.purpose  # type: ignore[attr-defined]  # every kind of plan has one
+        raise TypeError(f"plan must be {kind.__name__} or None, got {type(plan).__name__}")
+    planned: Any = plan.purpose  # type: ignore[attr-defined]  # every class of plans has a purpose
     needed: Any = purpose
     if planned.batch is None or needed.batch is None:
         planned, needed = planned._replace(batch=None), needed._replace(batch=None)
     if planned != needed:
-        raise ValueError(f"plan was made for {planned}, this call needs one for {needed}")
+        raise ValueError(f"plan was made for {planned}, this call needs a plan for {needed}")
 
 
 def check_dropout(dropout: float) -> float:
-    """Check the dropout probability, from 0 to less than 1."""
+    """Check that the dropout probability is at least 0 and less than 1; return it as a float."""
     dropout = check_number("dropout", dropout)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
@@ -181,7 +182,7 @@ def check_dropout(dropout: float) -> float:
 
 
 def check_seed(seed: torch.Tensor | None, device: torch.device) -> None:
-    """Check the seed of dropout: a tensor, so that drawing it does not wait for the device."""
+    """Check the seed of dropout: an int64 tensor of one element, so that drawing it does not wait for the device."""
     if seed is None:
         raise ValueError(f"dropout > 0 needs a seed: an int64 tensor of one element on {device}")
     if not isinstance(seed, torch.Tensor):
@@ -195,23 +196,23 @@ def check_seed(seed: torch.Tensor | None, device: torch.device) -> None:
 
 
 def check_scale(scale: float | None, head_size: int, name: str = "scale") -> float:
-    """Return the scale of the scores: the given one, or head_size ** -0.5."""
-    check_some({"D": head_size}, "D")
+    """Return the scale of the scores, head_size ** -0.5 by default."""
+    check_not_empty({"D": head_size}, "D")
     return head_size**-0.5 if scale is None else check_number(name, scale)
 
 
 def check_factors(
     scale: float | None, normalizer: float | None, head_size: int, max_seq_len: int
 ) -> tuple[float, float]:
-    """Return (the scale of the scores, the divisor of SiLU's sums): the given ones, or head_size ** -0.5 and N."""
+    """Return (the scale of the scores, the divisor of the outputs), head_size ** -0.5 and N by default."""
     scale = check_scale(scale, head_size)
     return scale, float(max_seq_len) if normalizer is None else check_number("normalizer", normalizer, above=0.0)
 
 
 def check_products(op: str, dtype: torch.dtype) -> None:
-    """Raise TypeError for matrix products of bf16 in Triton's interpreter, which multiplies the numbers' bits.
+    """Raise TypeError for matrix products of bf16 in Triton's interpreter.
 
-    Triton 3.6 to 3.8 do: tl.dot of ones [16, 16] returns 4e9, not 16.
+    tl.dot of ones [16, 16] returns 4e9 instead of 16 in Triton 3.6 to 3.8, which multiply the bits as integers.
     """
     if dtype == torch.bfloat16 and INTERPRET and not is_imagined():
         raise TypeError(f"{op}: Triton's interpreter cannot multiply bf16; use fp32 or backend='reference'")
@@ -220,9 +221,9 @@ def check_products(op: str, dtype: torch.dtype) -> None:
 def check_kernel(
     op: str, x: torch.Tensor, heads: dict[str, int], most: int = 256, *, products: bool = True
 ) -> None:  # fmt: skip
-    """Check dtypes and head sizes (letter -> size) that the kernels do not support but the reference does.
+    """Raise an error for a dtype of x or head sizes (letter -> size) that only the reference supports.
 
-    products: the kernels multiply matrices of x's dtype.
+    products: the kernels multiply matrices of the dtype of x.
     """
     if x.dtype not in KERNEL_DTYPES:
         raise TypeError(f"{op}: the kernels take fp16, bf16 and fp32, got {x.dtype}; use backend='reference'")

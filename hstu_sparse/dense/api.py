@@ -167,7 +167,7 @@ def attention_plan(
     check_tensor("q", q, "T H D", sizes)
     check_tensor("v", v, "T H V", sizes, dtype=q.dtype, device=q.device)
     check_jagged(seq_offsets, max_seq_len, q=q, v=v)
-    validation.check_some(sizes, "H", "D", "V")
+    validation.check_not_empty(sizes, "H", "D", "V")
     bias = check_bias(bias, max_seq_len, sizes["T"], seq_offsets.device)
     mask = check_mask(
         Mask(num_targets, num_context, window_size, context_sees_all, target_group_size, full_attention_prefix),

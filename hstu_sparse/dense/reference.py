@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.core.jagged import check_storage, masked_product
-from hstu_sparse.core.mask import Mask, context_times, pairs
+from hstu_sparse.core.mask import Mask, context_times, visible_pairs
 from hstu_sparse.core.precision import widened
 
 
@@ -42,7 +42,7 @@ def hstu_attention_reference(
     bias = context_times(bias, mask.num_context, seq_offsets)
     if batch == 1:  # without a look at values, which torch.export does not have
         length = seq_offsets.diff().long()[0]
-        return _attend(q, k, v, None, length, scale, normalizer, mask.of(0), bias).to(dtype)
+        return _attend(q, k, v, None, length, scale, normalizer, mask.for_sequences(0), bias).to(dtype)
     check_storage("seq_offsets", seq_offsets, values=True)
     alike, tokens = _groups(seq_offsets.tolist())
     parts = []
@@ -51,7 +51,7 @@ def hstu_attention_reference(
         parts.append(
             _attend(
                 q, k, v, seq_offsets[:-1][chosen].long(), seq_offsets.diff()[chosen].long(), scale, normalizer,
-                mask.of(chosen), bias,
+                mask.for_sequences(chosen), bias,
             )
         )  # fmt: skip
     return torch.cat(parts).index_select(0, torch.tensor(tokens, device=q.device).argsort()).to(dtype)
@@ -87,7 +87,7 @@ def _attend(q, k, v, begins, lengths, scale, normalizer, mask, bias):
     def pad(x):  # [T, H, X] -> [B, H, n, X]
         return padded(x).transpose(-3, -2)
 
-    distance, visible = pairs(mask, step, lengths)  # [n, n] or [B, n, n]
+    distance, visible = visible_pairs(mask, step, lengths)  # [n, n] or [B, n, n]
     # Padding needs no mask of its own: no real query sees padded keys, and padded queries are dropped.
     hidden = ~visible if visible.dim() == 2 else ~visible[:, None]
 

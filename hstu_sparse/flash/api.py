@@ -7,7 +7,7 @@ value head size.
 import torch
 
 from hstu_sparse.core import validation
-from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, shown
+from hstu_sparse.core.jagged import LARGEST, check_jagged, check_storage, format_number
 from hstu_sparse.core.mask import Mask, check_mask
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import check_bool, check_heads, check_kernel, check_scale, check_seed, choose_backend
@@ -99,10 +99,10 @@ def flash_attention(
         Mask(num_targets, num_context, left + 1, context_sees_all, target_group_size, full_attention_prefix),
         seq_offsets,
     )
-    if mask.first is not None:
+    if mask.first_option is not None:
         if not causal or starts is not None:
             unsupported = "k_offsets" if causal else "causal=False"
-            raise ValueError(f"{mask.first} needs causal=True and no k_offsets, got {unsupported}")
+            raise ValueError(f"{mask.first_option} needs causal=True and no k_offsets, got {unsupported}")
         options = options._replace(left=left, mask=mask)
     size = q.shape[0], seq_offsets.shape[0] - 1
     backend = choose_flash_backend("flash_attention", backend, q, sizes["V"], size, options)
@@ -130,7 +130,7 @@ def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dr
         raise TypeError(f"window_size must be (left, right), got {window_size!r}")
     for bound in window_size:
         if isinstance(bound, bool) or not isinstance(bound, int) or not -1 <= bound <= LARGEST:
-            bounds = ", ".join(shown(x) if isinstance(x, int) else repr(x) for x in window_size)
+            bounds = ", ".join(format_number(x) if isinstance(x, int) else repr(x) for x in window_size)
             raise ValueError(f"window_size must be two whole numbers from -1 (no bound) to {LARGEST}, got ({bounds})")
     check_bool("causal", causal)
     left, right = window_size

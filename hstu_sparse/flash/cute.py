@@ -64,8 +64,8 @@ def lacks(q: torch.Tensor, value_size: int, options: Options) -> str | None:
         return "dropout"
     if options.slopes is not None:
         return "alibi_slopes"
-    if options.mask.first is not None:
-        return options.mask.first
+    if options.mask.first_option is not None:
+        return options.mask.first_option
     if q.dtype not in DTYPES:
         return str(q.dtype)
     size = q.shape[-1]

@@ -132,7 +132,7 @@ class Launch:
         self.constants = dict(
             H=self.heads, GROUP=self.heads // self.kv_heads, D=self.q.shape[2], V=self.v.shape[2], D_OUT=self.d_out,
             V_OUT=self.v_out, PIECES=layout.pieces, HAS_LEFT=options.left >= 0, HAS_RIGHT=options.right >= 0,
-            MORE=Extension.of(options.mask, options.mask.first), ALIGNED=layout.k_starts is None,
+            MORE=Extension.of(options.mask, options.mask.first_option), ALIGNED=layout.k_starts is None,
             PRECISION=precision(q.dtype, parts), PAD_D=self.sizes[0], PAD_V=self.sizes[1],
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.core.jagged import longest_sequence, masked_product, padded_index, sequence_ids
-from hstu_sparse.core.mask import Mask, pairs
+from hstu_sparse.core.mask import Mask, visible_pairs
 from hstu_sparse.core.precision import widened
 
 
@@ -141,9 +141,9 @@ class _Block:
         scores = self._by_head(o.scale * (self.q @ self.k.transpose(-1, -2)))  # [B, H, n, m]
         distance = self.t[:, :, None] - self.s[:, None, :]
         seen = self.q_valid[:, :, None] & self.k_valid[:, None, :]
-        if o.mask.first is not None:
+        if o.mask.first_option is not None:
             lengths = self.layout.q_offsets.diff().long()
-            distance, visible = pairs(o.mask, torch.arange(self.t.shape[1], device=self.t.device), lengths)
+            distance, visible = visible_pairs(o.mask, torch.arange(self.t.shape[1], device=self.t.device), lengths)
             distance, seen = distance.clamp(min=0), seen & visible
         else:
             if o.left >= 0:

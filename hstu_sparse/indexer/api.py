@@ -390,7 +390,7 @@ def _check_attention(
     check_tensor("k", k, "T Hkv D" if several else "T D", sizes, dtype=q.dtype, device=q.device)
     _check_some_heads("q", sizes["H"])
     if several and (sizes["Hkv"] == 0 or sizes["H"] % sizes["Hkv"]):
-        raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes['Hkv']}")
+        raise ValueError(f"the heads of k must divide the {sizes['H']} heads of q, got {sizes['Hkv']}")
     check_jagged(seq_offsets, max(q.shape[0], 1), q=q, k=k)
     _check_indices(indices, q, seq_offsets, selection_group, sizes)
     return sizes, _check_bias(bias, q, seq_offsets), validation.check_scale(scale, q.shape[2], "scale")

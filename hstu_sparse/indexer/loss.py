@@ -319,7 +319,9 @@ _SCHEMA = (
     f"Tensor scores, Tensor q, Tensor k, Tensor indices, Tensor rows, {BIAS}, Tensor? valid, float scale, float eps, "
     "SymInt group, SymInt written"
 )
-indexer_loss_jagged = Operator("index_loss", _SCHEMA, _forward, _backward, _fake, "scores", outputs=3, spends=True)
+indexer_loss_jagged = Operator(
+    "index_loss", _SCHEMA, _forward, _backward, _fake, "scores", outputs=3, overwrites_saved=True
+)
 
 
 def indexer_loss_operator(scores: Tensor, *arguments) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.core.jagged import check_storage, masked_product, padded_index
 from hstu_sparse.core.precision import widened, working_dtype
-from hstu_sparse.core.registration import once_only
+from hstu_sparse.core.registration import no_second_derivative
 
 
 def num_rows(tokens: int, seq_offsets: Tensor, group: int) -> int:
@@ -182,7 +182,7 @@ class _Divergence(torch.autograd.Function):
         return (p * ((p + eps).log() - (pi + eps).log())).sum(-1)
 
     @staticmethod
-    @once_only("indexer_loss")
+    @no_second_derivative("indexer_loss")
     def backward(ctx, grad):
         (difference,) = ctx.saved_tensors
         return (grad[..., None] * difference).to(difference.dtype), None, None, None

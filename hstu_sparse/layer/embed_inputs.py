@@ -19,7 +19,14 @@ from hstu_sparse.core.jagged import check_jagged, sequence_ids
 from hstu_sparse.core.launch import LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.core.precision import widened, without_autocast
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.validation import check_kernel, check_number, check_seed, check_some, check_tensor, choose_backend
+from hstu_sparse.core.validation import (
+    check_kernel,
+    check_not_empty,
+    check_number,
+    check_seed,
+    check_tensor,
+    choose_backend,
+)
 from hstu_sparse.layer.norm_gate import check_dtype
 from hstu_sparse.tiles.rows import drop, locate
 
@@ -78,7 +85,7 @@ def embed_inputs(
     check_tensor("position", position, "N E", sizes, device=rows.device)
     if more is not None:
         check_tensor("more", more, "T E", sizes, device=rows.device)
-    check_some(sizes, "E", "N")
+    check_not_empty(sizes, "E", "N")
     check_jagged(seq_offsets, sizes["N"], rows=rows)
     validation.check_targets(num_targets, seq_offsets)
     scale, dropout = check_number("scale", scale), validation.check_dropout(dropout)

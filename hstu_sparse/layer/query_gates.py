@@ -16,7 +16,7 @@ from hstu_sparse.core import launch
 from hstu_sparse.core.launch import INTERPRET, LaunchConfig, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.core.precision import widened, without_autocast
 from hstu_sparse.core.registration import Operator
-from hstu_sparse.core.validation import check_kernel, check_some, check_tensor, choose_backend
+from hstu_sparse.core.validation import check_kernel, check_not_empty, check_tensor, choose_backend
 from hstu_sparse.tiles.rows import as_rows
 
 MAX_SIZE, MAX_HIDDEN, MAX_GATES = 128, 64, 16
@@ -63,7 +63,7 @@ def query_gates(
     check_tensor("q", q, "T H D", sizes)
     for name, x, shape in (("w1", w1, "F D"), ("b1", b1, "F"), ("w2", w2, "G F"), ("b2", b2, "G")):
         check_tensor(name, x, shape, sizes, device=q.device)
-    check_some(sizes, "H", "D", "F", "G")
+    check_not_empty(sizes, "H", "D", "F", "G")
     if backend == "reference":
         return query_gates_reference(q, w1, b1, w2, b2)
     check_kernel("query_gates", q, {"G": sizes["G"]}, most=MAX_GATES)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from hstu_sparse.core.launch import cdiv, multiprocessors, on_device, run
 from hstu_sparse.core.precision import widened, without_autocast, working_dtype
-from hstu_sparse.core.registration import once_only, register_preparation, takes_launcher
+from hstu_sparse.core.registration import launches_directly, no_second_derivative, register_preparation
 from hstu_sparse.core.validation import check_tensor, choose_backend
 from hstu_sparse.layer.norm_gate import (
     check_dtype,
@@ -47,7 +47,7 @@ def residual_norm(
     """
     eps, backend, _ = check_input(x, eps, backend, "residual_norm")
     check_dtype(dtype)
-    if backend == "reference" or torch.compiler.is_compiling() or not takes_launcher(x):
+    if backend == "reference" or torch.compiler.is_compiling() or not launches_directly(x):
         return x, layer_norm(x, eps=eps, dtype=dtype, backend=backend)
     check_sizes(x=x)
     return Fork.apply(x, eps, dtype)
@@ -111,7 +111,7 @@ class Fork(torch.autograd.Function):
         return x, norm_gate_operator.forward(x, None, None, eps, 0.0, dtype)
 
     @staticmethod
-    @once_only("residual_norm in Triton")
+    @no_second_derivative("residual_norm in Triton")
     def backward(ctx, stream_grad, grad):
         if grad is None:
             return stream_grad, None, None
@@ -203,7 +203,7 @@ class Add(torch.autograd.Function):
         return _sum_operator(x, added, bias)[0]
 
     @staticmethod
-    @once_only("residual_add in Triton")
+    @no_second_derivative("residual_add in Triton")
     def backward(ctx, grad):
         x_dtype, dtype, bias_dtype = ctx.dtypes
         dx, same = grad.to(x_dtype), grad.dtype == dtype

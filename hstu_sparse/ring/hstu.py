@@ -14,7 +14,7 @@ from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import readable
 from hstu_sparse.core.launch import on_device
 from hstu_sparse.core.precision import widened, without_autocast, working_dtype
-from hstu_sparse.core.registration import once_only
+from hstu_sparse.core.registration import no_second_derivative
 from hstu_sparse.core.validation import INTEGER, check_int, check_kernel, check_qkv, check_tensor, choose_backend
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.hstu_reference import Block, hstu_block
@@ -146,7 +146,7 @@ class RingHSTU(torch.autograd.Function):
         return out.to(q.dtype)
 
     @staticmethod
-    @once_only("ring_hstu_attention")
+    @no_second_derivative("ring_hstu_attention")
     @without_autocast
     def backward(ctx, grad):
         q, k, v, *bias, positions = ctx.saved_tensors

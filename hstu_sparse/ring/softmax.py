@@ -21,7 +21,7 @@ import torch
 
 from hstu_sparse.core.launch import cdiv, on_device
 from hstu_sparse.core.precision import without_autocast, working_dtype
-from hstu_sparse.core.registration import once_only
+from hstu_sparse.core.registration import no_second_derivative
 from hstu_sparse.flash import cute, reference
 from hstu_sparse.flash.cute import Part, Rows, bound
 from hstu_sparse.flash.reference import Options
@@ -188,7 +188,7 @@ class RingSoftmax(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_only("ring_flash_attention")
+    @no_second_derivative("ring_flash_attention")
     @without_autocast
     def backward(ctx, grad, _):
         if grad is None:

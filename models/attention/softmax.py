@@ -11,7 +11,7 @@ import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.core.jagged import jagged_to_padded, padded_to_jagged
-from hstu_sparse.core.mask import Mask, pairs
+from hstu_sparse.core.mask import Mask, visible_pairs
 from models.attention.contract import BACKEND, AuxLosses, LayerSizes, PagedForm
 from models.attention.shared import BiasedAttention, FlashAttention, TimeBias
 from models.protocols import RunOptions
@@ -104,7 +104,7 @@ class SoftmaxAttention(FlashAttention, BiasedAttention):
             return None
         place = torch.arange(longest, device=q.device)
         mask = Mask(num_context=batch.context_counts)
-        distance, visible = pairs(mask, place, batch.seq_offsets.diff())
+        distance, visible = visible_pairs(mask, place, batch.seq_offsets.diff())
         if bias is None:
             added = torch.zeros((), device=q.device).expand(visible.shape)
             return added.masked_fill(~visible, float("-inf")).to(q.dtype)[:, None]

@@ -239,7 +239,7 @@ def test_layers_that_share_a_plan_compute_it_once(monkeypatch):
 def test_a_plan_that_does_not_fit_is_refused():
     (q, *rest), shape, bias = biased((37, 21), 40)
     shared_plan = bsa_plan(q, *rest[2:4], block_size=32, bias=bias, backend="triton")
-    with pytest.raises(ValueError, match=r"plan was made for .*block_size=32.* needs one for .*block_size=16"):
+    with pytest.raises(ValueError, match=r"plan was made for .*block_size=32.* needs a plan for .*block_size=16"):
         bsa_attention(q, *rest, **shape, bias=bias, backend="triton", plan=shared_plan)
     with pytest.raises(ValueError, match="the reference takes no plan"):
         bsa_attention(q, *rest, **shape, bias=bias, plan=shared_plan)

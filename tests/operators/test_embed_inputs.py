@@ -46,7 +46,7 @@ def test_reference():
         ({"more": torch.zeros(4, 3)}, ValueError, r"more must be \[T=5, E=3\], got shape \[4, 3\]"),
         ({"position": torch.zeros(2, 3)}, ValueError, "more than max_seq_len=2"),
         ({"seq_offsets": torch.tensor([0, 4])}, ValueError, "seq_offsets must end at T=5, got 4"),
-        ({"num_targets": torch.tensor([0, 4])}, ValueError, "num_targets of sequence 1 must be 0 to its length 3"),
+        ({"num_targets": torch.tensor([0, 4])}, ValueError, "num_targets of sequence 1 must be from 0 to its length 3"),
         ({"scale": float("nan")}, ValueError, "scale must be a finite number"),
         ({"dtype": torch.int64}, TypeError, "dtype must be floating point, got torch.int64"),
         ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and less than 1"),

@@ -499,7 +499,7 @@ def test_kernels_refuse_what_they_cannot_do():
     wide = torch.zeros(5, 4, 140)
     with pytest.raises(ValueError, match=r"take up to 512 channels in all key heads, padded .*, got 1024; use backend"):
         sparse_attention(wide, wide, wide, indices, offsets, backend="triton")
-    with pytest.raises(ValueError, match=r"k's heads must divide q's 4, got 3"):
+    with pytest.raises(ValueError, match=r"the heads of k must divide the 4 heads of q, got 3"):
         sparse_attention(wide, wide[:, :3], wide[:, :3], indices, offsets)
     with pytest.raises(ValueError, match=r"v must be \[T=5, Hkv=2, V\], got shape \[5, 140\]"):
         sparse_attention(wide, wide[:, :2], wide[:, 0], indices, offsets)

@@ -77,15 +77,15 @@ def test_metadata_errors(offsets, max_seq_len, error, message):
 
 
 def test_token_counts_must_agree():
-    with pytest.raises(ValueError, match="k must have T=5 tokens as q, got 4"):
+    with pytest.raises(ValueError, match="k must have T=5 tokens, as q, got 4"):
         jagged.check_jagged(torch.tensor([0, 5]), 5, q=torch.zeros(5, 1, 1), k=torch.zeros(4, 1, 1))
 
 
 WRONG = [
     ([0, 2, 4], "seq_offsets must end at T=5, got 4"),
     ([1, 2, 5], "seq_offsets must begin at 0, got 1"),
-    ([0, 6, 5], "seq_offsets must not fall: sequence 1 goes from 6 to 5"),
-    ([0, 2**62, 5], f"seq_offsets must not fall: sequence 1 goes from {2**62} to 5"),
+    ([0, 6, 5], "seq_offsets must not decrease: sequence 1 goes from 6 to 5"),
+    ([0, 2**62, 5], f"seq_offsets must not decrease: sequence 1 goes from {2**62} to 5"),
     ([0, 5], "sequence 0 has 5 tokens, more than max_seq_len=4"),
     ([0], "seq_offsets must end at T=5, got 0"),
 ]

@@ -249,7 +249,7 @@ def test_configurations_are_cached_and_overridden():
     with pytest.raises(ZeroDivisionError), launch.override(config, lambda *_: 1 / 0):
         config(16, 90)
     assert config(16, 90) == launch.LaunchConfig(4, BLOCK=16)
-    with pytest.raises(TypeError, match="is no configuration"), launch.override(print, lambda *_: None):
+    with pytest.raises(TypeError, match="decorated by `configuration`"), launch.override(print, lambda *_: None):
         pass
 
 

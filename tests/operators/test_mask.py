@@ -1,4 +1,4 @@
-"""Options of the mask (context, groups of candidates, prefix): the references against the papers' formulas by pairs."""
+"""Test the options of the mask (context, groups of candidates, prefix) against the formulas of the papers."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hstu_sparse import RelativeBias, attention_plan, flash_attention, hstu_attention
-from hstu_sparse.core.mask import Mask, pairs
+from hstu_sparse.core.mask import Mask, visible_pairs
 from tests.random.cases import flash
 from tests.random.cases.dense import compare, inputs
 
@@ -25,7 +25,7 @@ def position(t, n, c, m, group):
 
 
 def sees(t, s, n, c, m, window=0, sees_all=False, group=1, prefix=0):
-    """Whether t sees s, as the contract says it."""
+    """Return whether t attends to s, by the definition in core/mask.py."""
     history = n - m
     if t < c:
         return s < c or (sees_all and s < history)
@@ -36,7 +36,7 @@ def sees(t, s, n, c, m, window=0, sees_all=False, group=1, prefix=0):
 
 
 def meta(t, s, n, c, m, max_attn_len):
-    """Whether t sees s in Meta's generative-recommenders, where every sequence has c context tokens."""
+    """Return whether t attends to s in Meta's generative-recommenders, where every sequence has c context tokens."""
     last = n - m - c + 1 if c else n - m
     row, column = (min(max(x - c + 1, 0), last) if c else min(x, last) for x in (t, s))
     seen = t == s or row > column
@@ -46,7 +46,7 @@ def meta(t, s, n, c, m, max_attn_len):
 
 
 def nvidia(t, s, n, c, m, group):
-    """Whether t sees s in NVIDIA's recsys-examples, without a window."""
+    """Return whether t attends to s in NVIDIA's recsys-examples, without a window."""
     row, column = (max(x - c + 1, 0) for x in (t, s))
     end = n - c + 1
     groups = [max(x - end + m, -1) // group for x in (row, column)]
@@ -60,7 +60,7 @@ def table(rule, n):
 
 def mask_of(n, c, m, **options):
     mask = Mask(num_targets=torch.tensor([m]), num_context=torch.tensor([c]), **options)
-    return pairs(mask, torch.arange(n), torch.tensor([n]))[1][0]
+    return visible_pairs(mask, torch.arange(n), torch.tensor([n]))[1][0]
 
 
 @pytest.mark.parametrize(("n", "c", "m"), [(9, 3, 2), (9, 0, 4), (7, 4, 3), (5, 5, 0), (6, 0, 6), (8, 1, 0)])
@@ -78,7 +78,7 @@ def test_agrees_with_the_published_masks(n, c, m):
 
 
 def random_case(seed):
-    """Return (arguments of hstu_attention in fp64, its output by pairs, that of the softmax) of a random batch."""
+    """Return the arguments of hstu_attention of a random batch in fp64, and both outputs computed pair by pair."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     lengths = [draw.choice([0, 1, 2, draw.randrange(3, 14)]) for _ in range(draw.randrange(1, 4))]
@@ -179,12 +179,12 @@ def test_reference_gradients():
         (
             {"num_context": torch.tensor([3, 1])},
             ValueError,
-            "num_context of sequence 0 must be 0 to its length, 2, got 3",
+            "num_context of sequence 0 must be from 0 to 2, its length, got 3",
         ),
         (
             {"num_context": torch.tensor([0, 3]), "num_targets": torch.tensor([0, 2])},
             ValueError,
-            "num_context of sequence 1 must be 0 to its length less its candidates, 2, got 3",
+            "num_context of sequence 1 must be from 0 to 2, its length minus num_targets, got 3",
         ),
         ({"num_context": torch.zeros(2)}, TypeError, "num_context must be int32 or int64, got torch.float32"),
         ({"context_sees_all": True}, ValueError, r"context_sees_all=True needs num_context \[B\], got None"),

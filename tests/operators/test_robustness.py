@@ -358,7 +358,7 @@ def test_a_kernels_plan_is_for_one_batch(name):
     if not bsa:
         wrong.append(make_plan(OFFSETS, times, num_targets=torch.tensor([0, 0, 2])))
     for plan in wrong:
-        with pytest.raises((TypeError, ValueError), match=r"plan was made for|plan must be of (Attention|Block)Plan"):
+        with pytest.raises((TypeError, ValueError), match=r"plan was made for|plan must be (Attention|Block)Plan"):
             function(name)(**arguments, plan=plan)
 
 

@@ -45,7 +45,7 @@ def test_letters_are_entered_and_held_against():
     [
         ((5, 4, 8), (5, 4, 6), "H", None),
         ((5, 2, 8), (5, 2, 6), "Hkv", None),
-        ((5, 3, 8), (5, 3, 6), "Hkv", "k's heads must divide q's 4, got 3"),
+        ((5, 3, 8), (5, 3, 6), "Hkv", "the heads of k must divide the 4 heads of q, got 3"),
         ((5, 2, 8), (5, 2, 6), "H", r"k must be \[T=5, H=4, D=8\], got shape \[5, 2, 8\]"),
         ((5, 2, 8), (5, 1, 6), "Hkv", r"v must be \[T=5, Hkv=2, V\], got shape \[5, 1, 6\]"),
         ((6, 4, 8), (5, 4, 6), "H", r"k must be \[T=5, H=4, D=8\], got shape \[6, 4, 8\]"),

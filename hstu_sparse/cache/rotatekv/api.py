@@ -20,7 +20,14 @@ from hstu_sparse.cache.rotatekv.cache import RotateKVCache, check_kv
 from hstu_sparse.core import validation
 from hstu_sparse.core.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
 from hstu_sparse.core.precision import without_autocast
-from hstu_sparse.core.validation import FLOATING_DTYPES, check_int, check_qkv, check_some, check_tensor, choose_backend
+from hstu_sparse.core.validation import (
+    FLOATING_DTYPES,
+    check_int,
+    check_not_empty,
+    check_qkv,
+    check_tensor,
+    choose_backend,
+)
 from hstu_sparse.dense import hstu_attention
 
 if typing.TYPE_CHECKING:
@@ -430,7 +437,7 @@ def unpacked_attention(
     check_tensor("k", k, "T H D", sizes)
     check_tensor("v", v, "T H V", sizes, dtype=k.dtype, device=k.device)
     check_jagged(seq_offsets, max_seq_len, k=k, v=v)
-    check_some(sizes, "H", "D", "V")
+    check_not_empty(sizes, "H", "D", "V")
     sizes.pop("V")
     bias = _check_queries(q, q_offsets, sizes, seq_offsets, max_seq_len, bias, sizes.pop("T"))
     scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"], rope_base, return_lse)
