@@ -36,7 +36,7 @@ from run import environment, replayed
 from cli.command import Parser, run_main
 from hstu_sparse import cut_sequences, flash_attention, heads_to_tokens, tokens_to_heads
 from hstu_sparse.compat import zigzag_triton_ring_flash_attn_func
-from hstu_sparse.ring.communication import Ring, backward_round
+from hstu_sparse.ring.communication import Ring, ring_backward
 
 SHOWN = 30  # kernels at each end of a timeline
 LONG = 2_000  # milliseconds of a call that is timed twice only
@@ -74,7 +74,7 @@ class SDPARing(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring, dq = ctx.ring, torch.zeros_like(q, dtype=torch.float32)
 
-        def find_dkv(source, block, sums):
+        def compute_dkv(source, block, sums):
             gradients = [torch.zeros_like(x, dtype=torch.float32) for x in block]
             if source <= ring.rank:
                 *sizes, seed, offset = ctx.saved_state[source]
@@ -86,7 +86,7 @@ class SDPARing(torch.autograd.Function):
             return gradients if sums is None else [x.add_(y) for x, y in zip(gradients, sums, strict=True)]
 
         sizes = [k.shape[0]] * ring.world
-        dk, dv = backward_round(ring, [k, v], sizes, lambda source, block: None, find_dkv)
+        dk, dv = ring_backward(ring, [k, v], sizes, lambda source, block: None, compute_dkv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 

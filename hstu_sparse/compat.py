@@ -130,7 +130,7 @@ def _equal_stretches(name, q, k, v, group, return_lse, zigzag, options):
     if zigzag and tokens % 2:
         raise ValueError(f"zigzag: each rank holds two chunks of one length, so N must be even, got {tokens}")
     # Jagged parts may differ in length between the ranks; these must not.
-    ring.agree(name, {letter: list(x.shape) for letter, x in (("q", q), ("k", k), ("v", v))})
+    ring.check_agreement(name, {letter: list(x.shape) for letter, x in (("q", q), ("k", k), ("v", v))})
     plan = fixed_plan(num_seqs, tokens, ring.rank, ring.world, zigzag, q.device)
     flat = (x.flatten(0, 1) for x in (q, k, v))
     offsets = plan.sequences[plan.rank]

@@ -1,1 +1,1 @@
-"""Attention over sequences that are distributed over several devices."""
+"""Compute attention over sequences that are distributed over several devices."""

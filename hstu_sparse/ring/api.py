@@ -1,7 +1,7 @@
-"""Define ring attention with softmax: the public function and its validation; a single device is a special case.
+"""Define ring attention with softmax: `ring_flash_attention` and its validation.
 
-Letters: B sequences, T tokens that this rank holds, H heads of queries, Hkv of keys and values, D query/key and V value
-head size, W ranks of the group.
+Letters: B sequences, T tokens of this rank, H heads of queries, Hkv of keys and values, D query/key and V value head
+size, W ranks of the group.
 """
 
 import math
@@ -13,7 +13,7 @@ from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import check_bool, check_heads
 from hstu_sparse.flash.api import check_options, choose_flash_backend, flash_attention
 from hstu_sparse.ring.communication import Ring
-from hstu_sparse.ring.plan import LONGEST, RingPlan, check_plan, check_plan_fits, ring_plan
+from hstu_sparse.ring.plan import MAX_LENGTH, RingPlan, check_plan, check_plan_fits, ring_plan
 from hstu_sparse.ring.softmax import RingSoftmax, check_plan_for_cute
 
 
@@ -38,31 +38,32 @@ def ring_flash_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute flash_attention of jagged sequences that are distributed over the ranks of a group.
 
-    Rank r holds a contiguous part of each sequence, behind those of the ranks before it. With `zigzag` it holds chunks
-    r and 2W-1-r of the 2W chunks of each sequence, concatenated, as `cut_sequences(..., zigzag=True)` returns them, so
-    that all ranks have the same work under a causal mask.
+    Each sequence is divided into W contiguous parts in the order of the ranks. With `zigzag` it is divided into 2W
+    chunks, and rank r has chunks r and 2W-1-r, concatenated, so that with a causal mask all ranks have the same work.
+    `cut_sequences` returns both.
 
-    All ranks have to call with the same options and the same B; a group's first call with these compares them, and
-    every call does with HSTU_SPARSE_DEBUG=1. With one process, or without torch.distributed, the result is
-    flash_attention's.
+    All ranks must call the function with the same options and the same B. The first call of a group with these options
+    compares them; with HSTU_SPARSE_DEBUG=1 every call does. With one process, or without torch.distributed, the result
+    is that of flash_attention.
 
     Args:
-        q: [T, H, D], this rank's tokens, fp16, bf16 or fp32 (the reference also fp64); any strides.
+        q: [T, H, D], the tokens of this rank, fp16, bf16 or fp32 (the reference also fp64); any strides.
         k, v: [T, Hkv, D] and [T, Hkv, V], dtype of q. Hkv divides H.
         seq_offsets: [B+1] int32 or int64, from 0 to T: this rank's parts of B sequences, which may be empty.
-        scale, causal, window_size, alibi_slopes, dropout: as `flash_attention`; positions count in whole sequences.
-        seed: int64 tensor of one element on q's device; drawn from torch's generator by default. Equal seeds on all
-            ranks give the dropout mask of a single device.
-        group: a torch.distributed process group, by default all processes. Over NCCL it should have been made with
-            ProcessGroupNCCL.Options(is_high_priority_stream=True): see docs/ring.md.
-        plan: `ring_plan` of seq_offsets, made once for many calls; without one each call exchanges the ranks' offsets,
+        scale, causal, window_size, alibi_slopes, dropout: as `flash_attention`, with positions in the whole sequences.
+        seed: int64 tensor of one element on q's device; drawn from torch's generator by default. With equal seeds on
+            all ranks the dropout mask is that of a single device.
+        zigzag: see above.
+        group: a torch.distributed process group, by default all processes. An NCCL group should be created with
+            ProcessGroupNCCL.Options(is_high_priority_stream=True), see docs/ring.md.
+        plan: `ring_plan` of seq_offsets, for many calls. Without a plan, each call exchanges the offsets of the ranks,
             which waits for the device.
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
-        backend: as `flash_attention`. "cute" takes a window only where all sequences have one length.
+        backend: as `flash_attention`. "cute" supports a window only if all sequences have the same length.
 
     Returns:
         [T, H, V], dtype of q, and the log-sum-exp if requested. Gradients flow to q, k and v, in their dtypes.
-        Sums over the ring are in fp32, in a fixed order: the same bits in every run.
+        Results are deterministic: sums over the ring are in fp32, in a fixed order.
 
     Examples:
         >>> q, k, v = torch.randn(3, 12, 2, 16)  # without torch.distributed: a ring of one process
@@ -73,14 +74,14 @@ def ring_flash_attention(
 
     Raises:
         TypeError, ValueError: with the expected and the actual value; on every rank if ranks disagree.
-        RuntimeError: a rank was lost, within the group's timeout; the message names it.
+        RuntimeError: a rank does not respond within the group's timeout; the message names it.
 
-    Source: Liu et al., Ring Attention (arXiv 2310.01889); the zigzag placement: the ring-flash-attention project.
+    Source: Liu et al., Ring Attention (arXiv 2310.01889); zigzag: the ring-flash-attention project.
     """
     name = "ring_flash_attention"
     check_bool("zigzag", zigzag)
     sizes = check_heads(q, k, v)
-    check_jagged(seq_offsets, LONGEST, q=q, k=k, v=v)
+    check_jagged(seq_offsets, MAX_LENGTH, q=q, k=k, v=v)
     check_plan(plan)
     check_bool("return_lse", return_lse)
     ring = Ring(group)
@@ -96,7 +97,7 @@ def ring_flash_attention(
     chosen = choose_flash_backend(name, backend, q, sizes["V"], (math.inf, 1), options)
     shapes = {letter: list(x.shape[1:]) for letter, x in (("q", q), ("k", k), ("v", v))}
     numbers = [options.scale, options.left, options.right, options.dropout, alibi_slopes is not None, zigzag]
-    ring.agree(name, {**shapes, "dtype": str(q.dtype), "options": numbers, "backend": chosen})
+    ring.check_agreement(name, {**shapes, "dtype": str(q.dtype), "options": numbers, "backend": chosen})
     if plan is None:
         plan = ring_plan(seq_offsets, zigzag=zigzag, group=group)
     elif plan.tokens[plan.rank] != q.shape[0]:
@@ -104,7 +105,7 @@ def ring_flash_attention(
     else:
         check_plan_fits(plan, seq_offsets, ring, 2 if zigzag else 1)
     if chosen == "cute":
-        # Ranks hold different numbers of tokens, but make the same choice.
+        # All ranks must choose the same backend, whatever their numbers of tokens.
         size = sum(plan.tokens), ring.world * num_seqs
         chosen = choose_flash_backend(name, backend, q, sizes["V"], size, options)
         check_plan_for_cute(name, plan, options)

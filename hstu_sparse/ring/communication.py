@@ -1,10 +1,10 @@
-"""Pass blocks of keys and values round a ring of processes while their attention is computed; errors name a rank.
+"""Send blocks of keys and values around a ring of ranks while attention is computed; errors name a rank.
 
-Letters: W processes of the group.
+Letters: W ranks of the group.
 
-In step i a process holds the block of the process i places before it. The next block is transferred, from the
-predecessor and to the successor, during the computation on the present one. Gradients of a block follow it, from step 1
-on, and accumulate what every process adds; its owner adds its own part last, when they have returned.
+In step i, rank r computes with the block of rank r - i. During the computation it receives the next block from its
+predecessor and sends the current one to its successor. In the backward pass, sums of a block's gradients follow the
+block from step 1 on. They return to the block's rank, which adds its part last.
 """
 
 import functools
@@ -19,10 +19,10 @@ from hstu_sparse.core import jagged
 
 
 class Transfer:
-    """Send tensors to the successor, and receive as many of the given shapes from the predecessor.
+    """Send tensors to the successor, and receive tensors of these shapes from the predecessor.
 
-    `post` starts it, once; it waits for the work that the device had been given when the transfer was created, not for
-    later work. `wait` returns the received tensors.
+    Call `post` once to start the transfer, and `wait` for the received tensors. On a GPU the transfer waits for work
+    that was launched before it was created, not for later work.
     """
 
     def __init__(self, ring: "Ring", tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]):
@@ -64,7 +64,7 @@ class Transfer:
             except RuntimeError as error:
                 raise self.ring.lost(peer, error) from error
         if self.works and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # A CUDA graph has to end in the stream in which it began.
+            # A CUDA graph must end in the stream in which it began.
             torch.cuda.current_stream(self.device).wait_stream(_stream(self.device))
         self.sent = self.works = []
         return self.received
@@ -72,14 +72,14 @@ class Transfer:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which transfers are posted: they wait for the stream that is current at that time."""
+    """Return the stream on which transfers are posted."""
     return torch.cuda.Stream(device)
 
 
 class Ring:
-    """The place of this process in a group: `rank` of `world` W. Without a process group W is 1.
+    """The ranks of a process group: this `rank`, the `next` and the `previous` one, and `world` W (1 without a group).
 
-    group: a torch.distributed process group, None for the default one.
+    group: a torch.distributed process group, None for the default group.
     """
 
     def __init__(self, group=None):
@@ -88,20 +88,20 @@ class Ring:
             self.group = dist.group.WORLD if group is None else group
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
-                raise ValueError("ring attention: this process is not in the group that it was given")
+                raise ValueError("ring attention: this process is not a member of `group`")
             self.next, self.previous = (
                 dist.get_global_rank(self.group, (self.rank + step) % self.world) for step in (1, -1)
             )
         elif group is not None:
-            raise ValueError("ring attention: a group was given, but torch.distributed is not initialised")
+            raise ValueError("ring attention: `group` needs torch.distributed, which is not initialised")
 
     def blocks(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield (rank whose tokens they are, tensors) of every process, its own first.
+        """Yield (rank, its tensors) for every rank, this one first.
 
-        On a GPU the next block is requested after the kernels for this one are launched: the request takes longer on
-        the host, and the GPU would wait for the launch.
+        On a GPU the transfer of the next block is posted after the caller has launched its kernels for this block:
+        posting takes longer than launching, and the GPU would be idle.
 
-        sizes: first dimension of the tensors on each rank; the other dimensions agree.
+        sizes: the first dimension of the tensors on each rank; the other dimensions are equal.
         """
         current = list(tensors)
         for step in range(self.world):
@@ -117,26 +117,30 @@ class Ring:
                     following.post()
                 current = following.wait()
 
-    def agree(self, what: str, own_values: dict, *, always: bool = False) -> list[dict]:
-        """Return every rank's values, after a check that all agree; it communicates only in a group's first call with
-        these values, unless `always` or HSTU_SPARSE_DEBUG=1 is set.
+    def check_agreement(self, function: str, local_values: dict, *, always: bool = False) -> list[dict]:
+        """Check that all ranks call a function with equal values; return the values of all ranks.
 
-        It uses the process group's store, which knows which rank is late; neither gloo nor NCCL reports that.
+        Only a group's first call with these values communicates and returns values, unless `always` is true or
+        HSTU_SPARSE_DEBUG=1 is set; other calls return []. The ranks communicate by the store of the process group,
+        which names a rank that does not respond, unlike gloo and NCCL.
 
-        what: the name of the function. values: name -> a JSON value; those whose name begins with "own" may differ.
+        Args:
+            function: the name of the function.
+            local_values: name -> JSON value. Values whose names begin with "local" may differ.
+            always: see above.
 
         Raises:
-            ValueError: on every rank, naming one that differs.
-            RuntimeError: a rank did not respond within the process group's timeout; the message names it.
+            ValueError: ranks differ; the message, on every rank, names one.
+            RuntimeError: a rank did not respond within the timeout of the process group; the message names it.
         """
         if self.world == 1:
-            return [own_values]
+            return [local_values]
         calls, agreed = _agreed.setdefault(self.group, ({}, set()))
-        text = json.dumps(own_values)
-        if (what, text) in agreed and not (always or jagged.DEBUG):
+        text = json.dumps(local_values)
+        if (function, text) in agreed and not (always or jagged.DEBUG):
             return []
-        call = calls[what] = calls.get(what, 0) + 1
-        store = dist.PrefixStore(f"{self.group.group_name}/{what}", dist.distributed_c10d._get_default_store())
+        call = calls[function] = calls.get(function, 0) + 1
+        store = dist.PrefixStore(f"{self.group.group_name}/{function}", dist.distributed_c10d._get_default_store())
         store.set(f"{call}/{self.rank}", text)
         all_values = []
         for rank in range(self.world):
@@ -144,51 +148,54 @@ class Ring:
                 all_values.append(json.loads(store.get(f"{call}/{rank}")))
             except RuntimeError as error:
                 late = dist.get_global_rank(self.group, rank)
-                raise RuntimeError(f"{what}: rank {dist.get_rank()} lost rank {late}: {error}") from error
-        # All ranks have reached this call, and have therefore read the values of the previous one.
+                raise RuntimeError(f"{function}: rank {dist.get_rank()} lost rank {late}: {error}") from error
+        # All ranks are in this call. They have read the values of the previous call, which can be deleted.
         store.delete_key(f"{call - 1}/{self.rank}")
-        for name in own_values:
-            if name.startswith("own"):
+        for name in local_values:
+            if name.startswith("local"):
                 continue
             values = [rank.get(name) for rank in all_values]
-            usual = max(values, key=values.count)
+            most_common = max(values, key=values.count)
             for rank, value in enumerate(values):
-                if value != usual:
-                    other = values.index(usual)
-                    raise ValueError(f"{what}: rank {rank} has {name}={value}, rank {other} has {name}={usual}")
-        agreed.add((what, text))
+                if value != most_common:
+                    other = values.index(most_common)
+                    raise ValueError(
+                        f"{function}: rank {rank} has {name}={value}, rank {other} has {name}={most_common}"
+                    )
+        agreed.add((function, text))
         return all_values
 
     def lost(self, peer: int | None, error: Exception) -> RuntimeError:
-        """Return the error of a failed communication, naming the ranks that it was with."""
+        """Return the error for a failed communication. peer: the rank, or None if it may be either neighbour."""
         ranks = f"rank {peer}" if peer is not None else f"rank {self.previous} or rank {self.next}"
         return RuntimeError(f"ring attention: rank {dist.get_rank()} lost {ranks}: {error}")
 
 
-# Process group -> (function -> how often its ranks were compared, the values in which they agreed).
+# Process group -> (function -> the number of comparisons, {(function, values on which the ranks agreed)}).
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def backward_round(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[int], add_dq, find_dkv):
-    """Run a ring's backward pass: W rounds of dq and of keys' and values' gradients, which add up on their way.
+def ring_backward(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[int], add_dq, compute_dkv):
+    """Run the backward pass of a ring: in each of W steps, dq, dk and dv of a block.
 
-    Computing dq of the own block hides the first transfer, and dq of a later block hides the transfer of its gradients.
+    The computation of dq hides transfers: in step 0 that of the next block, later that of the block's gradients.
 
     Args:
+        ring: the ranks.
         tensors, sizes: as for `Ring.blocks`.
-        add_dq: (rank whose block it is, its tensors) -> None.
-        find_dkv: (rank, tensors, sums so far or None) -> list of the sums, fp32 for fp16 and bf16. May write into the
-            given sums.
+        add_dq: (rank, its tensors) -> None; adds the contribution of the block to dq.
+        compute_dkv: (rank, its tensors, earlier sums or None) -> list of the sums of the block's gradients, fp32 for
+            fp16 and bf16. It may overwrite the earlier sums.
 
     Returns:
-        The sums of this rank's own block.
+        The sums of this rank's block.
     """
     pending = None
     for source, block in ring.blocks(tensors, sizes):
         if source != ring.rank:
-            sums = find_dkv(source, block, None if pending is None else pending.wait())
+            sums = compute_dkv(source, block, None if pending is None else pending.wait())
             size = sizes[(source - 1) % ring.world]
             pending = Transfer(ring, sums, [(size, *x.shape[1:]) for x in sums]).post()
             del sums
         add_dq(source, block)
-    return find_dkv(ring.rank, list(tensors), None if pending is None else pending.wait())
+    return compute_dkv(ring.rank, list(tensors), None if pending is None else pending.wait())

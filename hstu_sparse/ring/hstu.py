@@ -1,8 +1,8 @@
-"""Define dense HSTU attention round a ring: `ring_hstu_attention`, its validation and its steps.
+"""Define dense HSTU attention around a ring of ranks: `ring_hstu_attention`, its validation and its steps.
 
 Letters: T tokens of this rank, B sequences, N max_seq_len, H heads, D query/key and V value head size.
 
-SiLU needs no normaliser, so the outputs of the blocks add up; they do so in fp32.
+The output is the sum of the outputs of the blocks, in fp32, since SiLU has no normaliser that depends on all keys.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from hstu_sparse.core.launch import on_device
 from hstu_sparse.core.precision import widened, without_autocast, working_dtype
 from hstu_sparse.core.registration import no_second_derivative
 from hstu_sparse.core.validation import INTEGER, check_int, check_kernel, check_qkv, check_tensor, choose_backend
-from hstu_sparse.ring.communication import Ring, backward_round
+from hstu_sparse.ring.communication import Ring, ring_backward
 from hstu_sparse.ring.hstu_reference import Block, hstu_block
 from hstu_sparse.ring.plan import RingPlan, check_plan, check_plan_fits, ring_plan
 
@@ -38,25 +38,27 @@ def ring_hstu_attention(
     plan: RingPlan | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Compute hstu_attention of one long sequence, or several, distributed over the ranks of a group in any way.
+    """Compute hstu_attention of sequences whose tokens are distributed over the ranks of a group, in any order.
 
         o[t] = (1/N) * sum over s with position[s] <= position[t] of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
 
-    where s ranges over the tokens of all ranks. With `window_size` W > 0 also position[t] - position[s] < W.
+    where s are the tokens of t's sequence on all ranks. `window_size` W > 0 also requires position[t] - position[s] <
+    W.
 
     Args:
-        q, k: [T, H, D], this rank's tokens, fp16, bf16 or fp32 (the reference also fp64).
+        q, k: [T, H, D], the tokens of this rank, fp16, bf16 or fp32 (the reference also fp64).
         v: [T, H, V], dtype of q.
-        positions: [T] int32 or int64, in the whole sequence, each from 0 to N - 1; neighbouring positions should be
-            adjacent in memory, since pairs of tiles in which no query sees a key are skipped.
-        max_seq_len: N, at least the longest whole sequence.
-        seq_offsets: [B+1] integers, from 0 to T: this rank's parts of B sequences; absent, all tokens are of one.
+        positions: [T] int32 or int64, the positions of the tokens in their whole sequences, from 0 to N - 1.
+            Neighbouring positions should be adjacent in memory: tiles in which no query attends to a key are skipped.
+        max_seq_len: N, at least the length of the longest whole sequence.
+        seq_offsets: [B+1] integers, from 0 to T: this rank's parts of B sequences; one sequence by default.
         scale: factor of the scores, D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
-        bias: by relative position and time, see `RelativeBias`; its timestamps [T] are this rank's. The tables are the
-            same on all ranks; their gradients are this rank's part, to be summed over the ranks.
+        window_size: W, 0 for no window.
+        bias: see `RelativeBias`; its timestamps [T] are those of this rank's tokens. The tables are equal on all ranks.
+            Their gradients are the contribution of this rank, to be summed over the ranks.
         group: a torch.distributed process group, by default all processes; without torch.distributed one process.
-        plan: `ring_plan` of seq_offsets, made once for many calls; without one each call exchanges the ranks' offsets,
+        plan: `ring_plan` of seq_offsets, for many calls. Without a plan, each call exchanges the offsets of the ranks,
             which waits for the device.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
@@ -71,7 +73,7 @@ def ring_hstu_attention(
 
     Raises:
         TypeError, ValueError: with the expected and the actual value; on every rank if ranks disagree.
-        RuntimeError: a rank was lost; the message names it.
+        RuntimeError: a rank does not respond; the message names it.
 
     Source: Zhai et al., ICML 2024, section 3.2 (arXiv 2402.17152); Liu et al., Ring Attention (arXiv 2310.01889).
     """
@@ -94,7 +96,7 @@ def ring_hstu_attention(
     ring = Ring(group)
     shapes = {"q": [*q.shape[1:]], "v": [*v.shape[1:]], "dtype": str(q.dtype), "backend": backend}
     tables = [None if x is None else len(x) for x in bias[:2]]
-    ring.agree(name, {**shapes, "options": [max_seq_len, scale, normalizer, window_size], "bias": tables})
+    ring.check_agreement(name, {**shapes, "options": [max_seq_len, scale, normalizer, window_size], "bias": tables})
     if plan is None:
         plan = ring_plan(seq_offsets, group=group)
     elif plan.tokens[plan.rank] != q.shape[0]:
@@ -106,7 +108,7 @@ def ring_hstu_attention(
 
 
 class Call(NamedTuple):
-    """The arguments of a call that are no tensors, or have no gradient and are saved by others."""
+    """The arguments of a call that are not tensors."""
 
     ring: Ring
     plan: RingPlan
@@ -116,16 +118,16 @@ class Call(NamedTuple):
     backend: str
 
     def block(self, source: int, bias: RelativeBias, q_positions, k_positions, k_times=None) -> Block:
-        """Return the block of the keys of rank `source`, with their positions and, with a time bias, timestamps."""
+        """Return the block of the keys of rank `source`. k_positions, k_times: theirs; k_times with a time bias."""
         offsets = self.plan.sequences[self.plan.rank], self.plan.sequences[source]
         bias = bias._replace(timestamps=k_times)
         return Block(*offsets, q_positions, k_positions, self.normalizer, self.scale, self.window_size, bias)
 
 
 class RingHSTU(torch.autograd.Function):
-    """Compute HSTU attention round a ring, with gradients of q, k, v and both tables.
+    """Compute HSTU attention around a ring, with gradients of q, k, v and both tables.
 
-    It is no `Operator`: what a process group sends and receives is no function of tensors.
+    This is not an `Operator`, since results depend on other processes, not only on tensors.
     """
 
     @staticmethod
@@ -153,7 +155,7 @@ class RingHSTU(torch.autograd.Function):
         call, bias = ctx.call, RelativeBias(*bias)
         wide = working_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        # The tables' gradients accumulate in fp32, or in fp64 for fp64 tables.
+        # The gradients of the tables are summed in fp32, or in fp64 for fp64 tables.
         tables = bias[:2]
         sums = [None if x is None else torch.zeros_like(x, dtype=working_dtype(x.dtype)) for x in tables]
 
@@ -164,7 +166,7 @@ class RingHSTU(torch.autograd.Function):
                 key, value, *rest = tensors
                 block_dq(grad, q, key, value, call.block(source, bias, positions, *rest), dq, *sums)
 
-            def find_dkv(source, tensors, dkv):
+            def compute_dkv(source, tensors, dkv):
                 key, value, *rest = tensors
                 if dkv is None:
                     dkv = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value)]
@@ -176,7 +178,7 @@ class RingHSTU(torch.autograd.Function):
             def add_dq(source, tensors):
                 """Do nothing: dq is computed with the other gradients."""
 
-            def find_dkv(source, tensors, dkv):
+            def compute_dkv(source, tensors, dkv):
                 key, value, *rest = tensors
                 with torch.enable_grad():
                     leaves = [x.detach().to(wide).requires_grad_() for x in (q, key, value)]
@@ -192,11 +194,11 @@ class RingHSTU(torch.autograd.Function):
 
         with on_device(q.device):
             payload = _payload(k, v, positions, bias.timestamps)
-            dk, dv = backward_round(call.ring, payload, call.plan.tokens, add_dq, find_dkv)
+            dk, dv = ring_backward(call.ring, payload, call.plan.tokens, add_dq, compute_dkv)
         tables = (None if x is None else total.to(x.dtype) for total, x in zip(sums, tables))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *tables, None, None, None, None
 
 
 def _payload(k, v, positions, timestamps) -> list[torch.Tensor]:
-    """Return the tensors that go round."""
+    """Return the tensors that are sent around the ring."""
     return [k, v, positions] if timestamps is None else [k, v, positions, timestamps]

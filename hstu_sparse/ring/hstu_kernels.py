@@ -1,11 +1,12 @@
 """Define and launch kernels for dense HSTU attention of a block of queries to a block of keys, with positions for both.
 
-Letters: T, S tokens of queries and of keys, H heads, D query/key and V value head size, N max_seq_len. m: query rows of
-a tile, n: its key rows; t and s: their positions.
+Letters: T queries, S keys, H heads, D query/key and V value head size, N max_seq_len; t and s: the positions of queries
+and keys.
 
-The kernels are plain: each pair of tiles loads its positions, and is skipped if no query sees a key. A program has a
-tile of queries (forward, dq and the tables' gradients) or of keys (dk and dv). The tables' gradients are fp32 atomic
-additions, whose last bits depend on their order; everything else is deterministic.
+A program has a tile of queries (forward; dq and the gradients of the bias tables) or of keys (dk and dv), and loops
+over tiles of the other side. It loads the positions of each, and skips tiles in which no query attends to a key. The
+gradients of the tables are fp32 atomic additions, whose last bits depend on their order. All other results are
+deterministic.
 """
 
 from typing import NamedTuple
@@ -22,18 +23,18 @@ from hstu_sparse.tiles.rows import Rows, as_rows, load_head, locate, silu, silu_
 
 PER_BATCH = ["num_seqs", "window_size"]
 CALLER_POINTERS = ["q_offsets", "k_offsets", "q_positions", "k_positions"]
-# Positions of masked rows: such a query sees nothing, such a key is invisible.
+# The positions of masked queries and keys, which attend to nothing and are hidden from all.
 NO_QUERY, NO_KEY = tl.constexpr(-1), tl.constexpr(1 << 30)
 
 
 class Tile(NamedTuple):
-    """The rows of a program's tile, of one head.
+    """The tile of a program, of one head.
 
-    head, b        head and sequence
-    token, inside  the rows' indices in memory, and the mask of those in the sequence
-    position       NO_QUERY or NO_KEY for masked rows
-    time           0 if no table needs it
-    some           whether any row is valid
+    head, b        the head and the sequence
+    token, inside  the indices of the rows in memory, and the mask of those that are in the sequence
+    position       the positions of the rows; NO_QUERY or NO_KEY for masked rows
+    time           the timestamps of the rows; 0 without a time table
+    any_valid      whether any row is in the sequence
     """
 
     head: tl.tensor
@@ -42,7 +43,7 @@ class Tile(NamedTuple):
     inside: tl.tensor
     position: tl.tensor
     time: tl.tensor
-    some: tl.tensor
+    any_valid: tl.tensor
 
 
 @triton.jit
@@ -58,8 +59,8 @@ def _program_tile(
 
 
 @triton.jit
-def _tile_of(start, end, positions, NONE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (tokens from `start` on of a sequence that ends at `end`, the mask of valid ones, their positions)."""
+def _load_tile(start, end, positions, NONE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return (BLOCK tokens from `start` on, the mask of those before `end`, their positions)."""
     token = start + tl.arange(0, BLOCK)
     inside = token < end
     return token, inside, tl.load(positions + token, inside, NONE).to(tl.int32)
@@ -67,7 +68,7 @@ def _tile_of(start, end, positions, NONE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _overlap(t, s, window_size, HAS_WINDOW: tl.constexpr):
-    """Return whether some query of a tile may see some key; t and s are vectors, including NO_QUERY and NO_KEY."""
+    """Return whether a query of a tile may attend to a key. t, s: positions, including NO_QUERY and NO_KEY."""
     overlaps = tl.min(s, 0) <= tl.max(t, 0)
     if HAS_WINDOW:
         nearest = tl.max(tl.where(s == NO_KEY, NO_QUERY, s), 0)
@@ -80,7 +81,7 @@ def _scores(
     rows, columns, distance, q_time, k_time, bias, scale, window_size, HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (scores of a tile, the mask of visible pairs, their time buckets); distance and times broadcast."""
+    """Return (scores of a tile, the mask of visible pairs, time buckets); distance and times broadcast to the tile."""
     scores = tl.dot(rows, tl.trans(columns), input_precision=PRECISION) * scale
     seen = distance >= 0
     if HAS_WINDOW:
@@ -91,7 +92,7 @@ def _scores(
 
 @triton.jit
 def _add(target, head, token, inside, value, SIZE: tl.constexpr):
-    """Add value to rows of a head of `target`, `Rows` [tokens, H, SIZE] fp32."""
+    """Add `value` to the rows `token` of a head of `target`, `Rows` [tokens, H, SIZE] fp32."""
     column = tl.arange(0, value.shape[1])
     rows = target.pointer + head * target.stride_h + token[:, None] * target.stride_t + column[None, :]
     mask = inside[:, None] & (column < SIZE)[None, :]
@@ -105,16 +106,16 @@ def ring_hstu_fwd_kernel(
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys' contribution to `out` (fp32) of BLOCK_M queries of one head; q, k, v and out are `Rows`."""
+    """Add the contribution of the keys to `out` (fp32) for BLOCK_M queries of one head; q, k, v, out: `Rows`."""
     tile = _program_tile(q_offsets, q_positions, bias.query_times, num_seqs, NO_QUERY, H, BLOCK_M)
-    if not tile.some:
+    if not tile.any_valid:
         return
     head, token, inside, t = tile.head, tile.token, tile.inside, tile.position
     query = load_head(q, head, token, inside, D, PAD_D)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     k_end = tl.load(k_offsets + tile.b + 1).to(tl.int64)
     for start in range(tl.load(k_offsets + tile.b).to(tl.int64), k_end, BLOCK_N):
-        other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
+        other, k_inside, s = _load_tile(start, k_end, k_positions, NO_KEY, BLOCK_N)
         if _overlap(t, s, window_size, HAS_WINDOW):
             k_time = load_times(bias.key_times, other, k_inside)[None, :]
             key = load_head(k, head, other, k_inside, D, PAD_D)
@@ -136,9 +137,9 @@ def ring_hstu_bwd_dq_kernel(
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys' contribution to `dq` (fp32) of BLOCK_M queries of one head, and to the tables' gradients (fp32)."""
+    """Add the contribution of the keys to `dq` (fp32) for BLOCK_M queries of one head, and to `tables` (fp32)."""
     tile = _program_tile(q_offsets, q_positions, bias.query_times, num_seqs, NO_QUERY, H, BLOCK_M)
-    if not tile.some:
+    if not tile.any_valid:
         return
     head, token, inside = tile.head, tile.token, tile.inside
     query = load_head(q, head, token, inside, D, PAD_D)
@@ -146,7 +147,7 @@ def ring_hstu_bwd_dq_kernel(
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     k_end = tl.load(k_offsets + tile.b + 1).to(tl.int64)
     for start in range(tl.load(k_offsets + tile.b).to(tl.int64), k_end, BLOCK_N):
-        other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
+        other, k_inside, s = _load_tile(start, k_end, k_positions, NO_KEY, BLOCK_N)
         if _overlap(tile.position, s, window_size, HAS_WINDOW):
             k_time = load_times(bias.key_times, other, k_inside)[None, :]
             key = load_head(k, head, other, k_inside, D, PAD_D)
@@ -170,9 +171,9 @@ def ring_hstu_bwd_dkv_kernel(
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries' part to dk and dv (fp32) of BLOCK_N keys of one head; tiles are keys x queries."""
+    """Add the contribution of the queries to dk and dv (fp32) for BLOCK_N keys of one head. Tiles: [keys, queries]."""
     tile = _program_tile(k_offsets, k_positions, bias.key_times, num_seqs, NO_KEY, H, BLOCK_N)
-    if not tile.some:
+    if not tile.any_valid:
         return
     head, token, inside, s = tile.head, tile.token, tile.inside, tile.position
     key = load_head(k, head, token, inside, D, PAD_D)
@@ -181,7 +182,7 @@ def ring_hstu_bwd_dkv_kernel(
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     q_end = tl.load(q_offsets + tile.b + 1).to(tl.int64)
     for start in range(tl.load(q_offsets + tile.b).to(tl.int64), q_end, BLOCK_M):
-        other, q_inside, t = _tile_of(start, q_end, q_positions, NO_QUERY, BLOCK_M)
+        other, q_inside, t = _load_tile(start, q_end, q_positions, NO_QUERY, BLOCK_M)
         if _overlap(t, s, window_size, HAS_WINDOW):
             q_time = load_times(bias.query_times, other, q_inside)[None, :]
             query = load_head(q, head, other, q_inside, D, PAD_D)
@@ -201,23 +202,22 @@ def ring_hstu_bwd_dkv_kernel(
 
 @configuration
 def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backward: bool) -> LaunchConfig:
-    """Return tile sizes, warps and stages small enough for all heads and GPUs; a bias needs many registers."""
+    """Return a configuration for all supported GPUs; a bias needs many registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
         return LaunchConfig(BLOCK_M=16 if backward else 32, BLOCK_N=32, num_warps=4, num_stages=1)
     if widest > 128:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)
     warps = 8 if biased and widest > 64 else 4
-    # Forward's keys and values alternate in one buffer. With narrow values, ptxas 12.8 (Triton 3.6) then leaves a
-    # register of wgmma unset, which does not happen with tiles of 32 rows: `python -m tests.operators.compiling
-    # ring_hstu 90` reports unset_registers.
+    # With 64 rows and narrow values, ptxas 12.8 (Triton 3.6) leaves a register of wgmma unset in the forward kernel:
+    # `python -m tests.operators.compiling ring_hstu 90` reports unset_registers.
     return LaunchConfig(BLOCK_M=32 if backward or pad_v < 64 else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
 
 
 def _launch(kernel, tile: str, block: Block, tensors, tables, **sizes) -> None:
-    """Launch a kernel with a program for each head and tile of config's `tile`, BLOCK_M queries or BLOCK_N keys.
+    """Launch a kernel with a program for each head and tile. tile: "BLOCK_M" for queries, "BLOCK_N" for keys.
 
-    tensors: q, k, v, aligned, and others, which become `Rows`. tables: `TableGradients`, for dq.
+    tensors: q, k, v, and others, which become `Rows`. tables: [`TableGradients`] for dq, otherwise [].
     """
     q, k, v = tensors[:3]
     bias, q_offsets = block.bias, block.q_offsets
@@ -235,13 +235,16 @@ def _launch(kernel, tile: str, block: Block, tensors, tables, **sizes) -> None:
 
 
 def block_forward(q, k, v, block: Block, out) -> None:
-    """Add these keys' part to out [T, H, V] fp32."""
+    """Add the contribution of these keys to out [T, H, V] fp32."""
     if q.shape[0] and k.shape[0]:
         _launch(ring_hstu_fwd_kernel, "BLOCK_M", block, [*as_rows(q, k, v), out], [], V_OUT=v.shape[2])
 
 
 def block_dq(grad, q, k, v, block: Block, dq, position_grad, time_grad) -> None:
-    """Add these keys' part to dq [T, H, D] and to the tables' gradients (or None), all fp32; grad: the output's."""
+    """Add the contribution of these keys to dq [T, H, D] and to the gradients of the tables (or None), all fp32.
+
+    grad: the gradient of the output.
+    """
     if q.shape[0] and k.shape[0]:
         sizes = (0 if x is None else x.shape[0] for x in (position_grad, time_grad))
         tables = [TableGradients(position_grad, time_grad, None, *sizes)]
@@ -251,7 +254,7 @@ def block_dq(grad, q, k, v, block: Block, dq, position_grad, time_grad) -> None:
 
 
 def block_dkv(grad, q, k, v, block: Block, dk, dv) -> None:
-    """Add these queries' part to dk [S, H, D] and dv [S, H, V], fp32; grad: the output's."""
+    """Add the contribution of these queries to dk [S, H, D] and dv [S, H, V] fp32. grad: the gradient of the output."""
     if q.shape[0] and k.shape[0]:
         _launch(
             ring_hstu_bwd_dkv_kernel, "BLOCK_N", block, [*as_rows(q, k, v, grad), dk, dv], [],

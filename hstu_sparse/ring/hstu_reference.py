@@ -1,7 +1,7 @@
-"""Compute dense HSTU attention of some queries to some keys, with given positions, in plain PyTorch: the specification.
+"""Define dense HSTU attention of a block of queries to a block of keys, with positions for both, in plain PyTorch.
 
-Letters: T, S tokens of queries and of keys, B sequences, n, m the longest sequence of queries and of keys, H heads, D
-query/key and V value head size.
+Letters: T queries, S keys, B sequences, n and m the longest sequence of queries and of keys, H heads, D query/key and V
+value head size.
 """
 
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from hstu_sparse.core.precision import widened
 
 
 class Block(NamedTuple):
-    """The queries of a rank and the keys of a block: a query sees its sequence's keys up to its own position.
+    """The queries of a rank and the keys of a block. A query attends to keys of its sequence up to its position.
 
     q_offsets, k_offsets      [B+1]
     q_positions, k_positions  [T] and [S]
-    bias                      query_timestamps are [T], timestamps [S]
+    bias                      query_timestamps is [T], timestamps is [S]
     """
 
     q_offsets: torch.Tensor
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 def hstu_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return [T, H, V], these keys' part of these queries' output, in `working_dtype`; differentiable.
+    """Return the contribution of these keys to the output, [T, H, V] in `working_dtype`; differentiable.
 
     q: [T, H, D], k: [S, H, D], v: [S, H, V].
     """
@@ -45,7 +45,7 @@ def hstu_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block) 
     q_index, q_valid = padded_index(q_offsets, longest_sequence(q_offsets, q.shape[0]))
     k_index, k_valid = padded_index(k_offsets, longest_sequence(k_offsets, k.shape[0]))
 
-    def pad(x, index):  # [T, ...] -> [B, n, ...]; what lies behind a sequence is masked
+    def pad(x, index):  # [T, ...] -> [B, n, ...]; entries past the end of a sequence are masked later
         return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
     distance = pad(q_positions, q_index)[:, :, None] - pad(k_positions, k_index)[:, None, :]  # [B, n, m]

@@ -1,9 +1,9 @@
-"""Divide sequences among the ranks of a ring, and record the place of every rank's pieces.
+"""Divide sequences among the ranks of a ring, and describe the pieces of every rank.
 
 Letters: B sequences, T tokens of this rank, W ranks, P pieces of a sequence on a rank, n tokens of a whole sequence.
 
-Plain: rank r holds one piece of each sequence, in the order of the ranks. Zigzag: a sequence is cut into 2W chunks, and
-rank r holds r and 2W-1-r, so that with a causal mask all have the same work. Chunk c of C has the tokens c*n//C to
+Without zigzag a sequence is cut into W chunks, and rank r has chunk r. With zigzag it is cut into 2W chunks, and rank r
+has chunks r and 2W-1-r, so that with a causal mask all ranks have the same work. Chunk c of C has the tokens c*n//C to
 (c+1)*n//C - 1.
 """
 
@@ -17,20 +17,22 @@ from hstu_sparse.core.validation import check_bool, check_int
 from hstu_sparse.flash.reference import Layout
 from hstu_sparse.ring.communication import Ring
 
-MOST_RANKS = 1 << 16
-LONGEST = 2**31 - 1  # tokens of a sequence
+MAX_RANKS = 1 << 16
+MAX_LENGTH = 2**31 - 1  # tokens of a sequence
 
 
 class RingPlan(NamedTuple):
     """The pieces of all ranks; tensors are int32.
 
-    offsets        [W, B*P+1], of the pieces of every rank
-    starts         [W, B*P], the pieces' positions in their sequences
-    sequences      [W, B+1], offsets of the sequences
-    begins         [W, P, B+1], the first rows of each sequence's p-th piece, and the rank's number of rows
-    lengths        [W, P, B], the numbers of rows of these pieces
+    offsets        [W, B*P+1], the offsets of the pieces of every rank
+    starts         [W, B*P], the first positions of the pieces in their sequences
+    sequences      [W, B+1], the offsets of the sequences of every rank
+    begins         [W, P, B+1], the first row of piece p of each sequence, and the number of rows of the rank
+    lengths        [W, P, B], the number of rows of piece p of each sequence
     tokens         T of every rank
-    stretches      (start, length) of every rank's pieces, if equal for all sequences; None otherwise
+    pieces         P
+    rank           this rank
+    piece_ranges   (start, length) of every piece of every rank, if all sequences have the same; None otherwise
 
     Examples:
         >>> plan = hstu_sparse.whole_plan(torch.tensor([0, 8, 12]), rank=0, world=2)
@@ -48,10 +50,10 @@ class RingPlan(NamedTuple):
     tokens: tuple[int, ...]
     pieces: int
     rank: int
-    stretches: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    piece_ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     def layout(self, source: int) -> Layout:
-        """Return the layout of this rank's queries and the keys of rank `source`."""
+        """Return the layout of the queries of this rank and the keys of rank `source`."""
         queries = self.offsets[self.rank], self.starts[self.rank]
         return Layout(queries[0], self.offsets[source], queries[1], self.starts[source], self.pieces)
 
@@ -63,16 +65,16 @@ def check_plan(plan) -> None:
 
 
 def check_plan_fits(plan: RingPlan, seq_offsets: torch.Tensor, ring: Ring, pieces: int | None = None) -> None:
-    """Check that a plan is for these parts of this rank, in so many pieces each (by default any number).
+    """Raise ValueError if a plan is for another rank or batch, or for another number of pieces (None: any number).
 
-    It checks rank, sequences and tokens always, the offsets themselves on a CPU or with the debug switch. ValueError.
+    The values of offsets are compared if they are `readable`.
     """
     if (plan.rank, len(plan.tokens)) != (ring.rank, ring.world):
         raise ValueError(
             f"plan is for rank {plan.rank} of {len(plan.tokens)}, this is rank {ring.rank} of {ring.world}"
         )
     if pieces is not None and plan.pieces != pieces:
-        raise ValueError(f"plan is for {plan.pieces} pieces of each sequence, this call for {pieces}")
+        raise ValueError(f"plan is for {plan.pieces} pieces of each sequence, this call needs {pieces}")
     planned = plan.sequences[plan.rank]
     if planned.shape != seq_offsets.shape:
         raise ValueError(f"plan is for B={len(planned) - 1} sequences, got B={len(seq_offsets) - 1}")
@@ -88,26 +90,27 @@ def check_plan_fits(plan: RingPlan, seq_offsets: torch.Tensor, ring: Ring, piece
 
 def _check_cut(seq_offsets: torch.Tensor, rank: int, world: int, zigzag: bool) -> None:
     check_bool("zigzag", zigzag)
-    check_jagged(seq_offsets, LONGEST)
+    check_jagged(seq_offsets, MAX_LENGTH)
     check_storage("seq_offsets", seq_offsets, values=True)
-    check_offset_values(seq_offsets, LONGEST, None)  # the following code waits for the device anyway
-    check_int("world", world, 1, MOST_RANKS)
+    check_offset_values(seq_offsets, MAX_LENGTH, None)  # the following code waits for the device anyway
+    check_int("world", world, 1, MAX_RANKS)
     check_int("rank", rank, 0, world - 1)
 
 
 def cut_sequences(
     seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the part of whole sequences that a rank of a ring holds.
+    """Return the tokens of a rank of a ring, for sequences that are divided among all ranks.
 
     Args:
-        seq_offsets: [B+1] of the whole sequences, integers.
+        seq_offsets: [B+1] integers, the offsets of the whole sequences.
         rank: 0 <= rank < world.
-        zigzag: divide as the zigzag functions require, otherwise in the order of the ranks.
+        world: the number of ranks.
+        zigzag: the rank has two chunks of each sequence, see `ring_flash_attention`; by default one.
 
     Returns:
-        index [T] int64: the tokens that the rank holds, so that x[index] is its part; and the part's offsets [B+1], of
-        the dtype and on the device of seq_offsets. Waits for the device.
+        index [T] int64, the tokens of the rank, so that x[index] are its rows; and the offsets [B+1] of these rows,
+        with dtype and device of seq_offsets. Waits for the device.
 
     Examples:
         >>> seq_offsets = torch.tensor([0, 8, 12])
@@ -127,7 +130,7 @@ def cut_sequences(
 
 
 def _chunks(lengths: torch.Tensor, world: int, zigzag: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (start, length) [W, B, P] of every rank's pieces of sequences with these whole lengths [B]."""
+    """Return (start, length) [W, B, P] of the pieces of every rank. lengths: [B], of the whole sequences."""
     count = 2 * world if zigzag else world
     bounds = torch.arange(count + 1, device="cpu")[:, None] * lengths // count
     rank = torch.arange(world, device="cpu")
@@ -143,25 +146,25 @@ def _plan(starts: torch.Tensor, lengths: torch.Tensor, rank: int, device: torch.
     ends = offsets[:, -1:, None].expand(-1, pieces, 1)
     begins = torch.cat([offsets[:, :-1].unflatten(1, (-1, pieces)).transpose(1, 2), ends], 2)
     tensors = offsets, starts.flatten(1), offsets[:, ::pieces], begins, lengths.transpose(1, 2)
-    stretches, ranges = None, torch.stack([starts, lengths], -1)
+    piece_ranges, ranges = None, torch.stack([starts, lengths], -1)
     if (ranges == ranges[:, :1]).all():
-        stretches = tuple(tuple(map(tuple, rank)) for rank in ranges[:, :1].flatten(1, 2).tolist())
+        piece_ranges = tuple(tuple(map(tuple, rank)) for rank in ranges[:, :1].flatten(1, 2).tolist())
     # A view's last stride is 1 even in a dimension of size 1, as FlashAttention-4 requires.
     on_device = [x.int().flatten().view(x.shape).to(device) for x in tensors]
-    return RingPlan(*on_device, tuple(offsets[:, -1].tolist()), pieces, rank, stretches)
+    return RingPlan(*on_device, tuple(offsets[:, -1].tolist()), pieces, rank, piece_ranges)
 
 
 @cached_constant
 def fixed_plan(num_seqs: int, tokens: int, rank: int, world: int, zigzag: bool, device: torch.device) -> RingPlan:
-    """Return the plan for `num_seqs` sequences of which every rank holds `tokens`."""
+    """Return the plan for `num_seqs` sequences with `tokens` tokens of each on every rank."""
     starts, lengths = _chunks(torch.full((num_seqs,), tokens * world, device="cpu"), world, zigzag)
     return _plan(starts, lengths, rank, device)
 
 
 def whole_plan(seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool = False) -> RingPlan:
-    """Return `ring_plan` of parts made by `cut_sequences`, if every rank knows the whole sequences' offsets [B+1].
+    """Return the `ring_plan` of the parts of `cut_sequences`, from the offsets [B+1] of the whole sequences.
 
-    No communication; waits for the device.
+    There is no communication between ranks. Waits for the device.
 
     Examples:
         >>> hstu_sparse.whole_plan(torch.tensor([0, 8, 12]), rank=0, world=2).tokens  # of each rank
@@ -173,32 +176,37 @@ def whole_plan(seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool
 
 
 def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> RingPlan:
-    """Collect the information on other ranks that the varlen functions need, once a batch, for their `plan`.
+    """Collect the offsets of all ranks, once a batch, for the argument `plan` of the ring functions.
 
-    All ranks of the group have to call it. It waits for the device.
+    All ranks of the group must call this function. Waits for the device.
 
     Args:
-        cu_seqlens: [B+1], integers: offsets of this rank's parts of B sequences, whose lengths may differ between the
-            ranks. With `zigzag` they have to equal the result of `cut_sequences`.
+        cu_seqlens: [B+1] integers, the offsets of this rank's parts of B sequences, whose lengths may differ between
+            ranks. With `zigzag` they must equal the offsets that `cut_sequences` returns.
+        zigzag: see `cut_sequences`.
+        group: a torch.distributed process group, by default all processes.
 
     Examples:
         >>> hstu_sparse.ring_plan(torch.tensor([0, 8, 12])).tokens  # without torch.distributed: one rank
         (12,)
 
     Raises:
-        ValueError: on every rank, naming one that does not fit.
+        ValueError: the offsets of a rank are wrong; the message, on every rank, names it.
     """
-    check_jagged(cu_seqlens, LONGEST)
+    check_jagged(cu_seqlens, MAX_LENGTH)
     check_bool("zigzag", zigzag)
     check_storage("seq_offsets", cu_seqlens, values=True)
     ring = Ring(group)
-    own_offsets = cu_seqlens.tolist()
-    all_ranks = ring.agree(
-        "ring_plan", {"sequences": len(own_offsets) - 1, "zigzag": zigzag, "own_offsets": own_offsets}, always=True
+    local_offsets = cu_seqlens.tolist()
+    all_ranks = ring.check_agreement(
+        "ring_plan",
+        {"sequences": len(local_offsets) - 1, "zigzag": zigzag, "local_offsets": local_offsets},
+        always=True,
     )
-    local = torch.tensor([rank["own_offsets"] for rank in all_ranks], device="cpu").diff()  # [W, B]
+    local = torch.tensor([rank["local_offsets"] for rank in all_ranks], device="cpu").diff()  # [W, B]
     if (local < 0).any():
-        raise ValueError(f"ring_plan: the offsets of rank {int((local < 0).any(1).nonzero()[0])} fall")
+        wrong_rank = int((local < 0).any(1).nonzero()[0])
+        raise ValueError(f"ring_plan: the offsets of rank {wrong_rank} must not decrease")
     if not zigzag:
         return _plan((local.cumsum(0) - local)[..., None], local[..., None], ring.rank, cu_seqlens.device)
     starts, lengths = _chunks(local.sum(0), ring.world, True)

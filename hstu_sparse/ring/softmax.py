@@ -1,20 +1,21 @@
-"""Compute softmax attention round a ring: the steps of both passes, in Triton, FlashAttention-4 or the reference.
+"""Compute softmax attention around a ring, forward and backward, by Triton, FlashAttention-4 or the reference.
 
 Letters: B sequences, P pieces of a sequence on a rank, T tokens of this rank, H heads of queries, Hkv of keys and
 values, D query/key and V value head size.
 
-The output and its log-sum-exp are merged block by block, and all sums are in fp32 (fp64 for fp64 inputs), over the
-steps of the ring too: rounding to 16 bits after each step makes other rings drift. The last step's kernels round the
-results.
+After each step of the ring, the output and its log-sum-exp are merged with the earlier ones. All sums are in fp32 (fp64
+for fp64 inputs); the last step rounds the results. Rounding after each step would add errors.
 
-A ring needs several times the memory of its results for blocks in transfer, their gradients and sums. Therefore only
-some heads of long sequences go round at a time: as many as keep the device busy.
+Blocks in transfer, their gradients and sums take several times the memory of the results. Long sequences are therefore
+computed in groups of heads, each large enough to keep the device busy.
 
-FlashAttention-4 treats a sequence as one range of queries and one of keys whose last rows have the same position. A
-step of a ring is made of such calls. Without a window one is enough: of another rank's block a query sees all keys of a
-piece or none, and its own rank's block has the positions of the queries. With a window each pair of pieces has its own
-shift, one number for all sequences, which therefore must have one length. It returns a call's output in the inputs'
-dtype: outputs, dq, and dk and dv in transfer are rounded to that once for each block, and added in fp32.
+FlashAttention-4 aligns the last query of a sequence with its last key. A step of the ring consists of calls of that
+form:
+- Without a window one call is enough: a query attends to all keys of another rank's piece or to none, and the keys of
+  its rank have the positions of the queries.
+- With a window there is a call for each pair of pieces, with a shift between queries and keys. FlashAttention-4 takes
+  one shift for all sequences, which therefore must have the same length.
+It rounds the results of each call to the dtype of the inputs; sums over calls are in fp32.
 """
 
 import torch
@@ -25,15 +26,15 @@ from hstu_sparse.core.registration import no_second_derivative
 from hstu_sparse.flash import cute, reference
 from hstu_sparse.flash.cute import Part, Rows, bound
 from hstu_sparse.flash.reference import Options
-from hstu_sparse.ring.communication import Ring, Transfer, backward_round
+from hstu_sparse.ring.communication import Ring, Transfer, ring_backward
 from hstu_sparse.ring.plan import RingPlan
 
 
 def check_plan_for_cute(op: str, plan: RingPlan, options: Options) -> None:
-    """Raise ValueError if FlashAttention-4 does not support the plan; the same on every rank."""
-    if _has_window(options) and plan.stretches is None:
+    """Raise ValueError, on every rank, if FlashAttention-4 does not support the plan."""
+    if _has_window(options) and plan.piece_ranges is None:
         raise ValueError(
-            f"{op}: backend='cute' takes a window only where all sequences have one length; use backend='triton'"
+            f"{op}: backend='cute' takes a window only if all sequences have the same length; use backend='triton'"
         )
 
 
@@ -42,7 +43,7 @@ def _has_window(options: Options) -> bool:
 
 
 def _rows(plan: RingPlan, rank: int, piece: int | None = None) -> Rows:
-    """Return all rows that a rank has of each sequence, or those of one piece."""
+    """Return the rows of each sequence on a rank, of all pieces or of one."""
     if piece is None or plan.pieces == 1:
         return Rows(plan.sequences[rank])
     return Rows(plan.begins[rank, piece], plan.lengths[rank, piece])
@@ -58,16 +59,16 @@ def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
             return [Part(_rows(plan, rank), _rows(plan, source, 0))]
         return [Part(_rows(plan, rank, 1), _rows(plan, source))] if plan.pieces == 2 else []
     parts = []
-    for i, (q_start, num_queries) in enumerate(plan.stretches[rank]):
-        for j, (k_start, num_keys) in enumerate(plan.stretches[source]):
+    for i, (q_start, num_queries) in enumerate(plan.piece_ranges[rank]):
+        for j, (k_start, num_keys) in enumerate(plan.piece_ranges[source]):
             if not num_queries or not num_keys:
                 continue
-            # FlashAttention-4 counts the distance between row j of the keys and row i of the queries as j - i - shift.
+            # The distance from query i to key j is j - i - shift in FlashAttention-4.
             shift = q_start - k_start - (num_keys - num_queries)
             left = None if options.left < 0 else options.left - shift
             right = None if options.right < 0 else options.right + shift
             if (right is not None and right <= -num_keys) or (left is not None and left <= -num_queries):
-                continue  # no query sees a key
+                continue  # no query attends to a key
             left = None if left is not None and left >= num_keys - 1 else left
             right = None if right is not None and right >= num_queries - 1 else right
             parts.append(Part(_rows(plan, rank, i), _rows(plan, source, j), left, right))
@@ -75,13 +76,13 @@ def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
 
 
 def _forward_cute(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
-    """Write out [T, H, V] and lse [H, T]; block: this rank's k and v."""
+    """Write out [T, H, V] and lse [H, T]. block: k and v of this rank."""
     from hstu_sparse.flash.merge import merge
 
     steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
     remaining, sums = sum(map(len, steps)), None
     if remaining < 2:
-        out.zero_()  # for rows that no call writes; with more calls the merge writes all
+        out.zero_()  # one call may not write all rows; the merge of several calls does
     lse.fill_(-torch.inf)
     for parts, (_, (k, v)) in zip(steps, ring.blocks(block, plan.tokens), strict=True):
         for part in parts:
@@ -100,10 +101,10 @@ def _forward_cute(q, block, ring: Ring, plan: RingPlan, options: Options, out, l
 
 
 def _backward_cute(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, lse, dq, dkv) -> None:
-    """Write dq [T, H, D] and the list dkv of dk and dv [T, Hkv, ...].
+    """Write dq [T, H, D] and dkv, the list of dk and dv [T, Hkv, ...].
 
-    A block's gradients are computed in one call. They are added to those that arrived with the block and sent on, in
-    the inputs' dtype from the first rank and in fp32 (as with a window, which needs several calls) from the others.
+    Each rank adds its gradients of a block to the sums that it receives, and sends the sums to the next rank. They are
+    fp32, except after a single call, whose results have the dtype of the inputs.
     """
     steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
     remaining, sums, local_gradients, pending = sum(map(len, steps)), None, None, None
@@ -141,19 +142,19 @@ def _backward_cute(grad, q, block, ring: Ring, plan: RingPlan, options: Options,
 
 
 def _buffer(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Return a tensor for a call's gradient of x: zeros if the call does not write all rows."""
+    """Return a tensor for the gradient of x: zeros if a call with these rows does not write all."""
     make = torch.empty if rows.lengths is None else torch.zeros
     return make(x.shape, dtype=x.dtype, device=x.device)
 
 
-# Tiles of 128 tokens, over the heads that go round together: about four times what a large device processes at once.
+# The number of tiles of 128 tokens in a group of heads, about four times what a large GPU processes at once.
 TILES = 1024
 
 
 def head_groups(heads: int, kv_heads: int, plan: RingPlan, options: Options) -> list[tuple[slice, slice, Options]]:
-    """Return (heads of queries, heads of keys, their options) that go round together; the same on every rank.
+    """Return (heads of queries, heads of keys, options) of each group of heads; equal on every rank.
 
-    With dropout all heads do, since the dropped weights depend on the number of the head.
+    With dropout there is one group, since the dropped weights depend on the index of the head.
     """
     heads_together = kv_heads if options.dropout else cdiv(TILES, max(1, max(plan.tokens) // 128))
     count, group = cdiv(kv_heads, heads_together), heads // kv_heads
@@ -171,7 +172,7 @@ def head_groups(heads: int, kv_heads: int, plan: RingPlan, options: Options) -> 
 
 
 class RingSoftmax(torch.autograd.Function):
-    """Compute (out [T, H, V], lse [H, T]) of q [T, H, D], k [T, Hkv, D], v [T, Hkv, V]; lse has no gradient."""
+    """Compute (out [T, H, V], lse [H, T]) from q [T, H, D], k [T, Hkv, D], v [T, Hkv, V]; lse has no gradient."""
 
     @staticmethod
     def forward(ctx, q, k, v, ring: Ring, plan: RingPlan, options: Options, backend: str):
@@ -179,8 +180,10 @@ class RingSoftmax(torch.autograd.Function):
         lse = torch.empty(q.shape[1], q.shape[0], dtype=working_dtype(q.dtype), device=q.device)
         forward = _forward[backend]
         with on_device(q.device):
-            for queries, keys, some in head_groups(q.shape[1], k.shape[1], plan, options):
-                forward(q[:, queries], [k[:, keys], v[:, keys]], ring, plan, some, out[:, queries], lse[queries])
+            for queries, keys, head_options in head_groups(q.shape[1], k.shape[1], plan, options):
+                forward(
+                    q[:, queries], [k[:, keys], v[:, keys]], ring, plan, head_options, out[:, queries], lse[queries]
+                )
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = ring, plan, options, backend
         ctx.mark_non_differentiable(lse)
@@ -198,15 +201,15 @@ class RingSoftmax(torch.autograd.Function):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         backward = _backward[backend]
         with on_device(q.device):
-            for queries, keys, some in head_groups(q.shape[1], k.shape[1], plan, options):
+            for queries, keys, head_options in head_groups(q.shape[1], k.shape[1], plan, options):
                 backward(
-                    grad[:, queries], q[:, queries], [k[:, keys], v[:, keys]], ring, plan, some, out[:, queries],
-                    lse[queries], dq[:, queries], [dk[:, keys], dv[:, keys]],
+                    grad[:, queries], q[:, queries], [k[:, keys], v[:, keys]], ring, plan, head_options,
+                    out[:, queries], lse[queries], dq[:, queries], [dk[:, keys], dv[:, keys]],
                 )  # fmt: skip
         return dq, dk, dv, None, None, None, None
 
 
-# Each of these functions processes some heads, and writes out and lse, or dq and the list dkv of dk and dv.
+# The following functions compute a group of heads. They write out and lse, or dq and dkv, the list of dk and dv.
 
 
 def _forward_triton(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
@@ -229,8 +232,8 @@ def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Option
         last = source == (ring.rank + 1) % ring.world
         launch.dq(grad, rows, dq if last else sums, before=None if source == ring.rank else sums)
 
-    def find_dkv(source, key_value, earlier):
-        nonlocal launch  # used next for the block's dq
+    def compute_dkv(source, key_value, earlier):
+        nonlocal launch  # add_dq uses it next
         target = earlier
         if source == ring.rank:
             launch, target = local_launch, dkv
@@ -241,7 +244,7 @@ def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Option
         launch.dkv(grad, rows, *target, sums=earlier)
         return target
 
-    backward_round(ring, block, plan.tokens, add_dq, find_dkv)
+    ring_backward(ring, block, plan.tokens, add_dq, compute_dkv)
 
 
 def _forward_reference(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
@@ -259,11 +262,11 @@ def _backward_reference(grad, q, block, ring: Ring, plan: RingPlan, options: Opt
     def add_dq(source, key_value):
         """Do nothing: dq is computed with the other gradients."""
 
-    def find_dkv(source, key_value, earlier):
+    def compute_dkv(source, key_value, earlier):
         more = reference.backward_step(grad, q, *key_value, plan.layout(source), options, lse, delta, sums)
         return more if earlier is None else [x + y for x, y in zip(more, earlier, strict=True)]
 
-    for target, x in zip(dkv, backward_round(ring, block, plan.tokens, add_dq, find_dkv), strict=True):
+    for target, x in zip(dkv, ring_backward(ring, block, plan.tokens, add_dq, compute_dkv), strict=True):
         target.copy_(x)
     dq.copy_(sums)
 
